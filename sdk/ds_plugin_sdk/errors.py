@@ -1,0 +1,123 @@
+"""Every error the SDK raises.
+
+    SdkError
+    ├── SettingError                (ValueError)    an environment variable has a value we cannot use
+    ├── PluginError
+    │   ├── PluginLoadError                         a plugin's module could not be imported, or is not a Plugin
+    │   ├── PluginConflictError                     two distributions offer one plugin name
+    │   ├── PluginVersionError                      plugin and SDK do not fit together
+    │   └── UnknownAcceleratorError (ValueError)    no plugin of the requested name
+    ├── InvalidAcceleratorError     (TypeError)     an accelerator that contradicts itself
+    ├── BuildError
+    │   ├── ToolchainError                          no usable compiler
+    │   ├── CompileError                            the compiler refused the sources
+    │   ├── CompileForbiddenError                   settings forbid compiling, and nothing prebuilt or cached fits
+    │   └── ArtifactError                           a binary is damaged, foreign, or cannot be loaded
+    └── OpError
+        ├── OpNotImplementedError   (ValueError)    this plugin does not offer this op
+        └── InvalidTensorError      (ValueError)    an op was given a tensor it cannot work on
+
+Each error says what happened, to which plugin or op, why, and what to do next, in that order; the parts are
+attributes. Errors survive pickling, because launchers carry them from process to process.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class SdkError(Exception):
+    """Root of the SDK's errors.
+
+    Args:
+        what: what happened, one clause.
+        plugin: name of the plugin concerned, if any.
+        op: name of the op concerned, if any.
+        why: the cause.
+        hint: what the reader can do next.
+    """
+
+    def __init__(
+        self, what: str, *, plugin: str | None = None, op: str | None = None, why: str = "", hint: str = ""
+    ) -> None:
+        self.what, self.plugin, self.op, self.why, self.hint = what, plugin, op, why, hint
+        super().__init__(what)
+
+    def __str__(self) -> str:
+        subject = ", ".join(
+            f"{kind} '{name}'" for kind, name in (("plugin", self.plugin), ("op", self.op)) if name
+        )
+        text = f"{self.what} ({subject})" if subject else self.what
+        if self.why:
+            text += f": {self.why}"
+        if self.hint:
+            text += f"\n  -> {self.hint}"
+        return text
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        state = {"plugin": self.plugin, "op": self.op, "why": self.why, "hint": self.hint}
+        return _rebuild, (type(self), self.what, state)
+
+
+def _rebuild(cls: type[SdkError], what: str, state: dict[str, Any]) -> SdkError:
+    return cls(what, **state)
+
+
+class SettingError(SdkError, ValueError):
+    """An environment variable has a value the SDK cannot use."""
+
+
+class PluginError(SdkError):
+    """Something is wrong with a plugin."""
+
+
+class PluginLoadError(PluginError):
+    """A plugin's entry point could not be imported, or did not give a `Plugin`."""
+
+
+class PluginConflictError(PluginError):
+    """Two distributions offer a plugin of the same name."""
+
+
+class PluginVersionError(PluginError):
+    """A plugin was written for an SDK interface that this SDK does not offer."""
+
+
+class UnknownAcceleratorError(PluginError, ValueError):
+    """An accelerator was requested by a name that nothing installed offers."""
+
+
+class InvalidAcceleratorError(SdkError, TypeError):
+    """An accelerator object contradicts itself or is not an accelerator."""
+
+
+class BuildError(SdkError):
+    """A native kernel could not be had."""
+
+
+class ToolchainError(BuildError):
+    """No usable compiler was found."""
+
+
+class CompileError(BuildError):
+    """The compiler or linker failed."""
+
+
+class CompileForbiddenError(BuildError):
+    """Settings forbid compiling, and no prebuilt or cached binary fits."""
+
+
+class ArtifactError(BuildError):
+    """A binary is damaged, belongs to another machine, or cannot be loaded."""
+
+
+class OpError(SdkError):
+    """An op cannot do what was asked."""
+
+
+class OpNotImplementedError(OpError, ValueError):
+    """The current plugin does not offer this op. A ValueError, because DeepSpeed's fallbacks catch that type."""
+
+
+class InvalidTensorError(OpError, ValueError):
+    """An op was given a tensor of a device, dtype, shape or layout that it cannot work on."""

@@ -1,0 +1,70 @@
+"""Where each op of this process came from: one record a load, kept in memory and, if asked, appended to a file.
+
+``DS_PLUGIN_PROVENANCE=FILE`` makes every process of a run (all ranks) append its records as JSON lines, so that one
+table can be made of the run afterwards: ``sdk report --run FILE``.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from ds_plugin_sdk.settings import settings
+
+Origin = Literal["prebuilt", "cache", "compiled", "reference", "accelerator"]
+
+
+@dataclass(frozen=True)
+class Record:
+    """One op (or the accelerator itself) as this process obtained it.
+
+    Attributes:
+        name: op name as in ``OpBuilder.NAME``, or the accelerator's device name.
+        plugin: name of the plugin that provides it.
+        version: version of that plugin's distribution.
+        origin: where the native code came from; ``reference`` is plain torch.
+        seconds: time spent obtaining it (compiling, or finding and loading).
+        detail: the binary's path, or why the reference is used.
+        rank: local rank of the process.
+    """
+
+    name: str
+    plugin: str
+    version: str
+    origin: Origin
+    seconds: float
+    detail: str
+    rank: int
+
+
+_records: list[Record] = []
+_lock = threading.Lock()
+
+
+def record(
+    name: str, *, plugin: str, version: str, origin: Origin, seconds: float = 0.0, detail: str = ""
+) -> None:
+    """Remember one load, and append it to ``DS_PLUGIN_PROVENANCE`` if that is set."""
+    entry = Record(name, plugin, version, origin, seconds, detail, settings.local_rank)
+    with _lock:
+        _records.append(entry)
+    if settings.provenance_file is not None:
+        # One short write in append mode: lines of several ranks do not mix.
+        with settings.provenance_file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(entry)) + "\n")
+
+
+def records() -> tuple[Record, ...]:
+    """What this process loaded so far, in order."""
+    with _lock:
+        return tuple(_records)
+
+
+def read(file: Path) -> Iterable[Record]:
+    """The records of a whole run, as ``DS_PLUGIN_PROVENANCE`` collected them."""
+    for line in file.read_text(encoding="utf-8").splitlines():
+        yield Record(**json.loads(line))

@@ -1,0 +1,173 @@
+"""Every environment variable that the SDK and its reference plugins read, typed and documented.
+
+Nothing else in the tree reads ``os.environ``. Values are read at each access, because launchers change the
+environment of a running process. ``sdk report`` prints the table below with the values in force.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar, overload
+
+from ds_plugin_sdk.errors import SettingError
+
+T = TypeVar("T")
+
+_TRUE = frozenset({"1", "true", "yes", "on"})
+_FALSE = frozenset({"0", "false", "no", "off", ""})
+
+
+def _flag(text: str) -> bool:
+    lowered = text.strip().lower()
+    if lowered in _TRUE:
+        return True
+    if lowered in _FALSE:
+        return False
+    raise ValueError("expected 1 or 0")
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise ValueError("expected a whole number of at least 1")
+    return number
+
+
+def _path(text: str) -> Path:
+    return Path(text).expanduser()
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+@dataclass(frozen=True)
+class Setting(Generic[T]):
+    """One environment variable: its name, how its text is read, its value when unset, and what it does."""
+
+    variable: str
+    parse: Callable[[str], T]
+    default: T
+    doc: str
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> Setting[T]: ...
+    @overload
+    def __get__(self, instance: object, owner: type) -> T: ...
+    def __get__(self, instance: object | None, owner: type) -> T | Setting[T]:
+        return self if instance is None else self.read()
+
+    def read(self) -> T:
+        text = os.environ.get(self.variable)
+        if text is None:
+            return self.default
+        try:
+            return self.parse(text)
+        except ValueError as error:
+            raise SettingError(
+                f"{self.variable}={text!r} cannot be used",
+                why=str(error),
+                hint=f"{self.variable}: {self.doc}",
+            ) from error
+
+
+class Settings:
+    """The settings, one attribute a variable. ``Settings.<name>`` is the `Setting`, ``settings.<name>`` its value."""
+
+    # Which accelerator
+    accelerator = Setting[str | None](
+        "DS_ACCELERATOR", str, None, "name of the accelerator to use; anything but this one is then an error"
+    )
+    allowed_plugins = Setting[tuple[str, ...] | None](
+        "DS_PLUGINS", _names, None, "comma-separated names of the plugins that may be loaded; unset: all"
+    )
+    autoload = Setting[bool](
+        "DS_PLUGIN_AUTOLOAD", _flag, True, "0: leave DeepSpeed alone unless set_accelerator() is called"
+    )
+
+    # Building kernels
+    cache_dir = Setting[Path | None](
+        "DS_PLUGIN_CACHE_DIR", _path, None, "folder of compiled kernels; unset: the user's cache folder"
+    )
+    compile = Setting[bool](
+        "DS_PLUGIN_COMPILE", _flag, True, "0: never compile; use prebuilt and cached kernels only"
+    )
+    fallback = Setting[bool](
+        "DS_PLUGIN_FALLBACK", _flag, True, "0: an error instead of the reference when no native kernel can be had"
+    )
+    lock_timeout = Setting[int](
+        "DS_PLUGIN_LOCK_TIMEOUT", _positive, 600, "seconds to wait for another process that compiles the same op"
+    )
+    provenance_file = Setting[Path | None](
+        "DS_PLUGIN_PROVENANCE", _path, None, "file to which each process appends a line for each op it loads"
+    )
+    max_jobs = Setting[int | None]("MAX_JOBS", _positive, None, "compiler processes at once; unset: one a core")
+    cc = Setting[str | None]("CC", str, None, "C compiler; its C++ sibling is used when CXX is unset")
+    cxx = Setting[str | None]("CXX", str, None, "C++ compiler")
+    cflags = Setting[tuple[str, ...]]("CFLAGS", _words, (), "extra compiler arguments")
+    cxxflags = Setting[tuple[str, ...]]("CXXFLAGS", _words, (), "extra C++ compiler arguments")
+    ldflags = Setting[tuple[str, ...]]("LDFLAGS", _words, (), "extra linker arguments")
+    cuda_home = Setting[Path | None]("CUDA_HOME", _path, None, "folder of the CUDA toolkit")
+    cuda_arch_list = Setting[str | None](
+        "TORCH_CUDA_ARCH_LIST", str, None, "CUDA architectures to compile for, as torch reads it"
+    )
+    build_ops = Setting[bool]("DS_BUILD_OPS", _flag, False, "1: put compiled kernels inside the wheel being built")
+
+    # The CPU plugin
+    cpu_threads = Setting[int | None](
+        "DS_PLUGIN_CPU_THREADS", _positive, None, "threads of each rank; unset: a fair share of the cores"
+    )
+    cpu_keep_memory = Setting[bool](
+        "DS_PLUGIN_CPU_KEEP_MEMORY", _flag, True, "0: let the allocator give large blocks back at once"
+    )
+    omp_threads = Setting[str | None]("OMP_NUM_THREADS", str, None, "threads, as OpenMP reads it; respected")
+
+    # What launchers say
+    local_rank = Setting[int]("LOCAL_RANK", int, 0, "index of this process among those of the machine")
+
+    def build_op(self, build_var: str) -> bool | None:
+        """``DS_BUILD_<OP>``: whether this op goes into the wheel; None when the variable is unset."""
+        return Setting[bool | None](build_var, _flag, None, "1 or 0: build this op, or leave it out").read()
+
+    def local_world_size(self) -> int | None:
+        """Ranks on this machine as any of the common launchers says it; None outside a launcher."""
+        for variable in LOCAL_WORLD_SIZE_VARIABLES:
+            size = Setting[int | None](variable, _positive, None, "ranks on this machine").read()
+            if size is not None:
+                return size
+        return None
+
+    def __iter__(self) -> Iterator[tuple[str, Setting[object]]]:
+        for name, value in vars(type(self)).items():
+            if isinstance(value, Setting):
+                yield name, value
+
+
+# torchrun, DeepSpeed, Open MPI, MVAPICH, Intel MPI and MPICH, in this order.
+LOCAL_WORLD_SIZE_VARIABLES = (
+    "LOCAL_WORLD_SIZE",
+    "LOCAL_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "MV2_COMM_WORLD_LOCAL_SIZE",
+    "MPI_LOCALNRANKS",
+)
+
+settings = Settings()
+
+
+def child_environment(**changes: str) -> dict[str, str]:
+    """A copy of the environment for a child process, with `changes` applied."""
+    return {**os.environ, **changes}
+
+
+def export(variables: Mapping[str, str]) -> None:
+    """Set variables of this process's own environment that are not set yet."""
+    for name, value in variables.items():
+        os.environ.setdefault(name, value)
