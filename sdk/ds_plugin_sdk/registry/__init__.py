@@ -1,0 +1,37 @@
+"""Which plugins are installed, which one is used, and why.
+
+scan (metadata) -> manifest (handshake) -> probe -> decide -> load. Every step leaves a line in the decision, which
+`sdk list --explain` and the error messages print.
+"""
+
+from __future__ import annotations
+
+from ds_plugin_sdk.registry.current import (
+    choose,
+    current,
+    decision,
+    get_accelerator,
+    load,
+    on_change,
+    set_accelerator,
+)
+from ds_plugin_sdk.registry.plugin import Plugin, Probe
+from ds_plugin_sdk.registry.scan import Candidate, only, scan
+from ds_plugin_sdk.registry.select import Decision, Step
+
+__all__ = [
+    "Candidate",
+    "Decision",
+    "Plugin",
+    "Probe",
+    "Step",
+    "choose",
+    "current",
+    "decision",
+    "get_accelerator",
+    "load",
+    "on_change",
+    "only",
+    "scan",
+    "set_accelerator",
+]

@@ -1,0 +1,149 @@
+"""The accelerator of this process: exactly one, and everybody who needs to know is told when it changes."""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ds_plugin_sdk import op_builder, provenance
+from ds_plugin_sdk.errors import InvalidAcceleratorError, PluginLoadError
+from ds_plugin_sdk.registry.scan import Candidate
+from ds_plugin_sdk.registry.select import Decision, decide
+
+if TYPE_CHECKING:
+    from ds_plugin_sdk.accelerator import DeepSpeedAccelerator
+
+Listener = Callable[[Any], None]
+
+_lock = threading.RLock()
+_current: DeepSpeedAccelerator | None = None
+_decision: Decision | None = None
+_listeners: list[Listener] = []
+
+
+def get_accelerator() -> DeepSpeedAccelerator:
+    """The accelerator of this process, chosen at the first call.
+
+    Raises:
+        PluginError: the plugin asked for by ``DS_ACCELERATOR`` cannot be used, or no plugin is available.
+    """
+    with _lock:
+        if _current is None:
+            choose(_torch_hardware)
+        if _current is None:
+            raise PluginLoadError(
+                "there is no accelerator to use",
+                why="no installed plugin is available here:\n" + str(_decision),
+                hint="pip install ds-plugin-cpu, or call set_accelerator(...)",
+            )
+        return _current
+
+
+def set_accelerator(accelerator: DeepSpeedAccelerator) -> None:
+    """Make an accelerator current, before or after ``import deepspeed``.
+
+    Raises:
+        InvalidAcceleratorError: not an accelerator.
+    """
+    from ds_plugin_sdk.accelerator import DeepSpeedAccelerator
+
+    if not isinstance(accelerator, DeepSpeedAccelerator):
+        raise InvalidAcceleratorError(
+            "set_accelerator() was given something that is no accelerator",
+            why=f"{accelerator!r} is not an instance of ds_plugin_sdk.DeepSpeedAccelerator",
+            hint="pass an instance (not the class) of a subclass of TorchAccelerator or DeepSpeedAccelerator",
+        )
+    decision = Decision()
+    decision.note(accelerator.device_name(), "chosen", f"set_accelerator({type(accelerator).__name__})")
+    _install(accelerator, decision, plugin=accelerator.device_name(), version="set by the program")
+
+
+def choose(
+    other_hardware: Callable[[], str | None], host_names: tuple[str, ...] = ()
+) -> DeepSpeedAccelerator | None:
+    """Choose and load a plugin's accelerator unless there is one; None where no plugin is to be used."""
+    global _decision
+    with _lock:
+        if _current is not None:
+            return _current
+        _decision = decide(other_hardware, host_names)
+        candidate = _decision.chosen
+        if candidate is None:
+            return None
+        accelerator = load(candidate)
+        _install(accelerator, _decision, plugin=candidate.name, version=candidate.version)
+        return accelerator
+
+
+def load(candidate: Candidate) -> DeepSpeedAccelerator:
+    """An instance of a plugin's accelerator, not made current.
+
+    Raises:
+        PluginLoadError: its module or class cannot be had.
+    """
+    manifest = candidate.manifest
+    if manifest.prebuilt is not None:
+        op_builder.add_prebuilt(candidate.name, _folder(manifest.prebuilt) / "prebuilt")
+    module, _, name = manifest.accelerator.partition(":")
+    try:
+        cls = getattr(importlib.import_module(module), name)
+        accelerator: DeepSpeedAccelerator = cls()
+    except Exception as error:
+        raise PluginLoadError(
+            "a plugin's accelerator cannot be loaded",
+            plugin=candidate.name,
+            why=f"{manifest.accelerator} of {candidate}: {type(error).__name__}: {error}",
+            hint="run `sdk list --explain`; DS_PLUGIN_AUTOLOAD=0 switches plugins off",
+        ) from error
+    return accelerator
+
+
+def decision() -> Decision | None:
+    """The decision trace of this process, once a choice was made."""
+    return _decision
+
+
+def current() -> DeepSpeedAccelerator | None:
+    """The current accelerator, or None before a choice was made."""
+    return _current
+
+
+def on_change(listener: Listener) -> None:
+    """Call `listener(accelerator)` whenever another accelerator becomes current."""
+    if listener not in _listeners:
+        _listeners.append(listener)
+
+
+def _install(accelerator: DeepSpeedAccelerator, decision: Decision, *, plugin: str, version: str) -> None:
+    global _current, _decision
+    with _lock:
+        if _current is accelerator:
+            return
+        _current, _decision = accelerator, decision
+        op_builder.use_package(accelerator.device_name(), accelerator.op_builders)
+        provenance.record(
+            accelerator.device_name(),
+            plugin=plugin,
+            version=version,
+            origin="accelerator",
+            detail=f"{type(accelerator).__module__}.{type(accelerator).__qualname__}",
+        )
+        listeners = list(_listeners)
+    for listener in listeners:
+        listener(accelerator)
+
+
+def _folder(package: str) -> Path:
+    module = importlib.import_module(package)
+    return Path(str(module.__file__)).resolve().parent
+
+
+def _torch_hardware() -> str | None:
+    """Hardware that torch itself sees."""
+    import torch
+
+    device = torch.accelerator.current_accelerator(check_available=True)
+    return None if device is None else device.type

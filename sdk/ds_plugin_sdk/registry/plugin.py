@@ -1,0 +1,63 @@
+"""What a plugin says about itself: a manifest that costs nothing to read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+ENTRY_POINT_GROUP = "ds_plugin_sdk.plugins"
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Whether a plugin's device can be used by this process, and why (not)."""
+
+    state: Literal["available", "absent", "broken"]
+    detail: str = ""
+    devices: int = 0
+
+    @staticmethod
+    def available(devices: int, detail: str = "") -> Probe:
+        """The device is here: so many of it."""
+        return Probe("available", detail, devices)
+
+    @staticmethod
+    def absent(reason: str) -> Probe:
+        """There is no such device on this machine. The ordinary answer on a login node."""
+        return Probe("absent", reason)
+
+    @staticmethod
+    def broken(error: str) -> Probe:
+        """The device seems to be here but cannot be used: a driver does not match, a library is missing."""
+        return Probe("broken", error)
+
+    def __str__(self) -> str:
+        if self.state != "available":
+            return f"{self.state}: {self.detail}"
+        counted = f"available: {self.devices} device{'s' if self.devices != 1 else ''}"
+        return f"{counted} ({self.detail})" if self.detail else counted
+
+
+@dataclass(frozen=True)
+class Plugin:
+    """A plugin's manifest: the object that its entry point names. The module that holds it imports no torch.
+
+    Attributes:
+        name: the device's name, as in ``DS_ACCELERATOR=<name>``.
+        sdk_api: the SDK interface ``(major, minor)`` that the plugin was written for.
+        accelerator: ``"module:Class"`` of its accelerator, imported only when the plugin is chosen.
+        probe: tells cheaply, without torch and without touching the device, whether the device can be used.
+        priority: the highest of the available ones is chosen. A plugin of negative priority stands aside when
+            hardware is found that DeepSpeed itself can use.
+        prebuilt: dotted name of a package that has compiled ops in its folder ``prebuilt``.
+        hooks: dotted name of a module that implements hooks of `ds_plugin_sdk.registry.hookspecs`.
+    """
+
+    name: str
+    sdk_api: tuple[int, int]
+    accelerator: str
+    probe: Callable[[], Probe]
+    priority: int = 0
+    prebuilt: str | None = None
+    hooks: str | None = None

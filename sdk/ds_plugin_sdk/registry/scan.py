@@ -1,0 +1,119 @@
+"""Finding installed plugins: metadata first, then each manifest guarded by itself."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ds_plugin_sdk import SDK_API
+from ds_plugin_sdk.errors import PluginConflictError, PluginError, PluginLoadError, PluginVersionError
+from ds_plugin_sdk.registry.plugin import ENTRY_POINT_GROUP, Plugin, Probe
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plugin as its distribution's metadata shows it; nothing of it is imported yet."""
+
+    name: str
+    distribution: str
+    version: str
+    entry_point: importlib.metadata.EntryPoint
+
+    @functools.cached_property
+    def manifest(self) -> Plugin:
+        """The plugin's manifest, imported at first use.
+
+        Raises:
+            PluginLoadError: the module cannot be imported, or holds no `Plugin` of this name.
+            PluginVersionError: the plugin was written for another SDK interface.
+        """
+        plugin = self._import()
+        if not isinstance(plugin, Plugin) or plugin.name != self.name:
+            found = f"a Plugin named '{plugin.name}'" if isinstance(plugin, Plugin) else repr(plugin)
+            raise PluginLoadError(
+                "a plugin's entry point does not give its manifest",
+                plugin=self.name,
+                why=f"{self.entry_point.value} of {self} is {found}",
+                hint=f"make it ds_plugin_sdk.Plugin(name={self.name!r}, ...)",
+            )
+        self._shake_hands(plugin)
+        return plugin
+
+    def _import(self) -> object:
+        try:
+            return self.entry_point.load()
+        except Exception as error:
+            missing = error.name if isinstance(error, ModuleNotFoundError) else None
+            ours = missing is not None and self.entry_point.module.startswith(missing.split(".")[0])
+            hint = (
+                f"install what it needs: pip install {missing}"
+                if missing and not ours
+                else f"reinstall or remove it: pip uninstall {self.distribution}"
+            )
+            raise PluginLoadError(
+                "a plugin cannot be imported",
+                plugin=self.name,
+                why=f"{self}: {type(error).__name__}: {error}",
+                hint=hint,
+            ) from error
+
+    def _shake_hands(self, plugin: Plugin) -> None:
+        major, minor = plugin.sdk_api
+        if (major, minor) <= SDK_API and major == SDK_API[0]:
+            return
+        newer = (major, minor) > SDK_API
+        raise PluginVersionError(
+            f"plugin and SDK do not fit: it needs SDK interface {major}.{minor}, "
+            f"this SDK offers {SDK_API[0]}.{SDK_API[1]}",
+            plugin=self.name,
+            why=f"{self} is {'newer' if newer else 'older'} than this SDK allows",
+            hint=f"pip install --upgrade {'ds-plugin-sdk' if newer else self.distribution}",
+        )
+
+    def probe(self) -> Probe:
+        """The plugin's answer, or `Probe.broken` where it cannot give one."""
+        try:
+            answer = self.manifest.probe()
+        except PluginError as error:
+            return Probe.broken(str(error))
+        except Exception as error:
+            return Probe.broken(f"its probe raised {type(error).__name__}: {error}")
+        return answer if isinstance(answer, Probe) else Probe.broken(f"its probe gave {answer!r}, not a Probe")
+
+    def __str__(self) -> str:
+        return f"{self.distribution} {self.version}"
+
+
+def scan() -> dict[str, list[Candidate]]:
+    """The installed plugins by name, from metadata alone; more than one under a name is a conflict."""
+    found: dict[str, list[Candidate]] = {}
+    seen: set[tuple[str, str]] = set()
+    for entry_point in sorted(
+        importlib.metadata.entry_points(group=ENTRY_POINT_GROUP), key=lambda entry: (entry.name, entry.value)
+    ):
+        distribution = entry_point.dist
+        title = distribution.metadata["Name"] if distribution is not None else "unknown"
+        version = distribution.version if distribution is not None else "0"
+        # The same distribution may stand twice on sys.path (an editable install and its source folder).
+        if (entry_point.name, title) not in seen:
+            seen.add((entry_point.name, title))
+            found.setdefault(entry_point.name, []).append(
+                Candidate(entry_point.name, title, version, entry_point)
+            )
+    return found
+
+
+def only(candidates: Iterable[Candidate]) -> Candidate:
+    """The one candidate of a name; `PluginConflictError` if several distributions offer it."""
+    first, *others = candidates
+    if others:
+        both = " and ".join(map(str, (first, *others)))
+        raise PluginConflictError(
+            "two distributions offer the same plugin",
+            plugin=first.name,
+            why=f"{both} both register it",
+            hint=f"remove one: pip uninstall {others[-1].distribution}",
+        )
+    return first

@@ -1,0 +1,148 @@
+"""Choosing one plugin, and remembering why."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from ds_plugin_sdk.errors import PluginConflictError, PluginError, SdkError, UnknownAcceleratorError
+from ds_plugin_sdk.registry.scan import Candidate, only, scan
+from ds_plugin_sdk.settings import settings
+
+
+@dataclass(frozen=True)
+class Step:
+    """One line of the decision: a plugin (or a rule), and what became of it."""
+
+    subject: str
+    verdict: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.subject}: {self.verdict}, {self.reason}"
+
+
+@dataclass
+class Decision:
+    """The chosen plugin, or None where DeepSpeed's own choice stands, with the steps that led there."""
+
+    chosen: Candidate | None = None
+    steps: list[Step] = field(default_factory=list)
+
+    def note(self, subject: str, verdict: str, reason: str) -> None:
+        self.steps.append(Step(subject, verdict, reason))
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.steps))
+
+
+def decide(other_hardware: Callable[[], str | None], host_names: tuple[str, ...] = ()) -> Decision:
+    """Choose a plugin: ``DS_ACCELERATOR`` first, else the highest priority among those available.
+
+    Args:
+        other_hardware: tells what hardware the host would use without plugins, or None for a bare CPU. Asked only
+            when the best plugin is one that stands aside for such hardware.
+        host_names: names that the host itself understands in ``DS_ACCELERATOR``.
+
+    Raises:
+        PluginError: a plugin was requested by name, and it is unknown, not allowed, absent or broken.
+    """
+    installed = scan()
+    requested = settings.accelerator
+    if requested is not None:
+        return _explicit(requested, installed, host_names)
+    decision = Decision()
+    if not settings.autoload:
+        decision.note("every plugin", "skipped", "DS_PLUGIN_AUTOLOAD=0")
+        return decision
+    best = _best_available(installed, decision)
+    if best is not None and best.manifest.priority < 0:
+        hardware = other_hardware()
+        if hardware is not None:
+            decision.note(best.name, "stands aside", f"'{hardware}' was found, which needs no plugin")
+            return decision
+    decision.chosen = best
+    if best is not None:
+        decision.note(best.name, "chosen", f"the best available: priority {best.manifest.priority}")
+    return decision
+
+
+def allowed(name: str) -> bool:
+    """Whether ``DS_PLUGINS`` admits a plugin."""
+    return settings.allowed_plugins is None or name in settings.allowed_plugins
+
+
+def _explicit(
+    name: str, installed: Mapping[str, list[Candidate]], host_names: tuple[str, ...]
+) -> Decision:
+    decision = Decision()
+    if name not in installed:
+        if name in host_names:
+            decision.note(name, "left to DeepSpeed", f"DS_ACCELERATOR={name}, and no plugin has that name")
+            return decision
+        raise UnknownAcceleratorError(
+            f"DS_ACCELERATOR={name} names nothing that is installed",
+            why=f"installed plugins: {', '.join(sorted(installed)) or 'none'}; "
+            f"built into DeepSpeed: {', '.join(host_names) or 'unknown until it is imported'}",
+            hint=f"pip install ds-plugin-{name}, or unset DS_ACCELERATOR",
+        )
+    if not allowed(name):
+        raise PluginError(
+            "the requested plugin may not be loaded",
+            plugin=name,
+            why=f"DS_PLUGINS={','.join(settings.allowed_plugins or ())} does not list it",
+            hint=f"add {name} to DS_PLUGINS, or unset DS_ACCELERATOR",
+        )
+    candidate = only(installed[name])
+    manifest = candidate.manifest
+    probe = candidate.probe()
+    if probe.state != "available":
+        raise PluginError(
+            "the requested accelerator cannot be used",
+            plugin=manifest.name,
+            why=f"{candidate} says {probe}",
+            hint="run `sdk list --explain`, or unset DS_ACCELERATOR",
+        )
+    decision.chosen = candidate
+    decision.note(name, "chosen", f"DS_ACCELERATOR={name}; {candidate}, {probe}")
+    return decision
+
+
+def _best_available(installed: Mapping[str, list[Candidate]], decision: Decision) -> Candidate | None:
+    available: list[Candidate] = []
+    for name, candidates in installed.items():
+        if not allowed(name):
+            decision.note(name, "skipped", "DS_PLUGINS does not list it")
+            continue
+        try:
+            candidate = only(candidates)
+        except PluginConflictError as error:
+            _skip_loudly(decision, name, error)
+            continue
+        probe = candidate.probe()
+        if probe.state == "available":
+            available.append(candidate)
+            decision.note(name, "available", f"{candidate}, {probe}, priority {candidate.manifest.priority}")
+        elif probe.state == "absent":
+            decision.note(name, "skipped", f"{candidate}, {probe}")
+        else:
+            _skip_loudly(decision, name, probe.detail)
+    if not available:
+        return None
+    available.sort(key=lambda candidate: candidate.manifest.priority, reverse=True)
+    if len(available) > 1 and available[0].manifest.priority == available[1].manifest.priority:
+        first, second = available[0].name, available[1].name
+        raise PluginConflictError(
+            "two plugins are equally fit",
+            plugin=first,
+            why=f"'{first}' and '{second}' are both available with priority {available[0].manifest.priority}",
+            hint=f"say which: DS_ACCELERATOR={first} or DS_ACCELERATOR={second}",
+        )
+    return available[0]
+
+
+def _skip_loudly(decision: Decision, name: str, problem: SdkError | str) -> None:
+    """A broken plugin is not used, and its owner must hear of it."""
+    decision.note(name, "broken", str(problem))
+    warnings.warn(f"ds-plugin-sdk: plugin '{name}' is skipped: {problem}", RuntimeWarning, stacklevel=2)
