@@ -1,0 +1,331 @@
+"""`OpBuilder`: how an op's native code is found or compiled, and what its user gets from ``load()``.
+
+A vendor's builder names sources and flags; everything else is here:
+
+    class FusedAdamBuilder(CppOpBuilder):
+        NAME = "fused_adam"
+
+        def sources(self):
+            return [self.kernel_path("csrc/adam.cpp")]
+
+        def include_paths(self):
+            return [self.kernel_include("csrc/include")]
+
+``FusedAdamBuilder().load()`` takes the native code from the plugin's wheel, from the cache, or from the compiler, in
+this order; without any of them it warns once and the op runs by its reference in plain torch. What ``load()`` returns
+has the functions that DeepSpeed calls on an op of that name.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from ds_plugin_sdk import provenance
+from ds_plugin_sdk.errors import BuildError, OpNotImplementedError, SdkError
+from ds_plugin_sdk.op_builder import families
+from ds_plugin_sdk.paths import kernels_root
+from ds_plugin_sdk.settings import settings
+
+if TYPE_CHECKING:
+    from ds_plugin_sdk.jit import Artifact, BuildSpec, Source
+
+Kind = Literal["torch_library", "python_module"]
+
+_load_lock = threading.RLock()
+_libraries: dict[tuple[str, str], Artifact] = {}
+_modules: dict[type[OpBuilder], Any] = {}
+_prebuilt: dict[str, Path] = {}
+
+
+def add_prebuilt(plugin: str, folder: Path) -> None:
+    """Let a plugin's folder of compiled ops serve every builder whose sources it was made from."""
+    _prebuilt[plugin] = folder
+
+
+class OpBuilder:
+    """One op's build. Subclass `CppOpBuilder`, `CUDAOpBuilder` or `SYCLOpBuilder`, or this class for a new toolchain.
+
+    Attributes:
+        NAME: the op's name in DeepSpeed, such as ``fused_adam``.
+        BUILD_VAR: environment variable that puts the op into a wheel (1) or leaves it out (0).
+        TOOLCHAIN: name of the compiler family, as registered with `ds_plugin_sdk.jit.register_toolchain`.
+        KIND: ``torch_library`` registers kernels for the SDK's torch ops (`DS_KERNELS_IMPL`); ``python_module`` is a
+            pybind11 module (`PYBIND11_MODULE(TORCH_EXTENSION_NAME, m)`) which ``load()`` returns itself.
+    """
+
+    NAME: ClassVar[str] = ""
+    BUILD_VAR: ClassVar[str] = ""
+    TOOLCHAIN: ClassVar[str] = "cxx"
+    KIND: ClassVar[Kind] = "torch_library"
+
+    def __init__(self, name: str | None = None) -> None:
+        self.name = name or self.NAME
+        self.error_log: str | None = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if cls.NAME and "BUILD_VAR" not in cls.__dict__:
+            cls.BUILD_VAR = f"DS_BUILD_{cls.NAME.upper()}"
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__module__}.{type(self).__qualname__} of op '{self.name}'>"
+
+    # ------------------------------------------------------------------ what a vendor states
+    def sources(self) -> list[str]:
+        """Absolute paths of the source files."""
+        raise NotImplementedError(f"{type(self).__name__}.sources() must list the op's source files")
+
+    def include_paths(self) -> list[str]:
+        """Absolute paths of folders with the op's headers; the SDK's own are always searched."""
+        return []
+
+    def cxx_args(self) -> list[str]:
+        """Compiler arguments beyond those for optimisation and for this machine, which the toolchain gives."""
+        return []
+
+    def nvcc_args(self) -> list[str]:
+        """Arguments for nvcc beyond the toolchain's."""
+        return []
+
+    def extra_ldflags(self) -> list[str]:
+        """Linker arguments."""
+        return []
+
+    def libraries_args(self) -> list[str]:
+        """Names of libraries to link, without ``-l``."""
+        return []
+
+    def is_compatible(self, verbose: bool = False) -> bool:
+        """Whether the op can be had here. False leaves the reason in `error_log`."""
+        missing = [source for source in self.sources() if not Path(source).is_file()]
+        if missing:
+            return self._incompatible(f"source files are missing: {', '.join(missing)}", verbose)
+        return True
+
+    def absolute_name(self) -> str:
+        """Dotted name under which the op would be imported."""
+        return f"{self._package()}.ops.{self.name}_op"
+
+    # ------------------------------------------------------------------ where kernels lie
+    def kernel_root(self) -> Path:
+        """Folder that `kernel_path` and `kernel_include` start from: the plugin's own package."""
+        module = sys.modules[self._package()]
+        return Path(str(module.__file__)).resolve().parent
+
+    def kernel_path(self, code_path: str) -> str:
+        """Absolute path of a source file inside the plugin's package. Nothing is copied anywhere.
+
+        Raises:
+            SdkError: the path leads out of the package.
+        """
+        return str(self._inside(code_path))
+
+    def kernel_include(self, code_path: str) -> str:
+        """Absolute path of a header folder inside the plugin's package. Raises as `kernel_path`."""
+        return str(self._inside(code_path))
+
+    def _inside(self, code_path: str) -> Path:
+        package, here = self.kernel_root(), Path(str(sys.modules[type(self).__module__].__file__)).resolve().parent
+        # Extensions written for DeepSpeed's own tree count from the builder's folder.
+        folder = package if (package / code_path).exists() or not (here / code_path).exists() else here
+        path = (folder / code_path).resolve()
+        if not path.is_relative_to(package):
+            raise SdkError(
+                "a kernel path leads out of its plugin",
+                op=self.name,
+                why=f"'{code_path}' is {path}, outside of {package}",
+                hint="move the file into the plugin's package",
+            )
+        return path
+
+    def _package(self) -> str:
+        return type(self).__module__.split(".", 1)[0]
+
+    def owner(self) -> str:
+        """Who provides the op: the first part of the package's name, for messages and the cache."""
+        return self._package().replace("_", "-")
+
+    # ------------------------------------------------------------------ build
+    def build_spec(self, portable: bool = False) -> BuildSpec:
+        """What the compiler is to be told.
+
+        Args:
+            portable: for every machine of this architecture rather than for this one (wheels).
+        """
+        from ds_plugin_sdk.jit import BuildSpec
+
+        package = self.kernel_root()
+        return BuildSpec(
+            name=self._library(),
+            owner=self.owner(),
+            sources=self.compile_units(portable),
+            include_dirs=(*map(Path, self.include_paths()), kernels_root() / "include"),
+            cxx_args=tuple(self.cxx_args()),
+            nvcc_args=tuple(self.nvcc_args()),
+            link_args=(*self.extra_ldflags(), *(f"-l{library}" for library in self.libraries_args())),
+            toolchain=self.TOOLCHAIN,
+            kind=self.KIND,
+            prebuilt_dirs=(package / "prebuilt", *_prebuilt.values()),
+            roots=((self.owner(), package), ("kernels", kernels_root())),
+        )
+
+    def compile_units(self, portable: bool) -> tuple[Source, ...]:
+        """The sources as the compiler sees them; one file may be compiled several times with other arguments."""
+        from ds_plugin_sdk.jit import Source
+
+        return tuple(Source(Path(source)) for source in self.sources())
+
+    def _library(self) -> str:
+        """Builders of one family share one library: DeepSpeed asks for Adam under two names."""
+        family = families.of(self.NAME)
+        return self.name if self.KIND == "python_module" or family is None else family
+
+    # ------------------------------------------------------------------ load
+    def load(self, verbose: bool = True) -> Any:
+        """The op: native where that can be had, else by reference.
+
+        Returns:
+            An object with the functions DeepSpeed calls on an op of this name; for a pybind11 op the module itself.
+
+        Raises:
+            BuildError: no native code can be had, and there is no reference, or settings forbid it.
+        """
+        with _load_lock:
+            cls = type(self)
+            if cls not in _modules:
+                _modules[cls] = self._load_python_module() if self.KIND == "python_module" else self._load_library()
+            return _modules[cls]
+
+    def jit_load(self, verbose: bool = True) -> Any:
+        """DeepSpeed's name for `load` where nothing is prebuilt; here both are one."""
+        return self.load(verbose)
+
+    def _load_python_module(self) -> ModuleType:
+        from ds_plugin_sdk import jit
+
+        start = time.perf_counter()
+        spec = self.build_spec()
+        artifact = jit.acquire(spec)
+        module = jit.load(artifact, spec)
+        assert module is not None
+        self._record(artifact, time.perf_counter() - start)
+        return module
+
+    def _load_library(self) -> Any:
+        families.define(self.NAME)
+        key = (self.owner(), self._library())
+        start = time.perf_counter()
+        try:
+            if key not in _libraries:
+                from ds_plugin_sdk import jit
+
+                spec = self.build_spec()
+                artifact = jit.acquire(spec)
+                jit.load(artifact, spec)
+                _libraries[key] = artifact
+            self._record(_libraries[key], time.perf_counter() - start)
+        except BuildError as error:
+            self._fall_back(error)
+        return families.module_for(self.NAME) or _torch_ops()
+
+    def _fall_back(self, error: BuildError) -> None:
+        if not settings.fallback or families.of(self.NAME) is None:
+            raise error
+        warnings.warn(
+            f"ds-plugin-sdk: op '{self.name}' runs by its reference in plain torch, which is slower: {error}",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+        provenance.record(
+            self.name, plugin=self.owner(), version=self._version(), origin="reference", detail=str(error)
+        )
+
+    def _record(self, artifact: Artifact, seconds: float) -> None:
+        provenance.record(
+            self.name,
+            plugin=self.owner(),
+            version=self._version(),
+            origin=artifact.origin,
+            seconds=seconds,
+            detail=str(artifact.path),
+        )
+
+    def _version(self) -> str:
+        return _distribution_version(self.owner())
+
+    def _incompatible(self, reason: str, verbose: bool) -> bool:
+        self.error_log = reason
+        if verbose:
+            warnings.warn(f"ds-plugin-sdk: op '{self.name}': {reason}", RuntimeWarning, stacklevel=3)
+        return False
+
+
+class ReferenceOpBuilder(OpBuilder):
+    """An op that this plugin has no native code for, but the SDK has a reference: it runs on any torch device."""
+
+    def sources(self) -> list[str]:
+        return []
+
+    def _load_library(self) -> Any:
+        families.define(self.NAME)
+        provenance.record(
+            self.name, plugin=self.owner(), version=self._version(), origin="reference",
+            detail="the plugin has no native kernel for this op",
+        )
+        return families.module_for(self.NAME)
+
+
+class NotImplementedBuilder(OpBuilder):
+    """An op that nobody offers on this device. It has the op's name, so that DeepSpeed's reports can list it."""
+
+    def sources(self) -> list[str]:
+        return []
+
+    def is_compatible(self, verbose: bool = False) -> bool:
+        return self._incompatible("not offered on this device", verbose)
+
+    def load(self, verbose: bool = True) -> Any:
+        raise OpNotImplementedError(
+            "this op is not offered on the current device",
+            op=self.name,
+            why="neither the current plugin nor the SDK implements it",
+            hint="`sdk report` lists the ops that are offered and where each comes from",
+        )
+
+
+@functools.cache
+def _distribution_version(distribution: str) -> str:
+    import importlib.metadata
+
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def _torch_ops() -> Any:
+    import torch
+
+    return torch.ops.ds_plugin
+
+
+def loaded_libraries() -> Mapping[tuple[str, str], Artifact]:
+    """The native libraries in this process by (owner, library)."""
+    return dict(_libraries)
+
+
+__all__ = [
+    "NotImplementedBuilder",
+    "OpBuilder",
+    "ReferenceOpBuilder",
+    "add_prebuilt",
+    "loaded_libraries",
+]

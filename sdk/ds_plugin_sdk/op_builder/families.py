@@ -1,0 +1,45 @@
+"""Op families: which DeepSpeed op belongs to which of the SDK's torch ops, and what its user gets to hold.
+
+DeepSpeed asks for an op by a name of its own (``cpu_adam`` and ``fused_adam`` are one family, Adam). The functions it
+then calls are its own contract, so the host that knows them registers a module for each name.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from types import ModuleType
+
+# DeepSpeed's op name -> module in ds_plugin_sdk.ops with the schemas and references.
+FAMILIES = {
+    "cpu_adam": "adam",
+    "fused_adam": "adam",
+    "cpu_adagrad": "adagrad",
+    "cpu_lion": "lion",
+    "fused_lion": "lion",
+}
+
+_modules: dict[str, str] = {}
+
+
+def of(name: str) -> str | None:
+    """The family of a DeepSpeed op name, or None for an op the SDK does not know."""
+    return FAMILIES.get(name)
+
+
+def define(name: str) -> None:
+    """Make sure that the torch ops of a DeepSpeed op name exist, with their references."""
+    family = of(name)
+    if family is not None:
+        importlib.import_module(f"ds_plugin_sdk.ops.{family}")
+
+
+def register_modules(modules: Mapping[str, str]) -> None:
+    """Say which module has the functions that a host calls on an op: op name -> dotted module name."""
+    _modules.update(modules)
+
+
+def module_for(name: str) -> ModuleType | None:
+    """The module a host registered for an op, or None."""
+    dotted = _modules.get(name)
+    return None if dotted is None else importlib.import_module(dotted)
