@@ -1,0 +1,109 @@
+"""`CPU_Accelerator`: the host's cores and memory as a DeepSpeed device."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+
+from ds_plugin_cpu import memory, threads, topology
+from ds_plugin_sdk.accelerator import DeepSpeedAccelerator, installed
+from ds_plugin_sdk.settings import settings
+
+
+class CPU_Accelerator(DeepSpeedAccelerator):
+    """The CPU: synchronous, one device for each NUMA node, memory shared by all of them.
+
+    Making one makes the host a good device for this process: it takes a fair share of the cores among the ranks of
+    the machine, and it keeps large blocks of memory for reuse.
+    """
+
+    visible_devices_env: ClassVar[str] = "CPU_VISIBLE_DEVICES"
+    exported_envs: ClassVar[tuple[str, ...]] = ("OMP_", "KMP_", "GOMP_", "LD_PRELOAD", "DNNL_", "ONEDNN_", "CCL_")
+    _torch_pins_host_memory: ClassVar[bool] = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        threads.apply()
+        memory.keep_large_blocks()
+
+    # ------------------------------------------------------------------ device
+    def device_name(self, device_index: int | None = None) -> str:
+        """``cpu``: torch has one CPU device, whatever the index."""
+        return "cpu"
+
+    def device(self, device_index: int | None = None) -> torch.device:
+        return torch.device("cpu")
+
+    def device_count(self) -> int:
+        return topology.device_count()
+
+    def current_device(self) -> int:
+        """The local rank: ranks are to CPUs what devices are to GPUs."""
+        return settings.local_rank
+
+    def set_device(self, device_index: int) -> None:
+        """Nothing to do: a rank runs where its launcher put it."""
+
+    def synchronize(self, device_index: int | None = None) -> None:
+        """Nothing to wait for."""
+
+    # ------------------------------------------------------------------ random numbers
+    def get_rng_state(self, device_index: int | None = None) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(self, new_state: torch.Tensor, device_index: int | None = None) -> None:
+        torch.set_rng_state(new_state)
+
+    def manual_seed(self, seed: int) -> Any:
+        return torch.manual_seed(seed)
+
+    def default_generator(self, device_index: int) -> torch.Generator:
+        return torch.default_generator
+
+    # ------------------------------------------------------------------ memory
+    def memory_stats(self, device_index: int | None = None) -> dict[str, Any]:
+        """Resident memory of this process; all of it counts as allocated, since torch's CPU allocator keeps no book."""
+        current, peak = memory.resident(), memory.peak()
+        return {
+            "allocated_bytes.all.current": current,
+            "allocated_bytes.all.peak": peak,
+            "reserved_bytes.all.current": current,
+            "reserved_bytes.all.peak": peak,
+        }
+
+    def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
+        memory.reset_peak()
+
+    def total_memory(self, device_index: int | None = None) -> int:
+        return memory.total()
+
+    def available_memory(self, device_index: int | None = None) -> int:
+        return memory.available()
+
+    def empty_cache(self) -> None:
+        memory.release()
+
+    # ------------------------------------------------------------------ data types
+    def supported_dtypes(self) -> list[torch.dtype]:
+        """float32, bfloat16 (every op of torch has it on a CPU), and float16 where oneDNN computes in it."""
+        half = [torch.float16] if torch.ops.mkldnn._is_mkldnn_fp16_supported() else []
+        return [torch.float32, torch.bfloat16, *half]
+
+    # ------------------------------------------------------------------ communication and compilation
+    def communication_backend_name(self) -> str:
+        """``ccl`` where Intel's oneCCL bindings are installed, else ``gloo``, which is part of torch."""
+        return "ccl" if installed("oneccl_bindings_for_pytorch") else "gloo"
+
+    def is_triton_supported(self) -> bool:
+        return False
+
+    # ------------------------------------------------------------------ page-locked memory: all memory is the host's
+    def _torch_pin_memory(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def _torch_empty_pinned(self, tensor: torch.Tensor, shape: Any) -> torch.Tensor:
+        return tensor.new_empty(tuple(shape))
+
+    def _torch_is_pinned(self, tensor: torch.Tensor) -> bool:
+        return tensor.is_pinned()

@@ -1,0 +1,122 @@
+"""The host's memory as a device's memory: statistics in bytes, and an allocator that keeps large blocks.
+
+Large tensors come from fresh pages of the operating system and go back to it when freed, so that a memory-bound op
+spends most of its time in page faults: measured on 2 cores, layer norm with residual of a 4096 x 4096 float32 tensor
+takes 40 ms, and 7 ms when glibc keeps the freed block. So glibc is told to keep blocks, up to a bound.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import re
+from pathlib import Path
+
+from ds_plugin_sdk.settings import settings
+
+# Parameters of glibc's mallopt(), from malloc.h.
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
+
+# mallopt takes an int: what is kept at the top of the heap stays below 2 GiB, and below a quarter of the memory.
+_LARGEST_KEPT = 2**31 - 1
+
+_STATUS = Path("/proc/self/status")
+_CLEAR_REFS = Path("/proc/self/clear_refs")
+_MEMINFO = Path("/proc/meminfo")
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def _kilobytes(file: Path, field: str) -> int:
+    """Bytes of a ``Field:  123 kB`` line; 0 where the kernel has no such line."""
+    try:
+        match = re.search(rf"^{field}:\s+(\d+) kB", file.read_text(encoding="ascii"), re.MULTILINE)
+    except OSError:
+        return 0
+    return int(match[1]) * 1024 if match else 0
+
+
+def _cgroup(name: str) -> int | None:
+    """A number of the memory controller that this process lives under; None without a limit."""
+    try:
+        text = (_CGROUP / name).read_text(encoding="ascii").strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def resident() -> int:
+    """Bytes of this process that are in memory."""
+    return _kilobytes(_STATUS, "VmRSS")
+
+
+def peak() -> int:
+    """Largest `resident` since the process started, or since `reset_peak`."""
+    return _kilobytes(_STATUS, "VmHWM")
+
+
+def reset_peak() -> None:
+    """Let `peak` start anew from `resident`. Kernels that do not allow it keep the old peak."""
+    try:
+        _CLEAR_REFS.write_text("5", encoding="ascii")  # 5 resets the peak: proc(5), /proc/pid/clear_refs
+    except OSError:
+        return
+
+
+def total() -> int:
+    """Memory of the machine, or of the container this process lives in."""
+    machine = _kilobytes(_MEMINFO, "MemTotal")
+    limit = _cgroup("memory.max")
+    return machine if limit is None else min(machine, limit)
+
+
+def available() -> int:
+    """Memory that can still be allocated without swapping."""
+    machine = _kilobytes(_MEMINFO, "MemAvailable")
+    limit, used = _cgroup("memory.max"), _cgroup("memory.current")
+    return machine if limit is None or used is None else min(machine, max(0, limit - used))
+
+
+@functools.cache
+def _glibc() -> ctypes.CDLL | None:
+    try:
+        library = ctypes.CDLL("libc.so.6")
+        return library if hasattr(library, "gnu_get_libc_version") else None
+    except OSError:
+        return None
+
+
+@functools.cache
+def keep_large_blocks() -> int:
+    """Tell the allocator to keep freed blocks for reuse.
+
+    Returns:
+        Bytes kept at most; 0 where the C library is not glibc, the user runs another allocator, or
+        ``DS_PLUGIN_CPU_KEEP_MEMORY=0``.
+    """
+    library = _glibc()
+    if library is None or not settings.cpu_keep_memory or _other_allocator():
+        return 0
+    bound = min(_LARGEST_KEPT, total() // 4)
+    kept = library.mallopt(_M_MMAP_MAX, 0) and library.mallopt(_M_TRIM_THRESHOLD, bound)
+    return bound if kept else 0
+
+
+def release() -> None:
+    """Give kept blocks back to the operating system."""
+    library = _glibc()
+    if library is not None:
+        library.malloc_trim(0)
+
+
+def _other_allocator() -> bool:
+    """Whether malloc is somebody else's (jemalloc, tcmalloc, mimalloc are preloaded)."""
+    return bool(re.search(r"jemalloc|tcmalloc|mimalloc", "\n".join(_loaded_libraries())))
+
+
+def _loaded_libraries() -> list[str]:
+    try:
+        maps = Path(f"/proc/{os.getpid()}/maps").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return []
+    return [line.rsplit("/", 1)[-1] for line in maps.splitlines() if ".so" in line]

@@ -1,0 +1,23 @@
+"""What `sdk report` says about the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from ds_plugin_cpu import memory, threads, topology
+from ds_plugin_sdk.registry.hookspecs import hookimpl
+
+
+@hookimpl
+def ds_plugin_report_lines() -> Iterable[tuple[str, str]]:
+    """Cores, threads, instruction set, memory policy."""
+    nodes = topology.numa_nodes()
+    count, reason = threads.choose()
+    kept = memory.keep_large_blocks()
+    yield "cores", f"{len(topology.usable_cores())} in {len(nodes)} NUMA node{'s' if len(nodes) != 1 else ''}"
+    yield "threads of a rank", f"{count} ({reason})"
+    yield "instruction set", str(torch.backends.cpu.get_cpu_capability())
+    yield "memory", f"{memory.available() / 2**30:.1f} of {memory.total() / 2**30:.1f} GiB available"
+    yield "allocator", f"keeps freed blocks up to {kept / 2**30:.1f} GiB" if kept else "gives freed blocks back"
