@@ -13,6 +13,7 @@ from ds_plugin_sdk.registry.current import (
     get_accelerator,
     load,
     on_change,
+    preview,
     set_accelerator,
 )
 from ds_plugin_sdk.registry.plugin import Plugin, Probe
@@ -32,6 +33,7 @@ __all__ = [
     "load",
     "on_change",
     "only",
+    "preview",
     "scan",
     "set_accelerator",
 ]

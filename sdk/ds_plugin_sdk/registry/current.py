@@ -147,3 +147,8 @@ def _torch_hardware() -> str | None:
 
     device = torch.accelerator.current_accelerator(check_available=True)
     return None if device is None else device.type
+
+
+def preview() -> Decision:
+    """The choice that a new process would make, without loading anything. Raises as `decide`."""
+    return decide(_torch_hardware)

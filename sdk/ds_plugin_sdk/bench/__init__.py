@@ -1,0 +1,1 @@
+"""Benchmarks: plain functions that return rows; ``sdk bench`` prints them."""

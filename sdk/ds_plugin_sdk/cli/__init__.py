@@ -1,0 +1,61 @@
+"""The command line: ``sdk``, also installed as ``ds-sdk`` where another tool owns the shorter name."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from ds_plugin_sdk import __version__
+from ds_plugin_sdk.cli.bench import bench
+from ds_plugin_sdk.cli.build import build
+from ds_plugin_sdk.cli.cache import cache
+from ds_plugin_sdk.cli.console import errors
+from ds_plugin_sdk.cli.contract import contract
+from ds_plugin_sdk.cli.plugins import list_plugins
+from ds_plugin_sdk.cli.report import report
+from ds_plugin_sdk.errors import SdkError
+
+app = typer.Typer(
+    name="sdk",
+    help="Bring DeepSpeed to new hardware: what is installed, where each op comes from, and how fast it is.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("list")(list_plugins)
+app.command("report")(report)
+app.command("build")(build)
+app.add_typer(cache, name="cache")
+app.command("contract")(contract)
+app.add_typer(bench, name="bench")
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"ds-plugin-sdk {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: bool = typer.Option(
+        False, "--version", callback=_version, is_eager=True, help="Print the version and stop."
+    ),
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Run a command; an SDK error is printed as it reads, without a traceback, and the exit status is 1."""
+    try:
+        app()
+    except SdkError as error:
+        errors.print(f"[bold red]error:[/] {_plain(str(error))}", soft_wrap=True)
+        sys.exit(1)
+
+
+def _plain(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)

@@ -1,0 +1,47 @@
+"""How the commands print: one console for results, one for progress and errors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+output = Console()
+errors = Console(stderr=True)
+
+_COLOURS = {
+    "available": "green",
+    "chosen": "green",
+    "prebuilt": "green",
+    "cache": "green",
+    "accelerator": "green",
+    "compiled": "cyan",
+    "compiles": "cyan",
+    "reference": "yellow",
+    "absent": "dim",
+    "broken": "red",
+    "not offered": "dim",
+}
+
+
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Print a table; cells are text, never markup, and a known verdict at a cell's start gives it a colour.
+
+    Where the output is no terminal, lines are as long as they need to be: logs are read by programs too.
+    """
+    view = Table(title=title, title_justify="left", title_style="bold", header_style="bold", box=None)
+    for column in columns:
+        view.add_column(column, overflow="fold")
+    for row in rows:
+        view.add_row(*(_cell(str(value)) for value in row))
+    if output.is_terminal:
+        output.print(view)
+    else:
+        Console(width=max(output.width, output.measure(view).maximum)).print(view)
+
+
+def _cell(value: str) -> Text:
+    colour = next((colour for word, colour in _COLOURS.items() if value.startswith(word)), "")
+    return Text(value, style=colour)

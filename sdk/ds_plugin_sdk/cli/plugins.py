@@ -1,0 +1,51 @@
+"""``sdk list``: the installed plugins, and which one is used here."""
+
+from __future__ import annotations
+
+import json
+
+import typer
+
+from ds_plugin_sdk import registry
+from ds_plugin_sdk.cli.console import output, table
+from ds_plugin_sdk.errors import PluginConflictError, SdkError
+from ds_plugin_sdk.registry import Candidate
+
+
+def list_plugins(
+    explain: bool = typer.Option(False, "--explain", help="Print each step of the choice."),
+    as_json: bool = typer.Option(False, "--json", help="Print JSON."),
+) -> None:
+    """List the installed plugins, whether their device is here, and which one is chosen."""
+    rows = [_row(candidates) for candidates in registry.scan().values()]
+    problem: SdkError | None = None
+    try:
+        decision = registry.preview()
+    except SdkError as error:
+        decision, problem = registry.Decision(), error
+    chosen = decision.chosen.name if decision.chosen is not None else None
+    if as_json:
+        steps = [vars(step) for step in decision.steps]
+        plugins = [dict(zip(("name", "distribution", "state", "priority"), row, strict=True)) for row in rows]
+        output.print_json(json.dumps({"plugins": plugins, "chosen": chosen, "steps": steps}))
+    elif not rows:
+        output.print("No plugins are installed. DeepSpeed uses its own accelerators.")
+    else:
+        table("Plugins", ("name", "distribution", "state", "priority", ""),
+              [(*row, "<- chosen" if row[0] == chosen else "") for row in rows])
+        if explain:
+            table("Why", ("subject", "verdict", "reason"),
+                  [(step.subject, step.verdict, step.reason) for step in decision.steps])
+    if problem is not None:
+        raise problem
+
+
+def _row(candidates: list[Candidate]) -> tuple[str, str, str, str]:
+    first = candidates[0]
+    try:
+        candidate = registry.only(candidates)
+    except PluginConflictError as error:
+        return first.name, ", ".join(map(str, candidates)), f"broken: {error.why}", ""
+    probe = candidate.probe()
+    priority = "" if probe.state == "broken" else str(candidate.manifest.priority)
+    return candidate.name, str(candidate), str(probe), priority

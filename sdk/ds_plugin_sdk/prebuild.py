@@ -1,0 +1,71 @@
+"""Compiling ops ahead of time: for ``sdk build``, and for wheels that carry their binaries.
+
+It is the JIT's own path with another destination.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ds_plugin_sdk import jit, op_builder, registry
+from ds_plugin_sdk.errors import OpError, UnknownAcceleratorError
+from ds_plugin_sdk.op_builder import OpBuilder, ReferenceOpBuilder
+from ds_plugin_sdk.settings import settings
+
+
+def builders_of(plugin: str, ops: Sequence[str] = ()) -> list[OpBuilder]:
+    """Builders of a plugin's native ops, one for each library.
+
+    Args:
+        plugin: name of an installed plugin.
+        ops: DeepSpeed's op names; all if empty.
+
+    Raises:
+        UnknownAcceleratorError: no such plugin.
+        OpError: no such op.
+    """
+    installed = registry.scan()
+    if plugin not in installed:
+        raise UnknownAcceleratorError(
+            "there is no such plugin", plugin=plugin, why=f"installed: {', '.join(installed) or 'none'}",
+            hint=f"pip install ds-plugin-{plugin}",
+        )
+    accelerator = registry.load(registry.only(installed[plugin]))
+    found = native(op_builder.builders(accelerator.op_builders, accelerator.device_name()).values())
+    by_name = {builder.name: builder for builder in found}
+    unknown = [name for name in ops if name not in by_name]
+    if unknown:
+        raise OpError(
+            "there is no such op", plugin=plugin, op=unknown[0],
+            why=f"its native ops are {', '.join(sorted(by_name))}", hint="see `sdk report`",
+        )
+    return [by_name[name] for name in ops] if ops else found
+
+
+def native(classes: Sequence[type[OpBuilder]] | object) -> list[OpBuilder]:
+    """Instances of the builders that compile something, one for each library."""
+    libraries: dict[tuple[str, str], OpBuilder] = {}
+    for cls in classes:  # type: ignore[attr-defined]  # any iterable of builder classes
+        if not issubclass(cls, ReferenceOpBuilder):
+            builder = cls()
+            spec = builder.build_spec()
+            libraries.setdefault((spec.owner, spec.name), builder)
+    return list(libraries.values())
+
+
+def build(builder: OpBuilder, into: Path | None) -> jit.Artifact:
+    """Compile one op into the cache, or portably into a folder.
+
+    Raises:
+        BuildError: it cannot be compiled.
+    """
+    if into is None:
+        return jit.acquire(builder.build_spec())
+    return jit.build_into(builder.build_spec(portable=True), into)
+
+
+def wanted_in_wheel(builder: OpBuilder) -> bool:
+    """What ``DS_BUILD_<OP>`` says of an op, and ``DS_BUILD_OPS`` where that is unset."""
+    choice = settings.build_op(builder.BUILD_VAR)
+    return settings.build_ops if choice is None else choice

@@ -1,0 +1,191 @@
+"""The facts of ``sdk report``: versions, the chosen plugin, compilers, settings, and the source of each op."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import platform
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import pluggy
+
+from ds_plugin_sdk import jit, op_builder, registry
+from ds_plugin_sdk.accelerator import DeepSpeedAccelerator
+from ds_plugin_sdk.errors import BuildError, SdkError, ToolchainError
+from ds_plugin_sdk.op_builder import NotImplementedBuilder, OpBuilder, ReferenceOpBuilder
+from ds_plugin_sdk.provenance import Record
+from ds_plugin_sdk.registry import hookspecs
+from ds_plugin_sdk.settings import settings
+
+# Other ops DeepSpeed may ask for, named so that a missing one is seen in the report.
+_DEEPSPEED_BUILDERS = (
+    "AsyncIOBuilder",
+    "CPUAdagradBuilder",
+    "CPUAdamBuilder",
+    "CPULionBuilder",
+    "FusedAdamBuilder",
+    "FusedLambBuilder",
+    "FusedLionBuilder",
+    "InferenceBuilder",
+    "InferenceCoreBuilder",
+    "QuantizerBuilder",
+    "RandomLTDBuilder",
+    "SpatialInferenceBuilder",
+    "StochasticTransformerBuilder",
+    "TransformerBuilder",
+    "UtilsBuilder",
+)
+
+
+@dataclass(frozen=True)
+class OpStatus:
+    """Where an op would come from in a new process.
+
+    Attributes:
+        name: DeepSpeed's op name.
+        origin: ``prebuilt``, ``cache``, ``compiles`` (at first use), ``reference``, ``not offered`` or ``broken``.
+        provider: distribution that provides it.
+        reason: why this and not a better one.
+    """
+
+    name: str
+    origin: str
+    provider: str
+    reason: str
+
+
+@dataclass
+class Facts:
+    """Everything `sdk report` prints."""
+
+    versions: dict[str, str] = field(default_factory=dict)
+    accelerator: list[tuple[str, str]] = field(default_factory=list)
+    compilers: dict[str, str] = field(default_factory=dict)
+    settings: list[tuple[str, str, str]] = field(default_factory=list)
+    ops: list[OpStatus] = field(default_factory=list)
+
+
+def collect() -> Facts:
+    """The facts of this machine and environment; a part that fails says so in its own place."""
+    facts = Facts(versions=_versions(), compilers=_compilers(), settings=_settings())
+    try:
+        decision = registry.preview()
+    except SdkError as error:
+        facts.accelerator.append(("problem", str(error)))
+        return facts
+    facts.accelerator.extend((step.subject, f"{step.verdict}: {step.reason}") for step in decision.steps)
+    if decision.chosen is None:
+        facts.accelerator.append(("chosen", "none of the plugins; DeepSpeed's own detection decides"))
+        return facts
+    accelerator = registry.load(decision.chosen)
+    facts.accelerator.append(("accelerator", repr(accelerator)))
+    facts.accelerator.append(("collectives", accelerator.communication_backend_name()))
+    facts.accelerator.append(("types", ", ".join(str(dtype).removeprefix("torch.") for dtype in accelerator.supported_dtypes())))
+    facts.accelerator.extend(_plugin_lines(decision.chosen))
+    facts.ops = [status(builder) for builder in _builders(accelerator)]
+    return facts
+
+
+def status(builder: type[OpBuilder]) -> OpStatus:
+    """Where one op would come from now. Compiles nothing, writes nothing."""
+    op = builder()
+    if issubclass(builder, NotImplementedBuilder):
+        return OpStatus(op.name, "not offered", "-", "neither the plugin nor the SDK implements it")
+    if issubclass(builder, ReferenceOpBuilder):
+        return OpStatus(op.name, "reference", op.owner(), "the plugin has no native kernel for this op")
+    try:
+        spec = op.build_spec()
+        artifact = jit.find(spec)
+        if artifact is not None:
+            return OpStatus(op.name, artifact.origin, op.owner(), artifact.reason)
+        reason = "; ".join(jit.explain(spec))
+        if not settings.compile or not op.is_compatible():
+            return OpStatus(op.name, "reference", op.owner(), op.error_log or reason)
+        return OpStatus(op.name, "compiles", op.owner(), f"at first use: {reason}")
+    except (BuildError, SdkError) as error:
+        return OpStatus(op.name, "broken", op.owner(), str(error))
+
+
+def summarise(records: Iterable[Record]) -> list[RunRow]:
+    """The records of a run's ranks, one row for each thing loaded; the accelerator first."""
+    rows: dict[tuple[str, str], RunRow] = {}
+    for entry in records:
+        key = (entry.name, entry.plugin)
+        earlier = rows.get(key)
+        origin = _phrase(entry)
+        rows[key] = RunRow(
+            entry.name,
+            entry.plugin,
+            entry.version,
+            origin if earlier is None or origin in earlier.origin else f"{earlier.origin}, {origin}",
+            sorted({*(earlier.ranks if earlier is not None else ()), entry.rank}),
+            entry.detail,
+        )
+    return sorted(rows.values(), key=lambda row: (row.origin != "accelerator", row.name))
+
+
+@dataclass(frozen=True)
+class RunRow:
+    """One thing that a run loaded: by which ranks, from where."""
+
+    name: str
+    plugin: str
+    version: str
+    origin: str
+    ranks: list[int]
+    detail: str
+
+
+def _phrase(entry: Record) -> str:
+    return f"compiled in {entry.seconds:.1f} s" if entry.origin == "compiled" else entry.origin
+
+
+def _builders(accelerator: DeepSpeedAccelerator) -> list[type[OpBuilder]]:
+    own = op_builder.builders(accelerator.op_builders, accelerator.device_name())
+    return [accelerator.get_op_builder(name) for name in sorted({*own, *_DEEPSPEED_BUILDERS})]
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "machine": platform.machine()}
+    wanted = ["ds-plugin-sdk", "torch", "deepspeed"]
+    wanted += [candidate.distribution for group in registry.scan().values() for candidate in group]
+    for name in wanted:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def _compilers() -> dict[str, str]:
+    found: dict[str, str] = {}
+    for name in jit.toolchains():
+        try:
+            found[name] = str(jit.get_toolchain(name).identity().text.splitlines()[0])
+        except ToolchainError as error:
+            found[name] = f"absent: {error.why or error.what}"
+    return found
+
+
+def _settings() -> list[tuple[str, str, str]]:
+    rows: list[tuple[str, str, str]] = []
+    for _, setting in settings:
+        try:
+            value = setting.read()
+        except SdkError as error:
+            rows.append((setting.variable, "broken", str(error)))
+            continue
+        if value != setting.default:
+            rows.append((setting.variable, str(value), setting.doc))
+    return rows
+
+
+def _plugin_lines(candidate: registry.Candidate) -> list[tuple[str, str]]:
+    hooks = candidate.manifest.hooks
+    if hooks is None:
+        return []
+    manager = pluggy.PluginManager("ds_plugin_sdk")
+    manager.add_hookspecs(hookspecs)
+    manager.register(importlib.import_module(hooks))
+    return [line for lines in manager.hook.ds_plugin_report_lines() for line in lines]
