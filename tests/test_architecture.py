@@ -1,0 +1,136 @@
+"""The house rules that no type checker knows: arrows between packages, and who may touch what."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SDK = ROOT / "sdk" / "ds_plugin_sdk"
+SOURCES = [*SDK.rglob("*.py"), *(ROOT / "plugins").rglob("*.py")]
+
+# A package may import those of lower rank, and itself. What is not listed here is a facade over everything.
+RANK = {
+    "errors": 0,
+    "paths": 0,
+    "settings": 1,
+    "provenance": 2,
+    "ops": 2,
+    "jit": 2,
+    "op_builder": 3,
+    "accelerator": 4,
+    "torch_accelerator": 5,
+    "registry": 6,
+    "prebuild": 7,
+    "report": 7,
+    "optim": 7,
+    "hosts": 7,
+    "conformance": 7,
+    "bench": 8,
+    "cli": 9,
+}
+
+
+def imports(file: Path) -> Iterator[tuple[int, str]]:
+    """Line and dotted name of everything a file imports, wherever the import stands."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            yield node.lineno, node.module
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+def part(dotted: str) -> str | None:
+    names = dotted.split(".")
+    return names[1] if names[0] == "ds_plugin_sdk" and len(names) > 1 and names[1] in RANK else None
+
+
+def test_arrows_go_downwards() -> None:
+    wrong = [
+        f"{file.relative_to(ROOT)}:{line} imports {dotted}"
+        for file in SDK.rglob("*.py")
+        if (here := part("ds_plugin_sdk." + file.relative_to(SDK).parts[0].removesuffix(".py"))) is not None
+        for line, dotted in imports(file)
+        if (there := part(dotted)) is not None and there != here and RANK[there] >= RANK[here]
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_part_of_the_sdk_has_a_rank() -> None:
+    parts = {path.stem for path in SDK.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    assert parts - {"__init__"} <= set(RANK)
+
+
+def test_only_the_host_folder_knows_deepspeed() -> None:
+    wrong = [
+        f"{file.relative_to(ROOT)}:{line}"
+        for file in SOURCES
+        if "hosts" not in file.parts and "bench" not in file.parts
+        for line, dotted in imports(file)
+        if dotted.split(".")[0] == "deepspeed"
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def attributes(file: Path) -> Iterator[tuple[int, str]]:
+    """Line and text of each ``module.attribute`` that a file uses."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            yield node.lineno, f"{node.value.id}.{node.attr}"
+
+
+@pytest.mark.parametrize(
+    ("forbidden", "allowed"),
+    [
+        # hatch_build.py runs in build environments that have no SDK yet.
+        ({"os.environ", "os.getenv", "os.putenv"}, {"settings.py", "hatch_build.py"}),
+        ({"torch.cuda"}, set()),
+        ({"os.system", "os.popen", "pickle.load", "pickle.loads"}, set()),
+    ],
+    ids=["environment", "torch.cuda", "shell and pickles"],
+)
+def test_only_one_place_uses(forbidden: set[str], allowed: set[str]) -> None:
+    wrong = [
+        f"{file.relative_to(ROOT)}:{line} uses {text}"
+        for file in SOURCES
+        if file.name not in allowed and "cuda" not in file.relative_to(ROOT).parts[:2]
+        for line, text in attributes(file)
+        if text in forbidden
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_importing_the_sdk_imports_nothing_heavy_and_touches_no_file(tmp_path: Path) -> None:
+    program = (
+        "import sys, ds_plugin_sdk\n"
+        "heavy = {'torch', 'deepspeed', 'pluggy', 'filelock', 'typer', 'rich', 'numpy', 'ds_plugin_cpu'}\n"
+        "print(sorted(heavy & set(sys.modules)))\n"
+    )
+    environment = {"HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT / "sdk")}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"
+    assert not list(tmp_path.iterdir())
+
+
+def test_public_names_resolve() -> None:
+    import ds_plugin_sdk
+
+    for name in ds_plugin_sdk.__all__:
+        assert getattr(ds_plugin_sdk, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        ds_plugin_sdk.nonsense  # noqa: B018  # the access is the test
+
+
+def test_versions_agree() -> None:
+    import ds_plugin_sdk
+
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert f'version = "{ds_plugin_sdk.__version__}"' in project

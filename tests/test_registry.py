@@ -1,0 +1,158 @@
+"""Which plugin is chosen, which is refused, and what the user reads."""
+
+from __future__ import annotations
+
+import pytest
+from conftest import Install
+
+from ds_plugin_sdk.errors import (
+    PluginConflictError,
+    PluginError,
+    PluginLoadError,
+    PluginVersionError,
+    UnknownAcceleratorError,
+)
+from ds_plugin_sdk.registry import Probe, only, scan
+from ds_plugin_sdk.registry.select import decide
+
+
+def no_hardware() -> str | None:
+    return None
+
+
+def test_scan_reads_metadata_and_imports_nothing(install: Install) -> None:
+    install("zap", body="raise RuntimeError('imported')")
+    (candidate,) = scan()["zap"]
+    assert str(candidate) == "ds-plugin-zap 1.0"
+
+
+def test_the_highest_priority_among_the_available_is_chosen(install: Install) -> None:
+    install("low", priority=1)
+    install("high", priority=2)
+    install("higher", priority=3, probe="Probe.absent('no /dev/higher')")
+    decision = decide(no_hardware)
+    assert decision.chosen is not None
+    assert decision.chosen.name == "high"
+    assert "higher: skipped, ds-plugin-higher 1.0, absent: no /dev/higher" in str(decision)
+    assert "high: chosen" in str(decision)
+
+
+def test_two_of_equal_priority_are_an_error_that_says_how_to_decide(install: Install) -> None:
+    install("one")
+    install("two")
+    with pytest.raises(PluginConflictError, match="DS_ACCELERATOR=one or DS_ACCELERATOR=two"):
+        decide(no_hardware)
+
+
+def test_the_cpu_plugin_stands_aside_for_hardware() -> None:
+    assert decide(no_hardware).chosen is not None
+    decision = decide(lambda: "cuda")
+    assert decision.chosen is None
+    assert "cpu: stands aside, 'cuda' was found" in str(decision)
+
+
+def test_other_hardware_is_not_asked_for_when_a_device_plugin_is_available(install: Install) -> None:
+    install("zap")
+
+    def never() -> str | None:
+        raise AssertionError("asked")
+
+    assert decide(never).chosen is not None
+
+
+def test_a_request_by_name_is_obeyed(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    install("zap", priority=50)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    chosen = decide(lambda: "cuda").chosen
+    assert chosen is not None
+    assert chosen.name == "cpu"
+
+
+def test_an_unknown_request_names_what_is_installed(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    install("zap")
+    monkeypatch.setenv("DS_ACCELERATOR", "zip")
+    with pytest.raises(UnknownAcceleratorError, match=r"installed plugins: cpu, zap.*built into DeepSpeed: cuda") as error:
+        decide(no_hardware, host_names=("cuda",))
+    assert isinstance(error.value, ValueError)
+    assert "pip install ds-plugin-zip" in str(error.value)
+
+
+def test_a_name_of_deepspeeds_own_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "cuda")
+    assert decide(no_hardware, host_names=("cuda", "cpu")).chosen is None
+
+
+@pytest.mark.parametrize("probe", ["Probe.absent('no /dev/zap')", "Probe.broken('driver 1 < 2')", "1 / 0"])
+def test_a_request_that_cannot_be_met_raises(
+    install: Install, monkeypatch: pytest.MonkeyPatch, probe: str
+) -> None:
+    install("zap", probe=probe)
+    monkeypatch.setenv("DS_ACCELERATOR", "zap")
+    with pytest.raises(PluginError, match=r"plugin 'zap'.*(no /dev/zap|driver 1 < 2|ZeroDivisionError)"):
+        decide(no_hardware)
+
+
+def test_a_broken_plugin_is_skipped_once_and_loudly(install: Install) -> None:
+    install("zap", body="raise RuntimeError('bad wheel')")
+    with pytest.warns(RuntimeWarning, match=r"plugin 'zap' is skipped: .*RuntimeError: bad wheel") as caught:
+        decision = decide(no_hardware)
+    assert len(caught) == 1
+    assert decision.chosen is not None
+    assert decision.chosen.name == "cpu"
+
+
+def test_a_missing_dependency_is_told_from_a_broken_plugin(install: Install) -> None:
+    install("zap", body="import zap_runtime_library")
+    with pytest.raises(PluginLoadError, match="pip install zap_runtime_library"):
+        _ = only(scan()["zap"]).manifest
+
+
+def test_an_entry_point_that_is_no_manifest(install: Install) -> None:
+    install("zap", body="plugin = 'zap'")
+    with pytest.raises(PluginLoadError, match=r"is 'zap'.*\n.*ds_plugin_sdk.Plugin\(name='zap'"):
+        _ = only(scan()["zap"]).manifest
+
+
+def test_a_manifest_under_another_name(install: Install) -> None:
+    install("zap", body="from ds_plugin_sdk import Plugin\nplugin = Plugin('cpu', (1, 0), 'a:b', lambda: None)")
+    with pytest.raises(PluginLoadError, match="a Plugin named 'cpu'"):
+        _ = only(scan()["zap"]).manifest
+
+
+@pytest.mark.parametrize(
+    ("needs", "upgrade"), [((1, 99), "ds-plugin-sdk"), ((2, 0), "ds-plugin-sdk"), ((0, 9), "ds-plugin-zap")]
+)
+def test_handshake(install: Install, needs: tuple[int, int], upgrade: str) -> None:
+    install("zap", sdk_api=needs)
+    with pytest.raises(PluginVersionError, match=f"pip install --upgrade {upgrade}$"):
+        _ = only(scan()["zap"]).manifest
+
+
+def test_two_distributions_of_one_name(install: Install) -> None:
+    install("cpu", distribution="ds-plugin-impostor")
+    with pytest.raises(PluginConflictError, match=r"ds-plugin-cpu 0.1.0 and ds-plugin-impostor 1.0"):
+        only(scan()["cpu"])
+    with pytest.warns(RuntimeWarning, match="two distributions offer the same plugin"):
+        assert decide(no_hardware).chosen is None
+
+
+def test_plugins_can_be_allow_listed(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    install("zap")
+    monkeypatch.setenv("DS_PLUGINS", "cpu")
+    chosen = decide(no_hardware).chosen
+    assert chosen is not None
+    assert chosen.name == "cpu"
+    monkeypatch.setenv("DS_ACCELERATOR", "zap")
+    with pytest.raises(PluginError, match="DS_PLUGINS=cpu does not list it"):
+        decide(no_hardware)
+
+
+def test_autoload_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DS_PLUGIN_AUTOLOAD", "0")
+    assert decide(no_hardware).chosen is None
+
+
+def test_probe_reads_as_a_sentence() -> None:
+    assert str(Probe.available(1)) == "available: 1 device"
+    assert str(Probe.available(2, "simulated")) == "available: 2 devices (simulated)"
+    assert str(Probe.absent("no driver")) == "absent: no driver"
