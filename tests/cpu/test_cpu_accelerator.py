@@ -1,0 +1,190 @@
+"""The CPU as a device: right types, real memory, a fair share of the cores."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ds_plugin_cpu import memory, plugin, threads, topology
+from ds_plugin_cpu.accelerator import CPU_Accelerator
+
+
+@pytest.fixture(scope="module")
+def cpu() -> CPU_Accelerator:
+    return CPU_Accelerator()
+
+
+def test_the_manifest_says_available() -> None:
+    probe = plugin.probe()
+    assert probe.state == "available"
+    assert probe.devices >= 1
+
+
+def test_the_current_device_is_a_number_under_a_launcher(
+    cpu: CPU_Accelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert cpu.current_device() == 3
+    assert cpu.current_device_name() == "cpu"
+
+
+def test_types_are_booleans_and_match_the_list(cpu: CPU_Accelerator) -> None:
+    assert cpu.is_bf16_supported() is True
+    assert cpu.is_fp16_supported() is torch.ops.mkldnn._is_mkldnn_fp16_supported()
+    assert cpu.supported_dtypes()[0] is torch.float32
+
+
+def test_it_is_synchronous(cpu: CPU_Accelerator) -> None:
+    assert cpu.is_synchronized_device()
+    assert cpu.Stream is None
+    assert cpu.device() == torch.device("cpu")
+    assert cpu.on_accelerator(torch.ones(1))
+
+
+def test_allocated_memory_grows_with_a_tensor_and_the_peak_resets(cpu: CPU_Accelerator) -> None:
+    size = 200 * 2**20
+    cpu.reset_peak_memory_stats()
+    before = cpu.memory_allocated()
+    tensor = torch.ones(size, dtype=torch.uint8)
+    assert cpu.memory_allocated() - before > 0.9 * size
+    assert cpu.max_memory_allocated() >= cpu.memory_allocated()
+    del tensor
+    cpu.empty_cache()
+    cpu.reset_peak_memory_stats()
+    assert cpu.max_memory_allocated() - before < 0.5 * size
+
+
+def test_memory_of_the_machine(cpu: CPU_Accelerator) -> None:
+    assert 0 < cpu.available_memory() <= cpu.total_memory()
+    assert cpu.total_memory() <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_random_numbers_are_restored(cpu: CPU_Accelerator) -> None:
+    cpu.manual_seed(5)
+    assert cpu.initial_seed() == 5
+    state = cpu.get_rng_state()
+    first = torch.rand(3)
+    cpu.set_rng_state(state)
+    assert torch.equal(first, torch.rand(3))
+
+
+def test_pinning_is_free_of_copies(cpu: CPU_Accelerator) -> None:
+    tensor = torch.arange(6).reshape(2, 3)
+    assert cpu.pin_memory(tensor).data_ptr() == tensor.data_ptr()
+    assert cpu.pin_memory(tensor, make_copy=False, match_shape=False).shape == (6,)
+    assert cpu.pin_empty(2, 3, dtype=torch.int8).shape == (2, 3)
+    assert cpu.pin_empty_like(tensor, dtype=torch.int8).dtype is torch.int8
+    with pytest.raises(ValueError, match="must be cpu"):
+        cpu.pin_empty(2, dtype=torch.int8, device="meta")
+
+
+def test_the_collectives_are_the_best_that_is_installed(
+    cpu: CPU_Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cpu.communication_backend_name() == "gloo"
+    (tmp_path / "oneccl_bindings_for_pytorch.py").write_text("raise RuntimeError('imported')", encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert cpu.communication_backend_name() == "ccl"
+
+
+@pytest.mark.parametrize(
+    ("text", "cores"), [("0-3,8,10-11", {0, 1, 2, 3, 8, 10, 11}), ("5", {5}), ("", set()), ("\n", set())]
+)
+def test_core_lists(text: str, cores: set[int]) -> None:
+    assert topology.parse_core_list(text) == cores
+
+
+def test_numa_nodes_without_cores_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(topology, "usable_cores", lambda: frozenset(range(8)))
+    for number, cores in enumerate(["0-3", "4-7", ""]):
+        (tmp_path / f"node{number}").mkdir()
+        (tmp_path / f"node{number}" / "cpulist").write_text(cores + "\n", encoding="ascii")
+    assert topology.numa_nodes(tmp_path) == [{0, 1, 2, 3}, {4, 5, 6, 7}]
+    assert topology.numa_nodes(tmp_path / "none") == [set(range(8))]
+
+
+@pytest.mark.parametrize(
+    "variable", ["LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"]
+)
+def test_every_launcher_says_how_many_ranks(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(variable, "7")
+    assert topology.device_count() == 7
+
+
+@pytest.mark.parametrize(
+    ("cores", "machine", "ranks", "share"),
+    [
+        (8, 8, None, 8),  # no launcher: the whole machine
+        (8, 8, 2, 4),  # unbound ranks share
+        (4, 8, 2, 4),  # bound ranks own their mask
+        (8, 8, 3, 2),
+        (2, 2, 4, 1),  # more ranks than cores
+    ],
+)
+def test_ranks_share_the_cores(
+    cores: int, machine: int, ranks: int | None, share: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(topology, "usable_cores", lambda: frozenset(range(cores)))
+    monkeypatch.setattr(os, "cpu_count", lambda: machine)
+    if ranks is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    assert topology.fair_threads() == share
+
+
+def test_the_user_decides_about_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert threads.choose()[1] == "OMP_NUM_THREADS"
+    monkeypatch.setenv("DS_PLUGIN_CPU_THREADS", "5")
+    assert threads.choose() == (5, "DS_PLUGIN_CPU_THREADS")
+
+
+FAULTS = """
+import resource, torch
+from ds_plugin_cpu import memory
+print(memory.keep_large_blocks())
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(5):
+        torch.ones(16 * 2**20)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+faults()
+print(faults())
+before = memory.resident()
+block = torch.ones(64 * 2**20)
+del block
+held = memory.resident()
+memory.release()
+print(held - memory.resident())
+"""
+
+
+def run_faults(keep: str) -> tuple[int, int, int]:
+    environment = {**os.environ, "DS_PLUGIN_CPU_KEEP_MEMORY": keep}
+    done = subprocess.run(
+        [sys.executable, "-c", FAULTS], env=environment, capture_output=True, text=True, check=True
+    )
+    kept, faults, released = map(int, done.stdout.split())
+    return kept, faults, released
+
+
+def test_large_blocks_are_kept_without_page_faults_and_given_back_on_request() -> None:
+    kept, faults, released = run_faults("1")
+    assert 0 < kept < 2**31
+    assert faults < 1000  # 5 tensors of 64 MiB are 81920 pages of 4 KiB
+    assert released > 200 * 2**20  # of 256 MiB
+
+
+def test_keeping_blocks_can_be_switched_off() -> None:
+    kept, faults, _ = run_faults("0")
+    assert kept == 0
+    # Pages may be 2 MiB large: then 5 x 64 MiB are 160 faults.
+    assert faults >= 160
+
+
+def test_memory_is_measured_in_bytes() -> None:
+    assert 10 * 2**20 < memory.resident() <= memory.peak() < memory.total()

@@ -1,0 +1,212 @@
+"""The accelerator contract: defaults derived from few facts, and flags that cannot contradict the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from ds_plugin_sdk import DeepSpeedAccelerator, TorchAccelerator
+from ds_plugin_sdk.errors import InvalidAcceleratorError, OpNotImplementedError
+
+
+class Minimal(DeepSpeedAccelerator):
+    """The least that a vendor can write against the ABC, here on CPU tensors."""
+
+    def device_name(self, device_index: int | None = None) -> str:
+        return "cpu" if device_index is None else f"cpu:{device_index}"
+
+    def device_count(self) -> int:
+        return 1
+
+    def current_device(self) -> int:
+        return 0
+
+    def set_device(self, device_index: int) -> None:
+        pass
+
+    def synchronize(self, device_index: int | None = None) -> None:
+        pass
+
+    def get_rng_state(self, device_index: int | None = None) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(self, new_state: torch.Tensor, device_index: int | None = None) -> None:
+        torch.set_rng_state(new_state)
+
+    def manual_seed(self, seed: int) -> Any:
+        return torch.manual_seed(seed)
+
+    def default_generator(self, device_index: int) -> torch.Generator:
+        return torch.default_generator
+
+    def memory_stats(self, device_index: int | None = None) -> dict[str, Any]:
+        return {"allocated_bytes.all.current": 10, "allocated_bytes.all.peak": 20}
+
+    def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
+        pass
+
+    def total_memory(self, device_index: int | None = None) -> int:
+        return 100
+
+    def available_memory(self, device_index: int | None = None) -> int:
+        return 90
+
+    def communication_backend_name(self) -> str:
+        return "gloo"
+
+
+def test_a_class_that_lacks_a_member_says_which() -> None:
+    class Forgetful(Minimal):
+        synchronize = DeepSpeedAccelerator.synchronize
+
+    with pytest.raises(TypeError, match="synchronize"):
+        Forgetful()
+
+
+def test_a_device_without_streams_is_synchronous() -> None:
+    device = Minimal()
+    assert device.Stream is None
+    assert device.Event is None
+    assert device.is_synchronized_device()
+    assert device.resolves_data_dependency()
+    assert device.handles_memory_backpressure()
+    assert device.use_host_timers()
+    assert device.current_stream() is None
+    with device.stream(None):
+        pass
+
+
+def test_a_device_with_streams_and_events_is_asynchronous() -> None:
+    class Streaming(Minimal):
+        Stream = torch.cpu.Stream
+        Event = torch.Event
+
+    device = Streaming()
+    assert not device.is_synchronized_device()
+    assert not device.resolves_data_dependency()
+    assert not device.handles_memory_backpressure()
+    assert not device.use_host_timers()
+
+
+@pytest.mark.parametrize("flag", ["is_synchronized_device", "resolves_data_dependency"])
+def test_a_device_cannot_declare_streams_it_does_not_have(flag: str) -> None:
+    cls = type("Boastful", (Minimal,), {flag: lambda self: False})
+    with pytest.raises(InvalidAcceleratorError, match="its Stream is None"):
+        cls()
+
+
+@pytest.mark.parametrize("flag", ["handles_memory_backpressure", "use_host_timers"])
+def test_a_device_cannot_declare_events_it_does_not_have(flag: str) -> None:
+    cls = type("Boastful", (Minimal,), {flag: lambda self: False})
+    with pytest.raises(InvalidAcceleratorError, match="its Event is None"):
+        cls()
+
+
+def test_memory_numbers_come_from_the_statistics() -> None:
+    device = Minimal()
+    assert device.memory_allocated() == device.memory_reserved() == device.memory_cached() == 10
+    assert device.max_memory_allocated() == device.max_memory_reserved() == device.max_memory_cached() == 20
+
+
+def test_types_come_from_one_list() -> None:
+    class NoHalf(Minimal):
+        def supported_dtypes(self) -> list[torch.dtype]:
+            return [torch.float32, torch.bfloat16]
+
+    assert NoHalf().is_bf16_supported() is True
+    assert NoHalf().is_fp16_supported() is False
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("BFloat16Tensor", torch.bfloat16),
+        ("ByteTensor", torch.uint8),
+        ("DoubleTensor", torch.float64),
+        ("FloatTensor", torch.float32),
+        ("HalfTensor", torch.float16),
+        ("IntTensor", torch.int32),
+        ("LongTensor", torch.int64),
+    ],
+)
+def test_tensor_factories_take_a_list(name: str, dtype: torch.dtype) -> None:
+    made = getattr(Minimal(), name)([1, 2])
+    assert made.dtype is dtype
+    assert made.tolist() == [1, 2]
+
+
+def test_signatures_of_every_release_are_accepted() -> None:
+    device = Minimal()
+    device._torch_pin_memory = lambda tensor: tensor.clone()  # type: ignore[method-assign]  # no device to pin for
+    device.range_push("message")
+    device.range_push("message", domain="d", category="c")
+    device.range_pop()
+    device.range_pop(domain="d")
+    assert device.initial_seed(1) == device.initial_seed()
+    assert device.pin_memory(torch.ones(2), 1).tolist() == [1, 1]
+    assert device.pin_memory(torch.ones(2), align_bytes=1).tolist() == [1, 1]
+
+
+def test_the_launcher_gets_a_variable_and_sets_it() -> None:
+    environment: dict[str, str] = {}
+    device = Minimal()
+    device.set_visible_devices_envs(environment, [0, 2])
+    assert environment == {"CPU_VISIBLE_DEVICES": "0,2"}
+    assert device.visible_devices_envs() == ["CPU_VISIBLE_DEVICES"]
+
+
+def test_an_unknown_compile_backend_is_refused() -> None:
+    device = Minimal()
+    with pytest.raises(ValueError, match="no backend 'nonsense'"):
+        device.set_compile_backend("nonsense")
+    device.set_compile_backend("eager")
+    assert device.get_compile_backend() == "eager"
+
+
+def test_an_op_nobody_offers_has_a_named_stub_that_raises_a_value_error() -> None:
+    builder = Minimal().get_op_builder("EvoformerAttnBuilder")
+    assert builder.NAME == "evoformer_attn"
+    assert builder().is_compatible() is False
+    with pytest.raises(OpNotImplementedError, match="op 'evoformer_attn'") as error:
+        builder().load()
+    assert isinstance(error.value, ValueError)
+
+
+@pytest.mark.parametrize("name", ["ShareMemCommBuilder", "CCLCommBuilder"])
+def test_optional_collectives_are_absent(name: str) -> None:
+    assert Minimal().create_op_builder(name) is None
+    assert Minimal().get_op_builder(name) is not None
+
+
+def test_a_torch_accelerator_must_name_its_device() -> None:
+    class Nameless(TorchAccelerator):
+        pass
+
+    with pytest.raises(InvalidAcceleratorError, match="device_type is missing"):
+        Nameless()
+
+
+def test_a_torch_accelerator_of_an_unknown_device_says_what_to_import() -> None:
+    class Zap(TorchAccelerator):
+        device_type = "zap"
+        communication_backend = "gloo"
+
+    with pytest.raises(InvalidAcceleratorError, match="torch does not know a device 'zap'"):
+        Zap()
+
+
+def test_a_torch_accelerator_answers_from_torch() -> None:
+    """xpu is a device that every torch knows by name, also where there is none of it."""
+
+    class XPU_Accelerator(TorchAccelerator):
+        device_type = "xpu"
+
+    device = XPU_Accelerator()
+    assert device.device_count() == torch.xpu.device_count()
+    assert device.communication_backend_name() == "xccl"
+    assert device.Stream is torch.xpu.Stream
+    assert not device.is_synchronized_device()
+    assert device.device_name(1) == "xpu:1"
+    assert not device.on_accelerator(torch.ones(1))
