@@ -14,7 +14,9 @@ from ds_plugin_sdk.registry.current import (
     load,
     on_change,
     preview,
+    release,
     set_accelerator,
+    use_host,
 )
 from ds_plugin_sdk.registry.plugin import Plugin, Probe
 from ds_plugin_sdk.registry.scan import Candidate, only, scan
@@ -34,6 +36,8 @@ __all__ = [
     "on_change",
     "only",
     "preview",
+    "release",
     "scan",
     "set_accelerator",
+    "use_host",
 ]

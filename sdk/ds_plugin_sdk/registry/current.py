@@ -22,15 +22,21 @@ _lock = threading.RLock()
 _current: DeepSpeedAccelerator | None = None
 _decision: Decision | None = None
 _listeners: list[Listener] = []
+_host: Callable[[], Any] | None = None
 
 
 def get_accelerator() -> DeepSpeedAccelerator:
     """The accelerator of this process, chosen at the first call.
 
+    Where a host such as DeepSpeed is loaded and no plugin is used, it is the host's own: there is only one answer.
+
     Raises:
         PluginError: the plugin asked for by ``DS_ACCELERATOR`` cannot be used, or no plugin is available.
     """
     with _lock:
+        if _current is None and _host is not None:
+            own: DeepSpeedAccelerator = _host()
+            return own
         if _current is None:
             choose(_torch_hardware)
         if _current is None:
@@ -115,6 +121,20 @@ def on_change(listener: Listener) -> None:
     """Call `listener(accelerator)` whenever another accelerator becomes current."""
     if listener not in _listeners:
         _listeners.append(listener)
+
+
+def use_host(accelerator: Callable[[], Any]) -> None:
+    """Let `get_accelerator` ask a loaded host while no plugin's accelerator is current."""
+    global _host
+    _host = accelerator
+
+
+def release(subject: str, verdict: str, reason: str) -> None:
+    """No plugin's accelerator is current from now on; the decision gets a last step that says why."""
+    global _current, _decision
+    with _lock:
+        _current, _decision = None, Decision(steps=[] if _decision is None else list(_decision.steps))
+        _decision.note(subject, verdict, reason)
 
 
 def _install(accelerator: DeepSpeedAccelerator, decision: Decision, *, plugin: str, version: str) -> None:

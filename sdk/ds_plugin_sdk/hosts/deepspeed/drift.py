@@ -1,0 +1,190 @@
+"""The SDK's accelerator contract against that of the installed DeepSpeed, both ways.
+
+DeepSpeed's abstract class grows. What a release has and the SDK's class lacks is filled in when DeepSpeed is imported
+(`fill`), so that plugins written earlier go on working; `contract` says what was filled in, what DeepSpeed has given up,
+where signatures differ, and which of DeepSpeed's builders the SDK does not serve.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from ds_plugin_sdk import op_builder, registry
+from ds_plugin_sdk.accelerator import DeepSpeedAccelerator
+from ds_plugin_sdk.errors import PluginVersionError, SdkError
+from ds_plugin_sdk.hosts.deepspeed import rebind
+
+Status = Literal["abstract", "default", "missing"]
+
+# What `fill` added to the SDK's class, with DeepSpeed's members.
+_filled: dict[str, Any] = {}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One member or builder that the SDK and the installed DeepSpeed do not have alike.
+
+    Attributes:
+        name: the member of the accelerator, or the builder's class name.
+        ours: the SDK's: ``abstract``, ``default`` or ``missing``; for a builder ``default`` means that it is served.
+        theirs: the same of the installed DeepSpeed.
+        kind: what differs.
+        consequence: what follows for a plugin.
+    """
+
+    name: str
+    ours: Status
+    theirs: Status
+    kind: Literal["only DeepSpeed", "only the SDK", "abstractness", "signature", "builder"]
+    consequence: str
+
+
+@dataclass(frozen=True)
+class Contract:
+    """All differences between the SDK's contract and one DeepSpeed."""
+
+    deepspeed_version: str
+    differences: tuple[Difference, ...]
+
+    def of(self, kind: str) -> dict[str, Difference]:
+        """The differences of a kind, by name."""
+        return {difference.name: difference for difference in self.differences if difference.kind == kind}
+
+    def rows(self) -> list[tuple[str, str, str]]:
+        """Lines to print: member, what differs, what follows."""
+        return [(each.name, each.kind, each.consequence) for each in self.differences]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same for JSON."""
+        return {
+            "deepspeed_version": self.deepspeed_version,
+            "differences": [asdict(difference) for difference in self.differences],
+        }
+
+
+def fill(theirs: type) -> None:
+    """Give the SDK's class the members that DeepSpeed's has and it lacks.
+
+    A default is taken over. An abstract member becomes one that raises `PluginVersionError` when it is used, so that
+    accelerators still construct.
+    """
+    for name, member in vars(theirs).items():
+        if not _is_contract(name) or hasattr(DeepSpeedAccelerator, name):
+            continue
+        abstract = getattr(member, "__isabstractmethod__", False)
+        setattr(DeepSpeedAccelerator, name, _unanswered(name, member) if abstract else member)
+        _filled[name] = member
+
+
+def contract() -> Contract:
+    """Compare with the installed DeepSpeed, which is imported for it.
+
+    Raises:
+        SdkError: DeepSpeed is not installed.
+    """
+    try:
+        theirs = importlib.import_module("deepspeed.accelerator").DeepSpeedAccelerator
+    except ModuleNotFoundError as error:
+        raise SdkError(
+            "there is no DeepSpeed to compare with",
+            why=str(error),
+            hint="pip install 'ds-plugin-sdk[deepspeed]'",
+        ) from error
+    version = importlib.metadata.version("deepspeed")
+    return Contract(version, (*compare(theirs), *_builders()))
+
+
+def compare(theirs: type) -> Iterator[Difference]:
+    """The differences between the SDK's class and a class of DeepSpeed's, member by member."""
+    ours = {name: value for name, value in vars(DeepSpeedAccelerator).items() if name not in _filled}
+    for name in sorted({name for name in (*ours, *vars(theirs)) if _is_contract(name)}):
+        difference = _difference(name, ours.get(name), vars(theirs).get(name))
+        if difference is not None:
+            yield difference
+
+
+def _difference(name: str, our: Any, their: Any) -> Difference | None:
+    statuses = _status(our), _status(their)
+    if our is None:
+        consequence = (
+            "DeepSpeed's default is taken over"
+            if statuses[1] == "default"
+            else "must be added to the accelerator; until then its use raises PluginVersionError"
+        )
+        return Difference(name, *statuses, "only DeepSpeed", consequence)
+    if their is None:
+        if name.startswith("_"):
+            return None
+        return Difference(name, *statuses, "only the SDK", "this DeepSpeed does not ask for it")
+    if statuses == ("default", "abstract"):
+        return Difference(name, *statuses, "abstractness", "the SDK has a default; plugins need not define it")
+    if statuses == ("abstract", "default"):
+        return Difference(name, *statuses, "abstractness", "DeepSpeed has a default; plugins must define it here")
+    if not _accepts(our, their):
+        return Difference(
+            name, *statuses, "signature", f"DeepSpeed calls {_signature(their)}, the SDK takes {_signature(our)}"
+        )
+    return None
+
+
+def _status(member: Any) -> Status:
+    if member is None:
+        return "missing"
+    return "abstract" if getattr(member, "__isabstractmethod__", False) else "default"
+
+
+def _is_contract(name: str) -> bool:
+    return not name.startswith(("__", "_abc_"))
+
+
+def _accepts(our: Any, their: Any) -> bool:
+    """Whether every call that fits DeepSpeed's signature fits the SDK's."""
+    if not (inspect.isfunction(our) and inspect.isfunction(their)):
+        return isinstance(our, property) == isinstance(their, property)
+    mine = list(inspect.signature(our).parameters.values())[1:]
+    asked = list(inspect.signature(their).parameters.values())[1:]
+    if len(mine) < len(asked):
+        return False
+    shared = all(
+        (own.name, own.kind) == (other.name, other.kind)
+        and (own.default is not own.empty or other.default is other.empty)
+        for own, other in zip(mine, asked, strict=False)
+    )
+    return shared and all(own.default is not own.empty for own in mine[len(asked) :])
+
+
+def _signature(member: Any) -> str:
+    return str(inspect.signature(member)) if callable(member) else type(member).__name__
+
+
+def _builders() -> Iterator[Difference]:
+    current = registry.current()
+    device, package = ("cpu", None) if current is None else (current.device_name(), current.op_builders)
+    asked = rebind.builder_names()
+    for name in sorted(asked):
+        builder = op_builder.find(name, package, device)
+        if issubclass(builder, op_builder.NotImplementedBuilder) and name != "NotImplementedBuilder":
+            yield Difference(name, "missing", "default", "builder", f"not offered on '{device}': load() raises")
+    for name in sorted(op_builder.builders(package, device).keys() - set(asked)):
+        yield Difference(name, "default", "missing", "builder", "this DeepSpeed does not ask for it")
+
+
+def _unanswered(name: str, member: Any) -> Any:
+    """A member that can be there without an answer, until it is used."""
+
+    def unanswered(self: DeepSpeedAccelerator, *args: Any, **kwargs: Any) -> Any:
+        raise PluginVersionError(
+            f"DeepSpeed asks for {name}, which the accelerator does not have",
+            plugin=self.device_name(),
+            why=f"{name}{_signature(member)} is newer than this SDK, and {type(self).__name__} does not define it",
+            hint=f"define {name} in {type(self).__name__}, upgrade ds-plugin-sdk, or use an older DeepSpeed",
+        )
+
+    unanswered.__name__ = name
+    kind: Callable[..., Any] = property if isinstance(member, property) else (lambda function: function)
+    return kind(unanswered)
