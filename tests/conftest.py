@@ -21,7 +21,13 @@ plugin = Plugin(name={name!r}, sdk_api={sdk_api}, accelerator={accelerator!r}, p
 def private_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No test sees the settings or the cache of the user who runs it."""
     monkeypatch.setenv("DS_PLUGIN_CACHE_DIR", str(tmp_path / "kernel-cache"))
-    for variable in ("DS_ACCELERATOR", "DS_PLUGINS", "DS_PLUGIN_COMPILE", "DS_PLUGIN_FALLBACK", "DS_PLUGIN_PROVENANCE"):
+    for variable in (
+        "DS_ACCELERATOR",
+        "DS_PLUGINS",
+        "DS_PLUGIN_COMPILE",
+        "DS_PLUGIN_FALLBACK",
+        "DS_PLUGIN_PROVENANCE",
+    ):
         monkeypatch.delenv(variable, raising=False)
 
 
@@ -52,9 +58,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
         info = site / f"{module}-1.0.dist-info"
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {title}\nVersion: 1.0\n", encoding="utf-8")
-        (info / "entry_points.txt").write_text(
-            f"[ds_plugin_sdk.plugins]\n{name} = {module}:plugin\n", encoding="utf-8"
-        )
+        (info / "entry_points.txt").write_text(f"[ds_plugin_sdk.plugins]\n{name} = {module}:plugin\n", encoding="utf-8")
         text = MANIFEST.format(name=name, sdk_api=sdk_api, accelerator=accelerator, probe=probe, priority=priority)
         (site / f"{module}.py").write_text(text if body is None else body, encoding="utf-8")
         importlib.invalidate_caches()

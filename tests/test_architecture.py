@@ -112,10 +112,12 @@ def test_importing_the_sdk_imports_nothing_heavy_and_touches_no_file(tmp_path: P
         "heavy = {'torch', 'deepspeed', 'pluggy', 'filelock', 'typer', 'rich', 'numpy', 'ds_plugin_cpu'}\n"
         "print(sorted(heavy & set(sys.modules)))\n"
     )
-    environment = {"HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT / "sdk")}
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
-    )
+    environment = {
+        "HOME": str(tmp_path),
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+        "PYTHONPATH": str(ROOT / "sdk"),
+    }
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
     assert not list(tmp_path.iterdir())
 

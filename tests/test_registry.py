@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from conftest import Install
 
+from conftest import Install
 from ds_plugin_sdk.errors import (
     PluginConflictError,
     PluginError,
@@ -71,7 +71,9 @@ def test_a_request_by_name_is_obeyed(install: Install, monkeypatch: pytest.Monke
 def test_an_unknown_request_names_what_is_installed(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
     install("zap")
     monkeypatch.setenv("DS_ACCELERATOR", "zip")
-    with pytest.raises(UnknownAcceleratorError, match=r"installed plugins: cpu, zap.*built into DeepSpeed: cuda") as error:
+    with pytest.raises(
+        UnknownAcceleratorError, match=r"installed plugins: cpu, zap.*built into DeepSpeed: cuda"
+    ) as error:
         decide(no_hardware, host_names=("cuda",))
     assert isinstance(error.value, ValueError)
     assert "pip install ds-plugin-zip" in str(error.value)
@@ -83,9 +85,7 @@ def test_a_name_of_deepspeeds_own_is_left_to_it(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("probe", ["Probe.absent('no /dev/zap')", "Probe.broken('driver 1 < 2')", "1 / 0"])
-def test_a_request_that_cannot_be_met_raises(
-    install: Install, monkeypatch: pytest.MonkeyPatch, probe: str
-) -> None:
+def test_a_request_that_cannot_be_met_raises(install: Install, monkeypatch: pytest.MonkeyPatch, probe: str) -> None:
     install("zap", probe=probe)
     monkeypatch.setenv("DS_ACCELERATOR", "zap")
     with pytest.raises(PluginError, match=r"plugin 'zap'.*(no /dev/zap|driver 1 < 2|ZeroDivisionError)"):

@@ -199,9 +199,7 @@ class DeepSpeedAccelerator(abc.ABC):
         """A new graph to capture into; None on a device without graphs."""
         return None
 
-    def capture_to_graph(
-        self, graph: Any, pool: Any = None, stream: Any = None
-    ) -> AbstractContextManager[Any]:
+    def capture_to_graph(self, graph: Any, pool: Any = None, stream: Any = None) -> AbstractContextManager[Any]:
         """Context that captures the work submitted in it."""
         return contextlib.nullcontext()
 
@@ -446,9 +444,7 @@ class DeepSpeedAccelerator(abc.ABC):
         """Variables by which a launcher hides devices from a rank; never empty."""
         return [self.visible_devices_env or f"{self.device_name().upper()}_VISIBLE_DEVICES"]
 
-    def set_visible_devices_envs(
-        self, current_env: dict[str, str], local_accelerator_ids: Sequence[int]
-    ) -> None:
+    def set_visible_devices_envs(self, current_env: dict[str, str], local_accelerator_ids: Sequence[int]) -> None:
         """Show only these devices to the processes started with `current_env`."""
         for variable in self.visible_devices_envs():
             current_env[variable] = ",".join(map(str, local_accelerator_ids))

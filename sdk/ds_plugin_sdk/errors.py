@@ -44,9 +44,7 @@ class SdkError(Exception):
         super().__init__(what)
 
     def __str__(self) -> str:
-        subject = ", ".join(
-            f"{kind} '{name}'" for kind, name in (("plugin", self.plugin), ("op", self.op)) if name
-        )
+        subject = ", ".join(f"{kind} '{name}'" for kind, name in (("plugin", self.plugin), ("op", self.op)) if name)
         text = f"{self.what} ({subject})" if subject else self.what
         if self.why:
             text += f": {self.why}"

@@ -5,7 +5,7 @@ It is the JIT's own path with another destination.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from ds_plugin_sdk import jit, op_builder, registry
@@ -28,7 +28,9 @@ def builders_of(plugin: str, ops: Sequence[str] = ()) -> list[OpBuilder]:
     installed = registry.scan()
     if plugin not in installed:
         raise UnknownAcceleratorError(
-            "there is no such plugin", plugin=plugin, why=f"installed: {', '.join(installed) or 'none'}",
+            "there is no such plugin",
+            plugin=plugin,
+            why=f"installed: {', '.join(installed) or 'none'}",
             hint=f"pip install ds-plugin-{plugin}",
         )
     accelerator = registry.load(registry.only(installed[plugin]))
@@ -37,16 +39,19 @@ def builders_of(plugin: str, ops: Sequence[str] = ()) -> list[OpBuilder]:
     unknown = [name for name in ops if name not in by_name]
     if unknown:
         raise OpError(
-            "there is no such op", plugin=plugin, op=unknown[0],
-            why=f"its native ops are {', '.join(sorted(by_name))}", hint="see `sdk report`",
+            "there is no such op",
+            plugin=plugin,
+            op=unknown[0],
+            why=f"its native ops are {', '.join(sorted(by_name))}",
+            hint="see `sdk report`",
         )
     return [by_name[name] for name in ops] if ops else found
 
 
-def native(classes: Sequence[type[OpBuilder]] | object) -> list[OpBuilder]:
+def native(classes: Iterable[type[OpBuilder]]) -> list[OpBuilder]:
     """Instances of the builders that compile something, one for each library."""
     libraries: dict[tuple[str, str], OpBuilder] = {}
-    for cls in classes:  # type: ignore[attr-defined]  # any iterable of builder classes
+    for cls in classes:
         if not issubclass(cls, ReferenceOpBuilder):
             builder = cls()
             spec = builder.build_spec()

@@ -45,9 +45,7 @@ _records: list[Record] = []
 _lock = threading.Lock()
 
 
-def record(
-    name: str, *, plugin: str, version: str, origin: Origin, seconds: float = 0.0, detail: str = ""
-) -> None:
+def record(name: str, *, plugin: str, version: str, origin: Origin, seconds: float = 0.0, detail: str = "") -> None:
     """Remember one load, and append it to ``DS_PLUGIN_PROVENANCE`` if that is set."""
     entry = Record(name, plugin, version, origin, seconds, detail, settings.local_rank)
     with _lock:

@@ -81,7 +81,9 @@ def collect() -> Facts:
     accelerator = registry.load(decision.chosen)
     facts.accelerator.append(("accelerator", repr(accelerator)))
     facts.accelerator.append(("collectives", accelerator.communication_backend_name()))
-    facts.accelerator.append(("types", ", ".join(str(dtype).removeprefix("torch.") for dtype in accelerator.supported_dtypes())))
+    facts.accelerator.append(
+        ("types", ", ".join(str(dtype).removeprefix("torch.") for dtype in accelerator.supported_dtypes()))
+    )
     facts.accelerator.extend(_plugin_lines(decision.chosen))
     facts.ops = [status(builder) for builder in _builders(accelerator)]
     return facts

@@ -96,14 +96,18 @@ class Settings:
     cache_dir = Setting[Path | None](
         "DS_PLUGIN_CACHE_DIR", _path, None, "folder of compiled kernels; unset: the user's cache folder"
     )
-    compile = Setting[bool](
-        "DS_PLUGIN_COMPILE", _flag, True, "0: never compile; use prebuilt and cached kernels only"
-    )
+    compile = Setting[bool]("DS_PLUGIN_COMPILE", _flag, True, "0: never compile; use prebuilt and cached kernels only")
     fallback = Setting[bool](
-        "DS_PLUGIN_FALLBACK", _flag, True, "0: an error instead of the reference when no native kernel can be had"
+        "DS_PLUGIN_FALLBACK",
+        _flag,
+        True,
+        "0: an error instead of the reference when no native kernel can be had",
     )
     lock_timeout = Setting[int](
-        "DS_PLUGIN_LOCK_TIMEOUT", _positive, 600, "seconds to wait for another process that compiles the same op"
+        "DS_PLUGIN_LOCK_TIMEOUT",
+        _positive,
+        600,
+        "seconds to wait for another process that compiles the same op",
     )
     provenance_file = Setting[Path | None](
         "DS_PLUGIN_PROVENANCE", _path, None, "file to which each process appends a line for each op it loads"

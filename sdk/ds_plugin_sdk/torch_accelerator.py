@@ -152,7 +152,7 @@ class TorchAccelerator(DeepSpeedAccelerator):
             return default(self.device(device_index))
         # torch numbers a device's default stream 0 (c10/core/Stream.h).
         index = self.device(device_index).index
-        kinds = torch._C._autograd.DeviceType
+        kinds: Any = torch._C._autograd.DeviceType
         kind = getattr(kinds, self.device_type.upper(), kinds.PrivateUse1)
         return torch.Stream(stream_id=0, device_index=index, device_type=kind)
 

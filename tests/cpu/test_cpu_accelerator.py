@@ -25,9 +25,7 @@ def test_the_manifest_says_available() -> None:
     assert probe.devices >= 1
 
 
-def test_the_current_device_is_a_number_under_a_launcher(
-    cpu: CPU_Accelerator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_current_device_is_a_number_under_a_launcher(cpu: CPU_Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "3")
     assert cpu.current_device() == 3
     assert cpu.current_device_name() == "cpu"
@@ -165,9 +163,7 @@ print(held - memory.resident())
 
 def run_faults(keep: str) -> tuple[int, int, int]:
     environment = {**os.environ, "DS_PLUGIN_CPU_KEEP_MEMORY": keep}
-    done = subprocess.run(
-        [sys.executable, "-c", FAULTS], env=environment, capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", FAULTS], env=environment, capture_output=True, text=True, check=True)
     kept, faults, released = map(int, done.stdout.split())
     return kept, faults, released
 

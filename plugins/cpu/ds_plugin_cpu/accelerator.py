@@ -19,7 +19,15 @@ class CPU_Accelerator(DeepSpeedAccelerator):
     """
 
     visible_devices_env: ClassVar[str] = "CPU_VISIBLE_DEVICES"
-    exported_envs: ClassVar[tuple[str, ...]] = ("OMP_", "KMP_", "GOMP_", "LD_PRELOAD", "DNNL_", "ONEDNN_", "CCL_")
+    exported_envs: ClassVar[tuple[str, ...]] = (
+        "OMP_",
+        "KMP_",
+        "GOMP_",
+        "LD_PRELOAD",
+        "DNNL_",
+        "ONEDNN_",
+        "CCL_",
+    )
     _torch_pins_host_memory: ClassVar[bool] = False
 
     def __init__(self) -> None:

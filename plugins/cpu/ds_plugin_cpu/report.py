@@ -20,4 +20,7 @@ def ds_plugin_report_lines() -> Iterable[tuple[str, str]]:
     yield "threads of a rank", f"{count} ({reason})"
     yield "instruction set", str(torch.backends.cpu.get_cpu_capability())
     yield "memory", f"{memory.available() / 2**30:.1f} of {memory.total() / 2**30:.1f} GiB available"
-    yield "allocator", f"keeps freed blocks up to {kept / 2**30:.1f} GiB" if kept else "gives freed blocks back"
+    yield (
+        "allocator",
+        f"keeps freed blocks up to {kept / 2**30:.1f} GiB" if kept else "gives freed blocks back",
+    )

@@ -16,8 +16,9 @@ def build(
     plugin: str = typer.Argument(help="Name of an installed plugin, such as cpu."),
     ops: str = typer.Option("", help="Comma-separated op names; all ops of the plugin if not given."),
     into: Path | None = typer.Option(
-        None, help="Put the binaries into this folder, portable across machines of this architecture, "
-        "instead of into this user's cache."
+        None,
+        help="Put the binaries into this folder, portable across machines of this architecture, "
+        "instead of into this user's cache.",
     ),
 ) -> None:
     """Compile a plugin's ops now, so that no job has to: on a login node, or for nodes without a compiler."""
@@ -26,7 +27,11 @@ def build(
     rows: list[tuple[str, str, str, str]] = []
     failed: list[BuildError] = []
     with Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=errors
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=errors,
     ) as progress:
         task = progress.add_task("building", total=len(builders))
         for builder in builders:

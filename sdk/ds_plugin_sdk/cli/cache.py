@@ -26,7 +26,14 @@ def ls() -> None:
         f"{store.root()}",
         ("op", "owner", "size", "built", "last used", "folder"),
         [
-            (entry.op, entry.owner, _size(entry.bytes), _ago(entry.created), _ago(entry.last_used), entry.path.name)
+            (
+                entry.op,
+                entry.owner,
+                _size(entry.bytes),
+                _ago(entry.created),
+                _ago(entry.last_used),
+                entry.path.name,
+            )
             for entry in sorted(entries, key=lambda entry: (entry.owner, entry.op, -entry.created))
         ],
     )

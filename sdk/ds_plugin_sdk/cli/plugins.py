@@ -31,11 +31,17 @@ def list_plugins(
     elif not rows:
         output.print("No plugins are installed. DeepSpeed uses its own accelerators.")
     else:
-        table("Plugins", ("name", "distribution", "state", "priority", ""),
-              [(*row, "<- chosen" if row[0] == chosen else "") for row in rows])
+        table(
+            "Plugins",
+            ("name", "distribution", "state", "priority", ""),
+            [(*row, "<- chosen" if row[0] == chosen else "") for row in rows],
+        )
         if explain:
-            table("Why", ("subject", "verdict", "reason"),
-                  [(step.subject, step.verdict, step.reason) for step in decision.steps])
+            table(
+                "Why",
+                ("subject", "verdict", "reason"),
+                [(step.subject, step.verdict, step.reason) for step in decision.steps],
+            )
     if problem is not None:
         raise problem
 

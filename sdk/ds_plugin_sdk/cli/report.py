@@ -15,7 +15,9 @@ from ds_plugin_sdk.cli.console import output, table
 
 def report(
     run: Path | None = typer.Option(
-        None, exists=True, dir_okay=False,
+        None,
+        exists=True,
+        dir_okay=False,
         help="Report on a finished run instead: the file that DS_PLUGIN_PROVENANCE named.",
     ),
     as_json: bool = typer.Option(False, "--json", help="Print JSON."),
@@ -31,8 +33,16 @@ def report(
     table("Versions", ("package", "version"), list(facts.versions.items()))
     table("Accelerator", ("", ""), facts.accelerator)
     table("Compilers", ("kind", "compiler"), list(facts.compilers.items()))
-    table("Settings in force", ("variable", "value", "meaning"), facts.settings or [("none", "", "all defaults")])
-    table("Ops", ("op", "from", "provided by", "why"), [(op.name, op.origin, op.provider, op.reason) for op in facts.ops])
+    table(
+        "Settings in force",
+        ("variable", "value", "meaning"),
+        facts.settings or [("none", "", "all defaults")],
+    )
+    table(
+        "Ops",
+        ("op", "from", "provided by", "why"),
+        [(op.name, op.origin, op.provider, op.reason) for op in facts.ops],
+    )
 
 
 def _report_run(run: Path, as_json: bool) -> None:

@@ -1,10 +1,10 @@
 """Op builders: from DeepSpeed's name of an op to its native code.
 
-    lookup     DeepSpeed's builder name -> builder class
-    builder    OpBuilder: sources and flags -> prebuilt, cache, compiler or reference
-    kinds      C++, CUDA and SYCL builders
-    families   op name -> the SDK's torch ops
-    host       the SDK's own builders, for host tensors
+lookup     DeepSpeed's builder name -> builder class
+builder    OpBuilder: sources and flags -> prebuilt, cache, compiler or reference
+kinds      C++, CUDA and SYCL builders
+families   op name -> the SDK's torch ops
+host       the SDK's own builders, for host tensors
 """
 
 from __future__ import annotations

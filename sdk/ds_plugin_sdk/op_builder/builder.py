@@ -133,7 +133,10 @@ class OpBuilder:
         return str(self._inside(code_path))
 
     def _inside(self, code_path: str) -> Path:
-        package, here = self.kernel_root(), Path(str(sys.modules[type(self).__module__].__file__)).resolve().parent
+        package, here = (
+            self.kernel_root(),
+            Path(str(sys.modules[type(self).__module__].__file__)).resolve().parent,
+        )
         # Extensions written for DeepSpeed's own tree count from the builder's folder.
         folder = package if (package / code_path).exists() or not (here / code_path).exists() else here
         path = (folder / code_path).resolve()
@@ -277,7 +280,10 @@ class ReferenceOpBuilder(OpBuilder):
     def _load_library(self) -> Any:
         families.define(self.NAME)
         provenance.record(
-            self.name, plugin=self.owner(), version=self._version(), origin="reference",
+            self.name,
+            plugin=self.owner(),
+            version=self._version(),
+            origin="reference",
             detail="the plugin has no native kernel for this op",
         )
         return families.module_for(self.NAME)

@@ -92,7 +92,7 @@ def _builders_of(package: str) -> dict[str, type[Any]]:
     found: dict[str, type[Any]] = {}
     for module in _modules_of(importlib.import_module(package)):
         for name, value in vars(module).items():
-            if name.endswith("Builder") and isinstance(value, type) and getattr(value, "NAME", ""):
+            if name.endswith("Builder") and isinstance(value, type) and vars(value).get("NAME"):
                 found[name] = value
     return found
 

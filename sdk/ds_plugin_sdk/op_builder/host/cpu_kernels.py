@@ -23,7 +23,15 @@ LEVELS: dict[str, dict[str, tuple[str, tuple[str, ...]]]] = {
         "avx2": ("x86-64-v3", ("-mavx2", "-mfma", "-mf16c")),
         "avx512": (
             "x86-64-v4",
-            ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c", "-mprefer-vector-width=512"),
+            (
+                "-mavx512f",
+                "-mavx512bw",
+                "-mavx512dq",
+                "-mavx512vl",
+                "-mfma",
+                "-mf16c",
+                "-mprefer-vector-width=512",
+            ),
         ),
     },
     "aarch64": {"neon": ("armv8-a", ())},
@@ -63,7 +71,10 @@ class CPUKernelBuilder(CppOpBuilder):
         levels = _levels(portable)
         names = ",".join(levels)
         return (
-            *(Source(loops, (f"-DDS_KERNELS_CPU_LEVEL={level}", *args), tag=level) for level, (_, args) in levels.items()),
+            *(
+                Source(loops, (f"-DDS_KERNELS_CPU_LEVEL={level}", *args), tag=level)
+                for level, (_, args) in levels.items()
+            ),
             Source(binding, (f"-DDS_KERNELS_CPU_LEVELS={names}",)),
         )
 
