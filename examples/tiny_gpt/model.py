@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn import functional
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Attention(nn.Module):
         batch, time, width = x.shape
         heads = self.qkv(x).view(batch, time, 3, self.heads, width // self.heads)
         query, key, value = heads.permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         return self.out(mixed.transpose(1, 2).reshape(batch, time, width))
 
 
@@ -51,7 +51,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm1(x))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+        return x + self.down(functional.gelu(self.up(self.norm2(x))))
 
 
 class TinyGPT(nn.Module):
@@ -75,16 +75,14 @@ class TinyGPT(nn.Module):
         x = self.bytes(tokens) + self.positions.weight[: tokens.shape[1]]
         for block in self.blocks:
             x = block(x)
-        logits = F.linear(self.norm(x), self.bytes.weight)
+        logits = functional.linear(self.norm(x), self.bytes.weight)
         if targets is None:
             return logits
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 @torch.no_grad()
-def generate(
-    model: nn.Module, prompt: Tensor, *, length: int, context: int, temperature: float, seed: int
-) -> Tensor:
+def generate(model: nn.Module, prompt: Tensor, *, length: int, context: int, temperature: float, seed: int) -> Tensor:
     """Continue `prompt` (int64 [time]) by `length` bytes drawn from the model; the result includes the prompt."""
     draws = torch.Generator().manual_seed(seed)
     text = prompt

@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import math
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 import plotext
+from matplotlib.figure import Figure
 from tqdm import tqdm
-
-mpl.use("Agg")
-from matplotlib import pyplot as plt  # noqa: E402
 
 
 class Console:
@@ -63,7 +61,7 @@ def write(run: dict[str, Any], folder: Path) -> None:
     draw_png(run, folder / "loss.png")
     print(draw_terminal(run))
     print("\nThe model continues a line of code:\n")
-    print("\n".join("    " + line for line in run["sample"].splitlines()))
+    print(textwrap.indent(run["sample"], "    | ", lambda line: True))
     print("\n" + summary(run, folder))
 
 
@@ -71,7 +69,7 @@ def summary(run: dict[str, Any], folder: Path) -> str:
     """The figures in plain words."""
     bits, unigram = run["evaluations"][-1][1], run["unigram_bits"]
     return (
-        f"Held-out text: {bits:.2f} bits per byte, {bits / unigram:.0%} of the {unigram:.2f} of byte frequencies alone.\n"
+        f"Held-out text: {bits:.2f} bits per byte, {bits / unigram:.0%} of what byte frequencies alone give ({unigram:.2f}).\n"
         f"{len(run['losses'])} steps on {run['ranks']} ranks, {run['median_step_seconds']:.3f} s a step (median); "
         f"results in {folder}/: loss.png, metrics.json, sample.txt"
     )
@@ -86,7 +84,8 @@ def curves(run: dict[str, Any]) -> tuple[list[float], list[int], list[float]]:
 def draw_png(run: dict[str, Any], file: Path) -> None:
     """The loss curve as a picture."""
     train, steps, held_out = curves(run)
-    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
     axes.plot(range(1, len(train) + 1), train, color="#7aa6d6", linewidth=1, label="training")
     axes.plot(steps, held_out, "o-", color="#c2452d", label="held-out")
     axes.axhline(run["unigram_bits"], color="gray", linestyle="--", linewidth=1, label="byte frequencies alone")
@@ -94,7 +93,6 @@ def draw_png(run: dict[str, Any], file: Path) -> None:
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(file, dpi=150)
-    plt.close(figure)
 
 
 def draw_terminal(run: dict[str, Any]) -> str:

@@ -8,7 +8,6 @@ This is a plain DeepSpeed script: it runs on whatever accelerator DeepSpeed find
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 import time
@@ -44,7 +43,7 @@ def main() -> None:
     )
     run = train(engine, corpus, args, console)
     run |= {
-        "sample": write_sample(engine, args.seed),
+        "sample": write_sample(engine, args.sample_bytes, args.seed),
         "parameters": parameters,
         "seed": args.seed,
         "ranks": dist.get_world_size(),
@@ -66,7 +65,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--eval-every", type=int, default=40, help="steps between held-out evaluations (%(default)s)")
     parser.add_argument("--eval-windows", type=int, default=256, help="pieces of held-out text (%(default)s)")
     parser.add_argument("--seed", type=int, default=1234, help="of the weights, batches and sample (%(default)s)")
-    parser.add_argument("--out", type=Path, default=Path("out/demo"), help="folder for the results (%(default)s)")
+    parser.add_argument("--sample-bytes", type=int, default=400, help="of code to write (%(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("out/tiny_gpt"), help="folder for the results (%(default)s)")
     parser.add_argument("--local_rank", type=int, default=-1, help="set by the launcher")
     deepspeed.add_config_arguments(parser)
     parser.set_defaults(deepspeed_config=str(HERE / "ds_config.json"))
@@ -127,12 +127,12 @@ def evaluate(engine: deepspeed.DeepSpeedEngine, windows: Tensor, batch: int = 32
     return (total[0] / total[1]).item() / math.log(2)
 
 
-def write_sample(engine: deepspeed.DeepSpeedEngine, seed: int) -> str:
+def write_sample(engine: deepspeed.DeepSpeedEngine, length: int, seed: int) -> str:
     """Let the model continue a line of code. All ranks take part: under ZeRO-3 each holds a part of the weights."""
     engine.eval()
     prompt = torch.tensor(list(PROMPT.encode()), device=engine.device)
     context = engine.module.config.context
-    text = generate(engine.module, prompt, length=400, context=context, temperature=0.7, seed=seed)
+    text = generate(engine.module, prompt, length=length, context=context, temperature=0.7, seed=seed)
     return bytes(text.tolist()).decode(errors="replace")
 
 

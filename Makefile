@@ -1,0 +1,110 @@
+# Two commands: `make demo` and `make test`. Both set up all they need below this folder, in .venv, build and out.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+RANKS ?= 2
+
+BIN := $(CURDIR)/.venv/bin
+CMAKE ?= $(BIN)/cmake
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+FREE_PORT := $(BIN)/python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'
+
+# Compiled kernels and other programs' caches stay in this folder too, unless the caller has put them elsewhere.
+export DS_PLUGIN_CACHE_DIR ?= $(CURDIR)/build/kernels
+export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/build/torch_extensions
+export MPLCONFIGDIR ?= $(CURDIR)/build/matplotlib
+export PATH := $(BIN):$(PATH)
+
+.PHONY: help
+help:
+	@echo 'make demo          set up, then train a small GPT with DeepSpeed on $(RANKS) ranks: a few minutes'
+	@echo 'make test          set up, then check style and types and run all tests'
+	@echo 'make pytest        the Python tests alone; ARGS=... goes to pytest'
+	@echo 'make kernels-test  the native tests of the kernels alone'
+	@echo 'make lint types    style and types alone'
+	@echo 'make format        let ruff format the tree'
+	@echo 'make bench         the training step against the accelerator that DeepSpeed brings along'
+	@echo 'make clean         remove everything that these commands made'
+	@echo
+	@echo 'Variables: PYTHON=$(PYTHON)  TORCH=$(TORCH)  RANKS=$(RANKS)'
+
+# --- Setting up ---------------------------------------------------------------------------------------------------
+
+TORCH_READY := .venv/torch.stamp
+READY := .venv/ready.stamp
+
+.PHONY: venv
+venv: $(READY)
+
+$(TORCH_READY):
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("Python 3.10 or newer is needed, $(PYTHON) is " + sys.version.split()[0] + ": make PYTHON=python3.12 ...")'
+	@echo 'Setting up .venv (once; some minutes): $(TORCH) ...'
+	@$(PYTHON) -m venv .venv
+	@$(PIP) install '$(TORCH)'
+	@touch $@
+
+$(READY): $(TORCH_READY) pyproject.toml plugins/cpu/pyproject.toml
+	@echo 'Setting up .venv: the SDK, the CPU plugin, DeepSpeed and the tools for tests ...'
+	@$(PIP) install --editable '.[test]' --editable plugins/cpu
+	@touch $@
+
+# --- The demo -----------------------------------------------------------------------------------------------------
+
+# DeepSpeed calls a collective by a name that torch is about to drop; torch says so in every rank.
+.PHONY: demo
+demo: export PYTHONWARNINGS := ignore::FutureWarning
+demo: export DS_PLUGIN_PROVENANCE := $(CURDIR)/out/demo/provenance.jsonl
+demo: $(READY)
+	@rm -rf out/demo
+	@mkdir -p out/demo
+	$(BIN)/deepspeed --quiet --num_accelerators $(RANKS) --master_port $$($(FREE_PORT)) \
+	    examples/tiny_gpt/train.py --out out/demo
+	@echo
+	@$(BIN)/sdk report --run $(DS_PLUGIN_PROVENANCE)
+	@echo
+	@echo 'make demo: done. Unmodified DeepSpeed trained a small GPT on $(RANKS) ranks with the plugin above.'
+	@echo 'Look at out/demo/loss.png; examples/tiny_gpt/README.md says what you saw.'
+
+# --- The tests ----------------------------------------------------------------------------------------------------
+
+.PHONY: test
+test: lint types kernels-test pytest
+	@echo
+	@echo 'make test: passed. Style and types are clean, and the native and the Python tests above pass.'
+
+.PHONY: lint
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+.PHONY: format
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+.PHONY: types
+types: $(READY)
+	$(BIN)/mypy
+
+.PHONY: kernels-test
+kernels-test: $(READY)
+	$(CMAKE) -S kernels -B build/kernels-test -DCMAKE_BUILD_TYPE=Release
+	$(CMAKE) --build build/kernels-test --parallel 2
+	$(CMAKE:%cmake=%ctest) --test-dir build/kernels-test --output-on-failure
+
+.PHONY: pytest
+pytest: $(READY)
+	$(BIN)/python -m pytest $(ARGS)
+
+.PHONY: bench
+bench: $(READY)
+	$(BIN)/python benchmarks/compare_accelerators.py $(ARGS)
+
+.PHONY: clean
+clean:
+	rm -rf .venv build out dist .mypy_cache .ruff_cache .pytest_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
