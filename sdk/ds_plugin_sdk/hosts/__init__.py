@@ -1,1 +1,1 @@
-"""Programs that the SDK's accelerators serve. Each host has a folder; nothing outside of it knows the host's insides."""
+"""Programs that the SDK's accelerators serve, a folder each; nothing outside of a folder knows its host's insides."""

@@ -14,7 +14,6 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import ModuleType
 from typing import Any
 
 from ds_plugin_sdk import registry
@@ -24,7 +23,7 @@ from ds_plugin_sdk.hosts.deepspeed import drift, rebind
 from ds_plugin_sdk.settings import settings
 
 
-def adopt(host: ModuleType) -> None:
+def adopt(host: Any) -> None:
     """Join SDK and DeepSpeed, and choose the accelerator.
 
     Args:
@@ -37,7 +36,7 @@ def adopt(host: ModuleType) -> None:
         _join(host, detect=functools.partial(_detect, host))
 
 
-def adopt_late(host: ModuleType) -> None:
+def adopt_late(host: Any) -> None:
     """`adopt` for a DeepSpeed that has chosen already. An accelerator that the program gave it stays."""
     with _deepspeed_goes_on():
         chosen = host.ds_accelerator
@@ -62,14 +61,14 @@ def _deepspeed_goes_on() -> Iterator[None]:
         )
 
 
-def _join(host: ModuleType, detect: Callable[[], str | None]) -> None:
+def _join(host: Any, detect: Callable[[], str | None]) -> None:
     host_names = tuple(host.SUPPORTED_ACCELERATOR_LIST)
     theirs = host.dsa2 or host.dsa1
     drift.fill(theirs)
     theirs.register(DeepSpeedAccelerator)
     host.SUPPORTED_ACCELERATOR_LIST.extend(name for name in registry.scan() if name not in host_names)
     _share_set_accelerator(host)
-    registry.use_host(lambda: host.get_accelerator())
+    registry.use_host(host.get_accelerator)
     registry.on_change(functools.partial(_use, host))
     if settings.autoload or settings.accelerator not in (None, *host_names) or registry.current() is not None:
         accelerator = registry.choose(detect, host_names)
@@ -77,7 +76,7 @@ def _join(host: ModuleType, detect: Callable[[], str | None]) -> None:
             _use(host, accelerator)
 
 
-def _share_set_accelerator(host: ModuleType) -> None:
+def _share_set_accelerator(host: Any) -> None:
     """Let DeepSpeed's door lead where the SDK's does. It takes DeepSpeed's own accelerators too."""
     deepspeeds_own = host.set_accelerator
 
@@ -94,7 +93,7 @@ def _share_set_accelerator(host: ModuleType) -> None:
     host.set_accelerator = set_accelerator
 
 
-def _use(host: ModuleType, accelerator: Any) -> None:
+def _use(host: Any, accelerator: Any) -> None:
     before = host.ds_accelerator
     if before is accelerator:
         return
@@ -104,7 +103,7 @@ def _use(host: ModuleType, accelerator: Any) -> None:
     rebind.rebind(before, accelerator)
 
 
-def _detect(host: ModuleType) -> str | None:
+def _detect(host: Any) -> str | None:
     """The hardware that DeepSpeed would use by itself, or None where it would fall back to the CPU.
 
     It says on its log what it takes; here it only gives an opinion, so that line is kept back.

@@ -1,8 +1,8 @@
 """The SDK's accelerator contract against that of the installed DeepSpeed, both ways.
 
 DeepSpeed's abstract class grows. What a release has and the SDK's class lacks is filled in when DeepSpeed is imported
-(`fill`), so that plugins written earlier go on working; `contract` says what was filled in, what DeepSpeed has given up,
-where signatures differ, and which of DeepSpeed's builders the SDK does not serve.
+(`fill`), so that plugins written earlier go on working; `contract` says what was filled in, what DeepSpeed has given
+up, where signatures differ, and which of DeepSpeed's builders the SDK does not serve.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from ds_plugin_sdk.errors import PluginVersionError, SdkError
 from ds_plugin_sdk.hosts.deepspeed import rebind
 
 Status = Literal["abstract", "default", "missing"]
+Kind = Literal["only DeepSpeed", "only the SDK", "abstractness", "signature", "builder"]
 
 # What `fill` added to the SDK's class, with DeepSpeed's members.
 _filled: dict[str, Any] = {}
@@ -40,7 +41,7 @@ class Difference:
     name: str
     ours: Status
     theirs: Status
-    kind: Literal["only DeepSpeed", "only the SDK", "abstractness", "signature", "builder"]
+    kind: Kind
     consequence: str
 
 
@@ -56,8 +57,14 @@ class Contract:
         return {difference.name: difference for difference in self.differences if difference.kind == kind}
 
     def rows(self) -> list[tuple[str, str, str]]:
-        """Lines to print: member, what differs, what follows."""
-        return [(each.name, each.kind, each.consequence) for each in self.differences]
+        """Lines to print: name, what differs, what follows. The SDK's defaults, which are its purpose, get one line."""
+        relieved = [each for each in self.differences if each.kind == "abstractness" and each.ours == "default"]
+        rows: list[tuple[str, str, str]] = [
+            (each.name, each.kind, each.consequence) for each in self.differences if each not in relieved
+        ]
+        if relieved:
+            rows.append((f"{len(relieved)} members", "abstractness", "abstract in DeepSpeed; the SDK has a default"))
+        return rows
 
     def to_dict(self) -> dict[str, Any]:
         """The same for JSON."""
@@ -102,34 +109,32 @@ def contract() -> Contract:
 def compare(theirs: type) -> Iterator[Difference]:
     """The differences between the SDK's class and a class of DeepSpeed's, member by member."""
     ours = {name: value for name, value in vars(DeepSpeedAccelerator).items() if name not in _filled}
-    for name in sorted({name for name in (*ours, *vars(theirs)) if _is_contract(name)}):
+    # What the SDK's class needs for itself begins with an underscore; what DeepSpeed's has so, subclasses override.
+    names = {name for name in ours if not name.startswith("_")} | {name for name in vars(theirs) if _is_contract(name)}
+    for name in sorted(names):
         difference = _difference(name, ours.get(name), vars(theirs).get(name))
         if difference is not None:
             yield difference
 
 
 def _difference(name: str, our: Any, their: Any) -> Difference | None:
-    statuses = _status(our), _status(their)
-    if our is None:
-        consequence = (
-            "DeepSpeed's default is taken over"
-            if statuses[1] == "default"
-            else "must be added to the accelerator; until then its use raises PluginVersionError"
-        )
-        return Difference(name, *statuses, "only DeepSpeed", consequence)
-    if their is None:
-        if name.startswith("_"):
+    kind: Kind
+    match _status(our), _status(their):
+        case "missing", "default":
+            kind, consequence = "only DeepSpeed", "DeepSpeed's default is taken over"
+        case "missing", "abstract":
+            kind, consequence = "only DeepSpeed", "plugins must define it; until then its use raises PluginVersionError"
+        case _, "missing":
+            kind, consequence = "only the SDK", "this DeepSpeed does not ask for it"
+        case _ if not _accepts(our, their):
+            kind, consequence = "signature", f"DeepSpeed calls {_signature(their)}, the SDK takes {_signature(our)}"
+        case "default", "abstract":
+            kind, consequence = "abstractness", "the SDK has a default; plugins need not define it"
+        case "abstract", "default":
+            kind, consequence = "abstractness", "DeepSpeed has a default; plugins must define it here"
+        case _:
             return None
-        return Difference(name, *statuses, "only the SDK", "this DeepSpeed does not ask for it")
-    if statuses == ("default", "abstract"):
-        return Difference(name, *statuses, "abstractness", "the SDK has a default; plugins need not define it")
-    if statuses == ("abstract", "default"):
-        return Difference(name, *statuses, "abstractness", "DeepSpeed has a default; plugins must define it here")
-    if not _accepts(our, their):
-        return Difference(
-            name, *statuses, "signature", f"DeepSpeed calls {_signature(their)}, the SDK takes {_signature(our)}"
-        )
-    return None
+    return Difference(name, _status(our), _status(their), kind, consequence)
 
 
 def _status(member: Any) -> Status:

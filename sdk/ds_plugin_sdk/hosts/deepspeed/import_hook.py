@@ -7,6 +7,7 @@ imports when their time has come.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.abc
 import sys
@@ -93,11 +94,9 @@ def _call(target: str, module: ModuleType) -> None:
 
 
 def _complain(error: Exception) -> None:
-    try:
+    with contextlib.suppress(Warning):  # under -W error it is an exception, and `import torch` must go on
         warnings.warn(
             f"ds-plugin-sdk: DeepSpeed will not see any plugin: {type(error).__name__}: {error}",
             RuntimeWarning,
             stacklevel=3,
         )
-    except Warning:
-        pass  # under -W error a warning is an exception, and `import torch` must go on
