@@ -69,7 +69,8 @@ def summary(run: dict[str, Any], folder: Path) -> str:
     """The figures in plain words."""
     bits, unigram = run["evaluations"][-1][1], run["unigram_bits"]
     return (
-        f"Held-out text: {bits:.2f} bits per byte, {bits / unigram:.0%} of what byte frequencies alone give ({unigram:.2f}).\n"
+        f"Held-out text: {bits:.2f} bits per byte, "
+        f"{bits / unigram:.0%} of what byte frequencies alone give ({unigram:.2f}).\n"
         f"{len(run['losses'])} steps on {run['ranks']} ranks, {run['median_step_seconds']:.3f} s a step (median); "
         f"results in {folder}/: loss.png, metrics.json, sample.txt"
     )
