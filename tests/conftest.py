@@ -11,9 +11,9 @@ import pytest
 
 Install = Callable[..., Path]
 
-MANIFEST = """
+MANIFEST = """\
 from ds_plugin_sdk import Plugin, Probe
-plugin = Plugin(name={name!r}, sdk_api={sdk_api}, accelerator={accelerator!r}, probe=lambda: {probe}, priority={priority})
+plugin = Plugin({name!r}, {sdk_api}, {accelerator!r}, probe=lambda: {probe}, priority={priority})
 """
 
 

@@ -6,6 +6,9 @@ import functools
 import importlib
 import pkgutil
 import re
+import sys
+import warnings
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -90,16 +93,32 @@ def load_kernels(family: str, device_type: str) -> None:
 def _builders_of(package: str) -> dict[str, type[Any]]:
     """The builder classes that the modules of a package define."""
     found: dict[str, type[Any]] = {}
-    for module in _modules_of(importlib.import_module(package)):
+    for module in _modules_of(package):
         for name, value in vars(module).items():
-            if name.endswith("Builder") and isinstance(value, type) and vars(value).get("NAME"):
+            if name.endswith("Builder") and isinstance(value, type) and hasattr(value, "NAME") and value.NAME:
                 found[name] = value
     return found
 
 
-def _modules_of(package: ModuleType) -> list[ModuleType]:
-    names = [info.name for info in pkgutil.iter_modules(getattr(package, "__path__", []))]
-    return [package, *(importlib.import_module(f"{package.__name__}.{name}") for name in names)]
+def _modules_of(package: str) -> Iterator[ModuleType]:
+    """A package and its modules. One that cannot be imported costs its own ops and no others."""
+    for name in _names_of(package):
+        try:
+            yield importlib.import_module(name)
+        except Exception as error:
+            warnings.warn(
+                f"ds-plugin-sdk: the builders in {name} are skipped (plugin '{package.partition('.')[0]}'): "
+                f"{type(error).__name__}: {error}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+
+def _names_of(package: str) -> Iterator[str]:
+    yield package
+    module = sys.modules.get(package)
+    for info in pkgutil.iter_modules(getattr(module, "__path__", [])):
+        yield f"{package}.{info.name}"
 
 
 @functools.cache

@@ -1,0 +1,157 @@
+"""From DeepSpeed's builder names to builder classes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ds_plugin_sdk import op_builder
+from ds_plugin_sdk.errors import SdkError
+from ds_plugin_sdk.op_builder import CppOpBuilder, NotImplementedBuilder, ReferenceOpBuilder, SYCLOpBuilder, lookup
+
+BUILDERS = """
+from ds_plugin_sdk import CppOpBuilder
+
+class ZAPOpBuilder(CppOpBuilder):
+    pass
+
+class FusedAdamBuilder(ZAPOpBuilder):
+    NAME = "fused_adam"
+
+    def sources(self):
+        return [self.kernel_path("csrc/adam.cpp")]
+
+    def include_paths(self):
+        return [self.kernel_include("csrc/include")]
+"""
+
+
+@pytest.fixture
+def zap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A vendor's package with one builder and its kernel."""
+    package = tmp_path / "zap_plugin"
+    (package / "op_builder").mkdir(parents=True)
+    (package / "csrc" / "include").mkdir(parents=True)
+    (package / "csrc" / "adam.cpp").write_text("// kernel\n", encoding="utf-8")
+    (package / "__init__.py").write_text("", encoding="utf-8")
+    (package / "op_builder" / "__init__.py").write_text("", encoding="utf-8")
+    (package / "op_builder" / "fused_adam.py").write_text(BUILDERS, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield package
+    lookup._builders_of.cache_clear()
+    for name in [name for name in sys.modules if name.startswith("zap_plugin")]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize(
+    ("class_name", "name"),
+    [
+        ("CPUAdamBuilder", "cpu_adam"),
+        ("FusedAdamBuilder", "fused_adam"),
+        ("CPUAdagradBuilder", "cpu_adagrad"),
+        ("FusedLionBuilder", "fused_lion"),
+        ("FusedLambBuilder", "fused_lamb"),
+        ("TransformerBuilder", "transformer"),
+        ("StochasticTransformerBuilder", "stochastic_transformer"),
+        ("InferenceBuilder", "transformer_inference"),
+        ("QuantizerBuilder", "quantizer"),
+        ("RandomLTDBuilder", "random_ltd"),
+        ("SpatialInferenceBuilder", "spatial_inference"),
+        ("ShareMemCommBuilder", "deepspeed_shm_comm"),
+        ("PinMemoryBuilder", "pin_memory"),
+        ("FPQuantizerBuilder", "fp_quantizer"),
+    ],
+)
+def test_op_names_are_deepspeeds(class_name: str, name: str) -> None:
+    assert op_builder.op_name(class_name) == name
+
+
+def test_the_plugins_own_builder_comes_first(zap: Path) -> None:
+    builder = op_builder.find("FusedAdamBuilder", "zap_plugin.op_builder", "zap")
+    assert builder.__module__ == "zap_plugin.op_builder.fused_adam"
+    assert builder.BUILD_VAR == "DS_BUILD_FUSED_ADAM"
+    assert builder().absolute_name() == "zap_plugin.ops.fused_adam_op"
+
+
+def test_host_ops_serve_every_device(zap: Path) -> None:
+    builder = op_builder.find("CPUAdamBuilder", "zap_plugin.op_builder", "zap")
+    assert builder.__module__ == "ds_plugin_sdk.op_builder.host.cpu_adam"
+
+
+def test_a_device_op_without_a_kernel_runs_by_reference(zap: Path) -> None:
+    builder = op_builder.find("FusedLionBuilder", "zap_plugin.op_builder", "zap")
+    assert issubclass(builder, ReferenceOpBuilder)
+    assert builder.NAME == "fused_lion"
+
+
+def test_an_unknown_op_has_a_stub_of_its_name() -> None:
+    builder = op_builder.find("FusedLambBuilder", None, "cpu")
+    assert issubclass(builder, NotImplementedBuilder)
+    assert builder is op_builder.find("FusedLambBuilder", None, "cpu")
+
+
+def test_a_broken_builder_module_costs_its_own_ops_only(zap: Path) -> None:
+    (zap / "op_builder" / "broken.py").write_text("import nothing_of_that_name\n", encoding="utf-8")
+    with pytest.warns(RuntimeWarning, match=r"zap_plugin.op_builder.broken are skipped \(plugin 'zap_plugin'\)"):
+        builder = op_builder.find("FusedAdamBuilder", "zap_plugin.op_builder", "zap")
+    assert builder.__module__ == "zap_plugin.op_builder.fused_adam"
+
+
+def test_kernel_paths_are_absolute_and_inside_the_package(zap: Path) -> None:
+    builder = op_builder.find("FusedAdamBuilder", "zap_plugin.op_builder", "zap")()
+    assert builder.sources() == [str(zap / "csrc" / "adam.cpp")]
+    assert builder.include_paths() == [str(zap / "csrc" / "include")]
+    assert builder.is_compatible()
+
+
+@pytest.mark.parametrize("path", ["../outside.cpp", "csrc/../../outside.cpp", "/etc/passwd"])
+def test_kernel_paths_never_leave_the_package(zap: Path, path: str) -> None:
+    builder = op_builder.find("FusedAdamBuilder", "zap_plugin.op_builder", "zap")()
+    with pytest.raises(SdkError, match="leads out of its plugin"):
+        builder.kernel_path(path)
+
+
+def test_a_link_out_of_the_package_is_refused(zap: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere.cpp").write_text("// not ours\n", encoding="utf-8")
+    (zap / "csrc" / "link.cpp").symlink_to(tmp_path / "elsewhere.cpp")
+    builder = op_builder.find("FusedAdamBuilder", "zap_plugin.op_builder", "zap")()
+    with pytest.raises(SdkError, match="leads out of its plugin"):
+        builder.kernel_path("csrc/link.cpp")
+
+
+def test_extensions_written_for_deepspeeds_tree_count_from_the_builder(zap: Path) -> None:
+    (zap / "op_builder" / "csrc").mkdir()
+    (zap / "op_builder" / "csrc" / "near.cpp").write_text("// kernel\n", encoding="utf-8")
+    (zap / "op_builder" / "ported.py").write_text(
+        "from ds_plugin_sdk import SYCLOpBuilder\n"
+        "class TransformerBuilder(SYCLOpBuilder):\n"
+        "    NAME = 'transformer'\n"
+        "    def sources(self):\n"
+        "        return [self.sycl_kernel_path('csrc/near.cpp')]\n",
+        encoding="utf-8",
+    )
+    builder = op_builder.find("TransformerBuilder", "zap_plugin.op_builder", "zap")
+    assert issubclass(builder, SYCLOpBuilder)
+    assert builder().sources() == [str(zap / "op_builder" / "csrc" / "near.cpp")]
+
+
+def test_a_missing_source_makes_the_op_incompatible_and_says_why(zap: Path) -> None:
+    (zap / "csrc" / "adam.cpp").unlink()
+    builder = op_builder.find("FusedAdamBuilder", "zap_plugin.op_builder", "zap")()
+    assert not builder.is_compatible()
+    assert "adam.cpp" in str(builder.error_log)
+    with pytest.warns(RuntimeWarning, match="source files are missing"):
+        builder.is_compatible(verbose=True)
+
+
+def test_builder_classes_state_their_name_once() -> None:
+    class SomethingBuilder(CppOpBuilder):
+        NAME = "something"
+
+    assert SomethingBuilder().name == "something"
+    assert SomethingBuilder.BUILD_VAR == "DS_BUILD_SOMETHING"
+    with pytest.raises(NotImplementedError, match="must list the op's source files"):
+        SomethingBuilder().sources()
