@@ -163,7 +163,24 @@ LOCAL_WORLD_SIZE_VARIABLES = (
     "MPI_LOCALNRANKS",
 )
 
+# What compilers themselves read and what changes their output: part of every build's key.
+COMPILER_VARIABLES = (
+    "CPATH",
+    "C_INCLUDE_PATH",
+    "CPLUS_INCLUDE_PATH",
+    "LIBRARY_PATH",
+    "COMPILER_PATH",
+    "GCC_EXEC_PREFIX",
+    "NVCC_PREPEND_FLAGS",
+    "NVCC_APPEND_FLAGS",
+)
+
 settings = Settings()
+
+
+def compiler_environment() -> dict[str, str]:
+    """Those of `COMPILER_VARIABLES` that are set."""
+    return {name: os.environ[name] for name in COMPILER_VARIABLES if os.environ.get(name)}
 
 
 def child_environment(**changes: str) -> dict[str, str]:

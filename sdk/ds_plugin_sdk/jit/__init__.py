@@ -1,0 +1,42 @@
+"""Native code on demand: a content-addressed cache of compiled ops, and the toolchains that fill it.
+
+    spec = BuildSpec(name="cpu_adam", owner="ds-plugin-cpu", sources=(Source(path),))
+    artifact = acquire(spec)      # prebuilt, else cached, else compiled
+    module = load(artifact, spec)
+
+Nothing here knows accelerators, plugins or DeepSpeed, and only `load` imports torch.
+"""
+
+from ds_plugin_sdk.jit import cache
+from ds_plugin_sdk.jit.acquire import acquire, build_into, explain
+from ds_plugin_sdk.jit.compiler import Compiler
+from ds_plugin_sdk.jit.load import load
+from ds_plugin_sdk.jit.machine import Machine
+from ds_plugin_sdk.jit.spec import Artifact, BuildSpec, Source
+from ds_plugin_sdk.jit.toolchains import (
+    CudaToolchain,
+    CxxToolchain,
+    SyclToolchain,
+    Toolchain,
+    get_toolchain,
+    register_toolchain,
+)
+
+__all__ = [
+    "Artifact",
+    "BuildSpec",
+    "Compiler",
+    "CudaToolchain",
+    "CxxToolchain",
+    "Machine",
+    "Source",
+    "SyclToolchain",
+    "Toolchain",
+    "acquire",
+    "build_into",
+    "cache",
+    "explain",
+    "get_toolchain",
+    "load",
+    "register_toolchain",
+]

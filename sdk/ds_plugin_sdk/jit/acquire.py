@@ -1,0 +1,236 @@
+"""From a spec to a binary: prebuilt, else cached, else compiled."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ds_plugin_sdk.errors import BuildError, CompileError, CompileForbiddenError, ToolchainError
+from ds_plugin_sdk.jit import compile as compiling
+from ds_plugin_sdk.jit import entry, lock, store
+from ds_plugin_sdk.jit.entry import Search
+from ds_plugin_sdk.jit.plan import Plan, Request, differences, make_plan, make_request
+from ds_plugin_sdk.jit.spec import Artifact, BuildSpec, Origin
+from ds_plugin_sdk.jit.store import Store
+from ds_plugin_sdk.settings import settings
+
+_log = logging.getLogger("ds_plugin_sdk.jit")
+
+
+def acquire(spec: BuildSpec) -> Artifact:
+    """A binary of `spec` that fits this machine: prebuilt, else from the cache, else compiled into the cache.
+
+    Raises:
+        ToolchainError: it must be compiled, and there is no usable compiler.
+        CompileError: the compiler refused, the disk is full, a source is missing ...
+        CompileForbiddenError: it must be compiled, and ``DS_PLUGIN_COMPILE=0``.
+        SettingError: an environment variable cannot be understood.
+    """
+    start = time.perf_counter()
+    with _as_build_errors(spec):
+        choice = _choose(spec)
+        if choice.origin == "cache":
+            store.touch(choice.found)
+        if choice.origin != "compiled":
+            return _artifact(choice.request, choice.found, choice.origin, choice.trail[-1], start)
+        return _build(_permitted(choice), choice, start)
+
+
+def explain(spec: BuildSpec) -> list[str]:
+    """Why `acquire` would take what it would take, a line each; nothing is changed."""
+    try:
+        with _as_build_errors(spec):
+            choice = _choose(spec)
+            if choice.origin == "compiled":
+                return [f"to be compiled: {_why_compiled(choice, _permitted(choice))}"]
+            return choice.trail
+    except BuildError as error:
+        return str(error).splitlines()
+
+
+def build_into(spec: BuildSpec, directory: Path) -> Artifact:
+    """Compile `spec` into the folder ``<directory>/<op>``, replacing what is there: one of `prebuilt_dirs` to be.
+
+    Raises:
+        ToolchainError, CompileError, SettingError: as for `acquire`.
+    """
+    start = time.perf_counter()
+    with _as_build_errors(spec):
+        plan = make_plan(make_request(spec))
+        target = directory.absolute() / spec.name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with store.private_folder(target.parent, ".build-") as work:
+            made, _ = _make(plan, work, f"built for {directory}")
+            if target.exists():
+                target.rename(work / "replaced")
+            made.rename(target)
+        return _artifact(plan.request, target, "compiled", f"built for {directory}", start)
+
+
+@dataclass
+class _Choice:
+    """What `acquire` will do, and how that came about.
+
+    Attributes:
+        origin: "compiled" means that nothing was found.
+        found: the entry's folder, unless compiling.
+        trail: the steps of the decision, in words; the last one is why.
+        plan: how to compile it, or why that is impossible.
+        store: where a build would go.
+    """
+
+    request: Request
+    origin: Origin = "compiled"
+    found: Path = Path()
+    trail: list[str] = field(default_factory=list)
+    plan: Plan | ToolchainError = field(default_factory=lambda: ToolchainError("no compiler was looked for"))
+    store: Store = field(default_factory=lambda: Store(store.root()))
+
+    def take(self, origin: Origin, search: Search, why: str) -> bool:
+        """Note the outcome of a search; true if it ends the choosing."""
+        self.trail += [f"{origin}: {reason}" for reason in search.reasons]
+        if search.path is None:
+            return False
+        self.origin, self.found = origin, search.path
+        self.trail.append(f"{origin} {search.path}: {why}")
+        return True
+
+
+def _choose(spec: BuildSpec) -> _Choice:
+    choice = _Choice(make_request(spec))
+    found = _take_prebuilt(choice) or _take_cached(choice)
+    if not found and not (settings.compile and isinstance(choice.plan, Plan)):
+        _take_alike(choice)
+    return choice
+
+
+def _take_prebuilt(choice: _Choice) -> bool:
+    request = choice.request
+    folders = [folder / request.spec.name for folder in request.spec.prebuilt_dirs]
+    search = entry.search((f for f in folders if f.is_dir()), lambda record: entry.misfit(record, request))
+    return choice.take("prebuilt", search, "made of these sources")
+
+
+def _take_cached(choice: _Choice) -> bool:
+    """Look for this very build, in the cache and, where that cannot be written, in the private one."""
+    try:
+        plan = choice.plan = make_plan(choice.request)
+    except ToolchainError as error:
+        choice.plan = error
+        return False
+    if choice.take("cache", choice.store.lookup(plan), "the key matches"):
+        return True
+    why_not = choice.store.unusable()
+    if not why_not:
+        return False
+    choice.store = Store(store.private_root())
+    choice.trail.append(f"cache: {why_not}; using {choice.store.root}")
+    return choice.take("cache", choice.store.lookup(plan), "the key matches")
+
+
+def _take_alike(choice: _Choice) -> bool:
+    """Where nothing can be compiled, a binary of the same sources will do, whichever compiler made it."""
+    search = Store(store.root()).lookup_alike(choice.request)
+    return choice.take("cache", search, "made of these sources, and nothing can be compiled here")
+
+
+def _permitted(choice: _Choice) -> Plan:
+    """The plan, if it may and can be carried out."""
+    spec, trail = choice.request.spec, "; ".join(choice.trail)
+    if not settings.compile:
+        raise CompileForbiddenError(
+            "nothing fits, and compiling is forbidden",
+            plugin=spec.owner,
+            op=spec.name,
+            why=f"DS_PLUGIN_COMPILE=0; {trail or f'nothing prebuilt, nothing in {choice.store.root}'}",
+            hint=f"`sdk build` on a machine with a compiler, into {store.root()}, or unset DS_PLUGIN_COMPILE",
+        )
+    if isinstance(choice.plan, ToolchainError):
+        error = choice.plan
+        why = "; ".join(part for part in (error.why, trail) if part)
+        raise ToolchainError(error.what, plugin=spec.owner, op=spec.name, why=why, hint=error.hint)
+    return choice.plan
+
+
+def _build(plan: Plan, choice: _Choice, start: float) -> Artifact:
+    """Compile into the store, once among all processes that want the same."""
+    spec, place = plan.spec, choice.store
+    locks = place.base / ".locks"
+    store.make_private(locks)
+    home = place.home(plan)
+    known = store.children(home)
+
+    def delivered() -> bool:
+        return store.children(home) != known
+
+    with lock.building(locks / f"{plan.direct}.lock", spec.name, timeout=settings.lock_timeout, done=delivered):
+        search = place.lookup(plan)  # another process may have built it meanwhile
+        if search.path is not None:
+            return _artifact(plan.request, search.path, "cache", "another process has just compiled it", start)
+        for folder in search.damaged:
+            if place.discard(folder):
+                _log.warning("op '%s': discarded a damaged binary: %s", spec.name, "; ".join(search.reasons))
+        reason = _why_compiled(choice, plan)
+        _log.info("op '%s': compiling; %s", spec.name, reason)
+        with place.workplace(spec.name) as work:
+            try:
+                made, content = _make(plan, work, reason)
+            except CompileError as error:
+                _keep_log(error, work, place, plan)
+                raise
+            path = place.publish(made, home / content)
+    return _artifact(plan.request, path, "compiled", reason, start)
+
+
+def _make(plan: Plan, work: Path, reason: str) -> tuple[Path, str]:
+    """Carry out `plan` in `work`. Returns the finished entry's folder, and its content key."""
+    start = time.perf_counter()
+    made = work / "entry"
+    made.mkdir()
+    headers = entry.describe_headers(compiling.run(plan, work, made / entry.LOG_FILE), plan.request.tokens)
+    (work / plan.spec.library).rename(made / plan.spec.library)
+    entry.write(made, plan, headers, seconds=time.perf_counter() - start, reason=reason)
+    return made, entry.content_key(plan.direct, headers)
+
+
+def _why_compiled(choice: _Choice, plan: Plan) -> str:
+    """Why nothing else would do, and what changed since the latest build of this op."""
+    latest = choice.store.newest(plan.spec.owner, plan.spec.name)
+    if latest is None:
+        return "; ".join([*choice.trail, "compiled: there was none yet"])
+    # The commands follow from the rest; they are shown only if nothing else explains the difference.
+    old, new = ({**key, "commands": ()} for key in (latest["key"], plan.key))
+    changes = differences(old, new) or differences(latest["key"], plan.key)
+    return "; ".join([*choice.trail, *(f"rebuilt: {change}" for change in changes)])
+
+
+def _keep_log(error: CompileError, work: Path, place: Store, plan: Plan) -> None:
+    kept = place.keep_log(work / "entry" / entry.LOG_FILE, f"{plan.spec.owner}.{plan.spec.name}")
+    if kept is not None:
+        error.hint += f"\n  -> log: {kept}"
+
+
+def _artifact(request: Request, folder: Path, origin: Origin, reason: str, start: float) -> Artifact:
+    path = folder / request.spec.library
+    return Artifact(path, origin, time.perf_counter() - start, reason, entry.read(folder))
+
+
+@contextlib.contextmanager
+def _as_build_errors(spec: BuildSpec) -> Iterator[None]:
+    """Name op and plugin in errors that lack them, and make typed errors of the operating system's."""
+    try:
+        yield
+    except BuildError as error:
+        error.op, error.plugin = error.op or spec.name, error.plugin or spec.owner
+        raise
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        hint = "free some space, or put the cache elsewhere with DS_PLUGIN_CACHE_DIR" if full else ""
+        raise CompileError(
+            "the kernel could not be built", plugin=spec.owner, op=spec.name, why=str(error), hint=hint
+        ) from error

@@ -1,0 +1,133 @@
+"""What `sdk cache` shows and does. See `store` for how the cache works."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ds_plugin_sdk.jit import entry
+from ds_plugin_sdk.jit.entry import KEY_FILE, DamagedError, Record
+from ds_plugin_sdk.jit.plan import differences
+from ds_plugin_sdk.jit.store import Store, root
+
+__all__ = ["Entry", "entries", "prune", "root", "verify", "why"]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One build in the cache.
+
+    Attributes:
+        owner: plugin of the op.
+        op: name of the op.
+        path: the entry's folder.
+        bytes: size of its files.
+        created: when it was built, seconds since the epoch.
+        last_used: when it was last used, seconds since the epoch, to the hour.
+        key: the contents of its ``key.json``; empty if unreadable.
+    """
+
+    owner: str
+    op: str
+    path: Path
+    bytes: int
+    created: float
+    last_used: float
+    key: Record
+
+
+def entries(op: str = "*") -> list[Entry]:
+    """Every build in the cache (of one op), the newest first."""
+    found = [entry_at for folder in Store(root()).entries(op=op) if (entry_at := _describe(folder))]
+    return sorted(found, key=lambda item: item.created, reverse=True)
+
+
+def verify() -> list[str]:
+    """What is wrong in the cache, a line each: damaged binaries, unreadable keys, folders that others can write."""
+    store = Store(root())
+    problems = []
+    for item in entries():
+        if reason := store.distrust(item.path):
+            problems.append(reason)
+        try:
+            entry.check_binary(item.path, entry.read(item.path))
+        except DamagedError as error:
+            problems.append(str(error))
+    return problems
+
+
+def prune(*, max_bytes: int | None = None, older_than: float | None = None, everything: bool = False) -> list[Entry]:
+    """Remove entries; processes that use them are not disturbed.
+
+    Args:
+        max_bytes: remove the least recently used until the cache is no larger than this.
+        older_than: remove those unused for so many seconds.
+        everything: remove all.
+
+    Returns:
+        The entries removed.
+    """
+    store = Store(root())
+    now = time.time()
+    kept = 0
+    removed = []
+    for item in sorted(entries(), key=lambda item: item.last_used, reverse=True):
+        kept += item.bytes
+        old = older_than is not None and now - item.last_used > older_than
+        excess = max_bytes is not None and kept > max_bytes
+        if (everything or old or excess) and store.discard(item.path):
+            removed.append(item)
+            kept -= item.bytes
+    return removed
+
+
+def why(op: str) -> list[str]:
+    """What each build of `op` was made of and why, the newest first, with the changes from the one before it."""
+    lines: list[str] = []
+    found = entries(op)
+    for position, item in enumerate(found):
+        lines += _tell(item)
+        before = next((other for other in found[position + 1 :] if other.owner == item.owner and other.key), None)
+        if before is not None and item.key:
+            lines += [f"  since the one before: {change}" for change in _changes(before.key, item.key)]
+    return lines or [f"no build of '{op}' in {root()}"]
+
+
+def _tell(item: Entry) -> Iterator[str]:
+    when = time.strftime("%F %T", time.localtime(item.created))
+    yield f"{item.op} of {item.owner}, {when}: {item.path}"
+    if not item.key:
+        yield f"  {KEY_FILE} cannot be read"
+        return
+    key = item.key["key"]
+    for role, facts in key["toolchain"].items():
+        if isinstance(facts, dict):
+            yield f"  {role}: {facts['path']} {facts['version']}"
+    yield f"  for {key['arch']} {key['cpu'] or '(any CPU)'}, torch {key['abi']['torch']}"
+    yield f"  {len(key['request']['sources'])} sources, {len(item.key['headers'])} headers, {item.bytes} bytes"
+    yield f"  {item.key['reason']} ({item.key['seconds']} s)"
+
+
+def _changes(old: Record, new: Record) -> list[str]:
+    changes = differences({**old["key"], "commands": ()}, {**new["key"], "commands": ()})
+    before = {path: sha256 for path, _, _, sha256 in old["headers"]}
+    after = {path: sha256 for path, _, _, sha256 in new["headers"]}
+    changed = sorted(path for path in before.keys() & after.keys() if before[path] != after[path])
+    return [*changes, *(f"header {path} changed" for path in changed)]
+
+
+def _describe(folder: Path) -> Entry | None:
+    """The entry in `folder`; None if it was removed meanwhile."""
+    try:
+        size = sum(file.stat().st_size for file in folder.iterdir())
+        created = folder.stat().st_mtime
+    except OSError:
+        return None
+    try:
+        record: Record = entry.read(folder)
+        used = (folder / KEY_FILE).stat().st_mtime
+    except (DamagedError, OSError):
+        record, used = {}, created
+    return Entry(folder.parts[-4], folder.parts[-3], folder, size, float(record.get("created", created)), used, record)

@@ -1,0 +1,160 @@
+"""Run a plan's commands, and say it well when they fail."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TextIO
+
+from ds_plugin_sdk.errors import CompileError, ToolchainError
+from ds_plugin_sdk.jit.plan import Plan
+from ds_plugin_sdk.settings import child_environment, settings
+
+# What a compiler or the system says, and what the reader can do.
+HINTS = (
+    (
+        r"Python\.h: No such file",
+        "Python's headers are missing: install python3-dev (Debian), python3-devel (RHEL), or use a Python with them",
+    ),
+    (r"torch/.*\.h: No such file", "torch's headers are missing or older than 2.11: reinstall torch"),
+    (r"unsupported GNU version|unsupported clang version",
+     "the host compiler is too new for nvcc: name an older one with CXX, e.g. CXX=g++-13"),
+    (r"Unsupported gpu architecture|is not defined for option 'gpu-(architecture|code)'",
+     "this nvcc does not know an architecture asked for: check TORCH_CUDA_ARCH_LIST against `nvcc --list-gpu-arch`"),
+    (r"bad value .* for .-m(arch|cpu)|unknown (target CPU|architecture)|invalid -march|not a recognized",
+     "the compiler is too old for this CPU's name (g++ >= 12 or clang >= 14 know those of 2022): use a newer one"),
+    (r"unrecognized command[- ]line option|unknown argument|unknown option",
+     "the compiler does not know an argument: check CXX, CFLAGS, CXXFLAGS and LDFLAGS"),
+    (r"No space left on device|Disk quota exceeded",
+     "the disk is full: free some space, or put the cache elsewhere with DS_PLUGIN_CACHE_DIR"),
+    (r"File size limit exceeded|File too large", "a file may not be that large here: see `ulimit -f`"),
+    (r"Killed|out of memory|virtual memory exhausted|Cannot allocate memory",
+     "the compiler was killed, probably for want of memory: try MAX_JOBS=1"),
+    (r"undefined reference|cannot find -l", "a library is missing at the link: check the builder's extra_ldflags"),
+)  # fmt: skip
+
+_ERROR = re.compile(r"\berror\b|undefined reference|cannot find|Killed|No space|exceeded|No such file", re.IGNORECASE)
+
+
+def run(plan: Plan, work: Path, log: Path) -> list[Path]:
+    """Run all commands of `plan` in the folder `work`; what they say goes to `log`, also when they fail.
+
+    Returns:
+        The headers that the compiler read, in no order, sources excepted.
+
+    Raises:
+        CompileError: a command failed, or did not do its work.
+        ToolchainError: a command cannot be run at all.
+    """
+    begin_ns = time.time_ns()
+    with log.open("w", encoding="utf-8") as transcript:
+        _compile_all(plan, work, transcript)
+        _run(plan, plan.link, work, transcript)
+    _check_library(plan, work / plan.spec.library)
+    headers = _headers(plan, work)
+    _check_unchanged(plan, [*headers, *(source.path for source in plan.spec.sources)], begin_ns)
+    return headers
+
+
+def failure(plan: Plan, why: str, *, command: Sequence[str] = (), output: str = "") -> CompileError:
+    """The error of a failed build, with the hint that suits and the command to reproduce it."""
+    hints = [hint for pattern, hint in HINTS if re.search(pattern, f"{why}\n{output}")][:1]
+    if command:
+        hints.append(f"to reproduce: {shlex.join(command)}")
+    return CompileError(
+        "compiling failed", plugin=plan.spec.owner, op=plan.spec.name, why=why, hint="\n  -> ".join(hints)
+    )
+
+
+def _compile_all(plan: Plan, work: Path, transcript: TextIO) -> None:
+    jobs = min(settings.max_jobs or len(os.sched_getaffinity(0)), len(plan.compile))
+    with ThreadPoolExecutor(jobs) as pool:
+        running = [pool.submit(_run, plan, command, work, transcript) for command in plan.compile]
+        try:
+            for job in running:
+                job.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _run(plan: Plan, command: Sequence[str], work: Path, transcript: TextIO) -> None:
+    try:
+        done = subprocess.run(
+            command,
+            cwd=work,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            # English messages, for the hints; temporary files where they are removed with the rest.
+            env=child_environment(LC_ALL="C", TMPDIR=str(work)),
+            check=False,
+        )
+    except OSError as error:
+        raise ToolchainError(
+            f"{command[0]} cannot be run", plugin=plan.spec.owner, op=plan.spec.name, why=str(error)
+        ) from error
+    transcript.write(f"$ {shlex.join(command)}\n{done.stdout}")
+    if done.returncode < 0:
+        name = signal.Signals(-done.returncode).name
+        why = f"{command[0]} was killed by {name}"
+        if name == "SIGXFSZ":
+            why += ": File size limit exceeded"
+        raise failure(plan, why, command=command, output=done.stdout)
+    if done.returncode:
+        why = _first_error(done.stdout) or f"{command[0]} exited with {done.returncode}"
+        raise failure(plan, why, command=command, output=done.stdout)
+
+
+def _first_error(output: str) -> str:
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    return next((line for line in lines if _ERROR.search(line)), lines[0] if lines else "")
+
+
+def _check_library(plan: Plan, library: Path) -> None:
+    """That the linker's exit status 0 means a shared library."""
+    try:
+        with library.open("rb") as file:
+            start = file.read(18)
+    except OSError:
+        start = b""
+    if start[:4] != b"\x7fELF" or start[16:18].strip(b"\0") != b"\x03":  # e_type is ET_DYN
+        raise failure(
+            plan, f"{plan.link[0]} reported success and made no shared library: is it a compiler?", command=plan.link
+        )
+
+
+def _headers(plan: Plan, work: Path) -> list[Path]:
+    sources = {source.path for source in plan.spec.sources}
+    found: set[Path] = set()
+    for source, command in zip(plan.spec.sources, plan.compile, strict=True):
+        try:
+            found |= {work / name for name in dependencies((work / f"{source.stem}.d").read_text(encoding="utf-8"))}
+        except OSError as error:
+            why = f"{command[0]} made no list of headers ({source.stem}.d), as -MD asks"
+            raise failure(plan, why, command=command) from error
+    return sorted(found - sources)
+
+
+def dependencies(makefile: str) -> list[str]:
+    """The prerequisites in a rule that a compiler wrote with -MD."""
+    _, _, prerequisites = makefile.replace("\\\n", " ").partition(":")
+    words = re.findall(r"(?:\\[ #]|\S)+", prerequisites)
+    return [word.replace("\\ ", " ").replace("\\#", "#").replace("$$", "$") for word in words]
+
+
+def _check_unchanged(plan: Plan, files: Iterable[Path], begin_ns: int) -> None:
+    """A file written while the compiler ran: nobody can say which state was compiled."""
+    now_ns = time.time_ns()
+    for file in files:
+        if begin_ns <= file.stat().st_mtime_ns <= now_ns:
+            raise failure(plan, f"{file} was changed during the compilation; run again")

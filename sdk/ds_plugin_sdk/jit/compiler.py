@@ -1,0 +1,78 @@
+"""Which compiler that is: its resolved path and what it says about itself."""
+
+from __future__ import annotations
+
+import functools
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ds_plugin_sdk.errors import ToolchainError
+from ds_plugin_sdk.settings import child_environment
+
+_ANSWER_SECONDS = 60
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """A compiler as it is called, and its identity.
+
+    Attributes:
+        command: how to call it, e.g. ``("ccache", "g++")``.
+        path: the file behind the command, links resolved.
+        text: what ``--version`` prints.
+    """
+
+    command: tuple[str, ...]
+    path: Path
+    text: str
+
+    @property
+    def version(self) -> str:
+        """The version number in `text`: nvcc's release, else the first number of a first line."""
+        found = re.search(r"release (\d+(?:\.\d+)+)", self.text) or re.search(r"\d+(?:\.\d+)+", self.text)
+        return found[found.lastindex or 0] if found else "of unknown version"
+
+    def identity(self) -> dict[str, object]:
+        """What goes into the key."""
+        return {"path": str(self.path), "version": self.version, "text": self.text}
+
+
+def identify(command: Sequence[str]) -> Compiler:
+    """Ask a compiler who it is.
+
+    Asked at most once per process and state of the file: ``--version`` takes milliseconds, a stat microseconds.
+
+    Raises:
+        ToolchainError: there is no such program, or it does not answer.
+    """
+    program = shutil.which(command[0])
+    if program is None:
+        raise ToolchainError(f"compiler {command[0]!r} was not found", why="no such program on PATH")
+    path = Path(program).resolve()
+    stat = path.stat()
+    return _ask(tuple(command), path, stat.st_size, stat.st_mtime_ns)
+
+
+@functools.cache
+def _ask(command: tuple[str, ...], path: Path, size: int, mtime_ns: int) -> Compiler:
+    try:
+        answer = subprocess.run(
+            [*command, "--version"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_ANSWER_SECONDS,
+            env=child_environment(LC_ALL="C"),
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ToolchainError(f"compiler {command[0]!r} cannot be used", why=str(error)) from error
+    if answer.returncode:
+        why = f"`{' '.join(command)} --version` exited with {answer.returncode}: {answer.stderr.strip()[:200]}"
+        raise ToolchainError(f"compiler {command[0]!r} cannot be used", why=why)
+    return Compiler(command, path, answer.stdout.strip())

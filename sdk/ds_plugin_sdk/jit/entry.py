@@ -1,0 +1,185 @@
+"""One build on disk, in the cache or in a wheel: a folder with the binary, ``key.json`` and the build's log."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ds_plugin_sdk.jit.machine import STABLE_TORCH
+from ds_plugin_sdk.jit.plan import SCHEMA, Plan, Request, Tokens, differences, digest, file_digest
+
+KEY_FILE = "key.json"
+LOG_FILE = "build.log"
+
+# Contents of key.json: "key" (see `plan.Plan`), "headers" ([path, size, mtime_ns, sha256] each), "binary", and
+# "created", "seconds", "reason" for the reader.
+Record = Mapping[str, Any]
+Header = tuple[str, int, int, str]
+
+
+class DamagedError(Exception):
+    """An entry is not what its ``key.json`` says; the text says how."""
+
+
+def describe_headers(paths: Iterable[Path], tokens: Tokens) -> list[Header]:
+    """The headers of a build, as ``key.json`` lists them."""
+    headers = []
+    for path in sorted(set(paths)):
+        state = path.stat()
+        headers.append((tokens.write(str(path)), state.st_size, state.st_mtime_ns, file_digest(path)))
+    return headers
+
+
+def content_key(direct: str, headers: Sequence[Header]) -> str:
+    """Name of an entry's folder: the direct key and the contents of all headers. Time stamps do not count."""
+    return digest([direct, [(path, sha256) for path, _, _, sha256 in headers]])
+
+
+def write(folder: Path, plan: Plan, headers: Sequence[Header], *, seconds: float, reason: str) -> None:
+    """Complete `folder`, which holds the binary, with its ``key.json``."""
+    binary = folder / plan.spec.library
+    record = {
+        "key": plan.key,
+        "headers": headers,
+        "binary": {"bytes": binary.stat().st_size, "sha256": file_digest(binary)},
+        "created": time.time(),
+        "seconds": round(seconds, 3),
+        "reason": reason,
+    }
+    (folder / KEY_FILE).write_text(json.dumps(record, indent=1), encoding="utf-8")
+
+
+def read(folder: Path) -> Record:
+    """The ``key.json`` of an entry.
+
+    Raises:
+        DamagedError: it is missing, unreadable, or of another schema.
+    """
+    try:
+        record = json.loads((folder / KEY_FILE).read_bytes())
+        schema = record["key"]["schema"]
+    except OSError as error:
+        raise DamagedError(f"{folder / KEY_FILE}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise DamagedError(f"{folder / KEY_FILE} is damaged: {error!r}") from error
+    if schema != SCHEMA:
+        raise DamagedError(f"{folder} has schema {schema}, not {SCHEMA}")
+    return record  # type: ignore[no-any-return]
+
+
+def check_binary(folder: Path, record: Record) -> None:
+    """Compare the binary with its digest.
+
+    Raises:
+        DamagedError: it is missing, truncated or altered.
+    """
+    try:
+        path = folder / f"{record['key']['request']['op']}.so"
+        expected = record["binary"]
+        size = path.stat().st_size
+        if size != expected["bytes"]:
+            raise DamagedError(f"{path} has {size} bytes instead of {expected['bytes']}")
+        if file_digest(path) != expected["sha256"]:
+            raise DamagedError(f"{path} does not match its SHA-256 in {KEY_FILE}")
+    except OSError as error:
+        raise DamagedError(f"{folder}: {error.strerror}") from error
+    except (KeyError, TypeError) as error:
+        raise DamagedError(f"{folder / KEY_FILE} is damaged: {error!r}") from error
+
+
+def stale_header(record: Record, tokens: Tokens, *, own_only: bool = False) -> str:
+    """What became of the first header that is no longer as it was; empty if all are.
+
+    A foreign header of the same size and time stamp is taken to be the same file; the op's own, which people edit,
+    are read. With `own_only`, foreign headers do not matter.
+    """
+    for path, size, mtime_ns, sha256 in record["headers"]:
+        own = tokens.is_own(path)
+        if own_only and not own:
+            continue
+        real = tokens.read(path)
+        try:
+            state = os.stat(real)  # noqa: PTH116 - hundreds of them
+            if not own and (state.st_size, state.st_mtime_ns) == (size, mtime_ns):
+                continue
+            if state.st_size != size or file_digest(real) != sha256:
+                return f"header {path} changed"
+        except OSError:
+            return f"header {path} is gone"
+    return ""
+
+
+def misfit(record: Record, request: Request) -> str:
+    """Why a binary made elsewhere, by a compiler that we may not have, does not fit `request`; empty if it does.
+
+    It fits if it was made of the same sources, own headers and arguments, and this CPU, torch and Python can run it.
+    """
+    key, spec, here = record["key"], request.spec, request.machine
+    if key["arch"] != here.target.arch:
+        return f"it is for {key['arch']}, not for {here.target.arch}"
+    if lines := differences(key["request"], request.facts):
+        return "it was built from something else: " + "; ".join(lines)
+    if not here.target.runs(key["cpu"]):
+        return f"it is for {key['cpu']} CPUs, and this one is {here.target.level or 'unknown'}"
+    if lines := differences(key["abi"], here.abi(spec)):
+        return "; ".join(lines)
+    if spec.stable and here.torch.release < STABLE_TORCH:
+        return f"it needs torch {'.'.join(map(str, STABLE_TORCH))} or later, not {here.torch.version}"
+    return stale_header(record, request.tokens, own_only=True)
+
+
+@dataclass(frozen=True)
+class Search:
+    """Outcome of a search.
+
+    Attributes:
+        path: the folder of the entry found, or None.
+        record: its ``key.json``; empty if none was found.
+        reasons: why the others that were looked at do not do.
+        damaged: those of them that are damaged.
+    """
+
+    path: Path | None
+    record: Record
+    reasons: tuple[str, ...] = ()
+    damaged: tuple[Path, ...] = ()
+
+
+def search(
+    folders: Iterable[Path], unfit: Callable[[Record], str], distrust: Callable[[Path], str] | None = None
+) -> Search:
+    """The first entry of `folders` that is whole, that neither test has a reason against, and that loads.
+
+    `distrust` judges the folder before anything in it is read.
+    """
+    reasons: list[str] = []
+    damaged: list[Path] = []
+    for folder in folders:
+        if reason := (distrust(folder) if distrust else "") or _refused.get(folder, ""):
+            reasons.append(reason)
+            continue
+        try:
+            record = read(folder)
+            if reason := unfit(record):
+                reasons.append(reason)
+                continue
+            check_binary(folder, record)
+        except DamagedError as error:
+            reasons.append(str(error))
+            damaged.append(folder)
+            continue
+        return Search(folder, record, tuple(reasons), tuple(damaged))
+    return Search(None, {}, tuple(reasons), tuple(damaged))
+
+
+def refuse(folder: Path, reason: str) -> None:
+    """Do not offer this entry again in this process: it is whole, but could not be loaded."""
+    _refused[folder] = reason
+
+
+_refused: dict[Path, str] = {}

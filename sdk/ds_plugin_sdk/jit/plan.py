@@ -1,0 +1,213 @@
+"""A build, planned: its command lines, and the key that says all it depends on but the headers.
+
+Which headers a source includes only the compiler knows, so there are two keys, as in ccache's direct mode: the direct
+key, computed here, leads to the builds made of these sources by these commands; each of them lists the headers it was
+made with, and the first whose list still holds is the one (see `cache`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ds_plugin_sdk.errors import CompileError
+from ds_plugin_sdk.jit import machine, target, toolchains
+from ds_plugin_sdk.jit.machine import Machine
+from ds_plugin_sdk.jit.spec import BuildSpec
+from ds_plugin_sdk.settings import compiler_environment, settings
+
+# Raise when the meaning of keys or the layout of entries changes: older entries are then not looked at.
+SCHEMA = 1
+
+
+class Tokens:
+    """Writes paths below known folders as ``$token/...``, and reads them back."""
+
+    def __init__(self, spec: BuildSpec, here: Machine) -> None:
+        own = dict(spec.roots)
+        foreign = {"torch": here.torch.root, "python": here.python_include}
+        self._folders = {token: Path(folder) for token, folder in {**foreign, **own}.items()}
+        self._own = tuple(f"${token}/" for token in own)
+        longest_first = sorted(self._folders.items(), key=lambda item: -len(str(item[1])))
+        self._patterns = [
+            (re.compile(re.escape(str(form)) + r"(?=$|[/,:;])"), f"${token}")
+            for token, folder in longest_first
+            for form in dict.fromkeys((folder, folder.resolve()))
+        ]
+
+    def write(self, text: str) -> str:
+        """`text`, a path or an argument with paths in it, with folders replaced by tokens."""
+        for pattern, token in self._patterns:
+            text = pattern.sub(token, text)
+        return text
+
+    def read(self, path: str) -> Path:
+        """The path that `write` wrote."""
+        if path.startswith("$"):
+            token, _, rest = path[1:].partition("/")
+            if token in self._folders:
+                return self._folders[token] / rest
+        return Path(path)
+
+    def is_own(self, path: str) -> bool:
+        """Whether a written path lies below one of the spec's own roots."""
+        return path.startswith(self._own)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a builder asks for, on which machine.
+
+    Attributes:
+        facts: the spec in a form that is the same on every machine: sources, arguments, kind.
+    """
+
+    spec: BuildSpec
+    machine: Machine
+    tokens: Tokens
+    facts: Mapping[str, object]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a request is fulfilled on its machine.
+
+    Attributes:
+        compile: one command per source, in order; to be run in the build folder.
+        link: the last command.
+        key: everything the binary depends on, except the headers.
+        direct: digest of `key`; the folder of the cache in which builds of this plan lie.
+    """
+
+    request: Request
+    compile: tuple[tuple[str, ...], ...]
+    link: tuple[str, ...]
+    key: Mapping[str, object]
+    direct: str
+
+    @property
+    def spec(self) -> BuildSpec:
+        return self.request.spec
+
+
+def make_request(spec: BuildSpec) -> Request:
+    """State what `spec` asks for.
+
+    Raises:
+        ToolchainError: torch is not installed.
+        CompileError: a source cannot be read.
+    """
+    here = machine.here()
+    tokens = Tokens(spec, here)
+
+    def plain(args: Iterable[str]) -> list[str]:
+        return [tokens.write(arg) for arg in target.without_native(args)]
+
+    facts = {
+        "op": spec.name,
+        "owner": spec.owner,
+        "kind": spec.kind,
+        "toolchain": spec.toolchain,
+        "cxx_args": plain(spec.cxx_args),
+        "nvcc_args": plain(spec.nvcc_args),
+        "link_args": plain(spec.link_args),
+        "sources": [
+            {
+                "path": tokens.write(str(source.path)),
+                "args": plain(source.args),
+                "tag": source.tag,
+                "sha256": _source_digest(spec, source.path),
+            }
+            for source in spec.sources
+        ],
+    }
+    return Request(spec, here, tokens, facts)
+
+
+def make_plan(request: Request) -> Plan:
+    """Plan the build of `request` with the compilers of this machine.
+
+    Raises:
+        ToolchainError: there is no usable compiler.
+    """
+    spec, here = request.spec, request.machine
+    toolchain = toolchains.get_toolchain(spec.toolchain)
+    compiling = tuple(tuple(toolchain.compile_command(source, spec, here)) for source in spec.sources)
+    link = tuple(toolchain.link_command(spec, here))
+    key: dict[str, object] = {
+        "schema": SCHEMA,
+        "request": request.facts,
+        "arch": here.target.arch,
+        "cpu": here.target.level if _wants_native(spec) else "",
+        "abi": here.abi(spec),
+        "toolchain": toolchain.identity(spec),
+        "environment": compiler_environment(),
+        "commands": [[request.tokens.write(word) for word in command] for command in (*compiling, link)],
+    }
+    return Plan(request, compiling, link, key, digest(key))
+
+
+def digest(value: object) -> str:
+    """Name of a folder: 128 bits of the SHA-256 of a JSON value."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def file_digest(path: str | os.PathLike[str]) -> str:
+    """SHA-256 of a file, in hexadecimal."""
+    state = hashlib.sha256()
+    with open(path, "rb") as file:  # noqa: PTH123 - called for hundreds of headers
+        while block := file.read(1 << 20):
+            state.update(block)
+    return state.hexdigest()
+
+
+def differences(old: object, new: object, name: str = "") -> list[str]:
+    """Where two keys differ, a line each: ``nvcc 12.8 -> 13.0``, ``$sdk/adam.cpp changed``, ``-O2 -> -O3`` ..."""
+    if old == new:
+        return []
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        if "text" in old and "text" in new:  # a compiler: its role, and the versions or the paths
+            shown = "version" if old.get("version") != new.get("version") else "path"
+            return [f"{name} {old.get(shown)} -> {new.get(shown)}"]
+        names = [*old, *(key for key in new if key not in old)]
+        return [line for key in names for line in differences(old.get(key), new.get(key), key)]
+    if name == "sources" and isinstance(old, list) and isinstance(new, list):
+        return _source_differences(old, new)
+    if isinstance(old, list) and isinstance(new, list):
+        gone = [str(item) for item in old if item not in new]
+        come = [str(item) for item in new if item not in old]
+        return [f"{name}: {' '.join(gone) or 'nothing'} -> {' '.join(come) or 'nothing'}"]
+    return [f"{name} {old or 'none'} -> {new or 'none'}"]
+
+
+def _source_differences(old: Sequence[Mapping[str, object]], new: Sequence[Mapping[str, object]]) -> list[str]:
+    before = {(source["path"], source["tag"]): source for source in old}
+    after = {(source["path"], source["tag"]): source for source in new}
+    lines = [f"{path} was removed" for path, tag in before if (path, tag) not in after]
+    lines += [f"{path} was added" for path, tag in after if (path, tag) not in before]
+    for unit in before.keys() & after.keys():
+        if before[unit]["sha256"] != after[unit]["sha256"]:
+            lines.append(f"{unit[0]} changed")
+        lines += differences(before[unit]["args"], after[unit]["args"], f"arguments of {unit[0]}")
+    return lines
+
+
+def _wants_native(spec: BuildSpec) -> bool:
+    of_sources = (arg for source in spec.sources for arg in source.args)
+    of_user = (*settings.cflags, *settings.cxxflags)
+    return target.wants_native((*spec.cxx_args, *spec.nvcc_args, *of_sources, *of_user))
+
+
+def _source_digest(spec: BuildSpec, path: Path) -> str:
+    try:
+        return file_digest(path)
+    except OSError as error:
+        raise CompileError(
+            f"source {path} cannot be read", plugin=spec.owner, op=spec.name, why=str(error.strerror or error)
+        ) from error

@@ -1,0 +1,366 @@
+"""How compilers are found and called. A vendor adds a toolchain of their own with `register_toolchain`.
+
+Command lines are functions of the spec and the machine, so that those for other machines can be tested on this one.
+They name absolute inputs and outputs relative to the build folder, in which they are run without a shell.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+import shutil
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from ds_plugin_sdk.errors import ToolchainError
+from ds_plugin_sdk.jit.compiler import Compiler, identify
+from ds_plugin_sdk.jit.machine import STABLE_TORCH_MACRO, Machine
+from ds_plugin_sdk.jit.spec import BuildSpec, Source
+from ds_plugin_sdk.settings import settings
+
+
+class Toolchain(ABC):
+    """A family of compilers."""
+
+    @abstractmethod
+    def find(self) -> Mapping[str, Compiler]:
+        """The compilers to be used, by role, e.g. ``{"cxx": ..., "nvcc": ...}``.
+
+        Raises:
+            ToolchainError: one is missing or unusable; the hint says what to install.
+        """
+
+    @abstractmethod
+    def flags(self, spec: BuildSpec, machine: Machine) -> list[str]:
+        """Arguments that all compilations of `spec` share."""
+
+    @abstractmethod
+    def compile_command(self, source: Source, spec: BuildSpec, machine: Machine) -> list[str]:
+        """Compile `source` to ``<source.stem>.o``, listing every header, the system's too, in ``<source.stem>.d``."""
+
+    @abstractmethod
+    def link_command(self, spec: BuildSpec, machine: Machine) -> list[str]:
+        """Link all objects to ``spec.library``."""
+
+    def identity(self, spec: BuildSpec) -> dict[str, object]:
+        """What the key says of this toolchain beside the command lines."""
+        return {role: compiler.identity() for role, compiler in self.find().items()}
+
+
+class CxxToolchain(Toolchain):
+    """g++, clang++ or whatever ``CXX`` names."""
+
+    candidates: tuple[str, ...] = ("c++", "g++", "clang++")
+    install_hint = "install g++ or clang++, or name one with CXX; on a cluster, `module load gcc` may do"
+
+    def find(self) -> Mapping[str, Compiler]:
+        return {"cxx": self.compiler()}
+
+    def compiler(self) -> Compiler:
+        """The C++ compiler: ``CXX``, else the sibling of ``CC``, else the first candidate on PATH."""
+        named = settings.cxx or cxx_sibling(settings.cc or "")
+        command = shlex.split(named) if named else self._candidate()
+        try:
+            return identify(command)
+        except ToolchainError as error:
+            source = f"{'CXX' if settings.cxx else 'CC'} names it; " if named else ""
+            raise ToolchainError(error.what, why=source + error.why, hint=self.install_hint) from error
+
+    def _candidate(self) -> list[str]:
+        for name in self.candidates:
+            if shutil.which(name):
+                return [name]
+        raise ToolchainError(
+            "no C++ compiler", why=f"none of {', '.join(self.candidates)} is on PATH", hint=self.install_hint
+        )
+
+    def flags(self, spec: BuildSpec, machine: Machine) -> list[str]:
+        args = [*spec.cxx_args, *settings.cflags, *settings.cxxflags]
+        return [
+            *standard(spec, spec.cxx_args),
+            "-O3",
+            "-fPIC",
+            "-fvisibility=hidden",
+            *definitions(spec, machine),
+            *includes(spec, machine),
+            *machine.target.resolve(args),
+        ]
+
+    def compile_command(self, source: Source, spec: BuildSpec, machine: Machine) -> list[str]:
+        return [
+            *self.compiler().command,
+            *self.flags(spec, machine),
+            *machine.target.resolve(source.args),
+            *outputs(source),
+        ]
+
+    def link_command(self, spec: BuildSpec, machine: Machine) -> list[str]:
+        # An undefined symbol of a torch library is an error here and not at load; a Python module's are Python's.
+        strict = ["-Wl,-z,defs"] if spec.kind == "torch_library" else []
+        return [
+            *self.compiler().command,
+            "-shared",
+            *(f"{source.stem}.o" for source in spec.sources),
+            "-o",
+            spec.library,
+            *spec.link_args,
+            *strict,
+            "-Wl,--as-needed",
+            *torch_libraries(spec, machine),
+            *settings.ldflags,
+        ]
+
+
+class SyclToolchain(CxxToolchain):
+    """Intel's DPC++, ``icpx -fsycl``."""
+
+    candidates = ("icpx",)
+    install_hint = "install Intel's oneAPI DPC++/C++ compiler and `source /opt/intel/oneapi/setvars.sh`"
+
+    def compiler(self) -> Compiler:
+        return identify(self._candidate())
+
+    def find(self) -> Mapping[str, Compiler]:
+        return {"icpx": self.compiler()}
+
+    def flags(self, spec: BuildSpec, machine: Machine) -> list[str]:
+        return ["-fsycl", *super().flags(spec, machine)]
+
+    def link_command(self, spec: BuildSpec, machine: Machine) -> list[str]:
+        program, *rest = super().link_command(spec, machine)
+        return [program, "-fsycl", *rest]
+
+
+class CudaToolchain(Toolchain):
+    """nvcc for ``.cu`` files and the link, its host compiler for the others."""
+
+    def __init__(self) -> None:
+        self._host = CxxToolchain()
+
+    def find(self) -> Mapping[str, Compiler]:
+        return {"nvcc": self.nvcc(), "cxx": self._host.compiler()}
+
+    def nvcc(self) -> Compiler:
+        """nvcc of ``CUDA_HOME``, else on PATH, else of pip's nvidia packages, else of /usr/local/cuda."""
+        for place in self._places():
+            if shutil.which(place):
+                return identify([str(place)])
+        raise ToolchainError(
+            "no CUDA compiler",
+            why="no nvcc in CUDA_HOME, on PATH, in pip's nvidia packages or in /usr/local/cuda",
+            hint="install the CUDA toolkit or `pip install nvidia-cuda-nvcc`, or set CUDA_HOME",
+        )
+
+    @staticmethod
+    def _places() -> Iterable[str | Path]:
+        if settings.cuda_home is not None:
+            yield settings.cuda_home / "bin" / "nvcc"
+            return
+        yield "nvcc"
+        packages = importlib.util.find_spec("nvidia")
+        for folder in (packages.submodule_search_locations or ()) if packages else ():
+            yield from sorted(Path(folder).glob("*/bin/nvcc"), reverse=True)
+        yield "/usr/local/cuda/bin/nvcc"
+
+    def identity(self, spec: BuildSpec) -> dict[str, object]:
+        return {**super().identity(spec), "cuda_archs": gencode(spec.nvcc_args, settings.cuda_arch_list)}
+
+    def flags(self, spec: BuildSpec, machine: Machine) -> list[str]:
+        return [
+            *standard(spec, spec.nvcc_args),
+            "-O3",
+            "--expt-relaxed-constexpr",
+            "-Xcompiler=-fPIC,-fvisibility=hidden",
+            *self._host_compiler(),
+            "-DUSE_CUDA",
+            *definitions(spec, machine),
+            *HALF_OPERATORS,
+            *includes(spec, machine),
+            *gencode(spec.nvcc_args, settings.cuda_arch_list),
+            *machine.target.resolve(spec.nvcc_args),
+        ]
+
+    def compile_command(self, source: Source, spec: BuildSpec, machine: Machine) -> list[str]:
+        if source.path.suffix == ".cu":
+            args = [*self.flags(spec, machine), *machine.target.resolve(source.args), *outputs(source)]
+            return [*self.nvcc().command, *args]
+        command = self._host.compile_command(source, spec, machine)
+        position = len(self._host.compiler().command)
+        return [*command[:position], "-DUSE_CUDA", *self._headers(), *command[position:]]
+
+    def link_command(self, spec: BuildSpec, machine: Machine) -> list[str]:
+        return [
+            *self.nvcc().command,
+            "-shared",
+            "--forward-unknown-opts",
+            *self._host_compiler(),
+            *(f"{source.stem}.o" for source in spec.sources),
+            "-o",
+            spec.library,
+            *spec.link_args,
+            *torch_libraries(spec, machine, "torch_cuda", "c10_cuda"),
+            *settings.ldflags,
+        ]
+
+    def _host_compiler(self) -> list[str]:
+        # -ccbin takes one program: of "ccache g++ -m64" it is g++.
+        command = self._host.compiler().command
+        return ["-ccbin", next((word for word in command if Path(word).name not in _LAUNCHERS), command[0])]
+
+    def _headers(self) -> list[str]:
+        """Where the host compiler finds cuda_runtime.h. nvcc on PATH may be a script outside its toolkit."""
+        for home in (self.nvcc().path.parent.parent, Path("/usr/local/cuda")):
+            if (home / "include" / "cuda_runtime.h").exists():
+                return ["-isystem", str(home / "include")]
+        return []
+
+
+_LAUNCHERS = frozenset({"ccache", "sccache", "distcc", "icecc"})
+
+
+# torch.utils.cpp_extension defines __CUDA_NO_HALF_OPERATORS__ and its family; kernels written for DeepSpeed need the
+# operators, so the macros are undefined whatever the environment's flags say.
+HALF_OPERATORS = [
+    f"-U__CUDA_NO_{name}__"
+    for name in (
+        "HALF_OPERATORS",
+        "HALF_CONVERSIONS",
+        "HALF2_OPERATORS",
+        "BFLOAT16_OPERATORS",
+        "BFLOAT16_CONVERSIONS",
+        "BFLOAT162_OPERATORS",
+    )
+]
+
+# TORCH_CUDA_ARCH_LIST also takes NVIDIA's names of generations.
+_CUDA_GENERATIONS = {
+    "Maxwell": "5.0;5.2+PTX",
+    "Pascal": "6.0;6.1+PTX",
+    "Volta": "7.0+PTX",
+    "Turing": "7.5+PTX",
+    "Ampere": "8.0;8.6+PTX",
+    "Ada": "8.9+PTX",
+    "Hopper": "9.0+PTX",
+    "Blackwell": "10.0;12.0+PTX",
+}
+
+
+def gencode(nvcc_args: Sequence[str], arch_list: str | None) -> list[str]:
+    """nvcc's arguments for the architectures to compile for.
+
+    Args:
+        nvcc_args: the builder's arguments; if they choose architectures themselves, nothing is added.
+        arch_list: ``TORCH_CUDA_ARCH_LIST``: numbers (``8.0``, ``9.0a``), ``+PTX`` suffixes and names, separated by
+            spaces, commas or semicolons. None or empty: one binary for each major generation that nvcc knows.
+
+    Raises:
+        ToolchainError: an element is neither a number nor a name we know.
+    """
+    if any(re.match(r"-(-generate-code|gencode|arch|-gpu-architecture)\b", arg) for arg in nvcc_args):
+        return []
+    if not (arch_list or "").strip():
+        return ["-arch=all-major"]
+    words = " ".join(_CUDA_GENERATIONS.get(word, word) for word in re.split(r"[\s,;]+", arch_list or "") if word)
+    flags: list[str] = []
+    for word in re.split(r"[\s;]+", words):
+        found = re.fullmatch(r"(\d+)\.(\d)([af]?)(\+PTX)?", word)
+        if found is None:
+            known = ", ".join(_CUDA_GENERATIONS)
+            raise ToolchainError(
+                f"TORCH_CUDA_ARCH_LIST={arch_list!r} cannot be used",
+                why=f"{word!r} is no architecture",
+                hint=f"write numbers as in '8.0;9.0a+PTX', or names: {known}",
+            )
+        arch = found[1] + found[2] + found[3]
+        flags.append(f"-gencode=arch=compute_{arch},code=sm_{arch}")
+        if found[4]:
+            flags.append(f"-gencode=arch=compute_{arch},code=compute_{arch}")
+    return list(dict.fromkeys(flags))
+
+
+def cxx_sibling(cc: str) -> str:
+    """The C++ compiler beside a C compiler: ``gcc-12`` -> ``g++-12``, ``/opt/llvm/bin/clang`` -> its ``clang++``.
+
+    Empty when there is none that we know.
+    """
+    pairs = {"gcc": "g++", "clang": "clang++", "cc": "c++", "icx": "icpx"}
+    found = re.fullmatch(r"(.*?)(gcc|clang|cc|icx)(-[\d.]+)?", cc.strip())
+    if found is None or (found[1] and found[1][-1] not in "/- "):
+        return ""
+    return f"{found[1]}{pairs[found[2]]}{found[3] or ''}"
+
+
+def standard(spec: BuildSpec, args: Iterable[str]) -> list[str]:
+    """C++17 is what the stable headers need and C++20 what torch's others do, unless the builder chose."""
+    if any(arg.startswith(("-std=", "--std=")) for arg in args):
+        return []
+    return ["-std=c++17" if spec.stable else "-std=c++20"]
+
+
+def definitions(spec: BuildSpec, machine: Machine) -> list[str]:
+    """Macros that torch's headers and ours expect."""
+    name = f"-DTORCH_EXTENSION_NAME={spec.name}"
+    if spec.stable:
+        return [name, f"-DTORCH_TARGET_VERSION={STABLE_TORCH_MACRO}"]
+    return [
+        name,
+        "-DTORCH_API_INCLUDE_EXTENSION_H",
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(machine.torch.cxx11_abi)}",
+    ]
+
+
+def includes(spec: BuildSpec, machine: Machine) -> list[str]:
+    """Own headers with -I; torch's and Python's as system headers, so that their warnings are not the op's."""
+    foreign = list(machine.torch.include_dirs)
+    if not spec.stable:
+        foreign.append(machine.python_include)
+    own = [f"-I{folder}" for folder in spec.include_dirs]
+    return own + [word for folder in foreign for word in ("-isystem", str(folder))]
+
+
+def outputs(source: Source) -> list[str]:
+    """-MD and not -MMD: the latter leaves system headers out, torch's among them."""
+    return ["-MD", "-MF", f"{source.stem}.d", "-c", str(source.path), "-o", f"{source.stem}.o"]
+
+
+def torch_libraries(spec: BuildSpec, machine: Machine, *device: str) -> list[str]:
+    """torch's libraries that are there. No rpath: at load they are in the process already, in whichever folder."""
+    names = ["torch_cpu", "torch", "c10", *device]
+    if spec.kind == "python_module":
+        names.insert(0, "torch_python")
+    return [f"-L{machine.torch.lib_dir}", *(f"-l{name}" for name in names if machine.torch.has(name))]
+
+
+_toolchains: dict[str, Toolchain] = {
+    "cxx": CxxToolchain(),
+    "cuda": CudaToolchain(),
+    "sycl": SyclToolchain(),
+}
+
+
+def register_toolchain(name: str, toolchain: Toolchain) -> None:
+    """Make `toolchain` available to specs that name it.
+
+    Raises:
+        ToolchainError: another toolchain has that name.
+    """
+    if _toolchains.setdefault(name, toolchain) is not toolchain:
+        raise ToolchainError(f"there is a toolchain '{name}' already", why=f"{_toolchains[name]!r}")
+
+
+def get_toolchain(name: str) -> Toolchain:
+    """The toolchain of that name.
+
+    Raises:
+        ToolchainError: there is none.
+    """
+    try:
+        return _toolchains[name]
+    except KeyError:
+        raise ToolchainError(
+            f"there is no toolchain '{name}'",
+            why=f"registered: {', '.join(sorted(_toolchains))}",
+            hint="register_toolchain() adds one",
+        ) from None
