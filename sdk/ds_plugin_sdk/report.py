@@ -162,7 +162,7 @@ def _versions() -> dict[str, str]:
 
 def _compilers() -> dict[str, str]:
     found: dict[str, str] = {}
-    for name in jit.toolchains():
+    for name in jit.toolchain_names():
         try:
             found[name] = str(jit.get_toolchain(name).identity().text.splitlines()[0])
         except ToolchainError as error:

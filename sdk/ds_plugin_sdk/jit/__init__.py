@@ -8,7 +8,7 @@ Nothing here knows accelerators, plugins or DeepSpeed, and only `load` imports t
 """
 
 from ds_plugin_sdk.jit import cache
-from ds_plugin_sdk.jit.acquire import acquire, build_into, explain
+from ds_plugin_sdk.jit.acquire import acquire, build_into, explain, find
 from ds_plugin_sdk.jit.compiler import Compiler
 from ds_plugin_sdk.jit.load import load
 from ds_plugin_sdk.jit.machine import Machine
@@ -20,6 +20,7 @@ from ds_plugin_sdk.jit.toolchains import (
     Toolchain,
     get_toolchain,
     register_toolchain,
+    toolchain_names,
 )
 
 __all__ = [
@@ -36,7 +37,9 @@ __all__ = [
     "build_into",
     "cache",
     "explain",
+    "find",
     "get_toolchain",
     "load",
     "register_toolchain",
+    "toolchain_names",
 ]

@@ -41,6 +41,16 @@ def acquire(spec: BuildSpec) -> Artifact:
         return _build(_permitted(choice), choice, start)
 
 
+def find(spec: BuildSpec) -> Artifact | None:
+    """The binary that `acquire` would take without compiling, or None; nothing is changed. Raises SettingError."""
+    start = time.perf_counter()
+    with _as_build_errors(spec):
+        choice = _choose(spec)
+        if choice.origin == "compiled":
+            return None
+        return _artifact(choice.request, choice.found, choice.origin, choice.trail[-1], start)
+
+
 def explain(spec: BuildSpec) -> list[str]:
     """Why `acquire` would take what it would take, a line each; nothing is changed."""
     try:

@@ -364,3 +364,8 @@ def get_toolchain(name: str) -> Toolchain:
             why=f"registered: {', '.join(sorted(_toolchains))}",
             hint="register_toolchain() adds one",
         ) from None
+
+
+def toolchain_names() -> list[str]:
+    """The registered toolchains."""
+    return list(_toolchains)

@@ -22,7 +22,7 @@ class CppOpBuilder(OpBuilder):
         try:
             jit.get_toolchain(self.TOOLCHAIN).find()
         except ToolchainError as error:
-            if not jit.available(self.build_spec()):
+            if jit.find(self.build_spec()) is None:
                 return self._incompatible(str(error), verbose)
         return True
 

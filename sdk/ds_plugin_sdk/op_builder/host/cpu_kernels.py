@@ -35,6 +35,7 @@ LEVELS: dict[str, dict[str, tuple[str, tuple[str, ...]]]] = {
         ),
     },
     "aarch64": {"neon": ("armv8-a", ())},
+    "ppc64le": {"baseline": ("power8", ()), "power9": ("power9", ("-mcpu=power9",))},
 }
 _ANYWHERE: dict[str, tuple[str, tuple[str, ...]]] = {"baseline": ("", ())}
 
@@ -69,13 +70,12 @@ class CPUKernelBuilder(CppOpBuilder):
 
         loops, binding = map(Path, self.sources())
         levels = _levels(portable)
-        names = ",".join(levels)
         return (
             *(
                 Source(loops, (f"-DDS_KERNELS_CPU_LEVEL={level}", *args), tag=level)
                 for level, (_, args) in levels.items()
             ),
-            Source(binding, (f"-DDS_KERNELS_CPU_LEVELS={names}",)),
+            Source(binding),
         )
 
 
