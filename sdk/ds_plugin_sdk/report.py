@@ -164,7 +164,9 @@ def _compilers() -> dict[str, str]:
     found: dict[str, str] = {}
     for name in jit.toolchain_names():
         try:
-            found[name] = str(jit.get_toolchain(name).identity().text.splitlines()[0])
+            found[name] = ", ".join(
+                f"{compiler.path} {compiler.version}" for compiler in jit.get_toolchain(name).find().values()
+            )
         except ToolchainError as error:
             found[name] = f"absent: {error.why or error.what}"
     return found

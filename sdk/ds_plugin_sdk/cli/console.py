@@ -11,6 +11,8 @@ from rich.text import Text
 output = Console()
 errors = Console(stderr=True)
 
+_ANY_WIDTH = 1000
+
 _COLOURS = {
     "available": "green",
     "chosen": "green",
@@ -39,7 +41,7 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) 
     if output.is_terminal:
         output.print(view)
     else:
-        Console(width=max(output.width, output.measure(view).maximum)).print(view)
+        Console(width=_ANY_WIDTH, soft_wrap=True).print(view, crop=False)
 
 
 def _cell(value: str) -> Text:

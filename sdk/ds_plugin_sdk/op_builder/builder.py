@@ -177,7 +177,7 @@ class OpBuilder:
             toolchain=self.TOOLCHAIN,
             kind=self.KIND,
             prebuilt_dirs=(package / "prebuilt", *_prebuilt.values()),
-            roots=((self.owner(), package), ("kernels", kernels_root())),
+            roots=tuple({"kernels": kernels_root(), "plugin": package}.items()),
         )
 
     def compile_units(self, portable: bool) -> tuple[Source, ...]:

@@ -84,7 +84,7 @@ def _levels(portable: bool) -> dict[str, tuple[str, tuple[str, ...]]]:
     from ds_plugin_sdk.jit import target
 
     here = target.here()
-    levels = LEVELS.get(here.machine, _ANYWHERE)
+    levels = LEVELS.get(here.arch, _ANYWHERE)
     if portable:
         return levels
     fitting = [level for level, (needed, _) in levels.items() if here.runs(needed)]
