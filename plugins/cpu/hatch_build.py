@@ -39,10 +39,10 @@ class PrebuiltOps(BuildHookInterface):  # type: ignore[type-arg]  # hatchling gi
             ) from error
 
         shutil.rmtree(folder, ignore_errors=True)
-        for builder in prebuild.native(op_builder.builders(None, "cpu").values()):
-            if prebuild.wanted_in_wheel(builder):
-                artifact = prebuild.build(builder, folder)
-                self.app.display_info(f"compiled {builder.name} in {artifact.seconds:.1f} s")
+        builders = [cls() for cls in op_builder.builders(None, "cpu").values()]
+        for builder in prebuild.distinct(filter(prebuild.wanted_in_wheel, builders)):
+            artifact = prebuild.build(builder, folder)
+            self.app.display_info(f"compiled {builder.name} in {artifact.seconds:.1f} s")
         build_data["force_include"][str(folder)] = "ds_plugin_cpu/prebuilt"
         build_data["pure_python"] = False
         # The binaries use torch's stable ABI and no Python: one wheel serves every Python of this platform.

@@ -19,7 +19,7 @@ def builders_of(plugin: str, ops: Sequence[str] = ()) -> list[OpBuilder]:
 
     Args:
         plugin: name of an installed plugin.
-        ops: DeepSpeed's op names; all if empty.
+        ops: names of ops (``fused_adam``) or of families (``adam``); all if empty.
 
     Raises:
         UnknownAcceleratorError: no such plugin.
@@ -34,28 +34,26 @@ def builders_of(plugin: str, ops: Sequence[str] = ()) -> list[OpBuilder]:
             hint=f"pip install ds-plugin-{plugin}",
         )
     accelerator = registry.load(registry.only(installed[plugin]))
-    found = native(op_builder.builders(accelerator.op_builders, accelerator.device_name()).values())
-    by_name = {builder.name: builder for builder in found}
-    unknown = [name for name in ops if name not in by_name]
+    classes = op_builder.builders(accelerator.op_builders, accelerator.device_name()).values()
+    found = [cls() for cls in classes if not issubclass(cls, ReferenceOpBuilder)]
+    unknown = set(ops) - {builder.name for builder in found} - {builder.build_spec().name for builder in found}
     if unknown:
         raise OpError(
             "there is no such op",
             plugin=plugin,
-            op=unknown[0],
-            why=f"its native ops are {', '.join(sorted(by_name))}",
-            hint="see `sdk report`",
+            op=min(unknown),
+            why=f"its native ops are {', '.join(builder.name for builder in found)}",
+            hint="`sdk report` lists all ops and where each comes from",
         )
-    return [by_name[name] for name in ops] if ops else found
+    return distinct(builder for builder in found if not ops or {builder.name, builder.build_spec().name} & set(ops))
 
 
-def native(classes: Iterable[type[OpBuilder]]) -> list[OpBuilder]:
-    """Instances of the builders that compile something, one for each library."""
+def distinct(builders: Iterable[OpBuilder]) -> list[OpBuilder]:
+    """The first builder of each library: several ops may share one."""
     libraries: dict[tuple[str, str], OpBuilder] = {}
-    for cls in classes:
-        if not issubclass(cls, ReferenceOpBuilder):
-            builder = cls()
-            spec = builder.build_spec()
-            libraries.setdefault((spec.owner, spec.name), builder)
+    for builder in builders:
+        spec = builder.build_spec()
+        libraries.setdefault((spec.owner, spec.name), builder)
     return list(libraries.values())
 
 

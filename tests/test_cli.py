@@ -1,0 +1,84 @@
+"""The commands, as a user types them."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import Install
+
+pytestmark = pytest.mark.compiler
+
+
+def sdk(*arguments: str, status: int = 0) -> str:
+    """Run ``sdk`` in a process of its own; its output and messages."""
+    done = subprocess.run(
+        [sys.executable, "-m", "ds_plugin_sdk.cli", *arguments], capture_output=True, text=True, check=False
+    )
+    text = done.stdout + done.stderr
+    assert done.returncode == status, text
+    return text
+
+
+def test_list_names_the_plugins_and_the_choice(install: Install) -> None:
+    install("zap", probe="Probe.absent('no /dev/zap')")
+    text = sdk("list", "--explain")
+    assert re.search(r"cpu +ds-plugin-cpu 0.1.0 +available: \d+ device.* <- chosen", text)
+    assert re.search(r"zap +ds-plugin-zap 1.0 +absent: no /dev/zap", text)
+    assert re.search(r"cpu +chosen +the best available: priority -100", text)
+
+
+def test_list_as_json(install: Install) -> None:
+    install("zap", body="raise RuntimeError('bad wheel')")
+    text = sdk("list", "--json")
+    found = json.loads(text[text.index("{") : text.rindex("}") + 1])
+    assert found["chosen"] == "cpu"
+    assert {plugin["name"]: plugin["state"][:6] for plugin in found["plugins"]} == {"cpu": "availa", "zap": "broken"}
+
+
+def test_list_fails_where_deepspeed_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "zip")
+    text = sdk("list", status=1)
+    assert "error: DS_ACCELERATOR=zip names nothing that is installed" in text
+    assert "Traceback" not in text
+
+
+def test_build_then_report_then_cache(tmp_path: Path) -> None:
+    assert re.search(r"fused_adam +compiles +ds-plugin-sdk", sdk("report"))
+    built = sdk("build", "cpu", "--ops", "fused_adam")
+    assert re.search(r"fused_adam +compiled +\d+\.\d s", built)
+    assert re.search(r"(cpu|fused)_adam +cache", sdk("report"))
+    assert re.search(r"adam +ds-plugin-sdk +\d+\.\d MiB +just now", sdk("cache", "ls"))
+    assert "adam" in sdk("cache", "why", "adam")
+    assert "1 binaries checked, 0 damaged" in sdk("cache", "verify")
+    (library,) = (tmp_path / "kernel-cache").rglob("adam.so")
+    library.write_bytes(library.read_bytes()[:-1])
+    assert "1 damaged" in sdk("cache", "verify", status=1)
+    assert "1 binaries removed" in sdk("cache", "prune", "--all")
+    assert "is empty" in sdk("cache", "ls")
+
+
+def test_report_as_json_has_every_part() -> None:
+    facts = json.loads(sdk("report", "--json"))
+    assert set(facts) == {"versions", "accelerator", "compilers", "settings", "ops"}
+    assert facts["versions"]["ds-plugin-sdk"] == "0.1.0"
+    assert {op["name"] for op in facts["ops"]} >= {"cpu_adam", "fused_adam", "fused_lamb"}
+
+
+def test_report_prints_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_API_TOKEN", "very-secret")
+    assert "very-secret" not in sdk("report")
+
+
+def test_build_of_an_unknown_plugin_or_op_says_what_there_is() -> None:
+    assert "installed: cpu" in sdk("build", "zap", status=1)
+    assert "its native ops are" in sdk("build", "cpu", "--ops", "nonsense", status=1)
+
+
+def test_prune_wants_to_know_what() -> None:
+    assert "--max-size" in sdk("cache", "prune", status=2)
+    assert "is no size" in sdk("cache", "prune", "--max-size", "big", status=2)

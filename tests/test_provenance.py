@@ -1,0 +1,28 @@
+"""Where ops came from, over all ranks of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ds_plugin_sdk import provenance
+from ds_plugin_sdk.report import summarise
+
+
+def test_a_run_is_collected_from_its_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "run.jsonl"
+    monkeypatch.setenv("DS_PLUGIN_PROVENANCE", str(file))
+    for rank, origin in (("0", "compiled"), ("1", "cache")):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        provenance.record("fused_adam", plugin="ds-plugin-sdk", version="0.1", origin=origin, seconds=1.26)  # type: ignore[arg-type]  # literals
+        provenance.record("cpu", plugin="cpu", version="0.1", origin="accelerator", detail="CPU_Accelerator")
+    accelerator, adam = summarise(provenance.read(file))
+    assert (accelerator.name, accelerator.ranks, accelerator.detail) == ("cpu", [0, 1], "CPU_Accelerator")
+    assert (adam.name, adam.origin, adam.ranks) == ("fused_adam", "compiled in 1.3 s, cache", [0, 1])
+
+
+def test_records_are_kept_in_the_process() -> None:
+    before = len(provenance.records())
+    provenance.record("x", plugin="p", version="1", origin="reference", detail="why")
+    assert provenance.records()[before].detail == "why"

@@ -1,0 +1,62 @@
+"""Environment variables: typed, read when asked, refused with what they mean."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ds_plugin_sdk.errors import SettingError
+from ds_plugin_sdk.settings import Settings, child_environment, settings
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_values_are_read_at_each_access(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DS_PLUGIN_LOCK_TIMEOUT", raising=False)
+    assert settings.lock_timeout == 600
+    monkeypatch.setenv("DS_PLUGIN_LOCK_TIMEOUT", "5")
+    assert settings.lock_timeout == 5
+
+
+@pytest.mark.parametrize(("text", "value"), [("1", True), ("on", True), ("TRUE", True), ("0", False), ("no", False)])
+def test_flags(text: str, value: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DS_PLUGIN_COMPILE", text)
+    assert settings.compile is value
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "name"),
+    [
+        ("DS_PLUGIN_COMPILE", "maybe", "compile"),
+        ("DS_PLUGIN_LOCK_TIMEOUT", "soon", "lock_timeout"),
+        ("MAX_JOBS", "0", "max_jobs"),
+    ],
+)
+def test_a_bad_value_is_an_error_that_explains_the_variable(
+    variable: str, text: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, text)
+    with pytest.raises(SettingError, match=f"{variable}='{text}' cannot be used") as error:
+        getattr(settings, name)
+    assert getattr(Settings, name).doc in str(error.value)
+
+
+def test_build_variables_override_each_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DS_BUILD_CPU_ADAM", raising=False)
+    assert settings.build_op("DS_BUILD_CPU_ADAM") is None
+    monkeypatch.setenv("DS_BUILD_CPU_ADAM", "0")
+    assert settings.build_op("DS_BUILD_CPU_ADAM") is False
+
+
+def test_a_child_gets_the_environment_and_the_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DS_PLUGIN_COMPILE", "0")
+    environment = child_environment(DS_PLUGIN_COMPILE="1")
+    assert environment["DS_PLUGIN_COMPILE"] == "1"
+    assert environment["PATH"]
+
+
+def test_every_setting_is_documented() -> None:
+    page = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+    missing = [setting.variable for _, setting in settings if f"`{setting.variable}` | {setting.doc} |" not in page]
+    assert not missing
