@@ -6,25 +6,47 @@ import json
 import re
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 from conftest import Install
 
+from ds_plugin_sdk import __version__
+from ds_plugin_sdk.cli import main
+
 pytestmark = pytest.mark.compiler
 
 
-def sdk(*arguments: str, status: int = 0) -> str:
-    """Run ``sdk`` in a process of its own; its output and messages."""
-    done = subprocess.run(
-        [sys.executable, "-m", "ds_plugin_sdk.cli", *arguments], capture_output=True, text=True, check=False
-    )
-    text = done.stdout + done.stderr
-    assert done.returncode == status, text
-    return text
+class Run(Protocol):
+    def __call__(self, *arguments: str, status: int = 0) -> str: ...
 
 
-def test_list_names_the_plugins_and_the_choice(install: Install) -> None:
+@pytest.fixture
+def sdk(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """``sdk ARGUMENTS`` in this process: its output and messages."""
+
+    def run(*arguments: str, status: int = 0) -> str:
+        monkeypatch.setattr(sys, "argv", ["sdk", *arguments])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        text = "".join(capsys.readouterr())
+        assert (stop.value.code or 0) == status, text
+        return text
+
+    return run
+
+
+def test_the_command_is_installed_under_both_names() -> None:
+    for name in ("sdk", "ds-sdk"):
+        done = subprocess.run(
+            [Path(sysconfig.get_path("scripts")) / name, "--version"], capture_output=True, text=True, check=True
+        )
+        assert done.stdout == f"ds-plugin-sdk {__version__}\n"
+
+
+def test_list_names_the_plugins_and_the_choice(sdk: Run, install: Install) -> None:
     install("zap", probe="Probe.absent('no /dev/zap')")
     text = sdk("list", "--explain")
     assert re.search(r"cpu +ds-plugin-cpu 0.1.0 +available: \d+ device.* <- chosen", text)
@@ -32,22 +54,23 @@ def test_list_names_the_plugins_and_the_choice(install: Install) -> None:
     assert re.search(r"cpu +chosen +the best available: priority -100", text)
 
 
-def test_list_as_json(install: Install) -> None:
+def test_list_as_json(sdk: Run, install: Install) -> None:
     install("zap", body="raise RuntimeError('bad wheel')")
-    text = sdk("list", "--json")
+    with pytest.warns(RuntimeWarning, match="bad wheel"):
+        text = sdk("list", "--json")
     found = json.loads(text[text.index("{") : text.rindex("}") + 1])
     assert found["chosen"] == "cpu"
     assert {plugin["name"]: plugin["state"][:6] for plugin in found["plugins"]} == {"cpu": "availa", "zap": "broken"}
 
 
-def test_list_fails_where_deepspeed_would(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_list_fails_where_deepspeed_would(sdk: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", "zip")
     text = sdk("list", status=1)
     assert "error: DS_ACCELERATOR=zip names nothing that is installed" in text
     assert "Traceback" not in text
 
 
-def test_build_then_report_then_cache(tmp_path: Path) -> None:
+def test_build_then_report_then_cache(sdk: Run, tmp_path: Path) -> None:
     assert re.search(r"fused_adam +compiles +ds-plugin-sdk", sdk("report"))
     built = sdk("build", "cpu", "--ops", "fused_adam")
     assert re.search(r"fused_adam +compiled +\d+\.\d s", built)
@@ -62,23 +85,23 @@ def test_build_then_report_then_cache(tmp_path: Path) -> None:
     assert "is empty" in sdk("cache", "ls")
 
 
-def test_report_as_json_has_every_part() -> None:
+def test_report_as_json_has_every_part(sdk: Run) -> None:
     facts = json.loads(sdk("report", "--json"))
     assert set(facts) == {"versions", "accelerator", "compilers", "settings", "ops"}
     assert facts["versions"]["ds-plugin-sdk"] == "0.1.0"
     assert {op["name"] for op in facts["ops"]} >= {"cpu_adam", "fused_adam", "fused_lamb"}
 
 
-def test_report_prints_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_prints_no_secrets(sdk: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_API_TOKEN", "very-secret")
     assert "very-secret" not in sdk("report")
 
 
-def test_build_of_an_unknown_plugin_or_op_says_what_there_is() -> None:
+def test_build_of_an_unknown_plugin_or_op_says_what_there_is(sdk: Run) -> None:
     assert "installed: cpu" in sdk("build", "zap", status=1)
     assert "its native ops are" in sdk("build", "cpu", "--ops", "nonsense", status=1)
 
 
-def test_prune_wants_to_know_what() -> None:
+def test_prune_wants_to_know_what(sdk: Run) -> None:
     assert "--max-size" in sdk("cache", "prune", status=2)
     assert "is no size" in sdk("cache", "prune", "--max-size", "big", status=2)
