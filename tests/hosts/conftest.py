@@ -1,4 +1,4 @@
-"""What the tests of the DeepSpeed host share: processes of their own, because the state of imports is what they test."""
+"""Fixtures of the DeepSpeed host: processes of their own, because the state of imports is what is tested."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from host_support import ACCELERATORS, Install, Python
+
 
 @pytest.fixture
 def python(tmp_path: Path) -> Python:
@@ -18,7 +18,9 @@ def python(tmp_path: Path) -> Python:
     ``fails=True`` expects an error, otherwise none; a variable set to None is removed.
     """
 
-    def run(program: str, *options: str, fails: bool = False, **variables: str | None) -> subprocess.CompletedProcess[str]:
+    def run(
+        program: str, *options: str, fails: bool = False, **variables: str | None
+    ) -> subprocess.CompletedProcess[str]:
         environment = {name: value for name, value in {**os.environ, **variables}.items() if value is not None}
         command = [sys.executable, *options, "-c", program]
         done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)

@@ -10,7 +10,7 @@ Install = Callable[..., Path]
 Python = Callable[..., subprocess.CompletedProcess[str]]
 
 # Accelerators that differ in everything DeepSpeed freezes: device string, compile backend, builder classes.
-ACCELERATORS = '''
+ACCELERATORS = """
 import functools
 
 from ds_plugin_cpu.accelerator import CPU_Accelerator
@@ -50,4 +50,4 @@ class Zip(Zap):
 class Broken(Zap):
     def __init__(self):
         raise OSError("libzap.so.3: cannot open shared object file")
-'''
+"""

@@ -11,9 +11,9 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+from host_support import Install, Python
 
 import ds_plugin_sdk
-from host_support import Install, Python
 
 pytestmark = pytest.mark.deepspeed
 
@@ -92,7 +92,7 @@ def test_deepspeed_imported_before_the_sdk(zap: Path, python: Python) -> None:
 
 
 def test_the_cpu_plugin_steps_aside_for_hardware_that_deepspeed_finds(tmp_path: Path, python: Python) -> None:
-    """DeepSpeed takes an installed torch_npu for the hardware; this one is a stand-in, DeepSpeed's detection is real."""
+    """DeepSpeed takes an installed torch_npu for hardware; that is a stand-in here, DeepSpeed's detection is real."""
     (tmp_path / "torch_npu.py").write_text(
         "import sys, unittest.mock, torch\ntorch.npu = sys.modules['torch.npu'] = unittest.mock.MagicMock()\n", "utf-8"
     )

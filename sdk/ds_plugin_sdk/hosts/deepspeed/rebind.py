@@ -121,8 +121,7 @@ def _set_default(function: Any, parameter: str, value: object) -> None:
         if given.default is not given.empty and given.kind is given.POSITIONAL_OR_KEYWORD
     ]
     function.__defaults__ = tuple(
-        value if name == parameter else default
-        for name, default in zip(names, function.__defaults__, strict=True)
+        value if name == parameter else default for name, default in zip(names, function.__defaults__, strict=True)
     )
 
 
