@@ -105,10 +105,7 @@ def _run(plan: Plan, command: Sequence[str], work: Path, transcript: TextIO) -> 
         ) from error
     transcript.write(f"$ {shlex.join(command)}\n{done.stdout}")
     if done.returncode < 0:
-        name = signal.Signals(-done.returncode).name
-        why = f"{command[0]} was killed by {name}"
-        if name == "SIGXFSZ":
-            why += ": File size limit exceeded"
+        why = f"{command[0]} was stopped: {signal.strsignal(-done.returncode)}"
         raise failure(plan, why, command=command, output=done.stdout)
     if done.returncode:
         why = _first_error(done.stdout) or f"{command[0]} exited with {done.returncode}"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_plugin_sdk.jit.machine import STABLE_TORCH
-from ds_plugin_sdk.jit.plan import SCHEMA, Plan, Request, Tokens, differences, digest, file_digest
+from ds_plugin_sdk.jit.plan import SCHEMA, Plan, Request, Tokens, differences, digest, file_digest, lacking
 
 KEY_FILE = "key.json"
 LOG_FILE = "build.log"
@@ -78,9 +78,9 @@ def check_binary(folder: Path, record: Record) -> None:
     Raises:
         DamagedError: it is missing, truncated or altered.
     """
+    path = folder / f"{record['key']['request']['op']}.so"
+    expected = record["binary"]
     try:
-        path = folder / f"{record['key']['request']['op']}.so"
-        expected = record["binary"]
         size = path.stat().st_size
         if size != expected["bytes"]:
             raise DamagedError(f"{path} has {size} bytes instead of {expected['bytes']}")
@@ -88,8 +88,17 @@ def check_binary(folder: Path, record: Record) -> None:
             raise DamagedError(f"{path} does not match its SHA-256 in {KEY_FILE}")
     except OSError as error:
         raise DamagedError(f"{folder}: {error.strerror}") from error
-    except (KeyError, TypeError) as error:
-        raise DamagedError(f"{folder / KEY_FILE} is damaged: {error!r}") from error
+
+
+def outdated(record: Record, plan: Plan) -> str:
+    """Why a build of `plan` is not what the plan would give now; empty if it is.
+
+    Raises:
+        DamagedError: it is not a build of `plan`, though it lies where those do.
+    """
+    if digest(record["key"]) != plan.direct:
+        raise DamagedError(f"a {KEY_FILE} does not belong to its folder {plan.direct}")
+    return stale_header(record, plan.request.tokens)
 
 
 def stale_header(record: Record, tokens: Tokens, *, own_only: bool = False) -> str:
@@ -122,7 +131,7 @@ def misfit(record: Record, request: Request) -> str:
     key, spec, here = record["key"], request.spec, request.machine
     if key["arch"] != here.target.arch:
         return f"it is for {key['arch']}, not for {here.target.arch}"
-    if lines := differences(key["request"], request.facts):
+    if lines := lacking(key["request"], request.facts):
         return "it was built from something else: " + "; ".join(lines)
     if not here.target.runs(key["cpu"]):
         return f"it is for {key['cpu']} CPUs, and this one is {here.target.level or 'unknown'}"
@@ -171,6 +180,10 @@ def search(
             check_binary(folder, record)
         except DamagedError as error:
             reasons.append(str(error))
+            damaged.append(folder)
+            continue
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            reasons.append(f"{folder / KEY_FILE} is damaged: {error!r}")
             damaged.append(folder)
             continue
         return Search(folder, record, tuple(reasons), tuple(damaged))

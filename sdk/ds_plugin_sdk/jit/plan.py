@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ds_plugin_sdk.errors import CompileError
 from ds_plugin_sdk.jit import machine, target, toolchains
@@ -31,13 +32,12 @@ class Tokens:
     def __init__(self, spec: BuildSpec, here: Machine) -> None:
         own = dict(spec.roots)
         foreign = {"torch": here.torch.root, "python": here.python_include}
-        self._folders = {token: Path(folder) for token, folder in {**foreign, **own}.items()}
+        self._folders = {f"${token}": str(folder) for token, folder in {**foreign, **own}.items()}
         self._own = tuple(f"${token}/" for token in own)
-        longest_first = sorted(self._folders.items(), key=lambda item: -len(str(item[1])))
+        forms = {form: token for token, folder in self._folders.items() for form in (os.path.realpath(folder), folder)}
         self._patterns = [
-            (re.compile(re.escape(str(form)) + r"(?=$|[/,:;])"), f"${token}")
-            for token, folder in longest_first
-            for form in dict.fromkeys((folder, folder.resolve()))
+            (re.compile(re.escape(form) + r"(?=$|[/,:;])"), forms[form])
+            for form in sorted(forms, key=len, reverse=True)
         ]
 
     def write(self, text: str) -> str:
@@ -46,13 +46,10 @@ class Tokens:
             text = pattern.sub(token, text)
         return text
 
-    def read(self, path: str) -> Path:
+    def read(self, path: str) -> str:
         """The path that `write` wrote."""
-        if path.startswith("$"):
-            token, _, rest = path[1:].partition("/")
-            if token in self._folders:
-                return self._folders[token] / rest
-        return Path(path)
+        token, slash, rest = path.partition("/")
+        return self._folders[token] + slash + rest if token in self._folders else path
 
     def is_own(self, path: str) -> bool:
         """Whether a written path lies below one of the spec's own roots."""
@@ -186,15 +183,33 @@ def differences(old: object, new: object, name: str = "") -> list[str]:
     return [f"{name} {old or 'none'} -> {new or 'none'}"]
 
 
-def _source_differences(old: Sequence[Mapping[str, object]], new: Sequence[Mapping[str, object]]) -> list[str]:
-    before = {(source["path"], source["tag"]): source for source in old}
-    after = {(source["path"], source["tag"]): source for source in new}
-    lines = [f"{path} was removed" for path, tag in before if (path, tag) not in after]
-    lines += [f"{path} was added" for path, tag in after if (path, tag) not in before]
-    for unit in before.keys() & after.keys():
+def lacking(built: Mapping[str, Any], asked: Mapping[str, Any]) -> list[str]:
+    """What a binary lacks of what is asked for, a line each, as `differences` has them.
+
+    It may have more units of the same files: a portable binary has one for each instruction-set level, and takes the
+    best when it runs, where a build for one machine has one.
+    """
+    have, want = ({**facts, "sources": ()} for facts in (built, asked))
+    files = {source["path"] for source in asked["sources"]}
+    units = {_unit(source) for source in asked["sources"]}
+    compared = [source for source in built["sources"] if _unit(source) in units or source["path"] not in files]
+    return differences(have, want) + _source_differences(compared, asked["sources"])
+
+
+def _unit(source: Mapping[str, Any]) -> tuple[str, str]:
+    return source["path"], source["tag"]
+
+
+def _source_differences(old: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str, Any]]) -> list[str]:
+    before = {_unit(source): source for source in old}
+    after = {_unit(source): source for source in new}
+    lines = [f"{' '.join(unit).strip()} was removed" for unit in before if unit not in after]
+    lines += [f"{' '.join(unit).strip()} was added" for unit in after if unit not in before]
+    for unit in (unit for unit in before if unit in after):
+        name = " ".join(unit).strip()
         if before[unit]["sha256"] != after[unit]["sha256"]:
-            lines.append(f"{unit[0]} changed")
-        lines += differences(before[unit]["args"], after[unit]["args"], f"arguments of {unit[0]}")
+            lines.append(f"{name} changed")
+        lines += differences(before[unit]["args"], after[unit]["args"], f"arguments of {name}")
     return lines
 
 

@@ -64,8 +64,7 @@ class Store:
 
     def lookup(self, plan: Plan) -> Search:
         """The entry of `plan` whose headers are as they are now."""
-        tokens = plan.request.tokens
-        return entry.search(children(self.home(plan)), lambda record: entry.stale_header(record, tokens), self.distrust)
+        return entry.search(children(self.home(plan)), lambda record: entry.outdated(record, plan), self.distrust)
 
     def lookup_alike(self, request: Request) -> Search:
         """An entry that was made of the same sources and runs here, whichever compiler made it; the newest first."""

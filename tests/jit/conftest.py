@@ -1,0 +1,78 @@
+"""Fixtures of the JIT's tests: a small op, a compiler that counts, and processes to build in."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from small_op import CountingCompiler, Project, make_project, script
+
+SDK = Path(__file__).resolve().parents[2] / "sdk"
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Project:
+    return make_project(tmp_path / "checkout", tmp_path / "shared")
+
+
+@pytest.fixture(autouse=True)
+def quiet_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No compiler, flag or temporary folder of the user who runs the tests."""
+    for variable in (
+        "CC", "CXX", "CFLAGS", "CXXFLAGS", "LDFLAGS", "CPATH", "MAX_JOBS", "TORCH_CUDA_ARCH_LIST", "CUDA_HOME",
+        "DS_PLUGIN_LOCK_TIMEOUT", "NVCC_APPEND_FLAGS", "NVCC_PREPEND_FLAGS",
+    ):  # fmt: skip
+        monkeypatch.delenv(variable, raising=False)
+
+
+@pytest.fixture
+def counting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CountingCompiler:
+    log = tmp_path / "compilations"
+    real = shutil.which("c++")
+    path = script(
+        tmp_path / "counting-c++",
+        f"""\
+        case "$*" in *" -c "*) echo x >> {log};; esac
+        exec {real} "$@"
+        """,
+    )
+    monkeypatch.setenv("CXX", str(path))
+    return CountingCompiler(path, log)
+
+
+Spawn = Callable[..., "subprocess.Popen[str]"]
+
+# A process of its own that builds the project given in its arguments and tells what it got.
+WORKER = """\
+import pathlib, sys
+sys.path[:0] = [{sdk!r}, {here!r}]
+import small_op
+from ds_plugin_sdk.jit import acquire
+project = small_op.Project(pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]))
+artifact = acquire(project.spec())
+print(artifact.origin, small_op.answer(artifact.path), flush=True)
+"""
+
+
+@pytest.fixture
+def spawn(project: Project, tmp_path: Path) -> Spawn:
+    """Starts processes that acquire the project's op and print origin and answer."""
+    worker = tmp_path / "worker.py"
+    worker.write_text(WORKER.format(sdk=str(SDK), here=str(Path(__file__).parent)))
+
+    def start(before: str = "", **options: object) -> subprocess.Popen[str]:
+        program = tmp_path / f"worker-{abs(hash(before))}.py"
+        program.write_text(before + worker.read_text())
+        return subprocess.Popen(
+            [sys.executable, str(program), str(project.root), str(project.shared)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            **options,  # type: ignore[call-overload]
+        )
+
+    return start

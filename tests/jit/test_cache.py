@@ -1,0 +1,273 @@
+"""What is a hit and what is a miss, for each thing that a binary depends on."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from small_op import EXPORT, CountingCompiler, Project, answer, entry_folder, make_project, other_torch, script
+
+from ds_plugin_sdk.jit import BuildSpec, Source, acquire, cache, explain, machine, plan, target
+
+pytestmark = pytest.mark.compiler
+
+
+def key_of(spec: BuildSpec) -> str:
+    return plan.make_plan(plan.make_request(spec)).direct
+
+
+def test_compiles_once_then_finds_it(project: Project, counting: CountingCompiler) -> None:
+    first, second = acquire(project.spec()), acquire(project.spec())
+    assert (first.origin, second.origin) == ("compiled", "cache")
+    assert first.path == second.path
+    assert answer(first.path) == 42
+    assert counting.count() == 1
+    assert "there was none yet" in first.reason
+
+
+def test_the_key_tells_what_was_built(project: Project) -> None:
+    artifact = acquire(project.spec(cxx_args=("-march=native",)))
+    key = artifact.key["key"]
+    assert key["cpu"] == target.here().level  # type: ignore[index]
+    text = (artifact.path.parent / "key.json").read_text()
+    assert "native" not in text
+    assert "$test/answer.cpp" in text
+    assert str(project.root) not in text
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "told"),
+    [
+        ("checkout/answer.cpp", f"{EXPORT} int answer() {{ return 7; }}", "$test/answer.cpp changed"),
+        ("checkout/answer.h", "#define ANSWER 50", "header $test/answer.h changed"),
+        ("shared/shared.h", "#define SHARED 12", "shared.h changed"),
+    ],
+    ids=["source", "own header", "foreign header"],
+)
+def test_changed_files_are_compiled_again(project: Project, file: str, text: str, told: str, tmp_path: Path) -> None:
+    before = acquire(project.spec())
+    assert answer(before.path) == 42
+    (tmp_path / file).write_text(text)
+    after = acquire(project.spec())
+    assert after.origin == "compiled"
+    assert told in after.reason
+    assert answer(after.path) != 42
+    assert acquire(project.spec()).origin == "cache"
+
+
+def test_a_change_taken_back_is_a_hit(project: Project, counting: CountingCompiler) -> None:
+    header = project.root / "answer.h"
+    original = header.read_text()
+    first = acquire(project.spec())
+    header.write_text("#define ANSWER 1\n")
+    acquire(project.spec())
+    header.write_text(original)
+    assert acquire(project.spec()).path == first.path
+    assert counting.count() == 2
+
+
+def test_own_headers_are_read_even_when_their_time_stamps_lie(project: Project) -> None:
+    header = project.root / "answer.h"
+    acquire(project.spec())
+    state = header.stat()
+    header.write_text("#define ANSWER 41\n")  # as long as before
+    os.utime(header, ns=(state.st_atime_ns, state.st_mtime_ns))
+    assert answer(acquire(project.spec()).path) == 43
+
+
+def test_foreign_headers_may_be_copied_about(project: Project, counting: CountingCompiler) -> None:
+    """Another time stamp alone is not another header."""
+    acquire(project.spec())
+    os.utime(project.shared / "shared.h", (1, 1))
+    assert acquire(project.spec()).origin == "cache"
+    assert counting.count() == 1
+
+
+def test_a_header_that_is_gone_is_told(project: Project) -> None:
+    acquire(project.spec())
+    (project.shared / "shared.h").unlink()
+    assert any("shared.h is gone" in line for line in explain(project.spec()))
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"cxx_args": ("-O1",)}, "cxx_args: nothing -> -O1"),
+        ({"link_args": ("-Wl,-O1",)}, "link_args: nothing -> -Wl,-O1"),
+        ({"include_dirs": "more"}, "commands"),
+    ],
+)
+def test_arguments_are_part_of_the_key(project: Project, changes: dict[str, object], told: str, tmp_path: Path) -> None:
+    acquire(project.spec())
+    if "include_dirs" in changes:
+        changes = {"include_dirs": (*project.spec().include_dirs, tmp_path)}
+    again = acquire(project.spec(**changes))
+    assert again.origin == "compiled"
+    assert told in again.reason
+
+
+def test_tagged_units_of_one_file(project: Project) -> None:
+    unit = 'extern "C" int LEVEL() { return 1; }\n'
+    (project.root / "level.cpp").write_text(unit)
+    levels = tuple(Source(project.root / "level.cpp", (f"-DLEVEL={name}",), name) for name in ("low", "high"))
+    spec = project.spec(sources=(*project.spec().sources, *levels))
+    artifact = acquire(spec)
+    assert answer(artifact.path) == 42
+    assert key_of(spec) != key_of(replace(spec, sources=spec.sources[:2]))
+
+
+@pytest.mark.parametrize("variable", ["CFLAGS", "CXXFLAGS", "LDFLAGS", "CPATH"])
+def test_the_environment_is_part_of_the_key(
+    project: Project, variable: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    before = key_of(project.spec())
+    monkeypatch.setenv(variable, str(tmp_path) if variable == "CPATH" else "-g")
+    assert key_of(project.spec()) != before
+
+
+def test_the_users_flags_reach_the_compiler(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    (project.root / "answer.cpp").write_text(f"{EXPORT} int answer() {{ return FROM_C + FROM_CXX; }}")
+    monkeypatch.setenv("CFLAGS", "-DFROM_C=1")
+    monkeypatch.setenv("CXXFLAGS", "-DFROM_CXX=2")
+    assert answer(acquire(project.spec()).path) == 3
+
+
+def test_another_compiler_is_another_key(project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiler that is upgraded in its place says another version; the reason names both."""
+    acquire(project.spec())
+    real = shutil.which("c++")
+    fake = script(
+        tmp_path / "c++-99", f'[ "$1" = --version ] && {{ echo "g++ (Test) 99.1.0"; exit; }}\nexec {real} "$@"\n'
+    )
+    monkeypatch.setenv("CXX", str(fake))
+    upgraded = acquire(project.spec())
+    assert upgraded.origin == "compiled"
+    assert "99.1.0" in upgraded.reason and "rebuilt: cxx " in upgraded.reason
+
+
+def test_a_compiler_replaced_in_place_is_seen(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = shutil.which("c++")
+    body = '[ "$1" = --version ] && {{ echo "g++ {version}"; exit; }}\nexec {real} "$@"\n'
+    fake = script(tmp_path / "g++", body.format(version="9.1.0", real=real))
+    monkeypatch.setenv("CXX", str(fake))
+    acquire(project.spec())
+    script(fake, body.format(version="10.2.0", real=real))
+    again = acquire(project.spec())
+    assert again.origin == "compiled"
+    assert "cxx 9.1.0 -> 10.2.0" in again.reason
+    assert any("cxx 9.1.0 -> 10.2.0" in line for line in cache.why("answer"))
+
+
+def test_the_stable_abi_serves_every_torch_and_the_exact_one_does_not(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stable, exact = project.spec(), project.spec(cxx_args=("-UTORCH_TARGET_VERSION",))
+    before = key_of(stable), key_of(exact)
+    other_torch(monkeypatch, "2.99.0")
+    assert key_of(stable) == before[0]
+    assert key_of(exact) != before[1]
+
+
+def test_python_modules_depend_on_the_python(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    library, module = project.spec(), project.spec(kind="python_module")
+    before = key_of(library), key_of(module)
+    other = replace(machine.here(), python_abi="cpython-399-test")
+    monkeypatch.setattr(machine, "here", lambda: other)
+    assert key_of(library) == before[0]
+    assert key_of(module) != before[1]
+
+
+def test_the_cpu_counts_only_for_code_made_for_it(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    anywhere, native = project.spec(), project.spec(cxx_args=("-march=native",))
+    before = key_of(anywhere), key_of(native)
+    other = replace(machine.here(), target=target.Target("x86_64", "x86-64-v2"))
+    monkeypatch.setattr(machine, "here", lambda: other)
+    assert key_of(anywhere) == before[0]
+    assert key_of(native) != before[1]
+
+
+def test_two_checkouts_share_one_build(tmp_path: Path, counting: CountingCompiler) -> None:
+    one = make_project(tmp_path / "one", tmp_path / "shared")
+    two = make_project(tmp_path / "two" / "deeper", tmp_path / "shared")
+    # Folders outside the roots stand in the key as they are.
+    assert acquire(one.spec()).path == acquire(two.spec()).path
+    assert counting.count() == 1
+
+
+def test_explain_changes_nothing(project: Project) -> None:
+    assert explain(project.spec()) == ["to be compiled: compiled: there was none yet"]
+    assert not cache.root().exists()
+    path = acquire(project.spec()).path.parent
+    assert explain(project.spec()) == [f"cache {path}: the key matches"]
+
+
+def test_entries_tell_size_age_and_use(project: Project) -> None:
+    start = time.time()
+    folder = acquire(project.spec()).path.parent
+    (entry,) = cache.entries()
+    assert (entry.owner, entry.op, entry.path) == ("ds-plugin-test", "answer", folder)
+    assert entry.bytes == sum(file.stat().st_size for file in folder.iterdir())
+    assert start - 1 <= entry.created <= time.time()
+    long_ago = start - 7200
+    os.utime(folder / "key.json", (long_ago, long_ago))
+    acquire(project.spec())
+    assert cache.entries()[0].last_used >= start - 1
+
+
+def test_verify_names_what_is_damaged(project: Project) -> None:
+    folder = acquire(project.spec()).path.parent
+    assert cache.verify() == []
+    with (folder / "answer.so").open("r+b") as file:
+        file.write(b"x")
+    (problem,) = cache.verify()
+    assert "answer.so does not match its SHA-256" in problem
+    folder.chmod(0o777)
+    assert any("can be written by everybody" in problem for problem in cache.verify())
+
+
+def test_prune_takes_the_least_recently_used(project: Project) -> None:
+    paths = []
+    for number in range(3):
+        (project.root / "answer.h").write_text(f"#define ANSWER {number}\n")
+        paths.append(acquire(project.spec()).path.parent)
+        os.utime(paths[-1] / "key.json", (1000 + number, 1000 + number))
+    size = cache.entries()[0].bytes
+    assert {entry.path for entry in cache.prune(max_bytes=int(2.5 * size))} == {paths[0]}
+    assert {entry.path for entry in cache.prune(older_than=time.time() - 1001.5)} == {paths[1]}
+    assert [entry.path for entry in cache.entries()] == [paths[2]]
+    assert cache.prune() == []
+    assert len(cache.prune(everything=True)) == 1
+    assert cache.entries() == []
+
+
+def test_why_without_a_build() -> None:
+    assert cache.why("nothing") == [f"no build of 'nothing' in {cache.root()}"]
+
+
+def test_the_cache_is_private(project: Project) -> None:
+    folder = acquire(project.spec()).path.parent
+    while folder != cache.root().parent:
+        assert folder.stat().st_mode & 0o077 == 0 or folder == entry_folder(), folder
+        folder = folder.parent
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"name": "Answer"}, "op name"),
+        ({"name": "../up"}, "op name"),
+        ({"owner": "../up"}, "owner"),
+        ({"owner": ".hidden"}, "owner"),
+        ({"sources": ()}, "distinct"),
+        ({"kind": "python_module", "name": "0"}, "Python module"),
+    ],
+)
+def test_names_that_cannot_be_folders_are_refused(project: Project, fields: dict[str, object], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        project.spec(**fields)
