@@ -1,0 +1,72 @@
+// ds_plugin::adam_ and ds_plugin::adam_rollback_ for tensors in host memory.
+#include "adam_loops.h"
+#include "levels.h"
+#include "run.h"
+
+namespace ds_kernels::cpu {
+
+DS_KERNELS_CPU_LEVELS(AdamLoops, adam_loops)
+
+namespace {
+
+// One AdamStep per tensor; equal step numbers in a row are computed once.
+std::vector<AdamStep> steps_of(const char* op, const std::vector<int64_t>& steps, size_t tensors,
+                               const AdamOptions& options) {
+  DS_KERNELS_CHECK(steps.size() == 1 || steps.size() == tensors, op, "steps has ", steps.size(),
+                   " entries; expected 1, or one per tensor (", tensors, ")");
+  for (const int64_t step : steps) {
+    DS_KERNELS_CHECK(step >= 1, op, "steps has an entry ", step, "; expected at least 1: the first update is step 1");
+  }
+  std::vector<AdamStep> result;
+  result.reserve(tensors);
+  for (size_t i = 0; i < tensors; ++i) {
+    const bool repeated = i > 0 && (steps.size() == 1 || steps[i] == steps[i - 1]);
+    result.push_back(repeated ? result.back() : adam_step(options, steps[steps.size() == 1 ? 0 : i]));
+  }
+  return result;
+}
+
+void run_loop(AdamLoop loop, MultiTensor& tensors, const std::vector<AdamStep>& steps) {
+  run<4>(tensors, [&](void** at, size_t tensor, int64_t count) {
+    loop(at[0], at[1], at[2], at[3], count, steps[tensor]);
+  });
+}
+
+void adam_(const TensorList& params, const TensorList& grads, const TensorList& exp_avgs, const TensorList& exp_avg_sqs,
+           const std::vector<int64_t>& steps, double lr, double beta1, double beta2, double eps, double weight_decay,
+           bool adamw, bool bias_correction) {
+  const char* op = "adam_";
+  MultiTensor tensors(op, {{"params", params, true},
+                           {"grads", grads, false},
+                           {"exp_avgs", exp_avgs, true},
+                           {"exp_avg_sqs", exp_avg_sqs, true}});
+  tensors.check_dtypes();
+  const auto constants =
+      steps_of(op, steps, tensors.size(), {lr, beta1, beta2, eps, weight_decay, adamw, bias_correction});
+  const bool float_grads = tensors.dtype(1) == Dtype::Float32, float_states = tensors.dtype(2) == Dtype::Float32;
+  run_loop(best_adam_loops(op).update(tensors.dtype(0), float_grads, float_states), tensors, constants);
+}
+
+void adam_rollback_(const TensorList& params, const TensorList& grads, const TensorList& exp_avgs,
+                    const TensorList& exp_avg_sqs, const std::vector<int64_t>& steps, double lr, double beta1,
+                    double beta2, double eps, double weight_decay) {
+  const char* op = "adam_rollback_";
+  MultiTensor tensors(op, {{"params", params, true},
+                           {"grads", grads, false},
+                           {"exp_avgs", exp_avgs, true},
+                           {"exp_avg_sqs", exp_avg_sqs, true}});
+  tensors.check_dtypes();
+  DS_KERNELS_CHECK(tensors.dtype(0) == Dtype::Float32, op, "params are ", name_of(tensors.dtype(0)),
+                   "; expected float32: a step that was rounded to fewer bits cannot be undone");
+  run_loop(best_adam_loops(op).rollback, tensors,
+           steps_of(op, steps, tensors.size(), {lr, beta1, beta2, eps, weight_decay, true, true}));
+}
+
+}  // namespace
+
+DS_KERNELS_IMPL(CPU, m) {
+  m.impl("adam_", DS_KERNELS_BOX(&adam_));
+  m.impl("adam_rollback_", DS_KERNELS_BOX(&adam_rollback_));
+}
+
+}  // namespace ds_kernels::cpu

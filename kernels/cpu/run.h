@@ -1,0 +1,29 @@
+// Runs a loop over all elements of a multi-tensor op, on torch's threads.
+#pragma once
+
+#include <ds_kernels/multi_tensor.h>
+#include <ds_kernels/slices.h>
+
+namespace ds_kernels::cpu {
+
+// Below this many units of work a thread costs more to wake than it saves.
+constexpr int64_t kGrain = 16;
+
+// Calls `body(at, tensor, count)` for slices of `count` elements of one tensor; `at[list]` is where the slice begins in
+// each list. Copies results back to tensors that had to be copied.
+template <size_t lists, class Body>
+void run(MultiTensor& tensors, const Body& body) {
+  const Slices slices(tensors.numels());
+  parallel_for(0, slices.units(), kGrain, [&](int64_t first, int64_t last) {
+    slices.visit(first, last, [&](size_t tensor, int64_t begin, int64_t end) {
+      void* at[lists];
+      for (size_t list = 0; list < lists; ++list) {
+        at[list] = static_cast<char*>(tensors.data(list, tensor)) + begin * size_of(tensors.dtype(list));
+      }
+      body(at, tensor, end - begin);
+    });
+  });
+  tensors.write_back();
+}
+
+}  // namespace ds_kernels::cpu

@@ -1,0 +1,201 @@
+// Vectors of floats, as wide as the target has them, and their way to and from memory.
+//
+// Arithmetic is that of the GCC/clang vector extensions, which lower to any target: AVX-512, AVX2, NEON, VSX, RVV
+// and, where there is nothing, to scalar code. Intrinsics appear only where the extensions have no word for an
+// instruction: square root and half-precision conversion.
+//
+// A vector behaves like a float in formulas (`a * b + 2.f * c`), and the functions that formulas need exist for both,
+// so that one maths header serves vectors on a CPU and single elements on a GPU.
+#pragma once
+
+#include <ds_kernels/config.h>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+namespace ds_kernels {
+inline namespace DS_KERNELS_CPU_LEVEL {
+
+// ---- one element -----------------------------------------------------------------------------------------------
+
+DS_KERNELS_INLINE float square_root(float x) { return __builtin_sqrtf(x); }
+DS_KERNELS_INLINE float zero_unless_finite(float x) { return __builtin_isfinite(x) ? x : 0.f; }
+DS_KERNELS_INLINE float zero_if_negative(float x) { return x < 0 ? 0.f : x; }
+
+#if !defined(__CUDACC__) && !defined(__HIPCC__)
+
+// ---- vectors ---------------------------------------------------------------------------------------------------
+
+#if defined(__AVX512F__)
+constexpr int kVectorBytes = 64;
+#elif defined(__AVX__)
+constexpr int kVectorBytes = 32;
+#else
+constexpr int kVectorBytes = 16;
+#endif
+constexpr int kLanes = kVectorBytes / 4;
+
+typedef float Floats __attribute__((vector_size(kVectorBytes)));
+typedef uint32_t Words __attribute__((vector_size(kVectorBytes)));
+typedef uint16_t Halves __attribute__((vector_size(kVectorBytes / 2)));
+
+// Conversions between vectors of one size keep the bits.
+DS_KERNELS_INLINE Words bits_of(Floats x) { return (Words)x; }
+DS_KERNELS_INLINE Floats float_of(Words x) { return (Floats)x; }
+
+// Lanes of `a` where `mask` is all ones, of `b` where it is zero.
+DS_KERNELS_INLINE Words select(Words mask, Words a, Words b) { return (mask & a) | (~mask & b); }
+DS_KERNELS_INLINE Floats select(Words mask, Floats a, Floats b) {
+  return float_of(select(mask, bits_of(a), bits_of(b)));
+}
+
+template <class Vector, class Element>
+DS_KERNELS_INLINE Vector load_bits(const Element* from) {
+  static_assert(sizeof(Vector) == kLanes * sizeof(Element), "a vector of kLanes elements");
+  Vector vector;
+  __builtin_memcpy(&vector, from, sizeof vector);
+  return vector;
+}
+
+template <class Vector, class Element>
+DS_KERNELS_INLINE void store_bits(Element* to, Vector vector) {
+  static_assert(sizeof(Vector) == kLanes * sizeof(Element), "a vector of kLanes elements");
+  __builtin_memcpy(to, &vector, sizeof vector);
+}
+
+// ---- the functions of one element, for vectors -----------------------------------------------------------------
+
+DS_KERNELS_INLINE Floats square_root(Floats x) {
+#if defined(__AVX512F__)
+  // The unmasked forms read an undefined register in GCC's header, and GCC 12 warns of it at every use.
+  return (Floats)_mm512_maskz_sqrt_ps(0xffff, (__m512)x);
+#elif defined(__AVX__)
+  return (Floats)_mm256_sqrt_ps((__m256)x);
+#elif defined(__SSE2__)
+  return (Floats)_mm_sqrt_ps((__m128)x);
+#elif defined(__aarch64__)
+  return (Floats)vsqrtq_f32((float32x4_t)x);
+#else
+  for (int lane = 0; lane < kLanes; ++lane) x[lane] = __builtin_sqrtf(x[lane]);
+  return x;
+#endif
+}
+
+DS_KERNELS_INLINE Floats zero_unless_finite(Floats x) {
+  return select((Words)((bits_of(x) & 0x7f800000u) != 0x7f800000u), x, Floats{});
+}
+
+DS_KERNELS_INLINE Floats zero_if_negative(Floats x) { return select((Words)(x < 0.f), Floats{}, x); }
+
+// ---- bfloat16: the upper half of a float -----------------------------------------------------------------------
+//
+// AVX512-BF16 has an instruction for the way down, but it flushes subnormals, and these loops wait for memory anyway.
+
+DS_KERNELS_INLINE Floats widen_bfloat16(Halves halves) { return float_of(__builtin_convertvector(halves, Words) << 16); }
+
+// Rounds to nearest even; a NaN stays a NaN (made quiet).
+DS_KERNELS_INLINE Halves narrow_bfloat16(Floats x) {
+  const Words bits = bits_of(x);
+  const Words rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  const Words quiet_nan = (bits >> 16) | 0x40u;
+  return __builtin_convertvector(select((Words)(x != x), quiet_nan, rounded), Halves);
+}
+
+// ---- IEEE half precision ---------------------------------------------------------------------------------------
+
+DS_KERNELS_INLINE Floats widen_float16(Halves halves) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_maskz_cvtph_ps(0xffff, (__m256i)halves);
+#elif defined(__F16C__)
+  return (Floats)_mm256_cvtph_ps((__m128i)halves);
+#elif defined(__aarch64__)
+  return (Floats)vcvt_f32_f16((float16x4_t)halves);
+#else
+  const Words wide = __builtin_convertvector(halves, Words);
+  const Words magnitude = wide & 0x7fffu;
+  // Exponent and mantissa moved into place are 2^112 too small, for subnormals too.
+  const Words finite = bits_of(float_of(magnitude << 13) * 0x1p112f);
+  const Words not_finite = (magnitude << 13) | 0x7f800000u;
+  return float_of(((wide & 0x8000u) << 16) | select((Words)(magnitude >= 0x7c00u), not_finite, finite));
+#endif
+}
+
+// Rounds to nearest even; overflows to infinity; a NaN stays a NaN (made quiet).
+DS_KERNELS_INLINE Halves narrow_float16(Floats x) {
+#if defined(__AVX512F__)
+  return (Halves)_mm512_maskz_cvtps_ph(0xffff, (__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#elif defined(__F16C__)
+  return (Halves)_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT);
+#elif defined(__aarch64__)
+  return (Halves)vcvt_f16_f32((float32x4_t)x);
+#else
+  const Words bits = bits_of(x);
+  const Words magnitude = bits & 0x7fffffffu;
+  const Words normal = (magnitude - (112u << 23) + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
+  // Adding 0.5 leaves the subnormal half, rounded by the addition itself, in the low bits.
+  const Words subnormal = bits_of(float_of(magnitude) + 0.5f) - 0x3f000000u;
+  const Words quiet_nan = ((magnitude >> 13) & 0x3ffu) | 0x7e00u;
+  Words half = select((Words)(magnitude < 0x38800000u), subnormal, normal);
+  half = select((Words)(magnitude >= 0x477ff000u), Words{} + 0x7c00u, half);
+  half = select((Words)(magnitude > 0x7f800000u), quiet_nan, half);
+  return __builtin_convertvector(half | ((bits >> 16) & 0x8000u), Halves);
+#endif
+}
+
+// ---- memory ----------------------------------------------------------------------------------------------------
+
+DS_KERNELS_INLINE Floats load(const float* from) { return load_bits<Floats>(from); }
+DS_KERNELS_INLINE Floats load(const BFloat16* from) { return widen_bfloat16(load_bits<Halves>(from)); }
+DS_KERNELS_INLINE Floats load(const Float16* from) { return widen_float16(load_bits<Halves>(from)); }
+
+DS_KERNELS_INLINE void store(float* to, Floats x) { store_bits(to, x); }
+DS_KERNELS_INLINE void store(BFloat16* to, Floats x) { store_bits(to, narrow_bfloat16(x)); }
+DS_KERNELS_INLINE void store(Float16* to, Floats x) { store_bits(to, narrow_float16(x)); }
+
+// ---- loops -----------------------------------------------------------------------------------------------------
+
+// How a loop body reaches memory at one position: a whole vector, or the first elements of one at the end of an array.
+// Both run the same instructions on the same lanes, so a result does not depend on where a thread's share ends.
+struct WholeVector {
+  template <class Element>
+  DS_KERNELS_INLINE Floats load(const Element* from) const {
+    return DS_KERNELS_CPU_LEVEL::load(from);
+  }
+  template <class Element>
+  DS_KERNELS_INLINE void store(Element* to, Floats x) const {
+    DS_KERNELS_CPU_LEVEL::store(to, x);
+  }
+};
+
+struct PartVector {
+  int64_t count;  // 0 < count < kLanes; lanes beyond are computed on zeros and dropped
+
+  template <class Element>
+  DS_KERNELS_INLINE Floats load(const Element* from) const {
+    Element padded[kLanes] = {};
+    __builtin_memcpy(padded, from, count * sizeof(Element));
+    return DS_KERNELS_CPU_LEVEL::load(padded);
+  }
+  template <class Element>
+  DS_KERNELS_INLINE void store(Element* to, Floats x) const {
+    Element padded[kLanes];
+    DS_KERNELS_CPU_LEVEL::store(padded, x);
+    __builtin_memcpy(to, padded, count * sizeof(Element));
+  }
+};
+
+// Calls `body(position, memory)` for the vectors that cover `count` elements.
+template <class Body>
+DS_KERNELS_INLINE void for_each_vector(int64_t count, Body body) {
+  int64_t position = 0;
+  for (; position + kLanes <= count; position += kLanes) body(position, WholeVector{});
+  if (position < count) body(position, PartVector{count - position});
+}
+
+#endif  // not a device compiler
+
+}  // namespace DS_KERNELS_CPU_LEVEL
+}  // namespace ds_kernels
