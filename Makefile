@@ -25,7 +25,7 @@ help:
 	@echo 'make test          set up, then check style and types and run all tests'
 	@echo 'make pytest        the Python tests alone; ARGS=... goes to pytest'
 	@echo 'make kernels-test  the native tests of the kernels alone'
-	@echo 'make lint types    style and types alone'
+	@echo 'make lint          style (ruff) and types (mypy) alone'
 	@echo 'make format        let ruff format the tree'
 	@echo 'make bench         the training step against the accelerator that DeepSpeed brings along'
 	@echo 'make clean         remove everything that these commands made'
@@ -72,7 +72,7 @@ demo: $(READY)
 # --- The tests ----------------------------------------------------------------------------------------------------
 
 .PHONY: test
-test: lint types kernels-test pytest
+test: lint kernels-test pytest
 	@echo
 	@echo 'make test: passed. Style and types are clean, and the native and the Python tests above pass.'
 
@@ -80,15 +80,12 @@ test: lint types kernels-test pytest
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 
 .PHONY: format
 format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-
-.PHONY: types
-types: $(READY)
-	$(BIN)/mypy
 
 .PHONY: kernels-test
 kernels-test: $(READY)
