@@ -1,0 +1,147 @@
+"""``cpu_adam``: what DeepSpeedCPUAdam and ZeRO-Offload call. Tensors are on the host.
+
+An optimizer is known by a number, and the only thing kept under it is whether it decays weights the way of AdamW; all
+else comes with each call. `DeepSpeedCPUAdam.__del__` calls `destroy_adam` as late as at the interpreter's exit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NoReturn
+
+from torch import Tensor
+
+from ds_plugin_sdk.errors import OpNotImplementedError, SdkError
+from ds_plugin_sdk.ops.adam import adam_, adam_rollback_
+
+_adamw: dict[int, bool] = {}
+
+
+def create_adam(
+    optimizer_id: int,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    adamw_mode: bool,
+    should_log: bool,
+) -> int:
+    """Begin an optimizer: AdamW if `adamw_mode`, else Adam with L2 regularisation. Gives 0."""
+    _adamw[optimizer_id] = adamw_mode
+    return 0
+
+
+def destroy_adam(optimizer_id: int, _adamw: dict[int, bool] = _adamw) -> int:
+    """End an optimizer, if it is not ended yet. Gives 0."""
+    _adamw.pop(optimizer_id, None)  # a default argument outlives the module's globals at exit
+    return 0
+
+
+def adam_update(
+    optimizer_id: int,
+    step: int,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    bias_correction: bool,
+    params: Tensor,
+    grads: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+) -> int:
+    """Step number `step`, in place on params, exp_avg and exp_avg_sq, contiguous or not. Gives 0.
+
+    Formula, dtypes and refusals are those of `ds_plugin_sdk.ops.adam.adam_`; a negative decay is none.
+
+    Raises:
+        InvalidTensorError: the tensors do not fit; nothing was modified.
+        SdkError: no optimizer was created under the number.
+    """
+    adam_(
+        [params],
+        [grads],
+        [exp_avg],
+        [exp_avg_sq],
+        step,
+        lr=lr,
+        betas=(beta1, beta2),
+        eps=eps,
+        weight_decay=max(weight_decay, 0.0),
+        adamw=_mode(optimizer_id),
+        bias_correction=bool(bias_correction),
+    )
+    return 0
+
+
+def adam_rollback(
+    optimizer_id: int,
+    step: int,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    bias_correction: bool,
+    params: Tensor,
+    grads: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+) -> int:
+    """Undo step number `step` of AdamW with bias correction, whatever the optimizer's mode. Gives 0.
+
+    DeepSpeed's own op prints a line and gives -1 where a tensor is not float32, which its front end does not look at:
+    it would count the step as undone. Here that is an error.
+
+    Raises:
+        InvalidTensorError: the tensors do not fit; nothing was modified.
+    """
+    adam_rollback_(
+        [params],
+        [grads],
+        [exp_avg],
+        [exp_avg_sq],
+        step,
+        lr=lr,
+        betas=(beta1, beta2),
+        eps=eps,
+        weight_decay=max(weight_decay, 0.0),
+    )
+    return 0
+
+
+def _mode(optimizer_id: int) -> bool:
+    try:
+        return _adamw[optimizer_id]
+    except KeyError:
+        raise SdkError(
+            "an optimizer was used that does not exist",
+            op="cpu_adam",
+            why=f"there is no create_adam({optimizer_id}, ...) before it, or destroy_adam({optimizer_id}) was called",
+        ) from None
+
+
+def _refusal(name: str) -> Callable[..., NoReturn]:
+    def refuse(*args: object) -> NoReturn:
+        raise OpNotImplementedError(
+            "ZenFlow's overlapped optimizer is not offered",
+            op="cpu_adam",
+            why=f"{name} steps in a process of its own, which this op does not do",
+            hint='leave "zenflow" out of the DeepSpeed config; ZeRO-Offload without it works',
+        )
+
+    refuse.__name__ = name
+    return refuse
+
+
+zenflow_adam_create = _refusal("zenflow_adam_create")
+zenflow_adam_register_group = _refusal("zenflow_adam_register_group")
+zenflow_adam_destroy = _refusal("zenflow_adam_destroy")
+zenflow_adam_ctrl_size = _refusal("zenflow_adam_ctrl_size")
+zenflow_adam_ctrl_init = _refusal("zenflow_adam_ctrl_init")
+zenflow_adam_run_worker = _refusal("zenflow_adam_run_worker")
+zenflow_adam_submit = _refusal("zenflow_adam_submit")
+zenflow_adam_wait = _refusal("zenflow_adam_wait")
+zenflow_adam_ctrl_exit = _refusal("zenflow_adam_ctrl_exit")
