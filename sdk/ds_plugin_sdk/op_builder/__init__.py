@@ -14,7 +14,6 @@ from ds_plugin_sdk.op_builder.builder import (
     OpBuilder,
     ReferenceOpBuilder,
     add_prebuilt,
-    loaded_libraries,
 )
 from ds_plugin_sdk.op_builder.families import module_for, register_modules
 from ds_plugin_sdk.op_builder.kinds import CppOpBuilder, CUDAOpBuilder, SYCLOpBuilder
@@ -41,7 +40,6 @@ __all__ = [
     "builders",
     "find",
     "load_kernels",
-    "loaded_libraries",
     "module_for",
     "op_name",
     "register_modules",

@@ -23,7 +23,6 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
 Kind = Literal["torch_library", "python_module"]
 
 _load_lock = threading.RLock()
-_libraries: dict[tuple[str, str], Artifact] = {}
+_libraries: dict[tuple[str, str], Artifact | BuildError] = {}
 _modules: dict[type[OpBuilder], Any] = {}
 _prebuilt: dict[str, Path] = {}
 
@@ -219,46 +218,44 @@ class OpBuilder:
         artifact = jit.acquire(spec)
         module = jit.load(artifact, spec)
         assert module is not None
-        self._record(artifact, time.perf_counter() - start)
+        self._record(artifact.origin, str(artifact.path), time.perf_counter() - start)
         return module
 
     def _load_library(self) -> Any:
         families.define(self.NAME)
-        key = (self.owner(), self._library())
         start = time.perf_counter()
-        try:
-            if key not in _libraries:
-                from ds_plugin_sdk import jit
+        outcome = self._library_of_process()
+        if isinstance(outcome, BuildError):
+            self._record("reference", str(outcome))
+        else:
+            self._record(outcome.origin, str(outcome.path), time.perf_counter() - start)
+        return families.module_for(self.NAME) or _torch_ops()
 
+    def _library_of_process(self) -> Artifact | BuildError:
+        """The library, loaded; or why it cannot be had, where the reference may serve. Tried once in a process."""
+        from ds_plugin_sdk import jit
+
+        key = (self.owner(), self._library())
+        if key not in _libraries:
+            try:
                 spec = self.build_spec()
                 artifact = jit.acquire(spec)
                 jit.load(artifact, spec)
                 _libraries[key] = artifact
-            self._record(_libraries[key], time.perf_counter() - start)
-        except BuildError as error:
-            self._fall_back(error)
-        return families.module_for(self.NAME) or _torch_ops()
+            except BuildError as error:
+                if not settings.fallback or families.of(self.NAME) is None:
+                    raise
+                _libraries[key] = error
+                warnings.warn(
+                    f"ds-plugin-sdk: op '{key[1]}' runs by its reference in plain torch, which is slower: {error}",
+                    RuntimeWarning,
+                    stacklevel=5,
+                )
+        return _libraries[key]
 
-    def _fall_back(self, error: BuildError) -> None:
-        if not settings.fallback or families.of(self.NAME) is None:
-            raise error
-        warnings.warn(
-            f"ds-plugin-sdk: op '{self.name}' runs by its reference in plain torch, which is slower: {error}",
-            RuntimeWarning,
-            stacklevel=4,
-        )
+    def _record(self, origin: provenance.Origin, detail: str, seconds: float = 0.0) -> None:
         provenance.record(
-            self.name, plugin=self.owner(), version=self._version(), origin="reference", detail=str(error)
-        )
-
-    def _record(self, artifact: Artifact, seconds: float) -> None:
-        provenance.record(
-            self.name,
-            plugin=self.owner(),
-            version=self._version(),
-            origin=artifact.origin,
-            seconds=seconds,
-            detail=str(artifact.path),
+            self.name, plugin=self.owner(), version=self._version(), origin=origin, seconds=seconds, detail=detail
         )
 
     def _version(self) -> str:
@@ -279,13 +276,7 @@ class ReferenceOpBuilder(OpBuilder):
 
     def _load_library(self) -> Any:
         families.define(self.NAME)
-        provenance.record(
-            self.name,
-            plugin=self.owner(),
-            version=self._version(),
-            origin="reference",
-            detail="the plugin has no native kernel for this op",
-        )
+        self._record("reference", "the plugin has no native kernel for this op")
         return families.module_for(self.NAME)
 
 
@@ -323,15 +314,9 @@ def _torch_ops() -> Any:
     return torch.ops.ds_plugin
 
 
-def loaded_libraries() -> Mapping[tuple[str, str], Artifact]:
-    """The native libraries in this process by (owner, library)."""
-    return dict(_libraries)
-
-
 __all__ = [
     "NotImplementedBuilder",
     "OpBuilder",
     "ReferenceOpBuilder",
     "add_prebuilt",
-    "loaded_libraries",
 ]

@@ -30,7 +30,6 @@ LEVELS: dict[str, dict[str, tuple[str, tuple[str, ...]]]] = {
                 "-mavx512vl",
                 "-mfma",
                 "-mf16c",
-                "-mprefer-vector-width=512",
             ),
         ),
     },
@@ -75,7 +74,8 @@ class CPUKernelBuilder(CppOpBuilder):
                 Source(loops, (f"-DDS_KERNELS_CPU_LEVEL={level}", *args), tag=level)
                 for level, (_, args) in levels.items()
             ),
-            Source(binding),
+            # No loops over elements there: more optimisation only takes longer.
+            Source(binding, ("-O1",)),
         )
 
 

@@ -1,0 +1,133 @@
+"""What ``load()`` gives, where the native code came from, and what happens when there is none."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from ds_plugin_sdk.settings import child_environment
+
+pytestmark = pytest.mark.compiler
+
+ADAM_STEP = """
+import warnings
+warnings.simplefilter("always")
+import torch
+from ds_plugin_sdk import provenance
+from ds_plugin_sdk.op_builder import find
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    for name in ("FusedAdamBuilder", "CPUAdamBuilder", "FusedAdamBuilder"):
+        find(name, None, "cpu")().load()
+from ds_plugin_sdk.ops.adam import adam_
+p, g = [torch.ones(5)], [torch.ones(5)]
+adam_(p, g, [torch.zeros(5)], [torch.zeros(5)], 1, lr=0.1)
+print([(record.name, record.origin) for record in provenance.records()])
+print(len([w for w in caught if "runs by its reference" in str(w.message)]))
+print(abs(p[0][0].item() - 0.9) < 1e-5)
+for w in caught:
+    print(w.message)
+"""
+
+
+def run(program: str, **environment: str) -> tuple[int, str]:
+    """Run Python in a new process: exit status, and all that it printed."""
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        env=child_environment(**environment),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_two_names_of_one_family_share_one_library_and_the_next_process_finds_it() -> None:
+    _, first = run(ADAM_STEP)
+    assert first.startswith("[('fused_adam', 'compiled'), ('cpu_adam', 'compiled')]\n0\nTrue"), first
+    _, second = run(ADAM_STEP)
+    assert second.startswith("[('fused_adam', 'cache'), ('cpu_adam', 'cache')]\n0\nTrue"), second
+
+
+def test_without_a_compiler_the_reference_serves_with_one_warning(tmp_path: Path) -> None:
+    _, text = run(ADAM_STEP, PATH=str(tmp_path), CXX="no-such-compiler")
+    assert text.startswith("[('fused_adam', 'reference'), ('cpu_adam', 'reference')]\n1\nTrue"), text
+    assert "op 'adam' runs by its reference in plain torch, which is slower" in text
+    assert "no-such-compiler" in text
+
+
+def test_compiling_can_be_forbidden() -> None:
+    _, text = run(ADAM_STEP, DS_PLUGIN_COMPILE="0")
+    assert "('fused_adam', 'reference')" in text
+    assert "DS_PLUGIN_COMPILE=0" in text
+
+
+def test_falling_back_can_be_forbidden() -> None:
+    status, text = run(ADAM_STEP, DS_PLUGIN_COMPILE="0", DS_PLUGIN_FALLBACK="0")
+    assert status == 1
+    assert "CompileForbiddenError" in text
+
+
+PYBIND = """
+#include <pybind11/pybind11.h>
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) { m.def("answer", [] { return 42; }); }
+"""
+
+
+def test_a_pybind11_op_is_its_own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "zap_native"
+    package.mkdir()
+    (package / "answer.cpp").write_text(PYBIND, encoding="utf-8")
+    (package / "__init__.py").write_text(
+        textwrap.dedent(
+            """
+            import pybind11
+            from ds_plugin_sdk import CppOpBuilder
+
+            class AnswerBuilder(CppOpBuilder):
+                NAME = "zap_answer"
+                KIND = "python_module"
+
+                def sources(self):
+                    return [self.kernel_path("answer.cpp")]
+
+                def include_paths(self):
+                    return [pybind11.get_include()]
+            """
+        ),
+        encoding="utf-8",
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    status, text = run("from zap_native import AnswerBuilder; print(AnswerBuilder().load().answer())")
+    assert (status, text) == (0, "42\n")
+
+
+BROKEN = """
+from ds_plugin_sdk import CppOpBuilder
+
+class BrokenBuilder(CppOpBuilder):
+    NAME = "zap_broken"
+    KIND = "python_module"
+
+    def sources(self):
+        return [self.kernel_path("broken.cpp")]
+"""
+
+
+def test_a_source_that_does_not_compile_is_an_error_that_says_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "zap_broken"
+    package.mkdir()
+    (package / "broken.cpp").write_text("int main() { return undeclared; }\n", encoding="utf-8")
+    (package / "__init__.py").write_text(BROKEN, encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    status, text = run("from zap_broken import BrokenBuilder; BrokenBuilder().load()")
+    assert status == 1
+    assert "CompileError" in text
+    assert "plugin 'zap-broken', op 'zap_broken'" in text
+    assert "undeclared" in text
