@@ -1,8 +1,8 @@
 """DeepSpeed as a host: unmodified, of any release from 0.12.6 on.
 
-    import_hook     sees DeepSpeed being imported; all that runs at `import torch`
-    adopt           makes DeepSpeed use the registry's accelerator
-    rebind          lets what DeepSpeed froze at import follow a later change
-    drift           the SDK's contract against the installed DeepSpeed's
-    modules         the functions DeepSpeed calls on each op
+import_hook     sees DeepSpeed being imported; all that runs at `import torch`
+adopt           makes DeepSpeed use the registry's accelerator
+rebind          lets what DeepSpeed froze at import follow a later change
+drift           the SDK's contract against the installed DeepSpeed's
+modules         the functions DeepSpeed calls on each op
 """

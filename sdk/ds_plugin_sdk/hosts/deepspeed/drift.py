@@ -127,7 +127,7 @@ def _difference(name: str, our: Any, their: Any) -> Difference | None:
         case _, "missing":
             kind, consequence = "only the SDK", "this DeepSpeed does not ask for it"
         case _ if not _accepts(our, their):
-            kind, consequence = "signature", f"DeepSpeed calls {_signature(their)}, the SDK takes {_signature(our)}"
+            kind, consequence = "signature", f"DeepSpeed has {name}{_signature(their)}, the SDK {name}{_signature(our)}"
         case "default", "abstract":
             kind, consequence = "abstractness", "the SDK has a default; plugins need not define it"
         case "abstract", "default":
@@ -164,7 +164,12 @@ def _accepts(our: Any, their: Any) -> bool:
 
 
 def _signature(member: Any) -> str:
-    return str(inspect.signature(member)) if callable(member) else type(member).__name__
+    """``(self, seed)``: names and defaults, no types, since DeepSpeed states none."""
+    if not inspect.isfunction(member):
+        return f" ({type(member).__name__})"
+    signature = inspect.signature(member)
+    bare = [parameter.replace(annotation=parameter.empty) for parameter in signature.parameters.values()]
+    return str(inspect.Signature(bare))
 
 
 def _builders() -> Iterator[Difference]:
