@@ -15,9 +15,18 @@ RELEASES: dict[str, list[str]] = json.loads(
     (Path(__file__).parent / "abstract_members.json").read_text(encoding="utf-8")
 )
 
-CONTRACT = (
-    "import json\nfrom ds_plugin_sdk.hosts.deepspeed import drift\nprint(json.dumps(drift.contract().to_dict()))\n"
-)
+CONTRACT = """
+import json
+from ds_plugin_sdk.hosts.deepspeed import drift
+print(json.dumps(drift.contract().to_dict()))
+"""
+
+# One word a builder, of those that DeepSpeed 0.19.8 binds.
+NOT_OFFERED = """
+    AsyncIO CCLComm DeepCompile EvoformerAttn FPQuantizer FlashAttention FusedLamb GDS Inference InferenceCore
+    InferenceCutlass PinMemory Quantizer RaggedOps RaggedUtils RandomLTD ShareMemComm SpatialInference
+    StochasticTransformer Transformer Utils
+"""
 
 
 @pytest.mark.parametrize("release", RELEASES)
