@@ -1,55 +1,48 @@
 // Adam's loops. Compiled once per instruction-set level, without torch.
 #include "adam_loops.h"
+#include "choose.h"
 
 namespace ds_kernels::cpu {
-inline namespace DS_KERNELS_CPU_LEVEL {
+namespace {
 
-template <class Param, class Grad, class State>
-void update(void* params, const void* grads, void* exp_avgs, void* exp_avg_sqs, int64_t count, const AdamStep& step) {
+// Calls `change(param, grad, first, second)` on vectors of the elements.
+template <class Param, class Grad, class State, class Change>
+DS_KERNELS_INLINE void for_each(void* params, const void* grads, void* exp_avgs, void* exp_avg_sqs, int64_t count,
+                                Change change) {
   auto* p = static_cast<Param*>(params);
   auto* g = static_cast<const Grad*>(grads);
   auto* m = static_cast<State*>(exp_avgs);
   auto* v = static_cast<State*>(exp_avg_sqs);
-  const AdamStep s = step;  // a copy that the stores below cannot alias
   for_each_vector(count, [=](int64_t i, auto memory) {
     Floats param = memory.load(p + i), first = memory.load(m + i), second = memory.load(v + i);
-    adam_update(param, memory.load(g + i), first, second, s);
+    change(param, memory.load(g + i), first, second);
     memory.store(p + i, param);
     memory.store(m + i, first);
     memory.store(v + i, second);
   });
 }
+
+// The step is copied into the loop: the compiler must not think that the stores change it.
+template <class Param, class Grad, class State>
+struct AdamUpdate {
+  static void run(void* params, const void* grads, void* exp_avgs, void* exp_avg_sqs, int64_t count,
+                  const AdamStep& step) {
+    for_each<Param, Grad, State>(
+        params, grads, exp_avgs, exp_avg_sqs, count,
+        [step](Floats& p, Floats g, Floats& m, Floats& v) { adam_update(p, g, m, v, step); });
+  }
+};
 
 void rollback(void* params, const void* grads, void* exp_avgs, void* exp_avg_sqs, int64_t count, const AdamStep& step) {
-  auto* p = static_cast<float*>(params);
-  auto* g = static_cast<const float*>(grads);
-  auto* m = static_cast<float*>(exp_avgs);
-  auto* v = static_cast<float*>(exp_avg_sqs);
-  const AdamStep s = step;
-  for_each_vector(count, [=](int64_t i, auto memory) {
-    Floats param = memory.load(p + i), first = memory.load(m + i), second = memory.load(v + i);
-    adam_rollback(param, memory.load(g + i), first, second, s);
-    memory.store(p + i, param);
-    memory.store(m + i, first);
-    memory.store(v + i, second);
-  });
+  for_each<float, float, float>(
+      params, grads, exp_avgs, exp_avg_sqs, count,
+      [step](Floats& p, Floats g, Floats& m, Floats& v) { adam_rollback(p, g, m, v, step); });
 }
 
-template <class Param>
-AdamLoop update_of(bool float_grads, bool float_states) {
-  if (float_grads) return float_states ? update<Param, float, float> : update<Param, float, Param>;
-  return float_states ? update<Param, Param, float> : update<Param, Param, Param>;
+}  // namespace
+
+inline namespace DS_KERNELS_CPU_LEVEL {
+extern const AdamLoops adam_loops{choose<AdamUpdate>, rollback};
 }
 
-AdamLoop choose_update(Dtype params, bool float_grads, bool float_states) {
-  switch (params) {
-    case Dtype::BFloat16: return update_of<BFloat16>(float_grads, float_states);
-    case Dtype::Float16: return update_of<Float16>(float_grads, float_states);
-    default: return update<float, float, float>;
-  }
-}
-
-extern const AdamLoops adam_loops{choose_update, rollback};
-
-}  // namespace DS_KERNELS_CPU_LEVEL
 }  // namespace ds_kernels::cpu

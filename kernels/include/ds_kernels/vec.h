@@ -24,6 +24,8 @@ inline namespace DS_KERNELS_CPU_LEVEL {
 DS_KERNELS_INLINE float square_root(float x) { return __builtin_sqrtf(x); }
 DS_KERNELS_INLINE float zero_unless_finite(float x) { return __builtin_isfinite(x) ? x : 0.f; }
 DS_KERNELS_INLINE float zero_if_negative(float x) { return x < 0 ? 0.f : x; }
+// -1, 1, or x itself where it is a zero or a NaN.
+DS_KERNELS_INLINE float sign(float x) { return x > 0 ? 1.f : x < 0 ? -1.f : x; }
 
 #if !defined(__CUDACC__) && !defined(__HIPCC__)
 
@@ -89,6 +91,11 @@ DS_KERNELS_INLINE Floats zero_unless_finite(Floats x) {
 }
 
 DS_KERNELS_INLINE Floats zero_if_negative(Floats x) { return select((Words)(x < 0.f), Floats{}, x); }
+
+DS_KERNELS_INLINE Floats sign(Floats x) {
+  const Words one = (bits_of(x) & 0x80000000u) | 0x3f800000u;
+  return select((Words)(x > 0.f) | (Words)(x < 0.f), float_of(one), x);
+}
 
 // ---- bfloat16: the upper half of a float -----------------------------------------------------------------------
 //

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ds_plugin_sdk.errors import InvalidTensorError
 
 NAMESPACE = "ds_plugin"
 
-_library = torch.library.Library(NAMESPACE, "FRAGMENT")
-_defined: set[str] = set()
+_library: Any = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]  # torch does not say
+_references: dict[str, Callable[..., Any]] = {}
 
 
 def define(schema: str, *, reference: Callable[..., Any], fake: Callable[..., Any]) -> None:
@@ -24,22 +25,27 @@ def define(schema: str, *, reference: Callable[..., Any], fake: Callable[..., An
         fake: what tracing sees: the same checks, outputs without data.
     """
     name = schema.partition("(")[0]
-    if name in _defined:
+    if name in _references:
         return
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(name, reference, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
-    _defined.add(name)
+    _references[name] = reference
 
 
-def call(name: str, *args: Any) -> Any:
-    """Call an op; what a native kernel refuses is raised as the reference raises it.
+def call(name: str, tensors: Sequence[Tensor], *args: Any) -> Any:
+    """Call an op whose first argument is a list of tensors.
+
+    Kernels compute in float32; float64 tensors take the reference. What a kernel refuses is raised as the reference
+    raises it.
 
     Raises:
         InvalidTensorError: the arguments do not fit; nothing was modified.
     """
+    if tensors and tensors[0].dtype == torch.float64:
+        return _references[name](tensors, *args)
     try:
-        return getattr(torch.ops.ds_plugin, name).default(*args)
+        return getattr(torch.ops.ds_plugin, name).default(tensors, *args)
     except RuntimeError as error:
         prefix = f"{NAMESPACE}::{name}: "
         message = str(error).partition("\n")[0]

@@ -28,14 +28,10 @@ def check_lists(op: str, lists: TensorLists) -> None:
     first_name, first = next(iter(lists.items()))
     for name, tensors in lists.items():
         if len(tensors) != len(first):
-            raise invalid(
-                op, f"{name} has {len(tensors)} tensors; expected {len(first)}, as many as {first_name}"
-            )
+            raise invalid(op, f"{name} has {len(tensors)} tensors; expected {len(first)}, as many as {first_name}")
         for i, (tensor, model) in enumerate(zip(tensors, first, strict=True)):
             if tensor.dtype != tensors[0].dtype:
-                raise invalid(
-                    op, f"{name}[{i}] has another dtype than {name}[0]; expected {text(tensors[0].dtype)}"
-                )
+                raise invalid(op, f"{name}[{i}] has another dtype than {name}[0]; expected {text(tensors[0].dtype)}")
             if tensor.device != first[0].device:
                 raise invalid(
                     op,
@@ -43,9 +39,7 @@ def check_lists(op: str, lists: TensorLists) -> None:
                 )
             if tensor.shape != model.shape:
                 shape, expected = list(tensor.shape), list(model.shape)
-                raise invalid(
-                    op, f"{name}[{i}] has shape {shape}; expected {expected}, that of {first_name}[{i}]"
-                )
+                raise invalid(op, f"{name}[{i}] has shape {shape}; expected {expected}, that of {first_name}[{i}]")
 
 
 def check_dtypes(op: str, lists: TensorLists) -> None:
@@ -88,8 +82,7 @@ def check_memory(op: str, lists: TensorLists, written: Sequence[str]) -> None:
             if name in written and _may_overlap_itself(tensor):
                 raise invalid(
                     op,
-                    f"{name}[{i}] has elements that share memory (is it expanded?); "
-                    "expected one element at each index",
+                    f"{name}[{i}] has elements that share memory (is it expanded?); expected one element at each index",
                 )
             if _is_dense(tensor):
                 begin = tensor.data_ptr()
@@ -98,9 +91,7 @@ def check_memory(op: str, lists: TensorLists, written: Sequence[str]) -> None:
     for begin, end, is_written, label in sorted(blocks):
         before_end, before = furthest if is_written else written_furthest
         if begin < before_end:
-            raise invalid(
-                op, f"{before} and {label} share memory; expected a tensor that is written to share none"
-            )
+            raise invalid(op, f"{before} and {label} share memory; expected a tensor that is written to share none")
         furthest = max(furthest, (end, label))
         if is_written:
             written_furthest = max(written_furthest, (end, label))
@@ -116,9 +107,7 @@ def check_steps(op: str, steps: Sequence[int], tensors: int) -> None:
         raise invalid(op, f"steps has {len(steps)} entries; expected 1, or one per tensor ({tensors})")
     for step in steps:
         if step < 1:
-            raise invalid(
-                op, f"steps has an entry {step}; expected at least 1: the first update is step 1"
-            )
+            raise invalid(op, f"steps has an entry {step}; expected at least 1: the first update is step 1")
 
 
 def one_each(steps: Sequence[int], tensors: int) -> Sequence[int]:
@@ -140,9 +129,7 @@ def text(dtype: torch.dtype) -> str:
 
 def _dimensions(tensor: Tensor) -> list[tuple[int, int]]:
     """(stride, size) of the dimensions of more than one element, the smallest stride first."""
-    return sorted(
-        (stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1
-    )
+    return sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
 
 
 def _is_dense(tensor: Tensor) -> bool:

@@ -67,12 +67,8 @@ def adam_(
     Raises:
         InvalidTensorError: lengths, shapes, dtypes, devices or memory do not fit; nothing was modified.
     """
-    lists = (params, grads, exp_avgs, exp_avg_sqs)
-    numbers = (_as_list(steps), lr, *betas, eps, weight_decay, adamw, bias_correction)
-    if params and params[0].dtype == torch.float64:
-        adam_reference(*lists, *numbers)
-    else:
-        _library.call("adam_", *lists, *numbers)
+    numbers = (lr, *betas, eps, weight_decay, adamw, bias_correction)
+    _library.call("adam_", params, grads, exp_avgs, exp_avg_sqs, _as_list(steps), *numbers)
     mark_modified(params, exp_avgs, exp_avg_sqs)
 
 
@@ -109,8 +105,8 @@ def adam_rollback_(
     Raises:
         InvalidTensorError: as `adam_`, or a tensor is not float32; nothing was modified.
     """
-    lists = (params, grads, exp_avgs, exp_avg_sqs)
-    _library.call("adam_rollback_", *lists, _as_list(steps), lr, *betas, eps, weight_decay)
+    numbers = (lr, *betas, eps, weight_decay)
+    _library.call("adam_rollback_", params, grads, exp_avgs, exp_avg_sqs, _as_list(steps), *numbers)
     mark_modified(params, exp_avgs, exp_avg_sqs)
 
 
@@ -133,9 +129,7 @@ def adam_reference(
     lists = _named(params, grads, exp_avgs, exp_avg_sqs)
     _check("adam_", lists, steps)
     check_memory("adam_", lists, _WRITTEN)
-    for p, grad, m, v, step in zip(
-        params, grads, exp_avgs, exp_avg_sqs, one_each(steps, len(params)), strict=True
-    ):
+    for p, grad, m, v, step in zip(params, grads, exp_avgs, exp_avg_sqs, one_each(steps, len(params)), strict=True):
         c1 = 1 - beta1**step if bias_correction else 1.0
         c2 = 1 - beta2**step if bias_correction else 1.0
         working = torch.promote_types(p.dtype, torch.float32)
@@ -169,9 +163,7 @@ def adam_rollback_reference(
     lists = _named(params, grads, exp_avgs, exp_avg_sqs)
     _check_rollback(lists, steps)
     check_memory("adam_rollback_", lists, _WRITTEN)
-    for p, g, m, v, step in zip(
-        params, grads, exp_avgs, exp_avg_sqs, one_each(steps, len(params)), strict=True
-    ):
+    for p, g, m, v, step in zip(params, grads, exp_avgs, exp_avg_sqs, one_each(steps, len(params)), strict=True):
         c1, c2 = 1 - beta1**step, 1 - beta2**step
         change = lr / c1 * m / (v.sqrt() / c2**0.5 + eps)
         param = (p + change) / (1 - lr * weight_decay)
@@ -233,8 +225,6 @@ _library.define(
     reference=adam_reference,
     fake=_fake_adam,
 )
-_library.define(
-    f"adam_rollback_({_STATES}, {_NUMBERS}) -> ()", reference=adam_rollback_reference, fake=_fake_rollback
-)
+_library.define(f"adam_rollback_({_STATES}, {_NUMBERS}) -> ()", reference=adam_rollback_reference, fake=_fake_rollback)
 
 __all__ = ["adam_", "adam_reference", "adam_rollback_", "adam_rollback_reference"]

@@ -1,0 +1,30 @@
+// Lion's loop. Compiled once per instruction-set level, without torch.
+#include "lion_loops.h"
+#include "choose.h"
+
+namespace ds_kernels::cpu {
+namespace {
+
+template <class Param, class Grad, class State>
+struct LionUpdate {
+  static void run(void* params, const void* grads, void* exp_avgs, int64_t count, const LionStep& step) {
+    auto* p = static_cast<Param*>(params);
+    auto* g = static_cast<const Grad*>(grads);
+    auto* m = static_cast<State*>(exp_avgs);
+    const LionStep s = step;  // a copy, which the compiler knows the stores do not change
+    for_each_vector(count, [=](int64_t i, auto memory) {
+      Floats param = memory.load(p + i), first = memory.load(m + i);
+      lion_update(param, memory.load(g + i), first, s);
+      memory.store(p + i, param);
+      memory.store(m + i, first);
+    });
+  }
+};
+
+}  // namespace
+
+inline namespace DS_KERNELS_CPU_LEVEL {
+extern const LionLoops lion_loops{choose<LionUpdate>};
+}
+
+}  // namespace ds_kernels::cpu

@@ -1,0 +1,95 @@
+"""Lion over lists of tensors: ``ds_plugin::lion_``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ds_plugin_sdk.ops import _library
+from ds_plugin_sdk.ops._multi_tensor import check_dtypes, check_lists, check_memory, mark_modified
+
+
+def lion_(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    *,
+    lr: float,
+    betas: tuple[float, float] = (0.9, 0.99),
+    weight_decay: float = 0.0,
+) -> None:
+    """One step of Lion on every tensor of a list, in place.
+
+    With gradient g::
+
+        c <- beta1 * m + (1 - beta1) * g
+        p <- p - lr * weight_decay * p - lr * sign(c)
+        m <- beta2 * m + (1 - beta2) * g
+
+    after Chen et al. 2023. The sign of a zero is 0, and that of NaN is NaN. Arithmetic is in float32 (float64 for
+    float64 tensors) and rounded to the tensors' dtypes once. Autograd does not record the step; tensors that it writes
+    count as modified.
+
+    Args:
+        params: the parameters p, any shapes: float32, bfloat16, float16 (float64 by the reference alone).
+        grads: the gradients g, shapes of params: the dtype of params, or float32. Not modified.
+        exp_avgs: the moments m, shapes of params: the dtype of params, or float32.
+        lr: learning rate.
+        betas: decay of the moment in the direction and in the state, beta1 and beta2.
+        weight_decay: decay of the parameters; nothing is taken off if it is 0.
+
+    Raises:
+        InvalidTensorError: lengths, shapes, dtypes, devices or memory do not fit; nothing was modified.
+    """
+    _library.call("lion_", params, grads, exp_avgs, lr, *betas, weight_decay)
+    mark_modified(params, exp_avgs)
+
+
+@torch.no_grad()
+def lion_reference(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    lr: float,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+) -> None:
+    """``ds_plugin::lion_`` in plain torch, on any device; arguments as in `lion_`, in the schema's order."""
+    lists = _check(params, grads, exp_avgs)
+    check_memory("lion_", lists, ("params", "exp_avgs"))
+    for p, grad, m in zip(params, grads, exp_avgs, strict=True):
+        working = torch.promote_types(p.dtype, torch.float32)
+        param, g, first = p.to(working), grad.to(working), m.to(working)
+        direction = beta1 * first + (1 - beta1) * g
+        # torch.sign makes 0 of NaN, which would hide a broken gradient.
+        change = lr * torch.where(direction.isnan(), direction, direction.sign())
+        if weight_decay:
+            change = change + lr * weight_decay * param
+        p.copy_(param - change)
+        m.copy_(beta2 * first + (1 - beta2) * g)
+
+
+def _fake(params: Sequence[Tensor], grads: Sequence[Tensor], exp_avgs: Sequence[Tensor], *numbers: float) -> None:
+    _check(params, grads, exp_avgs)
+
+
+def _check(
+    params: Sequence[Tensor], grads: Sequence[Tensor], exp_avgs: Sequence[Tensor]
+) -> dict[str, Sequence[Tensor]]:
+    lists = {"params": params, "grads": grads, "exp_avgs": exp_avgs}
+    check_lists("lion_", lists)
+    check_dtypes("lion_", lists)
+    return lists
+
+
+_library.define(
+    "lion_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, "
+    "float lr, float beta1, float beta2, float weight_decay) -> ()",
+    reference=lion_reference,
+    fake=_fake,
+)
+
+__all__ = ["lion_", "lion_reference"]
