@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Protocol
 
 import pytest
-from conftest import Install
 
+from conftest import Install
 from ds_plugin_sdk import __version__
 from ds_plugin_sdk.cli import main
 

@@ -1,4 +1,4 @@
-"""Errors carry their parts, read as what happened / to whom / why / what next, and survive the way between processes."""
+"""Errors carry their parts, read as what, whom, why, what next, and survive the way between processes."""
 
 from __future__ import annotations
 
