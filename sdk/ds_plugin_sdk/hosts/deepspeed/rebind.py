@@ -139,7 +139,11 @@ def _op_tables() -> None:
         importlib.reload(all_ops)
         replace(before, all_ops.ALL_OPS)
     if ops is not None and "__compatible_ops__" in vars(ops):
-        del ops.__compatible_ops__  # computed anew at its next use
+        if "__getattr__" in vars(ops):
+            del ops.__compatible_ops__  # computed anew at its next use
+        elif all_ops is not None:  # before 0.19: computed once, at import
+            compatible = {name: builder.is_compatible() for name, builder in all_ops.ALL_OPS.items()}
+            replace(ops.__compatible_ops__, {**compatible, "deepspeed_not_implemented": False})
 
 
 def _reach(module: str, path: str) -> Any:
