@@ -19,6 +19,8 @@ export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/build/torch_extensions
 export MPLCONFIGDIR ?= $(CURDIR)/build/matplotlib
 export PATH := $(BIN):$(PATH)
 
+.NOTPARALLEL:
+
 .PHONY: help
 help:
 	@echo 'make demo          set up, then train a small GPT with DeepSpeed on $(RANKS) ranks: a few minutes'
@@ -54,27 +56,25 @@ $(READY): $(TORCH_READY) pyproject.toml plugins/cpu/pyproject.toml
 
 # --- The demo -----------------------------------------------------------------------------------------------------
 
-# DeepSpeed calls a collective by a name that torch is about to drop; torch says so in every rank.
+# DeepSpeed calls a collective by a name that torch is about to drop; torch says so in every rank, hence the filter.
 .PHONY: demo
-demo: export PYTHONWARNINGS := ignore::FutureWarning
-demo: export DS_PLUGIN_PROVENANCE := $(CURDIR)/out/demo/provenance.jsonl
 demo: $(READY)
-	@rm -rf out/demo
-	@mkdir -p out/demo
+	@rm -rf out/demo && mkdir -p out/demo
+	@SECONDS=0; \
+	export DS_PLUGIN_PROVENANCE=$(CURDIR)/out/demo/provenance.jsonl PYTHONWARNINGS=ignore::FutureWarning; \
+	echo '$$ deepspeed --num_accelerators $(RANKS) examples/tiny_gpt/train.py --out out/demo'; \
 	$(BIN)/deepspeed --quiet --num_accelerators $(RANKS) --master_port $$($(FREE_PORT)) \
-	    examples/tiny_gpt/train.py --out out/demo
-	@echo
-	@$(BIN)/sdk report --run $(DS_PLUGIN_PROVENANCE)
-	@echo
-	@echo 'make demo: done. Unmodified DeepSpeed trained a small GPT on $(RANKS) ranks with the plugin above.'
-	@echo 'Look at out/demo/loss.png; examples/tiny_gpt/README.md says what you saw.'
+	    examples/tiny_gpt/train.py --out out/demo; \
+	echo; echo "$$ sdk report --run out/demo/provenance.jsonl"; \
+	$(BIN)/sdk report --run out/demo/provenance.jsonl; \
+	echo; echo "make demo: done in $$SECONDS s. Unmodified DeepSpeed trained a small GPT on $(RANKS) ranks, on the plugin above;"; \
+	echo 'the curve is out/demo/loss.png, and examples/tiny_gpt/README.md says what you saw.'
 
 # --- The tests ----------------------------------------------------------------------------------------------------
 
 .PHONY: test
 test: lint kernels-test pytest
-	@echo
-	@echo 'make test: passed. Style and types are clean, and the native and the Python tests above pass.'
+	@echo 'make test: passed. Style and types are clean; the native tests and the Python tests above all hold.'
 
 .PHONY: lint
 lint: $(READY)

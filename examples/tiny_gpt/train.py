@@ -39,7 +39,7 @@ def main() -> None:
     files = f"{corpus.train_files} files, {len(corpus.train) / 1e6:.1f} MB"
     console.say(
         f"{parameters / 1e6:.1f} M parameters, {files} of text, {dist.get_world_size()} ranks on "
-        f"{type(get_accelerator()).__name__} ({engine.device}), {torch.get_num_threads()} threads each"
+        f"{type(get_accelerator()).__name__} ({engine.device}), {torch.get_num_threads()} thread(s) each"
     )
     run = train(engine, corpus, args, console)
     run |= {
