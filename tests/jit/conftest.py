@@ -5,11 +5,11 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from small_op import CountingCompiler, Project, make_project, script
+from small_op import CountingCompiler, Process, Project, Spawn, make_project, script
 
 SDK = Path(__file__).resolve().parents[2] / "sdk"
 
@@ -44,8 +44,6 @@ def counting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CountingCompile
     return CountingCompiler(path, log)
 
 
-Spawn = Callable[..., "subprocess.Popen[str]"]
-
 # A process of its own that builds the project given in its arguments and tells what it got.
 WORKER = """\
 import pathlib, sys
@@ -59,20 +57,17 @@ print(artifact.origin, small_op.answer(artifact.path), flush=True)
 
 
 @pytest.fixture
-def spawn(project: Project, tmp_path: Path) -> Spawn:
+def spawn(project: Project) -> Spawn:
     """Starts processes that acquire the project's op and print origin and answer."""
-    worker = tmp_path / "worker.py"
-    worker.write_text(WORKER.format(sdk=str(SDK), here=str(Path(__file__).parent)))
+    worker = WORKER.format(sdk=str(SDK), here=str(Path(__file__).parent))
 
-    def start(before: str = "", **options: object) -> subprocess.Popen[str]:
-        program = tmp_path / f"worker-{abs(hash(before))}.py"
-        program.write_text(before + worker.read_text())
+    def start(before: str = "", *, prefix: Sequence[str] = (), limit: Callable[[], None] | None = None) -> Process:
         return subprocess.Popen(
-            [sys.executable, str(program), str(project.root), str(project.shared)],
+            [*prefix, sys.executable, "-c", before + worker, str(project.root), str(project.shared)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            **options,  # type: ignore[call-overload]
+            preexec_fn=limit,  # noqa: PLW1509 - the tests have no threads
         )
 
     return start

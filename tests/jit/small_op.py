@@ -6,7 +6,9 @@ import ctypes
 import dataclasses
 import subprocess
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeAlias
 
 import pytest
 
@@ -67,7 +69,11 @@ class CountingCompiler:
         return len(self.log.read_text().splitlines()) if self.log.exists() else 0
 
 
-def finish(process: subprocess.Popen[str], timeout: float = 60) -> str:
+Process: TypeAlias = "subprocess.Popen[str]"
+Spawn = Callable[..., Process]
+
+
+def finish(process: Process, timeout: float = 60) -> str:
     """What a worker said; the test fails with its complaint if it failed."""
     out, err = process.communicate(timeout=timeout)
     assert process.returncode == 0, err

@@ -1,14 +1,15 @@
 """Native code on demand: a content-addressed cache of compiled ops, and the toolchains that fill it.
 
     spec = BuildSpec(name="cpu_adam", owner="ds-plugin-cpu", sources=(Source(path),))
-    artifact = acquire(spec)      # prebuilt, else cached, else compiled
+    artifact = acquire(spec)          # prebuilt, else cached, else compiled
     module = load(artifact, spec)
+    artifact, module = obtain(spec)   # both, and again if a binary made earlier no longer loads
 
 Nothing here knows accelerators, plugins or DeepSpeed, and only `load` imports torch.
 """
 
 from ds_plugin_sdk.jit import cache
-from ds_plugin_sdk.jit.acquire import acquire, build_into, explain, find
+from ds_plugin_sdk.jit.acquire import acquire, build_into, explain, find, obtain
 from ds_plugin_sdk.jit.compiler import Compiler
 from ds_plugin_sdk.jit.load import load
 from ds_plugin_sdk.jit.machine import Machine
@@ -40,6 +41,7 @@ __all__ = [
     "find",
     "get_toolchain",
     "load",
+    "obtain",
     "register_toolchain",
     "toolchain_names",
 ]

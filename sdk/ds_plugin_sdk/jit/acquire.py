@@ -9,11 +9,13 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 
-from ds_plugin_sdk.errors import BuildError, CompileError, CompileForbiddenError, ToolchainError
+from ds_plugin_sdk.errors import ArtifactError, BuildError, CompileError, CompileForbiddenError, ToolchainError
 from ds_plugin_sdk.jit import compile as compiling
 from ds_plugin_sdk.jit import entry, lock, store
 from ds_plugin_sdk.jit.entry import Search
+from ds_plugin_sdk.jit.load import load
 from ds_plugin_sdk.jit.plan import Plan, Request, differences, make_plan, make_request
 from ds_plugin_sdk.jit.spec import Artifact, BuildSpec, Origin
 from ds_plugin_sdk.jit.store import Store
@@ -39,6 +41,24 @@ def acquire(spec: BuildSpec) -> Artifact:
         if choice.origin != "compiled":
             return _artifact(choice.request, choice.found, choice.origin, choice.trail[-1], start)
         return _build(_permitted(choice), choice, start)
+
+
+def obtain(spec: BuildSpec) -> tuple[Artifact, ModuleType | None]:
+    """`acquire` and `load`. A binary made earlier that no longer loads, say because a library that it was linked with
+    has been upgraded, is made anew, once.
+
+    Raises:
+        ArtifactError: what was made now does not load either; and all that `acquire` raises.
+    """
+    artifact = acquire(spec)
+    try:
+        return artifact, load(artifact, spec)
+    except ArtifactError as error:
+        if artifact.origin == "compiled":
+            raise
+        _log.warning("%s", error)
+    artifact = acquire(spec)
+    return artifact, load(artifact, spec)
 
 
 def find(spec: BuildSpec) -> Artifact | None:
@@ -135,7 +155,7 @@ def _take_cached(choice: _Choice) -> bool:
         return False
     if choice.take("cache", choice.store.lookup(plan), "the key matches"):
         return True
-    why_not = choice.store.unusable()
+    why_not = choice.store.unusable(choice.store.home(plan))
     if not why_not:
         return False
     choice.store = Store(store.private_root())
@@ -182,9 +202,9 @@ def _build(plan: Plan, choice: _Choice, start: float) -> Artifact:
         search = place.lookup(plan)  # another process may have built it meanwhile
         if search.path is not None:
             return _artifact(plan.request, search.path, "cache", "another process has just compiled it", start)
-        for folder in search.damaged:
-            if place.discard(folder):
-                _log.warning("op '%s': discarded a damaged binary: %s", spec.name, "; ".join(search.reasons))
+        for folder in search.useless:
+            place.discard(folder)
+            _log.warning("op '%s': %s; it is made anew", spec.name, "; ".join(search.reasons))
         reason = _why_compiled(choice, plan)
         _log.info("op '%s': compiling; %s", spec.name, reason)
         with place.workplace(spec.name) as work:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TextIO
 
 from ds_plugin_sdk.errors import CompileError, ToolchainError
-from ds_plugin_sdk.jit.plan import Plan
+from ds_plugin_sdk.jit.plan import Plan, source_digests
 from ds_plugin_sdk.settings import child_environment, settings
 
 # What a compiler or the system says, and what the reader can do.
@@ -40,6 +40,9 @@ HINTS = (
     (r"undefined reference|cannot find -l", "a library is missing at the link: check the builder's extra_ldflags"),
 )  # fmt: skip
 
+# Its time stamp is when the commands began.
+_BEGIN = "begin"
+
 _ERROR = re.compile(r"\berror\b|undefined reference|cannot find|Killed|No space|exceeded|No such file", re.IGNORECASE)
 
 
@@ -53,13 +56,14 @@ def run(plan: Plan, work: Path, log: Path) -> list[Path]:
         CompileError: a command failed, or did not do its work.
         ToolchainError: a command cannot be run at all.
     """
-    begin_ns = time.time_ns()
-    with log.open("w", encoding="utf-8") as transcript:
-        _compile_all(plan, work, transcript)
-        _run(plan, plan.link, work, transcript)
-    _check_library(plan, work / plan.spec.library)
-    headers = _headers(plan, work)
-    _check_unchanged(plan, [*headers, *(source.path for source in plan.spec.sources)], begin_ns)
+    headers = _run_once(plan, work, log)
+    if touched := _touched(headers, work):
+        # Perhaps just before the compiler read it, perhaps after; the second time tells.
+        headers = _run_once(plan, work, log)
+        if touched := _touched(headers, work):
+            raise failure(plan, f"{touched} was changed during the compilation; run again")
+    if source_digests(plan.spec) != plan.request.digests:
+        raise failure(plan, "a source was changed during the compilation; run again")
     return headers
 
 
@@ -71,6 +75,15 @@ def failure(plan: Plan, why: str, *, command: Sequence[str] = (), output: str = 
     return CompileError(
         "compiling failed", plugin=plan.spec.owner, op=plan.spec.name, why=why, hint="\n  -> ".join(hints)
     )
+
+
+def _run_once(plan: Plan, work: Path, log: Path) -> list[Path]:
+    (work / _BEGIN).touch()
+    with log.open("w", encoding="utf-8") as transcript:
+        _compile_all(plan, work, transcript)
+        _run(plan, plan.link, work, transcript)
+    _check_library(plan, work / plan.spec.library)
+    return _headers(plan, work)
 
 
 def _compile_all(plan: Plan, work: Path, transcript: TextIO) -> None:
@@ -149,9 +162,8 @@ def dependencies(makefile: str) -> list[str]:
     return [word.replace("\\ ", " ").replace("\\#", "#").replace("$$", "$") for word in words]
 
 
-def _check_unchanged(plan: Plan, files: Iterable[Path], begin_ns: int) -> None:
-    """A file written while the compiler ran: nobody can say which state was compiled."""
-    now_ns = time.time_ns()
-    for file in files:
-        if begin_ns <= file.stat().st_mtime_ns <= now_ns:
-            raise failure(plan, f"{file} was changed during the compilation; run again")
+def _touched(files: Iterable[Path], work: Path) -> Path | None:
+    """A file written since the commands began, by the file system's clock, which is coarser than ours."""
+    begin = (work / _BEGIN).stat().st_mtime_ns
+    now = time.time_ns()  # a time stamp in the future is a wrong clock, and no sign of a change
+    return next((file for file in files if begin < file.stat().st_mtime_ns <= now), None)

@@ -150,49 +150,52 @@ class Search:
         path: the folder of the entry found, or None.
         record: its ``key.json``; empty if none was found.
         reasons: why the others that were looked at do not do.
-        damaged: those of them that are damaged.
+        useless: those of them that nobody can use: damaged, open to others, or failed to load.
     """
 
     path: Path | None
     record: Record
     reasons: tuple[str, ...] = ()
-    damaged: tuple[Path, ...] = ()
+    useless: tuple[Path, ...] = ()
 
 
 def search(
     folders: Iterable[Path], unfit: Callable[[Record], str], distrust: Callable[[Path], str] | None = None
 ) -> Search:
-    """The first entry of `folders` that is whole, that neither test has a reason against, and that loads.
+    """The first entry of `folders` that is whole and loads, and that neither test has a reason against.
 
     `distrust` judges the folder before anything in it is read.
     """
     reasons: list[str] = []
-    damaged: list[Path] = []
+    useless: list[Path] = []
     for folder in folders:
-        if reason := (distrust(folder) if distrust else "") or _refused.get(folder, ""):
-            reasons.append(reason)
-            continue
         try:
+            if distrust and (reason := distrust(folder)):
+                raise DamagedError(reason)
             record = read(folder)
             if reason := unfit(record):
                 reasons.append(reason)
                 continue
             check_binary(folder, record)
+            if reason := _refused.get(_identity(folder, record), ""):
+                raise DamagedError(reason)
+            return Search(folder, record, tuple(reasons), tuple(useless))
         except DamagedError as error:
             reasons.append(str(error))
-            damaged.append(folder)
-            continue
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             reasons.append(f"{folder / KEY_FILE} is damaged: {error!r}")
-            damaged.append(folder)
-            continue
-        return Search(folder, record, tuple(reasons), tuple(damaged))
-    return Search(None, {}, tuple(reasons), tuple(damaged))
+        useless.append(folder)
+    return Search(None, {}, tuple(reasons), tuple(useless))
 
 
-def refuse(folder: Path, reason: str) -> None:
-    """Do not offer this entry again in this process: it is whole, but could not be loaded."""
-    _refused[folder] = reason
+def refuse(folder: Path, record: Record, reason: str) -> None:
+    """Do not offer this build again in this process: it is whole, but could not be loaded."""
+    _refused[_identity(folder, record)] = reason
 
 
-_refused: dict[Path, str] = {}
+def _identity(folder: Path, record: Record) -> tuple[Path, float]:
+    """One build, as opposed to a later one in the same place."""
+    return folder, float(record["created"])
+
+
+_refused: dict[tuple[Path, float], str] = {}

@@ -61,12 +61,14 @@ class Request:
     """What a builder asks for, on which machine.
 
     Attributes:
+        digests: SHA-256 of each source.
         facts: the spec in a form that is the same on every machine: sources, arguments, kind.
     """
 
     spec: BuildSpec
     machine: Machine
     tokens: Tokens
+    digests: tuple[str, ...]
     facts: Mapping[str, object]
 
 
@@ -101,6 +103,7 @@ def make_request(spec: BuildSpec) -> Request:
     """
     here = machine.here()
     tokens = Tokens(spec, here)
+    digests = source_digests(spec)
 
     def plain(args: Iterable[str]) -> list[str]:
         return [tokens.write(arg) for arg in target.without_native(args)]
@@ -118,12 +121,12 @@ def make_request(spec: BuildSpec) -> Request:
                 "path": tokens.write(str(source.path)),
                 "args": plain(source.args),
                 "tag": source.tag,
-                "sha256": _source_digest(spec, source.path),
+                "sha256": sha256,
             }
-            for source in spec.sources
+            for source, sha256 in zip(spec.sources, digests, strict=True)
         ],
     }
-    return Request(spec, here, tokens, facts)
+    return Request(spec, here, tokens, digests, facts)
 
 
 def make_plan(request: Request) -> Plan:
@@ -219,10 +222,18 @@ def _wants_native(spec: BuildSpec) -> bool:
     return target.wants_native((*spec.cxx_args, *spec.nvcc_args, *of_sources, *of_user))
 
 
-def _source_digest(spec: BuildSpec, path: Path) -> str:
-    try:
-        return file_digest(path)
-    except OSError as error:
-        raise CompileError(
-            f"source {path} cannot be read", plugin=spec.owner, op=spec.name, why=str(error.strerror or error)
-        ) from error
+def source_digests(spec: BuildSpec) -> tuple[str, ...]:
+    """SHA-256 of each source of `spec`.
+
+    Raises:
+        CompileError: one cannot be read.
+    """
+    digests: dict[Path, str] = {}
+    for path in {source.path for source in spec.sources}:
+        try:
+            digests[path] = file_digest(path)
+        except OSError as error:
+            raise CompileError(
+                f"source {path} cannot be read", plugin=spec.owner, op=spec.name, why=str(error.strerror or error)
+            ) from error
+    return tuple(digests[source.path] for source in spec.sources)

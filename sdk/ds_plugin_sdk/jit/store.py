@@ -47,14 +47,13 @@ class Store:
         """The folders of all entries (of an owner, of an op)."""
         return [path for path in self.base.glob(f"{owner}/{op}/*/*") if not path.parts[-4].startswith(".")]
 
-    def unusable(self) -> str:
-        """Why nothing can be built into this store; empty if it can."""
-        existing = self.base
-        while not existing.exists() and existing != existing.parent:
-            existing = existing.parent
-        if not os.access(existing, os.W_OK | os.X_OK):
-            return f"cache {self.root} cannot be written"
-        return next((why for folder in (self.root, self.base) if folder.exists() and (why := distrust(folder))), "")
+    def unusable(self, home: Path) -> str:
+        """Why nothing can be built into `home`, a folder of this store; empty if it can."""
+        while not home.exists() and home != home.parent:
+            home = home.parent
+        if not os.access(home, os.W_OK | os.X_OK):
+            return f"{home} cannot be written"
+        return self.distrust(home) if home.is_relative_to(self.root) else ""
 
     def distrust(self, folder: Path) -> str:
         """Why binaries in `folder`, which lies in this store, may not be loaded; empty if they may."""

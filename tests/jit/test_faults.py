@@ -1,0 +1,383 @@
+"""What may go wrong with compilers, disks and binaries, and how it is told."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+from small_op import EXPORT, CountingCompiler, Project, Spawn, answer, entry_folder, finish, script
+
+from ds_plugin_sdk.errors import ArtifactError, CompileError, CompileForbiddenError, ToolchainError
+from ds_plugin_sdk.jit import Source, acquire, cache, explain, obtain, store
+
+pytestmark = pytest.mark.compiler
+
+REAL = shutil.which("c++")
+
+
+def truncate(folder: Path) -> None:
+    with (folder / "answer.so").open("r+b") as file:
+        file.truncate(1000)
+
+
+def tamper(folder: Path) -> None:
+    with (folder / "answer.so").open("r+b") as file:
+        file.seek(4000)
+        file.write(b"tampered")
+
+
+def empty_key(folder: Path) -> None:
+    (folder / "key.json").write_text("")
+
+
+def hollow_key(folder: Path) -> None:
+    record = json.loads((folder / "key.json").read_text())
+    (folder / "key.json").write_text(json.dumps({"key": record["key"]}))
+
+
+def other_key(folder: Path) -> None:
+    record = json.loads((folder / "key.json").read_text())
+    record["key"]["request"]["cxx_args"] = ["-Dsomething=else"]
+    (folder / "key.json").write_text(json.dumps(record))
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (truncate, "has 1000 bytes instead of"),
+        (tamper, "does not match its SHA-256"),
+        (lambda folder: (folder / "answer.so").unlink(), "No such file"),
+        (lambda folder: (folder / "key.json").unlink(), "No such file"),
+        (empty_key, "is damaged"),
+        (hollow_key, "is damaged"),
+        (other_key, "does not belong"),
+    ],
+    ids=["truncated", "tampered", "no binary", "no key", "empty key", "hollow key", "other key"],
+)
+def test_a_damaged_build_is_made_anew(  # type: ignore[no-untyped-def]
+    project: Project, counting: CountingCompiler, damage, told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = acquire(project.spec()).path
+    damage(first.parent)
+    again = acquire(project.spec())
+    assert (again.origin, again.path, counting.count()) == ("compiled", first, 2)
+    assert told in again.reason
+    (warning,) = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert told in warning.getMessage()
+    assert cache.verify() == []
+    assert answer(acquire(project.spec()).path) == 42
+
+
+def test_a_build_that_no_longer_loads_is_made_anew(
+    project: Project, counting: CountingCompiler, tmp_path: Path
+) -> None:
+    """A library that it was linked with goes away and comes back: the message is the loader's, a new build helps."""
+    (tmp_path / "dep.c").write_text("int dep() { return 1; }")
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", tmp_path / "libdep.so", tmp_path / "dep.c"], check=True)
+    (project.root / "answer.cpp").write_text(f'extern "C" int dep();\n{EXPORT} int answer() {{ return dep(); }}\n')
+    needs = ("-Wl,--no-as-needed", f"-L{tmp_path}", "-ldep", f"-Wl,-rpath,{tmp_path}")
+    spec = project.spec(link_args=needs)
+    (tmp_path / "libdep.so").rename(tmp_path / "libdep.so.1")
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", tmp_path / "libdep.so", tmp_path / "dep.c"], check=True)
+    acquire(spec)
+    (tmp_path / "libdep.so").unlink()
+    with pytest.raises(CompileError, match="ldep"):  # found in the cache, does not load, cannot be linked again
+        obtain(spec)
+    (tmp_path / "libdep.so.1").rename(tmp_path / "libdep.so")
+    artifact, module = obtain(spec)
+    assert (artifact.origin, module) == ("compiled", None)
+    assert obtain(spec)[0].origin == "cache"
+
+
+def test_a_new_build_that_does_not_load_is_an_error(project: Project) -> None:
+    (project.root / "answer.cpp").write_text(
+        f'extern "C" int nobody();\n{EXPORT} int answer() {{ return nobody(); }}\n'
+    )
+    spec = project.spec(link_args=("-Wl,-z,undefs", "-Wl,-z,now"))
+    # Ours come after the builder's: only the linker's last word counts.
+    with pytest.raises((ArtifactError, CompileError), match="nobody") as caught:
+        obtain(spec)
+    assert "answer" in str(caught.value)
+
+
+def test_no_compiler(project: Project, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ToolchainError, match="no C\\+\\+ compiler") as caught:
+        acquire(project.spec())
+    assert (caught.value.op, caught.value.plugin) == ("answer", "ds-plugin-test")
+    assert "install g++" in caught.value.hint
+
+
+def test_without_a_compiler_what_another_machine_built_is_used(
+    project: Project, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The login node has a compiler, the compute node has none; they share the cache."""
+    built = acquire(project.spec()).path
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = acquire(project.spec())
+    assert (found.origin, found.path) == ("cache", built)
+    assert "nothing can be compiled here" in found.reason
+    (project.root / "answer.h").write_text("#define ANSWER 1\n")
+    with pytest.raises(ToolchainError, match=r"header \$test/answer\.h changed"):
+        acquire(project.spec())
+
+
+def test_compiling_forbidden(project: Project, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("DS_PLUGIN_COMPILE", "0")
+    with pytest.raises(CompileForbiddenError, match="nothing prebuilt") as caught:
+        acquire(project.spec(prebuilt_dirs=(tmp_path / "prebuilt",)))
+    assert str(cache.root()) in str(caught.value)
+    assert not cache.root().exists()
+    monkeypatch.delenv("DS_PLUGIN_COMPILE")
+    acquire(project.spec())
+    monkeypatch.setenv("DS_PLUGIN_COMPILE", "0")
+    assert acquire(project.spec()).origin == "cache"
+    (project.root / "answer.h").write_text("#define ANSWER 1\n")
+    with pytest.raises(CompileForbiddenError, match=r"answer\.h changed"):
+        acquire(project.spec())
+
+
+@pytest.mark.parametrize(
+    ("body", "error", "told"),
+    [
+        ("echo What a nice day; exit 0", CompileError, "made no"),
+        ("echo usage: cat FILE >&2; exit 2", ToolchainError, "exited with 2: usage: cat FILE"),
+        ('for last; do :; done; echo junk > "$last"; echo > answer.cpp.d', CompileError, "made no shared library"),
+        ('[ "$1" = --version ] && exec {real} "$@"; kill -9 $$', CompileError, "Killed"),
+    ],
+    ids=["nonsense", "usage", "junk", "dies"],
+)
+def test_a_wrong_compiler(  # type: ignore[no-untyped-def]
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, error, told: str
+) -> None:
+    monkeypatch.setenv("CXX", str(script(tmp_path / "strange-c++", body.replace("{real}", str(REAL)))))
+    with pytest.raises(error, match=told) as caught:
+        acquire(project.spec())
+    assert "strange-c++" in str(caught.value)
+    assert cache.entries() == []
+
+
+def test_a_compiler_that_is_not_there(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "/no/such/g++ -m64")
+    with pytest.raises(ToolchainError, match="CXX names it"):
+        acquire(project.spec())
+
+
+@pytest.mark.parametrize(
+    ("source", "spec", "first_line", "hint"),
+    [
+        ("int answer() { return nonsense; }", {}, "error: .nonsense. was not declared", ""),
+        ("#include <Python.h>\n", {}, "Python.h: No such file", "python3-dev"),
+        ("", {"cxx_args": ("-march=z80000",)}, "z80000", "too old for this CPU"),
+        ("", {"cxx_args": ("--no-such-option",)}, "no-such-option", "does not know an argument"),
+        ("", {"link_args": ("-lnosuchlibrary",)}, "cannot find -lnosuchlibrary", "extra_ldflags"),
+        ("void nobody(); void f() { nobody(); }", {}, "undefined reference", "extra_ldflags"),
+    ],
+)
+def test_what_the_compiler_says(
+    project: Project, source: str, spec: dict[str, object], first_line: str, hint: str
+) -> None:
+    (project.root / "answer.cpp").write_text(source)
+    with pytest.raises(CompileError, match=first_line) as caught:
+        acquire(project.spec(**spec))
+    error = caught.value
+    assert (error.op, error.plugin) == ("answer", "ds-plugin-test")
+    assert hint in error.hint
+    log = Path(error.hint.rpartition("log: ")[2])
+    assert error.why in log.read_text()
+    assert list((cache.root() / "v1" / ".build").iterdir()) == []
+
+
+def test_the_command_to_reproduce_works(project: Project, tmp_path: Path) -> None:
+    (project.root / "answer.cpp").write_text("#error on purpose\n")
+    with pytest.raises(CompileError) as caught:
+        acquire(project.spec())
+    (command,) = [line for line in caught.value.hint.splitlines() if "to reproduce: " in line]
+    again = subprocess.run(
+        command.partition("to reproduce: ")[2], shell=True, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert again.returncode
+    assert "on purpose" in again.stderr
+
+
+def test_a_source_that_is_missing(project: Project) -> None:
+    with pytest.raises(CompileError, match="No such file") as caught:
+        acquire(project.spec(sources=(Source(project.root / "gone.cpp"),)))
+    assert "gone.cpp" in str(caught.value)
+
+
+def test_a_header_edited_during_the_compilation_is_read_again(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    header, edited = project.root / "answer.h", tmp_path / "edited"
+    edit = f"[ -e {edited} ] || {{ touch {edited}; echo '#define ANSWER 5' > {header}; }}"
+    body = f'{REAL} "$@" || exit\ncase "$*" in *" -c "*) {edit};; esac\n'
+    monkeypatch.setenv("CXX", str(script(tmp_path / "editing-c++", body)))
+    assert answer(acquire(project.spec()).path) == 7
+    assert acquire(project.spec()).origin == "cache"
+
+
+@pytest.mark.parametrize(
+    ("file", "told"), [("answer.h", "answer.h was changed"), ("answer.cpp", "a source was changed")]
+)
+def test_files_that_keep_changing_the_compilation(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, told: str
+) -> None:
+    body = f'case "$*" in *" -c "*) sleep 0.05; echo "// more" >> {project.root / file};; esac\nexec {REAL} "$@"\n'
+    monkeypatch.setenv("CXX", str(script(tmp_path / "editing-c++", body)))
+    with pytest.raises(CompileError, match=told):
+        acquire(project.spec())
+    assert cache.entries() == []
+
+
+def test_a_file_size_limit(project: Project, spawn: Spawn) -> None:
+    """As a full disk, but at a place of our choice: the object fits, the library does not."""
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (8000, 8000))
+
+    process = spawn(limit=limit)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode
+    assert "CompileError" in err and "answer" in err
+    assert "ulimit -f" in err
+    assert cache.entries() == []
+    assert list((cache.root() / "v1" / ".build").iterdir()) == []
+    assert finish(spawn()) == "compiled 42"
+
+
+def in_namespace(*mounts: str) -> list[str]:
+    """Command prefix that runs a program with mounts of its own; empty where that is not permitted."""
+    user = [] if os.geteuid() == 0 else ["-r"]
+    prefix = ["unshare", "-m", *user, "sh", "-c", " && ".join([*mounts, 'exec "$@"']), "sh"]
+    probe = subprocess.run([*prefix, "true"], capture_output=True, check=False)
+    return prefix if probe.returncode == 0 else []
+
+
+def test_a_full_disk(project: Project, spawn: Spawn) -> None:
+    """A real file system of 24 kB: the compiler, the linker or we run out of it."""
+    root = cache.root()
+    root.mkdir()
+    prefix = in_namespace(f"mount -t tmpfs -o size=24k,mode=700 none {root}")
+    if not prefix:
+        pytest.skip("no mounts in this sandbox; test_a_file_size_limit covers the path")
+    # The file system is gone with the process, so the process itself says what is left.
+    list_files = f"import atexit, pathlib; atexit.register(lambda: print(*pathlib.Path({str(root)!r}).rglob('*')))\n"
+    process = spawn(list_files, prefix=prefix)
+    out, err = process.communicate(timeout=60)
+    assert "CompileError" in err and "No space left" in err
+    assert "DS_PLUGIN_CACHE_DIR" in err
+    assert ".build" in out
+    assert [path for path in out.split() if "/.build/" in path or path.endswith((".so", "key.json"))] == []
+
+
+def read_only_prefix() -> list[str]:
+    root = cache.root()
+    if prefix := in_namespace(f"mount --bind {root} {root}", f"mount -o remount,ro,bind {root}"):
+        return prefix
+    if os.geteuid() == 0:  # without mounts, root can write everywhere
+        pytest.skip("root without the right to mount: nothing is read-only here")
+    for folder in [root, *root.rglob("*")]:
+        folder.chmod(folder.stat().st_mode & ~0o222)
+    return []
+
+
+def test_a_read_only_cache(project: Project, spawn: Spawn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    acquire(project.spec())
+    os.utime(entry_folder() / "key.json", (1000, 1000))
+    prefix = read_only_prefix()
+    # A hit needs no write at all.
+    assert finish(spawn(prefix=prefix)) == "cache 42"
+    assert list(temporary.iterdir()) == []
+    # A miss goes to a private cache, which serves later runs.
+    (project.root / "answer.h").write_text("#define ANSWER 50\n")
+    assert finish(spawn(prefix=prefix)) == "compiled 52"
+    assert finish(spawn(prefix=prefix)) == "cache 52"
+    (private,) = temporary.iterdir()
+    assert private.name == f"ds-plugin-sdk-{os.geteuid()}"
+    assert private.stat().st_mode & 0o777 == 0o700
+    assert len(cache.entries()) == 1
+
+
+def foreign(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `folder` belong to somebody else."""
+    if os.geteuid() == 0:
+        os.chown(folder, 12345, 12345)
+    else:
+        me = os.geteuid()
+        real = store.distrust
+        monkeypatch.setattr(
+            store, "distrust", lambda path: f"{path} belongs to another user ({me})" if path == folder else real(path)
+        )
+
+
+@pytest.fixture
+def private_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    store.private_root.cache_clear()
+    yield tmp_path / f"ds-plugin-sdk-{os.geteuid()}"  # type: ignore[misc]
+    store.private_root.cache_clear()
+
+
+def test_a_cache_of_somebody_else_is_not_used(
+    project: Project, counting: CountingCompiler, monkeypatch: pytest.MonkeyPatch, private_root: Path
+) -> None:
+    acquire(project.spec())
+    foreign(cache.root(), monkeypatch)
+    built = acquire(project.spec())
+    assert built.origin == "compiled"
+    assert "belongs to another user" in built.reason
+    assert built.path.is_relative_to(private_root)
+    assert acquire(project.spec()).path == built.path
+    assert counting.count() == 2
+
+
+def test_a_cache_open_to_everybody_is_not_used(project: Project, private_root: Path) -> None:
+    acquire(project.spec())
+    cache.root().chmod(0o777)
+    built = acquire(project.spec())
+    assert (built.origin, built.path.is_relative_to(private_root)) == ("compiled", True)
+    assert "can be written by everybody" in built.reason
+    assert any("can be written by everybody" in line for line in explain(project.spec()))
+
+
+def test_a_single_build_open_to_everybody_is_made_anew(project: Project) -> None:
+    first = acquire(project.spec()).path
+    first.parent.chmod(0o777)
+    again = acquire(project.spec())
+    assert (again.origin, again.path) == ("compiled", first)
+    assert store.distrust(first.parent) == ""
+
+
+def test_a_private_cache_that_somebody_else_prepared_is_not_used(
+    project: Project, monkeypatch: pytest.MonkeyPatch, private_root: Path
+) -> None:
+    private_root.mkdir(mode=0o777)
+    private_root.chmod(0o777)
+    acquire(project.spec())
+    cache.root().chmod(0o777)
+    built = acquire(project.spec())
+    assert not built.path.is_relative_to(private_root)
+    assert not built.path.is_relative_to(cache.root())
+
+
+def test_remains_of_killed_builds_are_removed_after_a_day(project: Project) -> None:
+    acquire(project.spec())
+    parent = cache.root() / "v1" / ".build"
+    for name, hours in (("old", 25), ("fresh", 1)):
+        (parent / name).mkdir()
+        (parent / name / "answer.o").write_text("x")
+        os.utime(parent / name, (time.time() - hours * 3600,) * 2)
+    (project.root / "answer.h").write_text("#define ANSWER 1\n")
+    acquire(project.spec())
+    assert [folder.name for folder in parent.iterdir()] == ["fresh"]

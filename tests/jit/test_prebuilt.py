@@ -1,0 +1,185 @@
+"""Binaries built by `build_into`, as wheels carry them: which are taken, and why others are not."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from small_op import CountingCompiler, Project, answer, make_project, other_torch
+
+from ds_plugin_sdk.errors import ToolchainError
+from ds_plugin_sdk.jit import BuildSpec, Source, acquire, build_into, cache, explain, machine, target
+
+pytestmark = pytest.mark.compiler
+
+
+@pytest.fixture
+def wheel(tmp_path: Path) -> Path:
+    return tmp_path / "wheel"
+
+
+def with_prebuilt(project: Project, wheel: Path, **changes: object) -> BuildSpec:
+    return project.spec(prebuilt_dirs=(wheel,), **changes)
+
+
+def test_a_prebuilt_binary_needs_no_compiler_and_no_cache(
+    project: Project, wheel: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    built = build_into(project.spec(), wheel)
+    assert built.path == wheel / "answer" / "answer.so"
+    assert sorted(file.name for file in built.path.parent.iterdir()) == ["answer.so", "build.log", "key.json"]
+    assert [file.name for file in wheel.iterdir()] == ["answer"]
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = acquire(with_prebuilt(project, wheel))
+    assert (found.origin, found.path) == ("prebuilt", built.path)
+    assert answer(found.path) == 42
+    assert not cache.root().exists()
+
+
+def test_it_may_be_used_elsewhere(
+    project: Project, wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another machine: the same plugin in another folder, other system headers, a later torch."""
+    build_into(project.spec(), wheel)
+    elsewhere = make_project(tmp_path / "site-packages" / "plugin", tmp_path / "include")
+    (elsewhere.shared / "shared.h").write_text("#define SHARED 2000\n")
+    shutil.rmtree(project.shared)
+    other_torch(monkeypatch, "2.99.0")
+    assert acquire(with_prebuilt(elsewhere, wheel)).origin == "prebuilt"
+
+
+def test_rebuilding_replaces(project: Project, wheel: Path) -> None:
+    build_into(project.spec(), wheel)
+    (project.root / "answer.h").write_text("#define ANSWER 1\n")
+    assert answer(build_into(project.spec(), wheel).path) == 3
+    assert acquire(with_prebuilt(project, wheel)).origin == "prebuilt"
+
+
+@pytest.mark.parametrize(
+    ("file", "told"),
+    [("answer.cpp", "$test/answer.cpp changed"), ("answer.h", "header $test/answer.h changed")],
+)
+def test_other_sources_are_compiled(project: Project, wheel: Path, file: str, told: str) -> None:
+    build_into(project.spec(), wheel)
+    with (project.root / file).open("a") as changed:
+        changed.write("// changed\n")
+    artifact = acquire(with_prebuilt(project, wheel))
+    assert artifact.origin == "compiled"
+    assert told in artifact.reason
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"cxx_args": ("-O1",)}, "cxx_args: nothing -> -O1"),
+        ({"kind": "python_module"}, "kind torch_library -> python_module"),
+        ({"toolchain": "sycl"}, "toolchain cxx -> sycl"),
+    ],
+)
+def test_other_requests_are_refused(project: Project, wheel: Path, changes: dict[str, object], told: str) -> None:
+    build_into(project.spec(), wheel)
+    assert told in " ".join(explain(with_prebuilt(project, wheel, **changes)))
+
+
+def edit_key(wheel: Path, **changes: object) -> None:
+    file = wheel / "answer" / "key.json"
+    record = json.loads(file.read_text())
+    record["key"].update(changes)
+    file.write_text(json.dumps(record))
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"arch": "s390x"}, "it is for s390x, not for"),
+        ({"cpu": "x86-64-v9"}, "it is for x86-64-v9 CPUs"),
+        ({"abi": {"torch": "2.0.0", "cxx11_abi": True}}, "torch 2.0.0 -> stable"),
+        ({"schema": 99}, "has schema 99"),
+    ],
+)
+def test_what_does_not_fit_this_machine_is_refused(
+    project: Project, wheel: Path, changes: dict[str, object], told: str
+) -> None:
+    build_into(project.spec(), wheel)
+    edit_key(wheel, **changes)
+    assert told in " ".join(explain(with_prebuilt(project, wheel)))
+    assert acquire(with_prebuilt(project, wheel)).origin == "compiled"
+
+
+def test_a_torch_older_than_the_stable_abi_is_refused(
+    project: Project, wheel: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build_into(project.spec(), wheel)
+    other_torch(monkeypatch, "2.8.0+cpu")
+    assert "it needs torch 2.11 or later, not 2.8.0+cpu" in " ".join(explain(with_prebuilt(project, wheel)))
+
+
+def test_exact_abis_must_be_equal(project: Project, wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build_into(project.spec(kind="python_module"), wheel)
+    spec = with_prebuilt(project, wheel, kind="python_module")
+    assert acquire(spec).origin == "prebuilt"
+    version = machine.here().torch.version
+    other_torch(monkeypatch, "2.99.0")
+    assert f"torch {version} -> 2.99.0" in " ".join(explain(spec))
+
+
+def test_a_damaged_one_is_refused(project: Project, wheel: Path) -> None:
+    with build_into(project.spec(), wheel).path.open("r+b") as file:
+        file.truncate(100)
+    artifact = acquire(with_prebuilt(project, wheel))
+    assert artifact.origin == "compiled"
+    assert "has 100 bytes instead of" in artifact.reason
+
+
+def units(project: Project, *levels: str) -> tuple[Source, ...]:
+    """The op's source once for each level, as builders of vector kernels have it; the first level has the function."""
+    file = project.root / "level.cpp"
+    file.write_text("int LEVEL() { return 1; }\n")
+    return (*project.spec().sources, *(Source(file, (f"-DLEVEL={level}",), level) for level in levels))
+
+
+def test_a_portable_binary_serves_a_machine_that_would_build_one_level(
+    project: Project, wheel: Path, counting: CountingCompiler
+) -> None:
+    build_into(project.spec(sources=units(project, "low", "high")), wheel)
+    assert counting.count() == 3
+    for level in ("low", "high"):
+        assert acquire(with_prebuilt(project, wheel, sources=units(project, level))).origin == "prebuilt"
+    refused = explain(with_prebuilt(project, wheel, sources=units(project, "higher")))
+    assert "$test/level.cpp higher was added" in " ".join(refused)
+
+
+def test_a_binary_of_one_level_does_not_serve_a_machine_that_asks_for_another(
+    project: Project, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A cache filled by a machine with wide vectors, seen by one without them and without a compiler."""
+    acquire(project.spec(sources=units(project, "high")))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert acquire(project.spec(sources=units(project, "high"))).origin == "cache"
+    with pytest.raises(ToolchainError, match="low was added"):
+        acquire(project.spec(sources=units(project, "low")))
+
+
+def test_code_for_a_lesser_cpu_may_be_used(project: Project, wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The build machine has v3, others have v4 and v2."""
+
+    def on(level: str) -> None:
+        here = replace(machine.here(), target=target.Target("x86_64", level))
+        monkeypatch.setattr(machine, "here", lambda: here)
+
+    native = {"cxx_args": ("-march=native",)}
+    build_into(project.spec(), wheel)
+    edit_key(wheel, arch="x86_64", cpu="x86-64-v3")
+    file = wheel / "answer" / "key.json"
+    record = json.loads(file.read_text())
+    record["key"]["request"]["cxx_args"] = ["-march=$cpu"]
+    file.write_text(json.dumps(record))
+    on("x86-64-v4")
+    assert acquire(with_prebuilt(project, wheel, **native)).origin == "prebuilt"
+    on("x86-64-v2")
+    assert "it is for x86-64-v3 CPUs, and this one is x86-64-v2" in " ".join(
+        explain(with_prebuilt(project, wheel, **native))
+    )

@@ -1,0 +1,91 @@
+"""The CPU's name on this and other architectures, from the text of /proc/cpuinfo."""
+
+from __future__ import annotations
+
+import platform
+
+import pytest
+
+from ds_plugin_sdk.jit import target
+from ds_plugin_sdk.jit.target import Target
+
+V2 = "fpu sse sse2 cx16 lahf_lm popcnt pni sse4_1 sse4_2 ssse3"
+V3 = f"{V2} avx avx2 bmi1 bmi2 f16c fma abm movbe xsave"
+V4 = f"{V3} avx512f avx512bw avx512cd avx512dq avx512vl avx512_vnni"
+POWER9 = "processor\t: 0\ncpu\t\t: POWER9, altivec supported\nclock\t\t: 3800.000000MHz\n"
+NEOVERSE_N1 = "processor\t: 0\nFeatures\t: fp asimd atomics fphp asimdhp asimdrdm asimddp\n"
+GRAVITON3 = "Features\t: fp asimd atomics fphp asimdhp asimdrdm asimddp sve i8mm bf16\n"
+
+
+@pytest.mark.parametrize(
+    ("arch", "cpuinfo", "level", "flag"),
+    [
+        ("x86_64", "flags : fpu sse sse2", "x86-64", "-march=x86-64"),
+        ("x86_64", f"flags : {V2}", "x86-64-v2", "-march=x86-64-v2"),
+        ("x86_64", f"flags : {V3}", "x86-64-v3", "-march=x86-64-v3"),
+        ("x86_64", f"flags : {V4}", "x86-64-v4", "-march=x86-64-v4"),
+        ("x86_64", f"flags : {V4.replace('avx512vl', '')}", "x86-64-v3", "-march=x86-64-v3"),
+        ("aarch64", "Features : fp asimd", "armv8-a", "-march=armv8-a"),
+        ("aarch64", NEOVERSE_N1, "armv8.2-a+fp16+dotprod", "-march=armv8.2-a+fp16+dotprod"),
+        ("aarch64", GRAVITON3, "armv8.2-a+fp16+dotprod+bf16+i8mm", "-march=armv8.2-a+fp16+dotprod+bf16+i8mm"),
+        ("ppc64le", POWER9, "power9", "-mcpu=power9"),
+        ("ppc64le", POWER9.replace("POWER9", "POWER10 (architected)"), "power10", "-mcpu=power10"),
+        ("ppc64le", "cpu : something", "power8", "-mcpu=power8"),
+        ("riscv64", "isa : rv64imafdc_zicntr_zihpm", "rv64gc", "-march=rv64gc"),
+        ("riscv64", "isa : rv64imafdcv_zicntr", "rv64gcv", "-march=rv64gcv"),
+        ("s390x", "features : vx vxe", "", None),
+        ("x86_64", "", "x86-64", "-march=x86-64"),
+    ],
+)
+def test_level_and_flag(arch: str, cpuinfo: str, level: str, flag: str | None) -> None:
+    found = target.resolve(arch, cpuinfo)
+    assert found == Target(arch, level)
+    assert found.flag == flag
+
+
+def test_the_first_processor_speaks_for_all() -> None:
+    assert target.features("x86_64", "flags : avx\n\nflags : sse\n") == {"avx"}
+
+
+@pytest.mark.parametrize(
+    ("here", "level", "runs"),
+    [
+        (Target("x86_64", "x86-64-v3"), "", True),
+        (Target("x86_64", "x86-64-v3"), "x86-64-v2", True),
+        (Target("x86_64", "x86-64-v3"), "x86-64-v3", True),
+        (Target("x86_64", "x86-64-v3"), "x86-64-v4", False),
+        (Target("x86_64", "x86-64-v3"), "power9", False),
+        (Target("ppc64le", "power9"), "power8", True),
+        (Target("ppc64le", "power9"), "power10", False),
+        (Target("s390x", ""), "", True),
+        (Target("s390x", ""), "z15", False),
+    ],
+)
+def test_code_of_lower_levels_runs(here: Target, level: str, runs: bool) -> None:
+    assert here.runs(level) is runs
+
+
+@pytest.mark.parametrize(
+    ("here", "args", "resolved"),
+    [
+        (Target("x86_64", "x86-64-v3"), ["-O2", "-march=native"], ["-O2", "-march=x86-64-v3"]),
+        (Target("x86_64", "x86-64-v3"), ["-Xcompiler=-O2,-march=native"], ["-Xcompiler=-O2,-march=x86-64-v3"]),
+        # OLCF Summit: the arguments of an extension written on x86 build on POWER, where -march does not exist.
+        (Target("ppc64le", "power9"), ["-march=native", "-O2"], ["-mcpu=power9", "-O2"]),
+        (Target("ppc64le", "power9"), ["-mcpu=native", "-mtune=native"], ["-mcpu=power9", "-mcpu=power9"]),
+        (Target("aarch64", "armv8-a"), ["-mcpu=native"], ["-march=armv8-a"]),
+        (Target("riscv64", "rv64gcv"), ["-march=native"], ["-march=rv64gcv"]),
+        (Target("s390x", ""), ["-march=native", "-Xcompiler", "-march=native", "-O2"], ["-O2"]),
+        (Target("x86_64", "x86-64-v3"), ["-march=nativeish"], ["-march=nativeish"]),
+    ],
+)
+def test_native_is_made_definite(here: Target, args: list[str], resolved: list[str]) -> None:
+    assert here.resolve(args) == resolved
+    assert target.wants_native(args) is (args != resolved)
+    assert not any("native" in word and "nativeish" not in word for word in target.without_native(args))
+
+
+def test_this_machine_has_a_level() -> None:
+    here = target.here()
+    assert here.arch == platform.machine()
+    assert here.runs(here.level)
