@@ -1,0 +1,281 @@
+"""Which compiler is called, and with which arguments, on this machine and on others."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from small_op import Project, answer, script
+
+from ds_plugin_sdk.errors import ToolchainError
+from ds_plugin_sdk.jit import (
+    BuildSpec,
+    Compiler,
+    CudaToolchain,
+    CxxToolchain,
+    Machine,
+    Source,
+    SyclToolchain,
+    Toolchain,
+    acquire,
+    get_toolchain,
+    register_toolchain,
+    toolchains,
+)
+from ds_plugin_sdk.jit.machine import Torch
+from ds_plugin_sdk.jit.target import Target
+from ds_plugin_sdk.jit.toolchains import cxx_sibling, gencode
+
+SUMMIT = Target("ppc64le", "power9")
+GRAVITON = Target("aarch64", "armv8.2-a+fp16+dotprod")
+RISCV = Target("riscv64", "rv64gcv")
+EPYC = Target("x86_64", "x86-64-v4")
+
+
+@pytest.fixture
+def torch_folder(tmp_path: Path) -> Path:
+    lib = tmp_path / "torch" / "lib"
+    lib.mkdir(parents=True)
+    for name in ("torch", "torch_cpu", "c10", "torch_python"):
+        (lib / f"lib{name}.so").touch()
+    return tmp_path / "torch"
+
+
+def machine_with(target: Target, torch_folder: Path) -> Machine:
+    torch = Torch(torch_folder, "2.11.0", cxx11_abi=True)
+    return Machine(target, torch, Path("/usr/include/python3.12"), "cpython-312-x")
+
+
+def spec_of(*names: str, **fields: object) -> BuildSpec:
+    sources = tuple(Source(Path("/src") / name) for name in names)
+    return BuildSpec(name="fused_adam", owner="ds-plugin-test", sources=sources, **fields)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def compilers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A PATH with compilers that only tell their names."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name, version in (
+        ("g++", "g++ (Debian) 12.2.0"),
+        ("clang++", "clang version 18.1.8"),
+        ("icpx", "Intel(R) oneAPI DPC++/C++ Compiler 2025.2.0"),
+        ("nvcc", "Cuda compilation tools, release 12.8, V12.8.93"),
+    ):
+        script(folder / name, f"echo '{version}'\n")
+    monkeypatch.setenv("PATH", str(folder))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [
+        (EPYC, "-march=x86-64-v4"),
+        (SUMMIT, "-mcpu=power9"),
+        (GRAVITON, "-march=armv8.2-a+fp16+dotprod"),
+        (RISCV, "-march=rv64gcv"),
+    ],
+)
+def test_flags_of_other_architectures(target: Target, expected: str, torch_folder: Path, compilers: Path) -> None:
+    spec = spec_of("adam.cpp", cxx_args=("-march=native",))
+    flags = CxxToolchain().flags(spec, machine_with(target, torch_folder))
+    assert [flag for flag in flags if flag.startswith("-m")] == [expected]
+
+
+def test_summit(torch_folder: Path, compilers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """OLCF Summit, POWER9 with V100s: what its users had to patch by hand.
+
+    DeepSpeed's flags there held -march=native, which POWER compilers do not know, its headers <x86intrin.h>, and
+    torch's builder the macros that take the half operators away.
+    """
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "7.0")
+    machine = machine_with(SUMMIT, torch_folder)
+    spec = spec_of("adam.cpp", "adam.cu", toolchain="cuda", cxx_args=("-march=native",), nvcc_args=("--use_fast_math",))
+    host, device = (CudaToolchain().compile_command(source, spec, machine) for source in spec.sources)
+    words = " ".join([*host, *device, *CudaToolchain().link_command(spec, machine)])
+    assert "-march" not in words and "native" not in words
+    assert not any(x86 in words for x86 in ("avx", "AVX", "sse", "-mfma", "x86", "cpuid"))
+    assert "-mcpu=power9" in host
+    assert not any(word.startswith("-D__CUDA_NO_") for word in device)
+    for macro in ("HALF_OPERATORS", "HALF_CONVERSIONS", "HALF2_OPERATORS", "BFLOAT16_CONVERSIONS"):
+        assert f"-U__CUDA_NO_{macro}__" in device
+    assert [word for word in device if "gencode" in word] == ["-gencode=arch=compute_70,code=sm_70"]
+
+
+def test_a_stable_library(torch_folder: Path, compilers: Path) -> None:
+    machine = machine_with(EPYC, torch_folder)
+    spec = spec_of("adam.cpp", include_dirs=(Path("/src/include"),), link_args=("-lvendor",))
+    compiling = CxxToolchain().compile_command(spec.sources[0], spec, machine)
+    assert "-DTORCH_TARGET_VERSION=0x020B000000000000" in compiling
+    assert "-std=c++17" in compiling
+    assert "-MD" in compiling and "-MMD" not in compiling
+    assert "-I/src/include" in compiling
+    assert "/usr/include/python3.12" not in compiling
+    assert compiling[-5:] == ["adam.cpp.d", "-c", "/src/adam.cpp", "-o", "adam.cpp.o"]
+    link = CxxToolchain().link_command(spec, machine)
+    assert link.index("-lvendor") < link.index("-ltorch_cpu")
+    assert "-Wl,-z,defs" in link and "-ltorch_python" not in link
+    assert not any("rpath" in word for word in link)
+
+
+def test_a_python_module(torch_folder: Path, compilers: Path) -> None:
+    machine = machine_with(EPYC, torch_folder)
+    spec = spec_of("adam.cpp", kind="python_module", cxx_args=("-std=c++23",))
+    compiling = CxxToolchain().compile_command(spec.sources[0], spec, machine)
+    assert "-DTORCH_EXTENSION_NAME=fused_adam" in compiling
+    assert not any(word.startswith("-DTORCH_TARGET_VERSION") for word in compiling)
+    assert [word for word in compiling if "std=" in word] == ["-std=c++23"]
+    assert "/usr/include/python3.12" in compiling
+    link = CxxToolchain().link_command(spec, machine)
+    assert "-ltorch_python" in link and "-Wl,-z,defs" not in link
+
+
+def test_arguments_of_one_unit_come_last(torch_folder: Path, compilers: Path) -> None:
+    spec = spec_of("adam.cpp", cxx_args=("-mavx2",))
+    unit = Source(Path("/src/adam.cpp"), ("-mavx512f",), "avx512")
+    command = CxxToolchain().compile_command(unit, spec, machine_with(EPYC, torch_folder))
+    assert command.index("-mavx2") < command.index("-mavx512f")
+    assert command[-1] == "adam.cpp.avx512.o"
+
+
+@pytest.mark.parametrize(
+    ("arch_list", "expected"),
+    [
+        ("8.0", ["80,code=sm_80"]),
+        ("7.0;8.0+PTX", ["70,code=sm_70", "80,code=sm_80", "80,code=compute_80"]),
+        ("9.0a 10.0f", ["90a,code=sm_90a", "100f,code=sm_100f"]),
+        ("Volta, Hopper", ["70,code=sm_70", "70,code=compute_70", "90,code=sm_90", "90,code=compute_90"]),
+        ("8.0 8.0", ["80,code=sm_80"]),
+    ],
+)
+def test_cuda_architectures(arch_list: str, expected: list[str]) -> None:
+    assert gencode((), arch_list) == [f"-gencode=arch=compute_{arch}" for arch in expected]
+
+
+def test_cuda_architectures_by_default_and_by_the_builder() -> None:
+    assert gencode((), None) == gencode((), " ") == ["-arch=all-major"]
+    for arg in ("-gencode=arch=compute_80,code=sm_80", "-gencode", "-arch=sm_90", "--generate-code=arch=compute_80"):
+        assert gencode((arg,), "7.0") == []
+
+
+@pytest.mark.parametrize("arch_list", ["8", "sm_80", "Tesla"])
+def test_cuda_architectures_that_do_not_exist(arch_list: str) -> None:
+    with pytest.raises(ToolchainError, match="is no architecture"):
+        gencode((), arch_list)
+
+
+@pytest.mark.parametrize(
+    ("cc", "cxx"),
+    [
+        ("gcc", "g++"),
+        ("/usr/bin/gcc-12", "/usr/bin/g++-12"),
+        ("clang-18", "clang++-18"),
+        ("/opt/llvm/bin/clang", "/opt/llvm/bin/clang++"),
+        ("powerpc64le-linux-gnu-gcc", "powerpc64le-linux-gnu-g++"),
+        ("ccache gcc", "ccache g++"),
+        ("cc", "c++"),
+        ("icx", "icpx"),
+        ("nvc", ""),
+        ("tcc", ""),
+        ("", ""),
+    ],
+)
+def test_the_sibling_of_the_c_compiler(cc: str, cxx: str) -> None:
+    assert cxx_sibling(cc) == cxx
+
+
+def test_the_users_choice_of_compiler(compilers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert CxxToolchain().compiler().command == ("g++",)
+    monkeypatch.setenv("CC", "clang")
+    assert CxxToolchain().compiler().version == "18.1.8"
+    monkeypatch.setenv("CXX", "g++ -m64")
+    assert CxxToolchain().compiler().command == ("g++", "-m64")
+
+
+def test_nvcc_is_found_in_its_places(compilers: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert CudaToolchain().nvcc().version == "12.8"
+    home = tmp_path / "cuda"
+    (home / "bin").mkdir(parents=True)
+    script(home / "bin" / "nvcc", "echo 'Cuda compilation tools, release 13.0, V13.0.88'\n")
+    monkeypatch.setenv("CUDA_HOME", str(home))
+    assert CudaToolchain().nvcc().version == "13.0"
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "nowhere"))
+    with pytest.raises(ToolchainError, match="no CUDA compiler"):
+        CudaToolchain().nvcc()
+
+
+def test_nvcc_of_pip_is_found(compilers: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (compilers / "nvcc").unlink()
+    folder = tmp_path / "site" / "nvidia" / "cu13" / "bin"
+    folder.mkdir(parents=True)
+    script(folder / "nvcc", "echo 'Cuda compilation tools, release 13.1, V13.1.1'\n")
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    assert CudaToolchain().nvcc().path == folder / "nvcc"
+
+
+def test_nvcc_takes_the_host_compiler_behind_a_launcher(
+    compilers: Path, torch_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script(compilers / "ccache", 'exec "$@"\n')
+    monkeypatch.setenv("CXX", "ccache clang++ -m64")
+    spec = spec_of("adam.cu", toolchain="cuda")
+    command = CudaToolchain().compile_command(spec.sources[0], spec, machine_with(EPYC, torch_folder))
+    assert command[command.index("-ccbin") + 1] == "clang++"
+
+
+def test_sycl(compilers: Path, torch_folder: Path) -> None:
+    spec = spec_of("adam.cpp", toolchain="sycl", cxx_args=("-fsycl-targets=spir64",))
+    machine = machine_with(EPYC, torch_folder)
+    toolchain = SyclToolchain()
+    assert toolchain.compile_command(spec.sources[0], spec, machine)[:2] == ["icpx", "-fsycl"]
+    assert "-fsycl-targets=spir64" in toolchain.compile_command(spec.sources[0], spec, machine)
+    assert toolchain.link_command(spec, machine)[:2] == ["icpx", "-fsycl"]
+    (compilers / "icpx").unlink()
+    with pytest.raises(ToolchainError, match="icpx") as caught:
+        toolchain.find()
+    assert "oneAPI" in caught.value.hint
+
+
+@pytest.mark.compiler
+def test_sycl_builds(project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the host's compiler in icpx's clothes: it takes all arguments but -fsycl."""
+    real = shutil.which("c++")
+    folder = tmp_path / "oneapi"
+    folder.mkdir()
+    script(folder / "icpx", f'[ "$1" = -fsycl ] && shift\nexec {real} "$@"\n')
+    monkeypatch.setenv("PATH", str(folder), prepend=":")
+    artifact = acquire(project.spec(toolchain="sycl"))
+    assert answer(artifact.path) == 42
+    assert "icpx" in artifact.key["key"]["toolchain"]  # type: ignore[index]
+
+
+class VendorToolchain(Toolchain):
+    """What a vendor writes: a compiler, its flags, the two commands."""
+
+    def find(self) -> Mapping[str, Compiler]:
+        return CxxToolchain().find()
+
+    def flags(self, spec: BuildSpec, machine: Machine) -> list[str]:
+        return ["-fPIC", "-DANSWER=40", "-DSHARED=2", *toolchains.includes(spec, machine)]
+
+    def compile_command(self, source: Source, spec: BuildSpec, machine: Machine) -> list[str]:
+        return ["c++", *self.flags(spec, machine), *toolchains.outputs(source)]
+
+    def link_command(self, spec: BuildSpec, machine: Machine) -> list[str]:
+        return ["c++", "-shared", "-o", spec.library, *(f"{source.stem}.o" for source in spec.sources)]
+
+
+@pytest.mark.compiler
+def test_a_vendors_toolchain(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(toolchains, "_toolchains", dict(toolchains._toolchains))
+    with pytest.raises(ToolchainError, match="no toolchain 'vendor'"):
+        acquire(project.spec(toolchain="vendor"))
+    mine = VendorToolchain()
+    register_toolchain("vendor", mine)
+    register_toolchain("vendor", mine)
+    assert get_toolchain("vendor") is mine
+    assert answer(acquire(project.spec(toolchain="vendor")).path) == 42
+    with pytest.raises(ToolchainError, match="there is a toolchain 'vendor' already"):
+        register_toolchain("vendor", VendorToolchain())
