@@ -87,7 +87,7 @@ class OpBuilder:
         return []
 
     def cxx_args(self) -> list[str]:
-        """Compiler arguments beyond those for optimisation and for this machine, which the toolchain gives."""
+        """Compiler arguments beyond the toolchain's. ``-march=native`` means this CPU on every architecture."""
         return []
 
     def nvcc_args(self) -> list[str]:
@@ -215,8 +215,7 @@ class OpBuilder:
 
         start = time.perf_counter()
         spec = self.build_spec()
-        artifact = jit.acquire(spec)
-        module = jit.load(artifact, spec)
+        artifact, module = jit.obtain(spec)
         assert module is not None
         self._record(artifact.origin, str(artifact.path), time.perf_counter() - start)
         return module
@@ -239,8 +238,7 @@ class OpBuilder:
         if key not in _libraries:
             try:
                 spec = self.build_spec()
-                artifact = jit.acquire(spec)
-                jit.load(artifact, spec)
+                artifact, _ = jit.obtain(spec)
                 _libraries[key] = artifact
             except BuildError as error:
                 if not settings.fallback or families.of(self.NAME) is None:
