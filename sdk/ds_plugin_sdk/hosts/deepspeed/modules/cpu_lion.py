@@ -1,0 +1,40 @@
+"""``cpu_lion``: what DeepSpeedCPULion calls. Tensors are on the host. Nothing is kept between calls."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ds_plugin_sdk.ops.lion import lion_
+
+
+def create_lion(optimizer_id: int, lr: float, beta1: float, beta2: float, weight_decay: float, should_log: bool) -> int:
+    """Begin an optimizer. Gives 0; all it needs comes with each call."""
+    return 0
+
+
+def destroy_lion(optimizer_id: int) -> int:
+    """End an optimizer. Gives 0."""
+    return 0
+
+
+def lion_update(
+    optimizer_id: int,
+    step: int,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+    params: Tensor,
+    grads: Tensor,
+    exp_avg: Tensor,
+) -> int:
+    """One step, in place on params and exp_avg, contiguous or not. Gives 0.
+
+    Formula, dtypes and refusals are those of `ds_plugin_sdk.ops.lion.lion_`; a negative decay is none. Where the
+    direction is exactly 0 the parameter stays; DeepSpeed's own op moves it by its sign bit.
+
+    Raises:
+        InvalidTensorError: the tensors do not fit; nothing was modified.
+    """
+    lion_([params], [grads], [exp_avg], lr=lr, betas=(beta1, beta2), weight_decay=max(weight_decay, 0.0))
+    return 0
