@@ -28,6 +28,7 @@ RANK = {
     "registry": 6,
     "prebuild": 7,
     "report": 7,
+    "scaffold": 7,
     "optim": 7,
     "hosts": 7,
     "conformance": 7,

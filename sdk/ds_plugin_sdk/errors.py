@@ -13,6 +13,7 @@
     │   ├── CompileError                            the compiler refused the sources
     │   ├── CompileForbiddenError                   settings forbid compiling, and nothing prebuilt or cached fits
     │   └── ArtifactError                           a binary is damaged, foreign, or cannot be loaded
+    ├── ScaffoldError                               a project cannot be generated
     └── OpError
         ├── OpNotImplementedError   (ValueError)    this plugin does not offer this op
         └── InvalidTensorError      (ValueError)    an op was given a tensor it cannot work on
@@ -107,6 +108,10 @@ class CompileForbiddenError(BuildError):
 
 class ArtifactError(BuildError):
     """A binary is damaged, belongs to another machine, or cannot be loaded."""
+
+
+class ScaffoldError(SdkError):
+    """A plugin project cannot be generated."""
 
 
 class OpError(SdkError):

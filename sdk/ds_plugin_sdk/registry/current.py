@@ -67,9 +67,7 @@ def set_accelerator(accelerator: DeepSpeedAccelerator) -> None:
     _install(accelerator, decision, plugin=accelerator.device_name(), version="set by the program")
 
 
-def choose(
-    other_hardware: Callable[[], str | None], host_names: tuple[str, ...] = ()
-) -> DeepSpeedAccelerator | None:
+def choose(other_hardware: Callable[[], str | None], host_names: tuple[str, ...] = ()) -> DeepSpeedAccelerator | None:
     """Choose and load a plugin's accelerator unless there is one; None where no plugin is to be used."""
     global _decision
     with _lock:

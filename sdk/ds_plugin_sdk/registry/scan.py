@@ -99,9 +99,7 @@ def scan() -> dict[str, list[Candidate]]:
         # The same distribution may stand twice on sys.path (an editable install and its source folder).
         if (entry_point.name, title) not in seen:
             seen.add((entry_point.name, title))
-            found.setdefault(entry_point.name, []).append(
-                Candidate(entry_point.name, title, version, entry_point)
-            )
+            found.setdefault(entry_point.name, []).append(Candidate(entry_point.name, title, version, entry_point))
     return found
 
 

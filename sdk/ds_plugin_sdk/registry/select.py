@@ -73,9 +73,7 @@ def allowed(name: str) -> bool:
     return settings.allowed_plugins is None or name in settings.allowed_plugins
 
 
-def _explicit(
-    name: str, installed: Mapping[str, list[Candidate]], host_names: tuple[str, ...]
-) -> Decision:
+def _explicit(name: str, installed: Mapping[str, list[Candidate]], host_names: tuple[str, ...]) -> Decision:
     decision = Decision()
     if name not in installed:
         if name in host_names:

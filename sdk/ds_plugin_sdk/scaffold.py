@@ -1,0 +1,147 @@
+"""``sdk new-plugin``: a vendor's project from the template that the SDK ships."""
+
+from __future__ import annotations
+
+import keyword
+import os
+import re
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from ds_plugin_sdk import __version__, registry
+from ds_plugin_sdk.errors import ScaffoldError
+
+Runtime = Literal["simulated", "torch"]
+
+LICENSES = ("Apache-2.0", "MIT", "BSD-3-Clause", "Proprietary")
+
+# Device types that torch's c10 library knows (c10/core/DeviceType.h): a simulated device cannot take their names.
+TORCH_DEVICES = frozenset(
+    "cpu cuda mkldnn opengl opencl ideep hip fpga maia xla vulkan metal xpu mps meta hpu ve lazy ipu mtia "
+    "privateuseone".split()
+)
+
+_NAME = re.compile(r"[a-z][a-z0-9_]*")
+_LONGEST = 30
+
+
+@dataclass(frozen=True)
+class Project:
+    """What to generate.
+
+    Attributes:
+        name: the plugin's name, as in ``DS_ACCELERATOR=<name>``.
+        vendor: author of the project.
+        runtime: ``simulated`` brings a device that needs no hardware, to be replaced function by function; ``torch``
+            is for a device that torch, or the vendor's torch extension, knows already.
+        license: one of `LICENSES`.
+        output: folder in which the project's folder is made.
+    """
+
+    name: str
+    vendor: str = "Your Company"
+    runtime: Runtime = "simulated"
+    license: str = "Apache-2.0"
+    output: Path = Path()
+
+    @property
+    def folder(self) -> Path:
+        return self.output / f"ds-plugin-{self.name.replace('_', '-')}"
+
+    @property
+    def device_type(self) -> str:
+        """torch's name of the device. Where torch has a device of the plugin's name, the simulated one has another."""
+        taken = self.runtime == "simulated" and self.name in TORCH_DEVICES
+        return f"{self.name}sim" if taken else self.name
+
+
+def generate(project: Project) -> Path:
+    """Render the template. Returns the project's folder, which is there as a whole or not at all.
+
+    Raises:
+        ScaffoldError: the name cannot be used, the folder exists or cannot be written.
+    """
+    _check(project)
+    try:
+        project.output.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=project.output, prefix=".new-plugin-") as scratch:
+            made = _render(project, Path(scratch))
+            os.rename(made, project.folder)  # refuses a folder that has come into being meanwhile, unless it is empty
+    except OSError as error:
+        raise ScaffoldError(
+            "the project cannot be written",
+            plugin=project.name,
+            why=f"{project.folder}: {error.strerror or error}",
+            hint="choose another place with --output",
+        ) from error
+    return project.folder
+
+
+def template_folder() -> Path:
+    """The template: inside the wheel, or in a source checkout."""
+    package = Path(__file__).resolve().parent
+    installed = package / "template"
+    return installed if installed.is_dir() else package.parents[1] / "plugins" / "xyz_template"
+
+
+def _check(project: Project) -> None:
+    name = project.name
+    if not _NAME.fullmatch(name) or len(name) > _LONGEST or keyword.iskeyword(name) or name.endswith("_"):
+        raise ScaffoldError(
+            f"{name!r} cannot be a plugin's name",
+            why=f"a name is a lower-case Python identifier of at most {_LONGEST} letters, digits and underscores",
+            hint="for example: sdk new-plugin zap",
+        )
+    if name in ("cpu", "meta", "privateuseone", "sdk"):
+        raise ScaffoldError(f"the name '{name}' is taken", why="torch or the SDK itself uses it", hint="choose another")
+    others = registry.scan().get(name)
+    if others:
+        raise ScaffoldError(
+            f"the name '{name}' is taken",
+            plugin=name,
+            why=f"{others[0]} is installed here and has it",
+            hint=f"choose another, or pip uninstall {others[0].distribution}",
+        )
+    if project.license not in LICENSES:
+        raise ScaffoldError(
+            f"the template has no licence '{project.license}'",
+            why=f"it has {', '.join(LICENSES)}",
+            hint="choose one of them, and replace the file LICENSE later",
+        )
+    if re.search(r"[\"\\\n\r{}]", project.vendor) or not project.vendor.strip():
+        raise ScaffoldError(
+            f"{project.vendor!r} cannot be a vendor's name",
+            why="it is written into pyproject.toml: no quotes, backslashes, braces or line breaks",
+            hint="for example: --vendor 'Zap Devices Ltd.'",
+        )
+    if project.folder.exists():
+        raise ScaffoldError(
+            "the folder exists, and nothing is ever overwritten",
+            plugin=name,
+            why=str(project.folder.absolute()),
+            hint="move it away, or choose another place with --output",
+        )
+
+
+def _render(project: Project, scratch: Path) -> Path:
+    from cookiecutter.main import cookiecutter
+
+    template = Path(shutil.copytree(template_folder(), scratch / "template"))
+    made = cookiecutter(
+        str(template),
+        no_input=True,
+        output_dir=str(scratch),
+        default_config=True,  # nobody's ~/.cookiecutterrc changes what is generated
+        extra_context={
+            "name": project.name,
+            "vendor": project.vendor,
+            "runtime": project.runtime,
+            "license": project.license,
+            "device_type": project.device_type,
+            "sdk_version": __version__,
+        },
+    )
+    return Path(made)
