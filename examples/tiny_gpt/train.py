@@ -61,8 +61,8 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     """The script's own arguments and those that every DeepSpeed script has."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=240, help="optimizer steps (%(default)s)")
-    parser.add_argument("--eval-every", type=int, default=40, help="steps between held-out evaluations (%(default)s)")
+    parser.add_argument("--steps", type=int, default=300, help="as many as the config's schedule (%(default)s)")
+    parser.add_argument("--eval-every", type=int, default=50, help="steps between held-out evaluations (%(default)s)")
     parser.add_argument("--eval-windows", type=int, default=256, help="pieces of held-out text (%(default)s)")
     parser.add_argument("--seed", type=int, default=1234, help="of the weights, batches and sample (%(default)s)")
     parser.add_argument("--sample-bytes", type=int, default=400, help="of code to write (%(default)s)")
