@@ -64,6 +64,20 @@ def test_a_request_by_name(zap: Path, python: Python) -> None:
     assert "pip install ds-plugin-xyz" in failed.stderr
 
 
+def test_what_the_sdk_has_not_stays_deepspeeds_own(python: Python) -> None:
+    """Asynchronous file access on the CPU must not get lost with the CPU plugin."""
+    done = python(
+        WHICH + "from deepspeed.ops import op_builder\n"
+        "from deepspeed.runtime.swap_tensor import partitioned_param_swapper\n"
+        "assert op_builder.AsyncIOBuilder is op_builder.cpu.AsyncIOBuilder\n"
+        "assert partitioned_param_swapper.AsyncIOBuilder is op_builder.cpu.AsyncIOBuilder\n"
+        "assert op_builder.PinMemoryBuilder is op_builder.cpu.PinMemoryBuilder\n"
+        "assert op_builder.FusedAdamBuilder.__module__ == 'ds_plugin_sdk.op_builder.host.fused_adam'\n"
+        "assert op_builder.UtilsBuilder.NAME == 'utils'\n"
+    )
+    assert done.stdout.strip() == OURS
+
+
 def test_autoload_off_leaves_deepspeed_alone_until_an_accelerator_is_set(zap: Path, python: Python) -> None:
     done = python(
         WHICH + "import ds_plugin_sdk, zap_accelerators\n"

@@ -20,6 +20,7 @@ from ds_plugin_sdk.op_builder.kinds import CppOpBuilder, CUDAOpBuilder, SYCLOpBu
 from ds_plugin_sdk.op_builder.lookup import (
     HOST_BUILDERS,
     OPTIONAL_BUILDERS,
+    borrow_from,
     builders,
     find,
     load_kernels,
@@ -37,6 +38,7 @@ __all__ = [
     "ReferenceOpBuilder",
     "SYCLOpBuilder",
     "add_prebuilt",
+    "borrow_from",
     "builders",
     "find",
     "load_kernels",

@@ -8,7 +8,7 @@ import pkgutil
 import re
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -39,17 +39,26 @@ _OP_NAMES = {
 
 _packages: dict[str, str | None] = {}
 
+Lender = Callable[[str, str], "type[Any] | None"]
+_lenders: list[Lender] = []
+
 
 def use_package(device_type: str, package: str | None) -> None:
     """Say which package builds ops for a device: that of its accelerator."""
     _packages[device_type] = package
 
 
+def borrow_from(lender: Lender) -> None:
+    """Let a host lend builders, ``lender(class_name, device_type)``, for what neither plugin nor SDK has."""
+    if lender not in _lenders:
+        _lenders.append(lender)
+
+
 def find(class_name: str, package: str | None, device_type: str) -> type[Any]:
     """The builder class of a name such as ``FusedAdamBuilder``.
 
-    A plugin's own builder comes first, then the SDK's for host tensors, then the reference; the last is a class whose
-    ``load()`` raises `OpNotImplementedError`.
+    A plugin's own builder comes first, then the SDK's for host tensors, then the reference, then what a host lends; the
+    last is a class whose ``load()`` raises `OpNotImplementedError`.
     """
     own = None if package is None else _builders_of(package).get(class_name)
     if own is not None:
@@ -58,8 +67,10 @@ def find(class_name: str, package: str | None, device_type: str) -> type[Any]:
     if host is not None and (device_type == "cpu" or class_name.startswith("CPU")):
         return host
     name = op_name(class_name)
-    base = ReferenceOpBuilder if families.of(name) is not None else NotImplementedBuilder
-    return _derived(base, class_name, name)
+    if families.of(name) is not None:
+        return _derived(ReferenceOpBuilder, class_name, name)
+    lent = (lender(class_name, device_type) for lender in _lenders)
+    return next(filter(None, lent), None) or _derived(NotImplementedBuilder, class_name, name)
 
 
 def op_name(class_name: str) -> str:

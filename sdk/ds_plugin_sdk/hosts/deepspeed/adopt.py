@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ds_plugin_sdk import registry
+from ds_plugin_sdk import op_builder, registry
 from ds_plugin_sdk.accelerator import DeepSpeedAccelerator
 from ds_plugin_sdk.errors import PluginError
-from ds_plugin_sdk.hosts.deepspeed import drift, rebind
+from ds_plugin_sdk.hosts.deepspeed import drift, lend, rebind
 from ds_plugin_sdk.settings import settings
 
 
@@ -68,6 +68,7 @@ def _join(host: Any, detect: Callable[[], str | None]) -> None:
     theirs.register(DeepSpeedAccelerator)
     host.SUPPORTED_ACCELERATOR_LIST.extend(name for name in registry.scan() if name not in host_names)
     _share_set_accelerator(host)
+    op_builder.borrow_from(lend.lend)
     registry.use_host(host.get_accelerator)
     registry.on_change(functools.partial(_use, host))
     if settings.autoload or settings.accelerator not in (None, *host_names) or registry.current() is not None:
@@ -98,6 +99,8 @@ def _use(host: Any, accelerator: Any) -> None:
     if before is accelerator:
         return
     host.ds_accelerator = accelerator
+    if host.accel_logger is not None:  # as DeepSpeed says it
+        host.accel_logger.info(f"Setting ds_accelerator to {accelerator._name} ({accelerator!r})")
     if accelerator.device_name() not in host.SUPPORTED_ACCELERATOR_LIST:
         host.SUPPORTED_ACCELERATOR_LIST.append(accelerator.device_name())
     rebind.rebind(before, accelerator)

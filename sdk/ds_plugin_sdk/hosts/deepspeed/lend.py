@@ -1,0 +1,18 @@
+"""DeepSpeed's own builders for what the SDK does not have, so that nobody loses an op by installing a plugin.
+
+They work on host memory alone, and so they are lent to the CPU only.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_LENT = frozenset({"AsyncIOBuilder", "PinMemoryBuilder"})
+
+
+def lend(class_name: str, device_type: str) -> type[Any] | None:
+    """DeepSpeed's builder class of a name for a device, or None."""
+    if class_name not in _LENT or device_type != "cpu":
+        return None
+    return getattr(importlib.import_module("deepspeed.ops.op_builder.cpu"), class_name, None)
