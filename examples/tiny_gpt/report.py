@@ -59,7 +59,7 @@ def write(run: dict[str, Any], folder: Path) -> None:
     (folder / "metrics.json").write_text(json.dumps(run, indent=1) + "\n", encoding="utf-8")
     (folder / "sample.txt").write_text(run["sample"], encoding="utf-8")
     draw_png(run, folder / "loss.png")
-    print(draw_terminal(run))
+    print("\n" + draw_terminal(run))
     print("\nThe model continues a line of code:\n")
     print(textwrap.indent(run["sample"], "    | ", lambda line: True))
     print("\n" + summary(run, folder))
@@ -100,9 +100,11 @@ def draw_terminal(run: dict[str, Any]) -> str:
     """The loss curve as text, without colours where the output is not a terminal."""
     train, steps, held_out = curves(run)
     plotext.clear_figure()
+    for paint in (plotext.canvas_color, plotext.axes_color, plotext.ticks_color):
+        paint("default")  # the terminal's own
     plotext.plot_size(88, 18)
-    plotext.plot(list(range(1, len(train) + 1)), train, marker="braille")
-    plotext.scatter(steps, held_out, marker="o")
+    plotext.plot(list(range(1, len(train) + 1)), train, marker="braille", color="blue")
+    plotext.scatter(steps, held_out, marker="o", color="red")
     plotext.hline(run["unigram_bits"])
     plotext.title(f"bits per byte: training, held-out (o), byte frequencies alone ({run['unigram_bits']:.2f})")
     text = plotext.build()
