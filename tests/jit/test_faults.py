@@ -359,6 +359,16 @@ def test_a_single_build_open_to_everybody_is_made_anew(project: Project) -> None
     assert store.distrust(first.parent) == ""
 
 
+def test_an_umask_that_opens_everything(project: Project) -> None:
+    before = os.umask(0)
+    try:
+        acquire(project.spec())
+        assert acquire(project.spec()).origin == "cache"
+        assert cache.verify() == []
+    finally:
+        os.umask(before)
+
+
 def test_a_private_cache_that_somebody_else_prepared_is_not_used(
     project: Project, monkeypatch: pytest.MonkeyPatch, private_root: Path
 ) -> None:

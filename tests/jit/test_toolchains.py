@@ -190,6 +190,8 @@ def test_the_users_choice_of_compiler(compilers: Path, monkeypatch: pytest.Monke
     assert CxxToolchain().compiler().command == ("g++",)
     monkeypatch.setenv("CC", "clang")
     assert CxxToolchain().compiler().version == "18.1.8"
+    monkeypatch.setenv("CC", "gcc-99")
+    assert CxxToolchain().compiler().command == ("g++",)
     monkeypatch.setenv("CXX", "g++ -m64")
     assert CxxToolchain().compiler().command == ("g++", "-m64")
 

@@ -221,7 +221,7 @@ def _make(plan: Plan, work: Path, reason: str) -> tuple[Path, str]:
     """Carry out `plan` in `work`. Returns the finished entry's folder, and its content key."""
     start = time.perf_counter()
     made = work / "entry"
-    made.mkdir()
+    made.mkdir(mode=0o755)  # an umask of 0 must not make it anybody's
     headers = entry.describe_headers(compiling.run(plan, work, made / entry.LOG_FILE), plan.request.tokens)
     (work / plan.spec.library).rename(made / plan.spec.library)
     entry.write(made, plan, headers, seconds=time.perf_counter() - start, reason=reason)

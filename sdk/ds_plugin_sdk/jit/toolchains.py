@@ -59,22 +59,20 @@ class CxxToolchain(Toolchain):
         return {"cxx": self.compiler()}
 
     def compiler(self) -> Compiler:
-        """The C++ compiler: ``CXX``, else the sibling of ``CC``, else the first candidate on PATH."""
-        named = settings.cxx or cxx_sibling(settings.cc or "")
-        command = shlex.split(named) if named else self._candidate()
+        """The C++ compiler: ``CXX``, else the sibling of ``CC`` if there is one, else the first candidate on PATH."""
         try:
-            return identify(command)
+            return identify(shlex.split(settings.cxx) if settings.cxx else self._candidate())
         except ToolchainError as error:
-            source = f"{'CXX' if settings.cxx else 'CC'} names it; " if named else ""
-            raise ToolchainError(error.what, why=source + error.why, hint=self.install_hint) from error
+            why = f"CXX names it; {error.why}" if settings.cxx else error.why
+            raise ToolchainError(error.what, why=why, hint=self.install_hint) from error
 
     def _candidate(self) -> list[str]:
-        for name in self.candidates:
-            if shutil.which(name):
-                return [name]
-        raise ToolchainError(
-            "no C++ compiler", why=f"none of {', '.join(self.candidates)} is on PATH", hint=self.install_hint
-        )
+        sibling = shlex.split(cxx_sibling(settings.cc or ""))
+        for command in (sibling, *([name] for name in self.candidates)):
+            if command and shutil.which(command[0]):
+                return command
+        names = ", ".join(self.candidates)
+        raise ToolchainError("no C++ compiler", why=f"none of {names} is on PATH", hint=self.install_hint)
 
     def flags(self, spec: BuildSpec, machine: Machine) -> list[str]:
         args = [*spec.cxx_args, *settings.cflags, *settings.cxxflags]
@@ -116,11 +114,12 @@ class CxxToolchain(Toolchain):
 class SyclToolchain(CxxToolchain):
     """Intel's DPC++, ``icpx -fsycl``."""
 
-    candidates = ("icpx",)
     install_hint = "install Intel's oneAPI DPC++/C++ compiler and `source /opt/intel/oneapi/setvars.sh`"
 
     def compiler(self) -> Compiler:
-        return identify(self._candidate())
+        if shutil.which("icpx") is None:
+            raise ToolchainError("no SYCL compiler", why="icpx is not on PATH", hint=self.install_hint)
+        return identify(["icpx"])
 
     def find(self) -> Mapping[str, Compiler]:
         return {"icpx": self.compiler()}
