@@ -27,6 +27,7 @@ RANK = {
     "torch_accelerator": 5,
     "registry": 6,
     "prebuild": 7,
+    "simulator": 7,
     "report": 7,
     "scaffold": 7,
     "optim": 7,

@@ -8,6 +8,7 @@
     │   ├── PluginVersionError                      plugin and SDK do not fit together
     │   └── UnknownAcceleratorError (ValueError)    no plugin of the requested name
     ├── InvalidAcceleratorError     (TypeError)     an accelerator that contradicts itself
+    ├── DeviceNameError             (ValueError)    a torch device cannot be made under this name
     ├── BuildError
     │   ├── ToolchainError                          no usable compiler
     │   ├── CompileError                            the compiler refused the sources
@@ -88,6 +89,10 @@ class UnknownAcceleratorError(PluginError, ValueError):
 
 class InvalidAcceleratorError(SdkError, TypeError):
     """An accelerator object contradicts itself or is not an accelerator."""
+
+
+class DeviceNameError(SdkError, ValueError):
+    """A torch device cannot be made under this name."""
 
 
 class BuildError(SdkError):

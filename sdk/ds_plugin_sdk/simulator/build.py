@@ -1,0 +1,94 @@
+"""The two libraries of a device: its runtime, which a vendor replaces, and torch's side of it, which serves them all.
+
+They are built apart, so that a change of the runtime costs a second or two and not the compilation of torch's headers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ds_plugin_sdk import jit
+from ds_plugin_sdk.op_builder import CppOpBuilder
+from ds_plugin_sdk.settings import settings
+
+if TYPE_CHECKING:
+    from ds_plugin_sdk.jit import Artifact
+
+_CSRC = Path(__file__).resolve().parent / "csrc"
+
+
+def include_dir() -> str:
+    """Folder of ``runtime.h``, for a runtime and for kernels that are launched through one."""
+    return str(_CSRC)
+
+
+class RuntimeBuilder(CppOpBuilder):
+    """Builds a device runtime: all functions of ``runtime.h``. As it is, the simulated one.
+
+    A vendor's own is a builder like those of their ops::
+
+        class ZapRuntime(RuntimeBuilder):
+            def sources(self):
+                return [self.kernel_path("csrc/runtime/memory.cpp"), ...]
+
+            def libraries_args(self):
+                return ["zaprt"]
+    """
+
+    NAME = "device_runtime"
+
+    def sources(self) -> list[str]:
+        return [str(path) for path in sorted((_CSRC / "runtime").glob("*.cpp"))]
+
+    def include_paths(self) -> list[str]:
+        return [include_dir()]
+
+
+class TorchSideBuilder(CppOpBuilder):
+    """Builds what makes a torch device of a runtime. It knows neither the device's name nor the runtime."""
+
+    NAME = "torch_device"
+
+    def sources(self) -> list[str]:
+        return [str(path) for path in sorted((_CSRC / "torch").glob("*.cpp"))]
+
+    def include_paths(self) -> list[str]:
+        return [include_dir()]
+
+    def cxx_args(self) -> list[str]:
+        # ATen's headers, as the stable ones have no guards, allocators or fallbacks. Optimizing buys nothing here.
+        return ["-UTORCH_TARGET_VERSION", "-O1", "-g0"]
+
+
+def load_runtime(builder: RuntimeBuilder) -> ctypes.CDLL:
+    """The runtime's library, loaded so that those that come later find its functions.
+
+    Raises:
+        BuildError: it can neither be found nor compiled, or does not load.
+    """
+    # Global, because torch's side and every kernel library refer to the runtime without being linked to it.
+    return ctypes.CDLL(str(_obtain(builder, "device runtime").path), mode=ctypes.RTLD_GLOBAL)
+
+
+def load_torch_side(builder: TorchSideBuilder) -> None:
+    """Register the device with torch. The runtime must be loaded. Raises as `load_runtime`."""
+    _obtain(builder, "torch side of the device")
+
+
+def _obtain(builder: CppOpBuilder, what: str) -> Artifact:
+    spec = builder.build_spec()
+    compiling = jit.find(spec) is None and settings.compile and settings.local_rank == 0
+    if compiling:
+        _say(f"ds-plugin-sdk: compiling the {what} ({len(spec.sources)} files, once) ...")
+    artifact, _ = jit.obtain(spec)
+    if compiling:
+        _say(f" {artifact.seconds:.0f} s\n")
+    return artifact
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(text)
+    sys.stderr.flush()

@@ -1,0 +1,148 @@
+// Streams: a queue and a thread each, so that work really runs later, in order within a stream, side by side between
+// streams.
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <exception>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <stdexcept>
+#include <thread>
+#include <vector>
+
+#include "simulated.h"
+#include "stream.h"
+
+namespace runtime {
+namespace {
+
+std::atomic<std::int64_t> delay_us{0};
+
+class Queue {
+ public:
+  explicit Queue(Stream stream) : stream_(stream) {}
+
+  void submit(Task task) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    tasks_.push_back(std::move(task));
+    ++submitted_;
+    if (!started_) {
+      started_ = true;
+      std::thread([this] { work(); }).detach();  // lives as long as the process
+    }
+    has_work_.notify_one();
+  }
+
+  bool idle() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return completed_ == submitted_;
+  }
+
+  // Waits for what was submitted before the call, and throws the first thing that went wrong in it.
+  void drain() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    const std::uint64_t goal = submitted_;
+    progress_.wait(lock, [&] { return completed_ >= goal; });
+    if (!failure_.empty()) throw std::runtime_error(std::exchange(failure_, {}));
+  }
+
+ private:
+  [[noreturn]] void work() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    while (true) {
+      has_work_.wait(lock, [&] { return !tasks_.empty(); });
+      {
+        const Task task = std::move(tasks_.front());
+        tasks_.pop_front();
+        lock.unlock();
+        const std::string failure = run(task);
+        lock.lock();
+        if (failure_.empty()) failure_ = failure;
+      }
+      ++completed_;
+      progress_.notify_all();
+    }
+  }
+
+  // Runs a task; returns what went wrong, if anything.
+  std::string run(const Task& task) const {
+    try {
+      if (task.delayed && delay_us > 0) std::this_thread::sleep_for(std::chrono::microseconds(delay_us));
+      task.function();
+      return {};
+    } catch (const std::exception& error) {
+      return config().name + ": '" + task.name + "' failed on device " + std::to_string(stream_.device) + ", stream " +
+             std::to_string(stream_.id) + ": " + error.what();
+    }
+  }
+
+  const Stream stream_;
+  std::mutex mutex_;
+  std::condition_variable has_work_, progress_;
+  std::deque<Task> tasks_;
+  std::uint64_t submitted_ = 0, completed_ = 0;
+  std::string failure_;
+  bool started_ = false;
+};
+
+// All queues, by device and stream. They are never destroyed: their threads may run until the process ends.
+struct Table {
+  std::mutex mutex;
+  std::map<std::pair<int, std::int64_t>, Queue*> queues;
+  std::int64_t next_id = 1;
+};
+Table& table() {
+  static auto* table = new Table;
+  return *table;
+}
+
+Queue& queue(Stream stream) {
+  check_device(stream.device);
+  const std::lock_guard<std::mutex> lock(table().mutex);
+  Queue*& queue = table().queues[{stream.device, stream.id}];
+  if (queue == nullptr) queue = new Queue(stream);
+  return *queue;
+}
+
+std::vector<Queue*> queues_of(int device) {
+  const std::lock_guard<std::mutex> lock(table().mutex);
+  std::vector<Queue*> found;
+  for (const auto& [key, queue] : table().queues)
+    if (key.first == device) found.push_back(queue);
+  return found;
+}
+
+}  // namespace
+
+void submit(Stream stream, Task task) {
+  if (forked())
+    throw std::runtime_error(config().name + ": this process is a fork of one that used the device; start it with spawn");
+  queue(stream).submit(std::move(task));
+}
+
+Stream stream_create(int device, int /*priority: all threads are equal*/) {
+  check_device(device);
+  const std::lock_guard<std::mutex> lock(table().mutex);
+  return {device, table().next_id++};
+}
+
+bool stream_query(Stream stream) { return queue(stream).idle(); }
+
+void stream_synchronize(Stream stream) {
+  if (!forked()) queue(stream).drain();
+}
+
+void device_synchronize(int device) {
+  check_device(device);
+  if (forked()) return;
+  for (Queue* queue : queues_of(device)) queue->drain();
+}
+
+void launch(Stream stream, std::function<void()> kernel, const char* name) {
+  submit(stream, {std::move(kernel), name, true});
+}
+
+}  // namespace runtime
+
+extern "C" void runtime_set_delay(std::int64_t microseconds) { runtime::delay_us = microseconds; }

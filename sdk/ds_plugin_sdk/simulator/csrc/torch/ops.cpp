@@ -1,0 +1,274 @@
+// The ops without which there are no tensors: making them, their views and sizes, copying, filling. All others run on
+// the CPU (fallback.cpp) until there is a kernel.
+#include <ATen/EmptyTensor.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/_reshape_alias_native.h>
+#include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/set_native.h>
+#include <ATen/ops/unfold_native.h>
+#include <ATen/ops/view_native.h>
+#include <c10/core/DeviceGuard.h>
+#include <torch/library.h>
+
+#include "device.h"
+#include "storage.h"
+
+namespace ds_device {
+namespace {
+
+using at::Tensor;
+using c10::Device, c10::IntArrayRef;
+using runtime::Direction;
+
+// ------------------------------------------------------------------------------------------------ making tensors
+
+void refuse_pinned(std::optional<bool> pin_memory) {
+  TORCH_CHECK(!pin_memory.value_or(false), "only host tensors can be pinned");
+}
+
+constexpr c10::DispatchKeySet kKeys(c10::DispatchKey::PrivateUse1);
+
+Tensor empty(IntArrayRef size, std::optional<c10::ScalarType> dtype, std::optional<c10::Layout> /*layout*/,
+             std::optional<Device> device, std::optional<bool> pin_memory, std::optional<c10::MemoryFormat> format) {
+  refuse_pinned(pin_memory);
+  const c10::OptionalDeviceGuard guard(device);
+  return at::detail::empty_generic(size, device_allocator(), kKeys, c10::dtype_or_default(dtype), format);
+}
+
+Tensor empty_strided(IntArrayRef size, IntArrayRef stride, std::optional<c10::ScalarType> dtype,
+                     std::optional<c10::Layout> /*layout*/, std::optional<Device> device,
+                     std::optional<bool> pin_memory) {
+  refuse_pinned(pin_memory);
+  const c10::OptionalDeviceGuard guard(device);
+  return at::detail::empty_strided_generic(size, stride, device_allocator(), kKeys, c10::dtype_or_default(dtype));
+}
+
+// -------------------------------------------------------------------------------------------------- their memory
+
+// Gives a tensor's storage the bytes that its sizes and strides reach.
+void grow_storage(const Tensor& tensor) {
+  if (tensor.numel() == 0) return;
+  const std::size_t bytes = at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.itemsize(),
+                                                             static_cast<std::size_t>(tensor.storage_offset()));
+  c10::StorageImpl& storage = *tensor.storage().unsafeGetStorageImpl();
+  if (bytes > storage.nbytes()) resize_storage(storage, bytes);
+}
+
+const Tensor& resize_(const Tensor& self, IntArrayRef size, std::optional<c10::MemoryFormat> format) {
+  auto* impl = self.unsafeGetTensorImpl();
+  if (self.sizes() != size) impl->set_sizes_contiguous(size);
+  if (format) impl->empty_tensor_restride(*format);
+  grow_storage(self);
+  return self;
+}
+
+Tensor& set_storage(Tensor& self, c10::Storage storage, std::int64_t offset, IntArrayRef size, IntArrayRef stride) {
+  TORCH_CHECK(offset >= 0, "set_: invalid storage offset ", offset);
+  TORCH_CHECK(stride.data() == nullptr || stride.size() == size.size(), "set_: ", size.size(), " sizes, but ",
+              stride.size(), " strides");
+  TORCH_CHECK(storage.device() == self.device(), "set_: a storage on ", storage.device(), " for a tensor on ",
+              self.device());
+  auto* impl = self.unsafeGetTensorImpl();
+  impl->set_storage_keep_dtype(std::move(storage));
+  impl->set_storage_offset(offset);
+  if (stride.data() == nullptr) {
+    impl->set_sizes_contiguous(size);
+  } else {
+    impl->set_sizes_and_strides(size, stride);
+  }
+  grow_storage(self);
+  return self;
+}
+
+void record_tensor_stream(Tensor& self, c10::Stream stream) { record_stream(self.storage().data_ptr(), stream); }
+
+// ------------------------------------------------------------------------------------------------------- kernels
+
+// A tensor as a kernel gets it: an address and numbers.
+struct View {
+  void* address;
+  c10::ScalarType dtype;
+  c10::DimVector sizes, strides;
+  bool conj, neg;
+
+  explicit View(const Tensor& tensor)
+      : address(const_cast<void*>(tensor.const_data_ptr())),
+        dtype(tensor.scalar_type()),
+        sizes(tensor.sizes()),
+        strides(tensor.strides()),
+        conj(tensor.is_conj()),
+        neg(tensor.is_neg()) {}
+
+  // For the simulated kernels, which are the CPU's. On hardware a kernel takes the members as they are.
+  Tensor in_kernel() const {
+    Tensor tensor = at::from_blob(runtime::in_kernel(address), sizes, strides, at::TensorOptions(dtype));
+    tensor._set_conj(conj);
+    tensor._set_neg(neg);
+    return tensor;
+  }
+};
+
+void launch_copy(const Tensor& from, const Tensor& to, runtime::Stream stream) {
+  const View source(from), target(to);
+  const auto kernel = [source, target] {
+    const at::AutoDispatchBelowADInplaceOrView no_autograd;
+    target.in_kernel().copy_(source.in_kernel());
+  };
+  runtime::launch(stream, kernel, "copy_");
+}
+
+Tensor& fill_(Tensor& self, const at::Scalar& value) {
+  if (self.numel() == 0) return self;
+  const View target(self);
+  const auto kernel = [target, value] {
+    const at::AutoDispatchBelowADInplaceOrView no_autograd;
+    target.in_kernel().fill_(value);
+  };
+  runtime::launch(current_runtime_stream(self.device().index()), kernel, "fill_");
+  return self;
+}
+
+Tensor& zero_(Tensor& self) {
+  if (!self.is_non_overlapping_and_dense()) return fill_(self, at::Scalar(0));
+  runtime::memset_async(self.mutable_data_ptr(), 0, self.nbytes(), current_runtime_stream(self.device().index()));
+  return self;
+}
+
+// ------------------------------------------------------------------------------------------------------- copying
+
+// Whether the bytes of one tensor, as they lie, are those of the other.
+bool same_layout(const Tensor& a, const Tensor& b) {
+  return a.scalar_type() == b.scalar_type() && a.strides() == b.strides() && a.is_non_overlapping_and_dense() &&
+         a.is_conj() == b.is_conj() && a.is_neg() == b.is_neg();
+}
+
+// Whether the bytes of a tensor can be copied in one piece and mean what they say.
+bool plain(const Tensor& tensor) {
+  return tensor.is_non_overlapping_and_dense() && !tensor.is_conj() && !tensor.is_neg();
+}
+
+Tensor empty_like_at(const Tensor& like, c10::ScalarType dtype, Device device) {
+  return at::empty_strided(like.sizes(), like.strides(), at::TensorOptions(dtype).device(device));
+}
+
+void copy_on_device(const Tensor& from, const Tensor& to) {
+  const runtime::Stream stream = current_runtime_stream(to.device().index());
+  if (same_layout(from, to)) {
+    runtime::memcpy_async(to.mutable_data_ptr(), from.const_data_ptr(), to.nbytes(), Direction::DeviceToDevice, stream);
+  } else {
+    launch_copy(from, to, stream);
+  }
+}
+
+// Lets `later` continue only after what `earlier` has to do now.
+void order(runtime::Stream earlier, runtime::Stream later) {
+  runtime::Event* event = runtime::event_create();
+  runtime::event_record(event, earlier);
+  runtime::stream_wait_event(later, event);
+  runtime::event_destroy(event);
+}
+
+// The copy runs on the source's stream; the target's lets it begin, and waits for its end.
+void copy_between_devices(const Tensor& from, const Tensor& to) {
+  if (!same_layout(from, to)) {
+    const Tensor sent = at::empty(to.sizes(), to.options().device(from.device()));
+    copy_on_device(from, sent);
+    const Tensor received = at::empty(to.sizes(), to.options());
+    copy_between_devices(sent, received);
+    copy_on_device(received, to);
+    return;
+  }
+  const runtime::Stream source = current_runtime_stream(from.device().index());
+  const runtime::Stream target = current_runtime_stream(to.device().index());
+  order(target, source);
+  runtime::memcpy_async(to.mutable_data_ptr(), from.const_data_ptr(), to.nbytes(), Direction::DeviceToDevice, source);
+  order(source, target);
+}
+
+// One piece, host to device or back. Pinned host memory may be left to the stream; other has to be waited for.
+void transfer(const Tensor& from, const Tensor& to, Direction direction, bool non_blocking) {
+  const Tensor& host = direction == Direction::HostToDevice ? from : to;
+  const Tensor& device = direction == Direction::HostToDevice ? to : from;
+  const runtime::Stream stream = current_runtime_stream(device.device().index());
+  runtime::memcpy_async(to.mutable_data_ptr(), from.const_data_ptr(), to.nbytes(), direction, stream);
+  if (non_blocking && is_pinned(host.const_data_ptr())) {
+    record_pinned(host.const_data_ptr(), stream);
+  } else {
+    runtime::stream_synchronize(stream);
+  }
+}
+
+void copy_to_device(const Tensor& from, const Tensor& to, bool non_blocking) {
+  if (same_layout(from, to)) {
+    transfer(from, to, Direction::HostToDevice, non_blocking);
+  } else if (plain(to)) {
+    transfer(empty_like_at(to, to.scalar_type(), c10::kCPU).copy_(from), to, Direction::HostToDevice, false);
+  } else {
+    const Tensor received = at::empty(to.sizes(), to.options());
+    copy_to_device(from, received, non_blocking);
+    copy_on_device(received, to);
+  }
+}
+
+void copy_to_host(const Tensor& from, const Tensor& to, bool non_blocking) {
+  if (same_layout(from, to)) {
+    transfer(from, to, Direction::DeviceToHost, non_blocking);
+  } else if (plain(from)) {
+    const Tensor received = empty_like_at(from, from.scalar_type(), c10::kCPU);
+    transfer(from, received, Direction::DeviceToHost, false);
+    to.copy_(received);
+  } else {
+    const Tensor sent = at::empty(from.sizes(), from.options());
+    copy_on_device(from, sent);
+    copy_to_host(sent, to, non_blocking);
+  }
+}
+
+Tensor copy_from(const Tensor& self, const Tensor& to, bool non_blocking) {
+  const Tensor from = self.expand(to.sizes());
+  if (to.numel() == 0) return to;
+  const c10::DeviceGuard guard(to.is_privateuseone() ? to.device() : from.device());
+  if (!from.is_privateuseone()) {
+    copy_to_device(from, to, non_blocking);
+  } else if (!to.is_privateuseone()) {
+    copy_to_host(from, to, non_blocking);
+  } else if (from.device() == to.device()) {
+    copy_on_device(from, to);
+  } else {
+    copy_between_devices(from, to);
+  }
+  return to;
+}
+
+Tensor copy_from_and_resize(const Tensor& self, const Tensor& to) {
+  to.resize_(self.sizes());
+  return copy_from(self, to, false);
+}
+
+at::Scalar local_scalar_dense(const Tensor& self) { return self.cpu().item(); }
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("empty.memory_format", empty);
+  m.impl("empty_strided", empty_strided);
+  m.impl("as_strided", at::native::as_strided_tensorimpl);
+  m.impl("view", at::native::view);
+  m.impl("_reshape_alias", at::native::_reshape_alias);
+  m.impl("unfold", at::native::unfold);
+  m.impl("resize_", resize_);
+  m.impl("set_.source_Storage", TORCH_FN(static_cast<Tensor& (*)(Tensor&, c10::Storage)>(at::native::set_)));
+  m.impl("set_.source_Storage_storage_offset", set_storage);
+  m.impl("set_.source_Tensor", at::native::set_tensor_);
+  m.impl("record_stream", record_tensor_stream);
+  m.impl("fill_.Scalar", fill_);
+  m.impl("zero_", zero_);
+  m.impl("_copy_from", copy_from);
+  m.impl("_copy_from_and_resize", copy_from_and_resize);
+  m.impl("_local_scalar_dense", local_scalar_dense);
+}
+
+}  // namespace ds_device

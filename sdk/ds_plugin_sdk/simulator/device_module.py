@@ -1,0 +1,212 @@
+"""``torch.<name>``: the functions that torch, and programs written for ``torch.cuda``, expect of a device's module."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace, TracebackType
+from typing import Any
+
+import torch
+
+# A device as torch's functions take it: an index, "zap:1", torch.device("zap", 1); None and "zap" mean the current one.
+DeviceLike = int | str | torch.device | None
+
+_PRIVATEUSE1 = int(torch._C._autograd.DeviceType.PrivateUse1)  # type: ignore[call-overload]
+
+
+class StreamContext:
+    """Makes a stream current, and its device; None changes nothing."""
+
+    def __init__(self, stream: torch.Stream | None) -> None:
+        self.stream = stream
+
+    def __enter__(self) -> torch.Stream | None:
+        if self.stream is not None:
+            self.stream.__enter__()
+        return self.stream
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.stream is not None:
+            self.stream.__exit__(kind, error, trace)
+
+
+class DeviceModule(ModuleType):
+    """The module, as a class, because it is made for a name. Nearly all of it is `torch.accelerator`.
+
+    Args:
+        name: torch's name of the device.
+    """
+
+    StreamContext = StreamContext
+    stream = StreamContext
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"torch.{name}", f"Device '{name}'.")
+        self.device_type = name
+        self.device = self._device_context()
+        self._pid = os.getpid()
+        # Threads of streams must not outlive what they work on.
+        atexit.register(self._finish)
+
+    def _index(self, device: DeviceLike = None) -> int:
+        if isinstance(device, (str, torch.device)):
+            device = torch.device(device).index
+        return torch.accelerator.current_device_index() if device is None or device < 0 else device
+
+    def _finish(self) -> None:
+        with contextlib.suppress(RuntimeError):  # reported already, or nobody is left to report to
+            for index in range(self.device_count()):
+                self.synchronize(index)
+
+    # ------------------------------------------------------------------ devices
+    def is_available(self) -> bool:
+        return self.device_count() > 0
+
+    def device_count(self) -> int:
+        # torch.accelerator.device_count() would ask this very function.
+        return torch._C._accelerator_hooks_device_count()
+
+    def current_device(self) -> int:
+        return torch.accelerator.current_device_index()
+
+    def set_device(self, device: DeviceLike) -> None:
+        torch.accelerator.set_device_index(self._index(device))
+
+    def synchronize(self, device: DeviceLike = None) -> None:
+        """Wait for all work of a device; raise what went wrong in it."""
+        torch.accelerator.synchronize(self._index(device))
+
+    def get_device_name(self, device: DeviceLike = None) -> str:
+        return f"{self.device_type} ({self._index(device)})"
+
+    def get_device_properties(self, device: DeviceLike = None) -> SimpleNamespace:
+        return SimpleNamespace(name=self.get_device_name(device), total_memory=self.mem_get_info(device)[1])
+
+    def get_device_capability(self, device: DeviceLike = None) -> dict[str, Any]:
+        return torch.accelerator.get_device_capability(self._index(device))
+
+    def _device_context(self) -> type[torch.accelerator.device_index]:
+        index = self._index
+
+        class device(torch.accelerator.device_index):  # noqa: N801 - torch's name of it
+            """``with torch.<name>.device(1):`` makes a device current."""
+
+            def __init__(self, device: DeviceLike) -> None:
+                super().__init__(index(device))
+
+        return device
+
+    # ------------------------------------------------------------------ start and fork
+    def init(self) -> None:
+        """There is nothing to start: `install` did."""
+
+    _lazy_init = init
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def _is_in_bad_fork(self) -> bool:
+        return os.getpid() != self._pid
+
+    def _lazy_call(self, function: Callable[[], Any]) -> None:
+        function()
+
+    # ------------------------------------------------------------------ streams and events
+    # Functions and not classes: torch.Event.wait() and elapsed_time() take objects of exactly torch's types.
+    def Stream(self, device: DeviceLike = None, priority: int = 0, **identity: int) -> torch.Stream:  # noqa: N802
+        if identity:
+            return torch.Stream(**identity)
+        return torch.Stream(device=torch.device(self.device_type, self._index(device)), priority=priority)
+
+    def Event(  # noqa: N802
+        self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
+    ) -> torch.Event:
+        return torch.Event(torch.device(self.device_type), enable_timing=enable_timing, blocking=blocking)
+
+    def current_stream(self, device: DeviceLike = None) -> torch.Stream:
+        return torch.accelerator.current_stream(self._index(device))
+
+    def default_stream(self, device: DeviceLike = None) -> torch.Stream:
+        return torch.Stream(stream_id=0, device_index=self._index(device), device_type=_PRIVATEUSE1)
+
+    def set_stream(self, stream: torch.Stream) -> None:
+        torch.accelerator.set_stream(stream)
+
+    # ------------------------------------------------------------------ random numbers
+    def _generator(self, device: DeviceLike = None) -> torch.Generator:
+        generator: torch.Generator = torch.ops.ds_device.default_generator(self._index(device))
+        return generator
+
+    @property
+    def default_generators(self) -> tuple[torch.Generator, ...]:
+        return tuple(self._generator(index) for index in range(self.device_count()))
+
+    def manual_seed(self, seed: int) -> None:
+        self._generator().manual_seed(int(seed))
+
+    def manual_seed_all(self, seed: int) -> None:
+        for generator in self.default_generators:
+            generator.manual_seed(int(seed))
+
+    def seed(self) -> int:
+        return self._generator().seed()
+
+    def seed_all(self) -> None:
+        self.manual_seed_all(self.seed())
+
+    def initial_seed(self) -> int:
+        return self._generator().initial_seed()
+
+    def get_rng_state(self, device: DeviceLike = None) -> torch.Tensor:
+        return self._generator(device).get_state()
+
+    def set_rng_state(self, new_state: torch.Tensor, device: DeviceLike = None) -> None:
+        self._generator(device).set_state(new_state.cpu())
+
+    def get_rng_state_all(self) -> list[torch.Tensor]:
+        return [generator.get_state() for generator in self.default_generators]
+
+    def set_rng_state_all(self, new_states: list[torch.Tensor]) -> None:
+        for index, state in enumerate(new_states):
+            self.set_rng_state(state, index)
+
+    # ------------------------------------------------------------------ memory
+    def empty_cache(self) -> None:
+        torch.accelerator.empty_cache()
+
+    def memory_stats(self, device: DeviceLike = None) -> dict[str, Any]:
+        return torch.accelerator.memory_stats(self._index(device))
+
+    def memory_allocated(self, device: DeviceLike = None) -> int:
+        return torch.accelerator.memory_allocated(self._index(device))
+
+    def max_memory_allocated(self, device: DeviceLike = None) -> int:
+        return torch.accelerator.max_memory_allocated(self._index(device))
+
+    def memory_reserved(self, device: DeviceLike = None) -> int:
+        return torch.accelerator.memory_reserved(self._index(device))
+
+    def max_memory_reserved(self, device: DeviceLike = None) -> int:
+        return torch.accelerator.max_memory_reserved(self._index(device))
+
+    def reset_peak_memory_stats(self, device: DeviceLike = None) -> None:
+        torch.accelerator.reset_peak_memory_stats(self._index(device))
+
+    def reset_accumulated_memory_stats(self, device: DeviceLike = None) -> None:
+        torch.accelerator.reset_accumulated_memory_stats(self._index(device))
+
+    def mem_get_info(self, device: DeviceLike = None) -> tuple[int, int]:
+        """Free and all bytes of a device."""
+        return torch.accelerator.get_memory_info(self._index(device))
+
+    # ------------------------------------------------------------------ autocast
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
+    def is_bf16_supported(self, including_emulation: bool = True) -> bool:
+        return True

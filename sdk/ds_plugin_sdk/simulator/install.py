@@ -1,0 +1,163 @@
+"""Makes the device known to torch: native libraries, name, device module, collectives."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import re
+import threading
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from ds_plugin_sdk.errors import DeviceNameError, InvalidAcceleratorError
+from ds_plugin_sdk.settings import settings
+from ds_plugin_sdk.simulator import build
+
+if TYPE_CHECKING:
+    from ds_plugin_sdk.simulator.device_module import DeviceModule
+
+# torch's own name of the type, as long as nobody has renamed it.
+_UNNAMED = "privateuseone"
+
+_lock = threading.RLock()
+_runtime: ctypes.CDLL | None = None
+_module: DeviceModule | None = None
+
+
+def install(
+    name: str,
+    devices: int | None = None,
+    *,
+    runtime: build.RuntimeBuilder | None = None,
+    memory_mb: int | None = None,
+    collectives: str | None = None,
+) -> DeviceModule:
+    """Make a torch device of this name, once in a process; a second call with the same name changes nothing.
+
+    Args:
+        name: torch's name of the device, lower-case letters and underscores: ``torch.device(name)``, ``torch.<name>``.
+        devices: how many to simulate; None: ``DS_SIMULATOR_DEVICES``.
+        runtime: builds the device runtime; None: the simulated one.
+        memory_mb: MiB of each simulated device; None: ``DS_SIMULATOR_MEMORY_MB``.
+        collectives: name of the torch.distributed backend to register for the device; None: ``<name>ccl``.
+
+    Returns:
+        ``torch.<name>``.
+
+    Raises:
+        DeviceNameError: the name cannot be had: malformed, torch's own, or torch's one free place is taken.
+        BuildError: the native code can neither be found nor compiled.
+        InvalidAcceleratorError: the runtime could not be started.
+    """
+    global _runtime, _module
+    with _lock:
+        if _module is not None and installed_name() == name:
+            return _module
+        _check_name(name)
+        _runtime = build.load_runtime(runtime or build.RuntimeBuilder())
+        _start(
+            _runtime,
+            name,
+            devices if devices is not None else settings.simulator_devices,
+            memory_mb if memory_mb is not None else settings.simulator_memory_mb,
+        )
+        _module = _register(name, collectives or f"{name}ccl")
+        return _module
+
+
+def installed_name() -> str | None:
+    """The name that `install` gave to torch's free device type, or None before."""
+    return _module.device_type if _module is not None else None
+
+
+@contextlib.contextmanager
+def delay(microseconds: int) -> Iterator[None]:
+    """Within it, each piece of work begins so much later than its stream could, on all streams.
+
+    A missing wait then shows as a wrong result each time. ``DS_SIMULATOR_DELAY_US`` does the same for a whole run.
+
+    Raises:
+        InvalidAcceleratorError: the runtime in use cannot delay work: it is not the simulated one.
+    """
+    _set_delay(microseconds)
+    try:
+        yield
+    finally:
+        _set_delay(settings.simulator_delay_us)
+
+
+def fallback_counts() -> dict[str, int]:
+    """How often the CPU computed each op for the device since the start, most frequent first: what to write next."""
+    import torch
+
+    counts: dict[str, int] = dict(torch.ops.ds_device.fallback_counts())
+    return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
+
+
+def reset_fallback_counts() -> None:
+    """Begin to count anew."""
+    import torch
+
+    torch.ops.ds_device.reset_fallback_counts()
+
+
+def _check_name(name: str) -> None:
+    import torch
+
+    if not re.fullmatch(r"[a-z_]+", name):
+        raise DeviceNameError(
+            f"'{name}' cannot be a device's name",
+            why="torch accepts letters and underscores, in lower case",
+            hint="a device 'mi400' may be called 'mi'; the plugin's own name is free",
+        )
+    if name == _UNNAMED or hasattr(torch._C._autograd.DeviceType, name.upper()):
+        raise DeviceNameError(
+            f"'{name}' cannot be simulated",
+            why="torch has a device type of that name itself",
+            hint=f"choose another name, such as '{name}_sim'; for the real device derive from TorchAccelerator alone",
+        )
+    taken = torch._C._get_privateuse1_backend_name()
+    if taken != _UNNAMED:
+        raise DeviceNameError(
+            f"device '{name}' cannot be installed",
+            why=f"torch has one place for a device from outside in each process, and '{taken}' has it",
+            hint=f"use one of the two in a process: uninstall the plugin of '{taken}', or do not install '{name}'",
+        )
+
+
+def _start(runtime: ctypes.CDLL, name: str, devices: int, memory_mb: int) -> None:
+    runtime.runtime_start.restype = ctypes.c_char_p
+    runtime.runtime_start.argtypes = [ctypes.c_char_p, ctypes.c_int, ctypes.c_size_t]
+    failure = runtime.runtime_start(name.encode(), devices, memory_mb << 20)
+    if failure:
+        raise InvalidAcceleratorError("the device runtime does not start", plugin=name, why=failure.decode())
+    if settings.simulator_delay_us:
+        _set_delay(settings.simulator_delay_us)
+
+
+def _set_delay(microseconds: int) -> None:
+    set_delay: Any = getattr(_runtime, "runtime_set_delay", None)
+    if set_delay is None:
+        raise InvalidAcceleratorError(
+            "work cannot be delayed",
+            plugin=installed_name(),
+            why="no simulated device is installed, or its runtime lacks runtime_set_delay()",
+            hint="call simulator.install() first; unset DS_SIMULATOR_DELAY_US on hardware",
+        )
+    set_delay.argtypes, set_delay.restype = [ctypes.c_int64], None
+    set_delay(microseconds)
+
+
+def _register(name: str, collectives: str) -> DeviceModule:
+    import torch
+
+    from ds_plugin_sdk.simulator import process_group
+    from ds_plugin_sdk.simulator.device_module import DeviceModule
+
+    torch.utils.rename_privateuse1_backend(name)
+    build.load_torch_side(build.TorchSideBuilder())
+    module = DeviceModule(name)
+    torch._register_device_module(name, module)
+    torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    process_group.register(collectives, name)
+    return module

@@ -1,0 +1,226 @@
+"""Collectives of the device: tensors are staged on the host, where torch's gloo does the work.
+
+A vendor replaces this by a backend on their own library; until then it has every collective that torch.distributed
+offers. It is synchronous: when a call returns, its result is there.
+"""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# Tensors, lists of tensors, lists of lists of them.
+Tensors = Any
+
+
+def register(backend: str, device_type: str) -> None:
+    """Make ``init_process_group(backend)`` and the device's default backend known to torch.distributed."""
+    if not dist.is_available():
+        return
+
+    def create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> StagedProcessGroup:
+        return StagedProcessGroup(store, rank, size, timeout, backend)
+
+    dist.Backend.register_backend(backend, create, devices=[device_type, "cpu"])
+    atexit.register(_destroy, backend)
+
+
+def _destroy(backend: str) -> None:
+    """gloo's threads abort the process if they are still there when it ends."""
+    if dist.is_initialized() and dist.get_backend() == backend:
+        dist.destroy_process_group()
+
+
+class _Received(dist.Work):
+    """A receive that is done. gloo's own would wait for one more message each time it is waited for."""
+
+    def __init__(self, source: int) -> None:
+        super().__init__()
+        self._source = source
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def _source_rank(self) -> int:
+        return self._source
+
+
+def _done(tensors: list[torch.Tensor]) -> dist.Work:
+    """A collective that is done, with the future that DistributedDataParallel wants."""
+    devices = list({tensor.device for tensor in tensors if tensor.device.type != "cpu"})
+    future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(devices=devices)  # type: ignore[arg-type]
+    future.set_result(tensors)
+    return torch._C._distributed_c10d._create_work_from_future(future)
+
+
+def _map(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """`function` of every tensor in nested lists; all else as it is."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    return [_map(function, item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu()
+
+
+def _flat(value: Tensors) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    _map(lambda tensor: found.append(tensor) or tensor, value)  # type: ignore[func-returns-value]
+    return found
+
+
+class StagedProcessGroup(dist.ProcessGroup):
+    """A process group over gloo for tensors of any device.
+
+    Method names and arguments are torch's; both the names before torch 2.13 and those from then on are there.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta, backend: str) -> None:
+        super().__init__(rank, size)
+        self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+        self._backend = backend
+        self._name = self._description = ""
+
+    def _run(self, name: str, outputs: Tensors, *inputs: Any) -> dist.Work:
+        """Call gloo's `name` on host copies, and copy back its first argument, where all outputs are.
+
+        Inputs may be views of outputs, so outputs are copied in as well.
+        """
+        options = inputs[-1] if inputs else None
+        average = getattr(options, "reduceOp", None) == dist.ReduceOp.AVG  # gloo has none
+        staged = _map(_on_host, outputs)
+        try:
+            if average:
+                options.reduceOp = dist.ReduceOp.SUM
+            getattr(self._gloo, name)(staged, *(_map(_on_host, value) for value in inputs)).wait()
+        finally:
+            if average:
+                options.reduceOp = dist.ReduceOp.AVG
+        results = _flat(outputs)
+        for result, host in zip(results, _flat(staged), strict=True):
+            if average:
+                host.div_(self.size()) if host.is_floating_point() else host.floor_divide_(self.size())
+            if result is not host and result.data_ptr() != host.data_ptr():
+                result.detach().copy_(host)
+        return _done(results)
+
+    def _run_each(self, name: str, outputs: list[Tensors], *inputs: Any) -> dist.Work:
+        for index, output in enumerate(outputs):
+            self._run(name, output, *(value[index] if isinstance(value, (list, tuple)) else value for value in inputs))
+        return _done(_flat(outputs))
+
+    # ------------------------------------------------------------------ collectives
+    def allreduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
+        return self._run("allreduce", tensors, opts or dist.AllreduceOptions())
+
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
+        return self._run_each("allreduce", [[tensor] for tensor in tensors], opts or dist.AllreduceOptions())
+
+    def broadcast(self, tensors: Tensors, opts: Any = None) -> dist.Work:
+        return self._run("broadcast", tensors, opts or dist.BroadcastOptions())
+
+    def reduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
+        return self._run("reduce", tensors, opts or dist.ReduceOptions())
+
+    def allgather(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
+        return self._run("allgather", outputs, inputs, opts or dist.AllgatherOptions())
+
+    def allgather_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
+        return self._run("allgather_coalesced", outputs, inputs, opts or dist.AllgatherOptions())
+
+    def all_gather_single(self, output: Tensors, input: Tensors, opts: Any = None) -> dist.Work:
+        return self._run("_allgather_base", output, input, opts or dist.AllgatherOptions())
+
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
+        return self._run_each("_allgather_base", outputs, inputs, opts or dist.AllgatherOptions())
+
+    def gather(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
+        return self._run("gather", outputs, inputs, opts or dist.GatherOptions())
+
+    def scatter(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
+        return self._run("scatter", outputs, inputs, opts or dist.ScatterOptions())
+
+    def reduce_scatter(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
+        return self._run("reduce_scatter", outputs, inputs, opts or dist.ReduceScatterOptions())
+
+    def reduce_scatter_single(self, output: Tensors, input: Tensors, opts: Any = None) -> dist.Work:
+        return self._run("_reduce_scatter_base", output, input, opts or dist.ReduceScatterOptions())
+
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
+        return self._run_each("_reduce_scatter_base", outputs, inputs, opts or dist.ReduceScatterOptions())
+
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
+        return self._run("alltoall", outputs, inputs, opts or dist.AllToAllOptions())
+
+    def all_to_all_single(
+        self, output: Tensors, input: Tensors, output_splits: list[int], input_splits: list[int], opts: Any = None
+    ) -> dist.Work:
+        return self._run("alltoall_base", output, input, output_splits, input_splits, opts or dist.AllToAllOptions())
+
+    def barrier(self, opts: Any = None) -> dist.Work:
+        self._gloo.barrier(opts or dist.BarrierOptions()).wait()
+        return _done([])
+
+    # Their names before torch 2.13.
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single
+    alltoall_base = all_to_all_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    # ------------------------------------------------------------------ point to point
+    def send(self, tensors: Tensors, dstRank: int, tag: int = 0) -> dist.Work:  # noqa: N803
+        return self._gloo.send(_map(_on_host, tensors), dstRank, tag)
+
+    def recv(self, tensors: Tensors, srcRank: int, tag: int = 0) -> dist.Work:  # noqa: N803
+        self._run("recv", tensors, srcRank, tag)
+        return _Received(srcRank)
+
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> dist.Work:
+        staged = _map(_on_host, tensors)
+        work = self._gloo.recv_anysource(staged, tag)
+        work.wait()
+        for result, host in zip(_flat(tensors), _flat(staged), strict=True):
+            result.detach().copy_(host)
+        return _Received(work._source_rank())
+
+    # ------------------------------------------------------------------ coalescing: calls are made one by one
+    def _start_coalescing(self, device: torch.device) -> None:
+        pass
+
+    def _end_coalescing(self, device: torch.device) -> dist.Work:
+        return _done([])
+
+    # ------------------------------------------------------------------ what torch asks a group
+    def getBackendName(self) -> str:  # noqa: N802
+        return self._backend
+
+    def getRank(self) -> int:  # noqa: N802
+        return self.rank()
+
+    def getSize(self) -> int:  # noqa: N802
+        return self.size()
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        self._name = name
+
+    def getGroupName(self) -> str:  # noqa: N802
+        return self._name
+
+    def setGroupDesc(self, description: str) -> None:  # noqa: N802
+        self._description = description
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        return self._description
+
+    def shutdown(self) -> None:
+        """gloo ends with its last reference."""
