@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -30,6 +31,8 @@ def check_lists(op: str, lists: TensorLists) -> None:
         if len(tensors) != len(first):
             raise invalid(op, f"{name} has {len(tensors)} tensors; expected {len(first)}, as many as {first_name}")
         for i, (tensor, model) in enumerate(zip(tensors, first, strict=True)):
+            if tensor.layout != torch.strided:
+                raise invalid(op, f"{name}[{i}] is not strided; expected a dense tensor")
             if tensor.dtype != tensors[0].dtype:
                 raise invalid(op, f"{name}[{i}] has another dtype than {name}[0]; expected {text(tensors[0].dtype)}")
             if tensor.device != first[0].device:
@@ -88,7 +91,7 @@ def check_memory(op: str, lists: TensorLists, written: Sequence[str]) -> None:
                 begin = tensor.data_ptr()
                 blocks.append((begin, begin + tensor.nbytes, name in written, f"{name}[{i}]"))
     furthest = written_furthest = (0, "")
-    for begin, end, is_written, label in sorted(blocks):
+    for begin, end, is_written, label in sorted(blocks, key=itemgetter(0)):
         before_end, before = furthest if is_written else written_furthest
         if begin < before_end:
             raise invalid(op, f"{before} and {label} share memory; expected a tensor that is written to share none")

@@ -1,0 +1,80 @@
+"""Adam and AdamW."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from ds_plugin_sdk.ops.adam import adam_
+from ds_plugin_sdk.optim._fused import FusedOptimizer, check_options
+
+
+class FusedAdam(FusedOptimizer):
+    """AdamW, or Adam with L2 regularisation; the formula is that of `ds_plugin_sdk.ops.adam.adam_`.
+
+    Args:
+        params: parameters or parameter groups, float32, bfloat16 or float16 (float64 by the reference).
+        lr: learning rate.
+        betas: decay of the moments.
+        eps: added to the denominator.
+        weight_decay: decay of the parameters.
+        adamw: decay parameters (AdamW), or add the decay to gradients (Adam).
+        bias_correction: divide the moments by 1 - beta^t.
+        state_dtype: dtype of the moments: `torch.float32`, or None for that of each parameter.
+
+    Raises:
+        ValueError: an option is out of range.
+    """
+
+    FAMILY: ClassVar[str] = "adam"
+    STATES: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        adamw: bool = True,
+        bias_correction: bool = True,
+        state_dtype: torch.dtype | None = None,
+    ) -> None:
+        check_options("FusedAdam", lr=lr, eps=eps, weight_decay=weight_decay, betas=betas)
+        defaults: dict[str, Any] = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "adamw": adamw,
+            "bias_correction": bias_correction,
+            "state_dtype": state_dtype,
+        }
+        super().__init__(params, defaults)
+
+    def _update(
+        self,
+        group: dict[str, Any],
+        params: list[Tensor],
+        grads: list[Tensor],
+        states: list[list[Tensor]],
+        steps: list[int],
+    ) -> None:
+        exp_avgs, exp_avg_sqs = states
+        adam_(
+            params,
+            grads,
+            exp_avgs,
+            exp_avg_sqs,
+            steps,
+            lr=group["lr"],
+            betas=group["betas"],
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            adamw=group["adamw"],
+            bias_correction=group["bias_correction"],
+        )
