@@ -45,7 +45,7 @@ assert type(accelerator) is zap_accelerators.Zap
 assert isinstance(accelerator, DeepSpeedAccelerator)
 assert ds_plugin_sdk.get_accelerator() is accelerator
 assert is_current_accelerator_supported()
-assert {"zap", "cpu", "cuda"} <= set(SUPPORTED_ACCELERATOR_LIST)
+assert {"meta", "cpu", "cuda"} <= set(SUPPORTED_ACCELERATOR_LIST)
 
 from deepspeed.ops import op_builder
 names = [name for name in vars(op_builder) if name.endswith("Builder") and name not in ("OpBuilder", "CUDAOpBuilder")]

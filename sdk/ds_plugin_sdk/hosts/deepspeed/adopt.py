@@ -66,11 +66,11 @@ def _join(host: Any, detect: Callable[[], str | None]) -> None:
     theirs = host.dsa2 or host.dsa1
     drift.fill(theirs)
     theirs.register(DeepSpeedAccelerator)
-    host.SUPPORTED_ACCELERATOR_LIST.extend(name for name in registry.scan() if name not in host_names)
     _share_set_accelerator(host)
     op_builder.borrow_from(lend.lend)
     registry.use_host(host.get_accelerator)
     registry.on_change(functools.partial(_use, host))
+    # Without autoload a plugin is used only if it was set, or asked for by a name that DeepSpeed does not have.
     if settings.autoload or settings.accelerator not in (None, *host_names) or registry.current() is not None:
         accelerator = registry.choose(detect, host_names)
         if accelerator is not None:
