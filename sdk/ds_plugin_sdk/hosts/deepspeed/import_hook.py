@@ -59,7 +59,8 @@ class _Finder(importlib.abc.MetaPathFinder):
         if then is None:
             return None
         for finder in sys.meta_path:
-            spec = None if finder is self else finder.find_spec(fullname, path, target)
+            find = None if finder is self else getattr(finder, "find_spec", None)  # very old finders have none
+            spec = None if find is None else find(fullname, path, target)
             if spec is not None:
                 spec.loader = _Loader(spec.loader, then)
                 return spec
