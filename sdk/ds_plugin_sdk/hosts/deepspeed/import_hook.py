@@ -60,7 +60,7 @@ class _Finder(importlib.abc.MetaPathFinder):
             return None
         for finder in sys.meta_path:
             find = None if finder is self else getattr(finder, "find_spec", None)  # very old finders have none
-            spec = None if find is None else find(fullname, path, target)
+            spec: ModuleSpec | None = None if find is None else find(fullname, path, target)
             if spec is not None:
                 spec.loader = _Loader(spec.loader, then)
                 return spec
