@@ -9,6 +9,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,13 @@ def has_lock_file_open(pid: int) -> bool:
 def test_eight_processes_compile_once(project: Project, counting: CountingCompiler, spawn: Spawn) -> None:
     said = [finish(process) for process in [spawn() for _ in range(8)]]
     assert sorted(said) == ["cache 42"] * 7 + ["compiled 42"]
+    assert counting.count() == 1
+
+
+def test_threads_of_one_process_compile_once(project: Project, counting: CountingCompiler) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        origins = sorted(artifact.origin for artifact in pool.map(acquire, [project.spec()] * 4))
+    assert origins == ["cache"] * 3 + ["compiled"]
     assert counting.count() == 1
 
 

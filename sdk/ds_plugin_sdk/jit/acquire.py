@@ -242,7 +242,7 @@ def _why_compiled(choice: _Choice, plan: Plan) -> str:
 def _keep_log(error: CompileError, work: Path, place: Store, plan: Plan) -> None:
     kept = place.keep_log(work / "entry" / entry.LOG_FILE, f"{plan.spec.owner}.{plan.spec.name}")
     if kept is not None:
-        error.hint += f"\n  -> log: {kept}"
+        error.hint = "\n  -> ".join(filter(None, (error.hint, f"log: {kept}")))
 
 
 def _artifact(request: Request, folder: Path, origin: Origin, reason: str, start: float) -> Artifact:
