@@ -12,7 +12,7 @@ keeps the rest: ``install("zap", runtime=ZapRuntime())``.
 Importing this package does not import torch.
 """
 
-from ds_plugin_sdk.simulator.build import RuntimeBuilder, include_dir
+from ds_plugin_sdk.simulator.build import RuntimeBuilder, include_dir, runtime_dir
 from ds_plugin_sdk.simulator.install import delay, fallback_counts, install, installed_name, reset_fallback_counts
 
 __all__ = [
@@ -23,4 +23,5 @@ __all__ = [
     "install",
     "installed_name",
     "reset_fallback_counts",
+    "runtime_dir",
 ]

@@ -25,6 +25,11 @@ def include_dir() -> str:
     return str(_CSRC)
 
 
+def runtime_dir() -> Path:
+    """Folder of the simulated runtime's sources, from which a vendor's own starts."""
+    return _CSRC / "runtime"
+
+
 class RuntimeBuilder(CppOpBuilder):
     """Builds a device runtime: all functions of ``runtime.h``. As it is, the simulated one.
 

@@ -83,8 +83,9 @@ class DrawFrom {
 };
 
 // The generator named in the arguments, taken out of them, or the device's default one.
-at::Generator take_generator(Stack& stack, std::size_t arguments, DeviceIndex device) {
-  for (auto value = stack.end() - static_cast<std::ptrdiff_t>(arguments); value != stack.end(); ++value) {
+at::Generator take_generator(const c10::OperatorHandle& op, Stack& stack, DeviceIndex device) {
+  for (auto value = stack.end() - static_cast<std::ptrdiff_t>(op.schema().arguments().size()); value != stack.end();
+       ++value) {
     if (!value->isGenerator()) continue;
     const at::Generator generator = value->toGenerator();
     TORCH_CHECK(generator.device().type() == kDevice, "expected a generator of ", Device(kDevice, device), ", not of ",
@@ -97,33 +98,48 @@ at::Generator take_generator(Stack& stack, std::size_t arguments, DeviceIndex de
 
 // ------------------------------------------------------------------------------------------------------ fallback
 
-std::optional<DeviceIndex> device_of(const at::Tensor& tensor) {
-  return tensor.defined() && tensor.is_privateuseone() ? std::optional(tensor.device().index()) : std::nullopt;
-}
-
-std::optional<DeviceIndex> device_of(const IValue& value) {
-  if (value.isTensor()) return device_of(value.toTensor());
-  if (value.isDevice() && value.toDevice().type() == kDevice && value.toDevice().has_index())
-    return value.toDevice().index();
-  if (value.isTensorList())
+template <class Function>
+void for_each_tensor(const IValue& value, Function function) {
+  if (value.isTensor()) {
+    if (value.toTensor().defined()) function(value.toTensor());
+  } else if (value.isTensorList()) {
     for (const at::Tensor& tensor : value.toTensorVector())
-      if (auto device = device_of(tensor)) return device;
-  return std::nullopt;
+      if (tensor.defined()) function(tensor);
+  } else if (value.isOptionalTensorList()) {
+    for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorVector())
+      if (tensor && tensor->defined()) function(*tensor);
+  }
 }
 
-DeviceIndex device_of_call(const Stack& stack, std::size_t arguments) {
-  for (auto value = stack.end() - static_cast<std::ptrdiff_t>(arguments); value != stack.end(); ++value)
-    if (auto device = device_of(*value)) return *device;
+// The device that a call is for: that of its tensors, else the one it names, else the current one.
+//
+// Tensors of several devices are refused as any kernel would refuse them; copying to the CPU would hide the mistake.
+// Host tensors are let through where devices take them: numbers, and indices, lengths and the like.
+DeviceIndex device_of_call(const c10::OperatorHandle& op, const Stack& stack) {
+  std::optional<Device> device, named;
+  const auto see = [&](const at::Tensor& tensor) {
+    const bool tolerated = tensor.dim() == 0 || !(tensor.is_floating_point() || tensor.is_complex());
+    if (tensor.is_cpu() && tolerated) return;
+    TORCH_CHECK(!device || *device == tensor.device(), "Expected all tensors to be on the same device, but found at ",
+                "least two devices, ", *device, " and ", tensor.device(), "! (in ", op.operator_name(), ")");
+    device = tensor.device();
+  };
+  for (auto value = stack.end() - static_cast<std::ptrdiff_t>(op.schema().arguments().size()); value != stack.end();
+       ++value) {
+    for_each_tensor(*value, see);
+    if (value->isDevice() && value->toDevice().has_index()) named = value->toDevice();
+  }
+  for (const auto& found : {device, named})
+    if (found && found->type() == kDevice) return found->index();
   return static_cast<DeviceIndex>(runtime::current_device());
 }
 
 void fallback(const c10::OperatorHandle& op, Stack* stack) {
   counts().add(op.operator_name());
-  const std::size_t arguments = op.schema().arguments().size();
-  const DeviceIndex device = device_of_call(*stack, arguments);
+  const DeviceIndex device = device_of_call(op, *stack);
   const c10::DeviceGuard guard(Device(kDevice, device));
   std::optional<DrawFrom> random;
-  if (op.hasTag(at::Tag::nondeterministic_seeded)) random.emplace(take_generator(*stack, arguments, device));
+  if (op.hasTag(at::Tag::nondeterministic_seeded)) random.emplace(take_generator(op, *stack, device));
   at::native::cpu_fallback(op, stack);
 }
 
@@ -146,13 +162,64 @@ void convolution_backward(const c10::OperatorHandle&, Stack* stack) {
   fallback(op, stack);
 }
 
+// ---------------------------------------------------------------------------------------------- recurrent networks
+
+// torch expects fused cells of every device but the CPU, which lacks them. Here in ops that can be differentiated.
+
+at::Tensor with_bias(const at::Tensor& gates, const std::optional<at::Tensor>& bias) {
+  return bias && bias->defined() ? gates.add(*bias) : gates;
+}
+
+// i, f, g, o = gates; c' = sigmoid(f) c + sigmoid(i) tanh(g); h' = sigmoid(o) tanh(c')
+std::tuple<at::Tensor, at::Tensor, at::Tensor> lstm_cell(const at::Tensor& input_gates, const at::Tensor& hidden_gates,
+                                                         const at::Tensor& cx,
+                                                         const std::optional<at::Tensor>& input_bias,
+                                                         const std::optional<at::Tensor>& hidden_bias) {
+  const at::Tensor gates = with_bias(input_gates, input_bias).add(with_bias(hidden_gates, hidden_bias));
+  const auto parts = gates.chunk(4, 1);
+  const at::Tensor cy = parts[1].sigmoid().mul(cx).add(parts[0].sigmoid().mul(parts[2].tanh()));
+  return {parts[3].sigmoid().mul(cy.tanh()), cy, gates};
+}
+
+// r, z, n = gates; n' = tanh(n_input + sigmoid(r) n_hidden); h' = n' + sigmoid(z) (h - n')
+std::tuple<at::Tensor, at::Tensor> gru_cell(const at::Tensor& input_gates, const at::Tensor& hidden_gates,
+                                            const at::Tensor& hx, const std::optional<at::Tensor>& input_bias,
+                                            const std::optional<at::Tensor>& hidden_bias) {
+  const auto input = with_bias(input_gates, input_bias).chunk(3, 1);
+  const auto hidden = with_bias(hidden_gates, hidden_bias).chunk(3, 1);
+  const at::Tensor candidate = input[2].add(input[0].add(hidden[0]).sigmoid().mul(hidden[2])).tanh();
+  return {candidate.add(input[1].add(hidden[1]).sigmoid().mul(hx.sub(candidate))), candidate};
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
+
+// Many ops are written once, in their out= form, and torch makes the others of that: with one copy more than the
+// fallback needs, and one name instead of the caller's in the counts. So the fallback takes all forms itself.
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  constexpr auto kDerived = c10::DispatchKey::CompositeExplicitAutogradNonFunctional;
+  for (const c10::OperatorName& name : c10::Dispatcher::singleton().getAllOpNames()) {
+    const auto op = c10::Dispatcher::singleton().findOp(name);
+    if (name.getNamespace() == "aten" && op && op->hasKernelForDispatchKey(kDerived))
+      m.impl(c10::toString(name).c_str(), torch::CppFunction::makeFromBoxedFunction<&fallback>());
+  }
+}
+
 TORCH_LIBRARY_IMPL(_, AutogradPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution>());
   m.impl("convolution_backward_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution_backward>());
+}
+
+// For both keys: the cells are made of differentiable ops, with and without autograd.
+TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) {
+  m.impl("_thnn_fused_lstm_cell", lstm_cell);
+  m.impl("_thnn_fused_gru_cell", gru_cell);
+}
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("_thnn_fused_lstm_cell", lstm_cell);
+  m.impl("_thnn_fused_gru_cell", gru_cell);
 }
 
 // What Python needs beyond torch.accelerator.

@@ -9,9 +9,13 @@
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/set_native.h>
 #include <ATen/ops/unfold_native.h>
+#include <ATen/ops/view_as_complex_native.h>
+#include <ATen/ops/view_as_real_native.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
+
+#include <set>
 
 #include "device.h"
 #include "storage.h"
@@ -248,6 +252,24 @@ Tensor copy_from_and_resize(const Tensor& self, const Tensor& to) {
   return copy_from(self, to, false);
 }
 
+// The inputs of an op that the CPU computes: all are on their way before the first is waited for.
+std::vector<Tensor> to_cpu(at::TensorList tensors) {
+  std::vector<Tensor> copies;
+  std::set<c10::DeviceIndex> devices;
+  for (const Tensor& tensor : tensors) {
+    if (!tensor.defined() || !tensor.is_privateuseone() || !plain(tensor) || tensor.numel() == 0) {
+      copies.push_back(tensor.defined() ? tensor.cpu() : tensor);
+      continue;
+    }
+    copies.push_back(empty_like_at(tensor, tensor.scalar_type(), c10::kCPU));
+    runtime::memcpy_async(copies.back().mutable_data_ptr(), tensor.const_data_ptr(), tensor.nbytes(),
+                          Direction::DeviceToHost, current_runtime_stream(tensor.device().index()));
+    devices.insert(tensor.device().index());
+  }
+  for (const c10::DeviceIndex device : devices) runtime::stream_synchronize(current_runtime_stream(device));
+  return copies;
+}
+
 at::Scalar local_scalar_dense(const Tensor& self) { return self.cpu().item(); }
 
 }  // namespace
@@ -259,6 +281,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("view", at::native::view);
   m.impl("_reshape_alias", at::native::_reshape_alias);
   m.impl("unfold", at::native::unfold);
+  m.impl("view_as_real", at::native::view_as_real);
+  m.impl("view_as_complex", at::native::view_as_complex);
   m.impl("resize_", resize_);
   m.impl("set_.source_Storage", TORCH_FN(static_cast<Tensor& (*)(Tensor&, c10::Storage)>(at::native::set_)));
   m.impl("set_.source_Storage_storage_offset", set_storage);
@@ -268,7 +292,12 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("zero_", zero_);
   m.impl("_copy_from", copy_from);
   m.impl("_copy_from_and_resize", copy_from_and_resize);
+  m.impl("_to_cpu", to_cpu);
   m.impl("_local_scalar_dense", local_scalar_dense);
 }
+
+// Copying knows lazily conjugated and negated tensors; torch's way to resolve them would copy, and so come back here.
+TORCH_LIBRARY_IMPL(aten, Conjugate, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(aten, Negative, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
 
 }  // namespace ds_device
