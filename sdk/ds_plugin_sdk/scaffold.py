@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ds_plugin_sdk import __version__, registry
+from ds_plugin_sdk import __version__, registry, simulator
 from ds_plugin_sdk.errors import ScaffoldError
 
 Runtime = Literal["simulated", "torch"]
@@ -53,9 +53,15 @@ class Project:
 
     @property
     def device_type(self) -> str:
-        """torch's name of the device. Where torch has a device of the plugin's name, the simulated one has another."""
-        taken = self.runtime == "simulated" and self.name in TORCH_DEVICES
-        return f"{self.name}sim" if taken else self.name
+        """torch's name of the device.
+
+        torch takes letters and underscores alone; and where torch has a device of the plugin's name itself, the
+        simulated one has another.
+        """
+        if self.runtime == "torch":
+            return self.name
+        letters = re.sub(r"[0-9]+", "", self.name).strip("_")
+        return f"{letters}sim" if letters in TORCH_DEVICES else letters
 
 
 def generate(project: Project) -> Path:
@@ -144,4 +150,15 @@ def _render(project: Project, scratch: Path) -> Path:
             "sdk_version": __version__,
         },
     )
+    _finish(project, Path(made) / f"ds_plugin_{project.name}")
     return Path(made)
+
+
+def _finish(project: Project, package: Path) -> None:
+    """Bring the simulated runtime, whose one home is the SDK, or take away what only it needs."""
+    if project.runtime == "simulated":
+        shutil.copytree(simulator.runtime_dir(), package / "runtime", dirs_exist_ok=True)
+        return
+    shutil.rmtree(package / "runtime")
+    (package / "op_builder" / "fused_adam.py").unlink()
+    (package / "csrc" / "fused_adam.cpp").unlink()

@@ -12,6 +12,7 @@ from ds_plugin_sdk.cli.build import build
 from ds_plugin_sdk.cli.cache import cache
 from ds_plugin_sdk.cli.console import errors
 from ds_plugin_sdk.cli.contract import contract
+from ds_plugin_sdk.cli.new_plugin import new_plugin
 from ds_plugin_sdk.cli.plugins import list_plugins
 from ds_plugin_sdk.cli.report import report
 from ds_plugin_sdk.errors import SdkError
@@ -26,6 +27,7 @@ app = typer.Typer(
 app.command("list")(list_plugins)
 app.command("report")(report)
 app.command("build")(build)
+app.command("new-plugin")(new_plugin)
 app.add_typer(cache, name="cache")
 app.command("contract")(contract)
 app.add_typer(bench, name="bench")

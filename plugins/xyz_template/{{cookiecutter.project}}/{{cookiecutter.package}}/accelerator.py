@@ -1,0 +1,24 @@
+"""The whole of the accelerator: torch answers the rest."""
+
+from __future__ import annotations
+
+{% if cookiecutter.runtime == "simulated" -%}
+from ds_plugin_sdk import TorchAccelerator, simulator
+from {{ cookiecutter.package }}.runtime import DeviceRuntime
+
+simulator.install("{{ cookiecutter.device_type }}", runtime=DeviceRuntime())
+
+
+class {{ cookiecutter.prefix }}_Accelerator(TorchAccelerator):
+    device_type = "{{ cookiecutter.device_type }}"
+    communication_backend = "{{ cookiecutter.device_type }}ccl"
+    op_builders = "{{ cookiecutter.package }}.op_builder"
+    compile_backend = "aot_eager"
+{%- else -%}
+from ds_plugin_sdk import TorchAccelerator
+
+
+class {{ cookiecutter.prefix }}_Accelerator(TorchAccelerator):
+    device_type = "{{ cookiecutter.device_type }}"
+    op_builders = "{{ cookiecutter.package }}.op_builder"
+{%- endif %}
