@@ -14,7 +14,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 FREE_PORT := $(BIN)/python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'
 
 # Compiled kernels and other programs' caches stay in this folder too, unless the caller has put them elsewhere.
-export DS_PLUGIN_CACHE_DIR ?= $(CURDIR)/build/kernels
+export DS_PLUGIN_CACHE_DIR ?= $(CURDIR)/build/kernel-cache
 export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/build/torch_extensions
 export MPLCONFIGDIR ?= $(CURDIR)/build/matplotlib
 export PATH := $(BIN):$(PATH)

@@ -60,7 +60,7 @@ def write(run: dict[str, Any], folder: Path) -> None:
     (folder / "sample.txt").write_text(run["sample"], encoding="utf-8")
     draw_png(run, folder / "loss.png")
     print("\n" + draw_terminal(run))
-    print("\nThe model continues a line of code:\n")
+    print("\nThe model continues a few lines of code:\n")
     print(textwrap.indent(run["sample"], "    | ", lambda line: True))
     print("\n" + summary(run, folder))
 

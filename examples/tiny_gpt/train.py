@@ -24,7 +24,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 HERE = Path(__file__).resolve().parent
-PROMPT = "def read_file(self, name):\n"
+PROMPT = "import os\nimport sys\n\ndef "
 
 
 def main() -> None:
@@ -128,7 +128,7 @@ def evaluate(engine: deepspeed.DeepSpeedEngine, windows: Tensor, batch: int = 32
 
 
 def write_sample(engine: deepspeed.DeepSpeedEngine, length: int, seed: int) -> str:
-    """Let the model continue a line of code. All ranks take part: under ZeRO-3 each holds a part of the weights."""
+    """Let the model continue a few lines of code. All ranks take part: under ZeRO-3 each holds a part of the weights."""
     engine.eval()
     prompt = torch.tensor(list(PROMPT.encode()), device=engine.device)
     context = engine.module.config.context
