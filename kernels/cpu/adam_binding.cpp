@@ -1,6 +1,5 @@
 // ds_plugin::adam_ and ds_plugin::adam_rollback_ for tensors in host memory.
 #include "adam_loops.h"
-#include "levels.h"
 #include "run.h"
 
 namespace ds_kernels::cpu {
@@ -44,7 +43,7 @@ void adam_(const TensorList& params, const TensorList& grads, const TensorList& 
   const auto constants =
       steps_of(op, steps, tensors.size(), {lr, beta1, beta2, eps, weight_decay, adamw, bias_correction});
   const bool float_grads = tensors.dtype(1) == Dtype::Float32, float_states = tensors.dtype(2) == Dtype::Float32;
-  run_loop(best_adam_loops(op).update(tensors.dtype(0), float_grads, float_states), tensors, constants);
+  run_loop(loops_for(op, all_adam_loops()).update(tensors.dtype(0), float_grads, float_states), tensors, constants);
 }
 
 void adam_rollback_(const TensorList& params, const TensorList& grads, const TensorList& exp_avgs,
@@ -58,7 +57,7 @@ void adam_rollback_(const TensorList& params, const TensorList& grads, const Ten
   tensors.check_dtypes();
   DS_KERNELS_CHECK(tensors.dtype(0) == Dtype::Float32, op, "params are ", name_of(tensors.dtype(0)),
                    "; expected float32: a step that was rounded to fewer bits cannot be undone");
-  run_loop(best_adam_loops(op).rollback, tensors,
+  run_loop(loops_for(op, all_adam_loops()).rollback, tensors,
            steps_of(op, steps, tensors.size(), {lr, beta1, beta2, eps, weight_decay, true, true}));
 }
 

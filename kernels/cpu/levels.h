@@ -4,11 +4,11 @@
 // level that was not linked in is a null pointer, so the binding is compiled in one way only and needs no list.
 #pragma once
 
+#include <cstddef>
+
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
-
-#include <ds_kernels/binding.h>
 
 namespace ds_kernels::cpu {
 
@@ -36,6 +36,22 @@ inline bool runs_here(Level level) {
   }
 }
 
+// A level's table of loops, or null if the level was not linked in.
+template <class Table>
+struct Built {
+  Level level;
+  const Table* table;
+};
+
+// The table of the best level that was linked in and runs here, or null.
+template <class Table, size_t levels>
+const Table* best(const Built<Table> (&built)[levels]) {
+  for (const auto& [level, table] : built) {
+    if (table && runs_here(level)) return table;
+  }
+  return nullptr;
+}
+
 }  // namespace ds_kernels::cpu
 
 #define DS_KERNELS_CPU_DECLARE(level, Table, table) \
@@ -43,26 +59,19 @@ inline bool runs_here(Level level) {
   extern const Table table __attribute__((weak));   \
   }
 
-#define DS_KERNELS_CPU_CONSIDER(level, table) \
-  if (&level::table && runs_here(Level::level)) return &level::table;
-
-// In namespace ds_kernels::cpu: defines `const Table& best_##table(op)`, the fastest table that was linked in and runs
-// on this machine; fails, naming the op, if there is none.
-#define DS_KERNELS_CPU_LEVELS(Table, table)                                                                    \
-  DS_KERNELS_CPU_DECLARE(avx512, Table, table)                                                                 \
-  DS_KERNELS_CPU_DECLARE(avx2, Table, table)                                                                   \
-  DS_KERNELS_CPU_DECLARE(neon, Table, table)                                                                   \
-  DS_KERNELS_CPU_DECLARE(power9, Table, table)                                                                 \
-  DS_KERNELS_CPU_DECLARE(baseline, Table, table)                                                               \
-  inline const Table& best_##table(const char* op) {                                                           \
-    static const Table* const best = []() -> const Table* {                                                    \
-      DS_KERNELS_CPU_CONSIDER(avx512, table)                                                                   \
-      DS_KERNELS_CPU_CONSIDER(avx2, table)                                                                     \
-      DS_KERNELS_CPU_CONSIDER(neon, table)                                                                     \
-      DS_KERNELS_CPU_CONSIDER(power9, table)                                                                   \
-      DS_KERNELS_CPU_CONSIDER(baseline, table)                                                                 \
-      return nullptr;                                                                                          \
-    }();                                                                                                       \
-    DS_KERNELS_CHECK(best, op, "this binary has no code for this CPU; build the op on a machine of this kind"); \
-    return *best;                                                                                              \
+// In namespace ds_kernels::cpu: declares every level's `const Table table`, and defines `all_##table()`, an array of
+// Built<Table>, the best level first.
+#define DS_KERNELS_CPU_LEVELS(Table, table)                          \
+  DS_KERNELS_CPU_DECLARE(avx512, Table, table)                       \
+  DS_KERNELS_CPU_DECLARE(avx2, Table, table)                         \
+  DS_KERNELS_CPU_DECLARE(neon, Table, table)                         \
+  DS_KERNELS_CPU_DECLARE(power9, Table, table)                       \
+  DS_KERNELS_CPU_DECLARE(baseline, Table, table)                     \
+  inline const auto& all_##table() {                                 \
+    static const Built<Table> all[] = {{Level::avx512, &avx512::table},     \
+                                       {Level::avx2, &avx2::table},         \
+                                       {Level::neon, &neon::table},         \
+                                       {Level::power9, &power9::table},     \
+                                       {Level::baseline, &baseline::table}}; \
+    return all;                                                      \
   }

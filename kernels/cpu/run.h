@@ -4,10 +4,20 @@
 #include <ds_kernels/multi_tensor.h>
 #include <ds_kernels/slices.h>
 
+#include "levels.h"
+
 namespace ds_kernels::cpu {
 
 // Below this many units of work a thread costs more to wake than it saves.
 constexpr int64_t kGrain = 16;
+
+// The table of loops for this machine; fails, naming the op, if the binary has none.
+template <class Table, size_t levels>
+const Table& loops_for(const char* op, const Built<Table> (&built)[levels]) {
+  static const Table* const table = best(built);
+  DS_KERNELS_CHECK(table, op, "this binary has no code for this CPU; expected a build on a machine of its kind");
+  return *table;
+}
 
 // Calls `body(at, tensor, count)` for slices of `count` elements of one tensor; `at[list]` is where the slice begins in
 // each list. Copies results back to tensors that had to be copied.

@@ -1,0 +1,271 @@
+// The loops of every family, dtype and level against the formulas in double.
+#include <cmath>
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <random>
+#include <vector>
+
+#include "adagrad_loops.h"
+#include "adam_loops.h"
+#include "check.h"
+#include "levels.h"
+#include "lion_loops.h"
+
+namespace ds_kernels::cpu {
+DS_KERNELS_CPU_LEVELS(AdamLoops, adam_loops)
+DS_KERNELS_CPU_LEVELS(AdagradLoops, adagrad_loops)
+DS_KERNELS_CPU_LEVELS(LionLoops, lion_loops)
+}  // namespace ds_kernels::cpu
+
+using namespace ds_kernels;
+
+namespace {
+
+// An array of one dtype, at an address that is aligned to nothing but its elements, with a guard element behind it.
+class Array {
+ public:
+  Array(Dtype dtype, size_t count) : dtype_(dtype), count_(count), memory_(size() * (count + 2)) { fill_guard(); }
+
+  void* data() { return memory_.data() + size(); }
+  size_t size() const { return dtype_ == Dtype::Float32 ? 4 : 2; }
+  bool guards_hold() const { return memory_.front() == kGuard && memory_.back() == kGuard; }
+
+  double operator[](size_t i) const {
+    const unsigned char* at = memory_.data() + size() * (i + 1);
+    if (dtype_ == Dtype::Float32) return read<float>(at);
+    const uint16_t bits = read<uint16_t>(at);
+    if (dtype_ == Dtype::BFloat16) return read<float>(uint32_t(bits) << 16);
+    const int exponent = (bits & 0x7fff) >> 10, fraction = bits & 0x3ff;
+    const double magnitude = exponent ? std::ldexp(1024 + fraction, exponent - 25) : std::ldexp(fraction, -24);
+    return bits & 0x8000 ? -magnitude : magnitude;
+  }
+
+  // Stores a float that the dtype holds exactly: one with few mantissa bits.
+  void set(size_t i, float x) {
+    unsigned char* at = memory_.data() + size() * (i + 1);
+    uint32_t wide;
+    std::memcpy(&wide, &x, 4);
+    const uint16_t half = static_cast<uint16_t>((wide >> 16 & 0x8000) | (wide >> 13 & 0x3ff) |
+                                                ((wide >> 23 & 0xff) - 112) << 10);
+    const uint16_t brain = static_cast<uint16_t>(wide >> 16);
+    if (dtype_ == Dtype::Float32) std::memcpy(at, &x, 4);
+    if (dtype_ == Dtype::Float16) std::memcpy(at, &half, 2);
+    if (dtype_ == Dtype::BFloat16) std::memcpy(at, &brain, 2);
+  }
+
+  // The distance of neighbouring values at x.
+  double unit(double x) const {
+    const int mantissa = dtype_ == Dtype::Float32 ? 23 : dtype_ == Dtype::BFloat16 ? 7 : 10;
+    return std::ldexp(1, std::ilogb(std::max(std::abs(x), 1e-4)) - mantissa);
+  }
+
+ private:
+  static constexpr unsigned char kGuard = 0xa5;
+
+  void fill_guard() {
+    std::memset(memory_.data(), kGuard, size());
+    std::memset(memory_.data() + size() * (count_ + 1), kGuard, size());
+  }
+
+  template <class T, class From>
+  static T read(const From* at) {
+    T value;
+    std::memcpy(&value, at, sizeof value);
+    return value;
+  }
+  template <class T>
+  static T read(uint32_t bits) {
+    return read<T>(&bits);
+  }
+
+  Dtype dtype_;
+  size_t count_;
+  std::vector<unsigned char> memory_;
+};
+
+// Multiples of 1/64 of either sign with magnitude in [0.5, 1.5]: exact in every dtype, and no sum of them cancels.
+std::vector<float> values(size_t count, unsigned seed) {
+  std::mt19937 random(seed);
+  std::vector<float> result(count);
+  for (float& x : result) x = (random() % 2 ? 1.f : -1.f) * float(32 + random() % 65) / 64.f;
+  return result;
+}
+
+struct Element {
+  double p, g, m, v;  // Adagrad keeps its sum in v, Lion its moment in m
+};
+using Formula = std::function<Element(Element)>;
+using Run = std::function<void(Array& p, Array& g, Array& m, Array& v, int64_t count)>;
+
+// Runs a loop on arrays of `count` elements and compares each with the formula.
+void compare(const char* what, int level, Dtype param, Dtype grad, Dtype state, size_t count, const Run& run,
+             const Formula& formula) {
+  Array p(param, count), g(grad, count), m(state, count), v(state, count);
+  const std::vector<float> ps = values(count, 1), gs = values(count, 2), ms = values(count, 3), vs = values(count, 4);
+  std::vector<Element> expected;
+  for (size_t i = 0; i < count; ++i) {
+    p.set(i, ps[i]), g.set(i, gs[i]), m.set(i, ms[i] / 2), v.set(i, std::abs(vs[i]) / 2);
+    expected.push_back(formula({ps[i], gs[i], ms[i] / 2, std::abs(vs[i]) / 2}));
+  }
+  run(p, g, m, v, static_cast<int64_t>(count));
+  for (size_t i = 0; i < count; ++i) {
+    const auto close = [&](const Array& actual, double want, double was, const char* name) {
+      const double units = std::abs(actual[i] - want) / actual.unit(std::max(std::abs(want), std::abs(was)));
+      CHECK(units <= (actual.size() == 4 ? 3 : 0.51), "%s, level %d, %zu elements: %s[%zu] is %a, expected %a", what,
+            level, count, name, i, actual[i], want);
+    };
+    close(p, expected[i].p, ps[i], "p");
+    close(m, expected[i].m, ms[i] / 2, "m");
+    close(v, expected[i].v, vs[i] / 2, "v");
+    CHECK(g[i] == gs[i], "%s, level %d: gradient %zu was modified", what, level, i);
+  }
+  CHECK(p.guards_hold() && g.guards_hold() && m.guards_hold() && v.guards_hold(), "%s, level %d, %zu elements", what,
+        level, count);
+}
+
+// All dtypes, and sizes around those of vectors, at all levels that run here.
+template <class Table, size_t levels, class Test>
+void at_all_levels(const cpu::Built<Table> (&built)[levels], Test test) {
+  int tested = 0;
+  for (const auto& [level, table] : built) {
+    if (!table || !cpu::runs_here(level)) continue;
+    ++tested;
+    for (const Dtype param : {Dtype::Float32, Dtype::BFloat16, Dtype::Float16}) {
+      for (const Dtype grad : {param, Dtype::Float32}) {
+        for (const Dtype state : {param, Dtype::Float32}) {
+          for (size_t count : {0, 1, 3, 4, 5, 7, 8, 15, 16, 17, 31, 33, 63, 64, 65, 1027}) {
+            test(*table, static_cast<int>(level), param, grad, state, count);
+          }
+        }
+      }
+    }
+  }
+  CHECK(tested > 0, "no level was built that runs here");
+}
+
+Element adam(Element e, const AdamOptions& o, int step) {
+  const double c1 = o.bias_correction ? 1 - std::pow(o.beta1, step) : 1;
+  const double c2 = o.bias_correction ? 1 - std::pow(o.beta2, step) : 1;
+  const double g = o.adamw ? e.g : e.g + o.weight_decay * e.p;
+  const double m = o.beta1 * e.m + (1 - o.beta1) * g, v = o.beta2 * e.v + (1 - o.beta2) * g * g;
+  const double decayed = o.adamw ? e.p - o.lr * o.weight_decay * e.p : e.p;
+  return {decayed - o.lr * (m / c1) / (std::sqrt(v / c2) + o.eps), e.g, m, v};
+}
+
+void test_adam() {
+  at_all_levels(cpu::all_adam_loops(), [](const cpu::AdamLoops& loops, int level, Dtype param, Dtype grad, Dtype state,
+                                          size_t count) {
+    const auto loop = loops.update(param, grad == Dtype::Float32, state == Dtype::Float32);
+    for (const double decay : {0.0, 0.1}) {
+      for (const bool adamw : {true, false}) {
+        for (const bool correction : {true, false}) {
+          const AdamOptions options{1e-2, 0.9, 0.999, 1e-8, decay, adamw, correction};
+          const AdamStep step = adam_step(options, 3);
+          compare(
+              "adam", level, param, grad, state, count,
+              [&](Array& p, Array& g, Array& m, Array& v, int64_t n) {
+                loop(p.data(), g.data(), m.data(), v.data(), n, step);
+              },
+              [&](Element e) { return adam(e, options, 3); });
+        }
+      }
+    }
+  });
+}
+
+void test_adam_rollback() {
+  const AdamOptions options{1e-2, 0.9, 0.999, 1e-8, 0.1, true, true};
+  const AdamStep step = adam_step(options, 3);
+  at_all_levels(cpu::all_adam_loops(), [&](const cpu::AdamLoops& loops, int level, Dtype param, Dtype grad, Dtype state,
+                                           size_t count) {
+    if (param != Dtype::Float32) return;
+    compare(
+        "rollback", level, param, grad, state, count,
+        [&](Array& p, Array& g, Array& m, Array& v, int64_t n) {
+          loops.rollback(p.data(), g.data(), m.data(), v.data(), n, step);
+        },
+        [&](Element e) {
+          const double c1 = 1 - std::pow(0.9, 3), c2 = 1 - std::pow(0.999, 3);
+          const double p = (e.p + 1e-2 * (e.m / c1) / (std::sqrt(e.v / c2) + 1e-8)) / (1 - 1e-3);
+          return Element{p, e.g, (e.m - 0.1 * e.g) / 0.9, std::max((e.v - 0.001 * e.g * e.g) / 0.999, 0.0)};
+        });
+  });
+}
+
+void test_adagrad() {
+  at_all_levels(cpu::all_adagrad_loops(), [](const cpu::AdagradLoops& loops, int level, Dtype param, Dtype grad,
+                                             Dtype state, size_t count) {
+    const auto loop = loops.update(param, grad == Dtype::Float32, state == Dtype::Float32);
+    for (const double decay : {0.0, 0.1}) {
+      const AdagradStep step{1e-2f, 1e-10f, float(decay)};
+      compare(
+          "adagrad", level, param, grad, state, count,
+          [&](Array& p, Array& g, Array&, Array& v, int64_t n) { loop(p.data(), g.data(), v.data(), n, step); },
+          [&](Element e) {
+            const double g = e.g + decay * e.p, v = e.v + g * g;
+            return Element{e.p - 1e-2 * g / (std::sqrt(v) + 1e-10), e.g, e.m, v};
+          });
+    }
+  });
+}
+
+void test_lion() {
+  at_all_levels(cpu::all_lion_loops(), [](const cpu::LionLoops& loops, int level, Dtype param, Dtype grad, Dtype state,
+                                          size_t count) {
+    const auto loop = loops.update(param, grad == Dtype::Float32, state == Dtype::Float32);
+    for (const double decay : {0.0, 0.1}) {
+      const LionStep step = lion_step(1e-2, 0.9, 0.99, decay);
+      compare(
+          "lion", level, param, grad, state, count,
+          [&](Array& p, Array& g, Array& m, Array&, int64_t n) { loop(p.data(), g.data(), m.data(), n, step); },
+          [&](Element e) {
+            const double c = 0.9 * e.m + 0.1 * e.g;
+            return Element{e.p - 1e-2 * decay * e.p - (c > 0 ? 1e-2 : -1e-2), e.g, 0.99 * e.m + 0.01 * e.g, e.v};
+          });
+    }
+  });
+}
+
+// The maths of one element, as a GPU's thread runs it, agrees with the vectors'.
+void test_one_element() {
+  const AdamStep step = adam_step({1e-2, 0.9, 0.999, 1e-8, 0.1, true, true}, 3);
+  float p = 1.5f, m = 0.25f, v = 0.5f;
+  adam_update(p, -0.75f, m, v, step);
+  const Element expected = adam({1.5, -0.75, 0.25, 0.5}, {1e-2, 0.9, 0.999, 1e-8, 0.1, true, true}, 3);
+  CHECK(std::abs(p - expected.p) < 2e-7 && std::abs(m - expected.m) < 1e-7 && std::abs(v - expected.v) < 1e-7, "adam");
+  float moment = 0.f, param = 2.f;
+  lion_update(param, 0.f, moment, lion_step(1e-2, 0.9, 0.99, 0));
+  CHECK(param == 2.f, "the sign of 0 moved a parameter");
+  float sum = 0.f;
+  param = 2.f;
+  adagrad_update(param, 2.f, sum, AdagradStep{0.5f, 0.f, 0.f});
+  CHECK(param == 1.5f && sum == 4.f, "adagrad");
+}
+
+// A NaN gradient reaches parameter and state in its lane, and no other.
+void test_nan() {
+  const float nan = std::numeric_limits<float>::quiet_NaN();
+  for (const auto& [level, table] : cpu::all_lion_loops()) {
+    if (!table || !cpu::runs_here(level)) continue;
+    std::vector<float> p(35, 1.f), g(35, 1.f), m(35, 1.f);
+    g[2] = g[34] = nan;
+    table->update(Dtype::Float32, true, true)(p.data(), g.data(), m.data(), 35, lion_step(1e-2, 0.9, 0.99, 0));
+    for (size_t i = 0; i < p.size(); ++i) {
+      const bool poisoned = i == 2 || i == 34;
+      CHECK(std::isnan(p[i]) == poisoned && std::isnan(m[i]) == poisoned, "element %zu", i);
+    }
+  }
+}
+
+}  // namespace
+
+int main() {
+  test_adam();
+  test_adam_rollback();
+  test_adagrad();
+  test_lion();
+  test_one_element();
+  test_nan();
+  return report();
+}

@@ -1,0 +1,88 @@
+// Sharing elements among threads: every element once, shares that are even, no thread in another's way.
+#include <ds_kernels/slices.h>
+
+#include <numeric>
+#include <thread>
+#include <vector>
+
+#include "adam_loops.h"
+#include "check.h"
+#include "levels.h"
+
+namespace ds_kernels::cpu {
+DS_KERNELS_CPU_LEVELS(AdamLoops, adam_loops)
+}
+
+using namespace ds_kernels;
+
+namespace {
+
+const std::vector<std::vector<int64_t>> kSizes = {
+    {},
+    {0},
+    {1},
+    {0, 0, 5, 0},
+    {1023, 1024, 1025},
+    {1, 1, 1, 100'000, 1, 0, 77},
+    std::vector<int64_t>(300, 1000),
+};
+
+void every_element_once(const std::vector<int64_t>& numels, int64_t threads) {
+  std::vector<std::vector<int>> visits;
+  for (const int64_t numel : numels) visits.emplace_back(numel, 0);
+  const Slices slices(numels);
+  int64_t most = 0;
+  for (int64_t thread = 0; thread < threads; ++thread) {
+    int64_t share = 0;
+    slices.visit(slices.units() * thread / threads, slices.units() * (thread + 1) / threads,
+                 [&](size_t tensor, int64_t begin, int64_t end) {
+                   CHECK(0 <= begin && begin < end && end <= numels[tensor], "slice [%ld, %ld)", long(begin), long(end));
+                   for (int64_t i = begin; i < end; ++i) ++visits[tensor][i];
+                   share += (end - begin + Slices::kUnit - 1) / Slices::kUnit;
+                 });
+    most = std::max(most, share);
+  }
+  CHECK(most <= slices.units() / threads + 1, "a share of %ld units of %ld", long(most), long(slices.units()));
+  for (const auto& tensor : visits) {
+    for (const int count : tensor) CHECK(count == 1, "an element was visited %d times", count);
+  }
+}
+
+// Real threads on the real loop: what a thread sanitizer watches.
+void threads_share_a_step() {
+  const std::vector<int64_t> numels = {5, 40'000, 1, 3000};
+  const int64_t total = std::accumulate(numels.begin(), numels.end(), int64_t{0});
+  const AdamStep step = adam_step({1e-2, 0.9, 0.999, 1e-8, 0.1, true, true}, 1);
+  std::vector<std::vector<float>> results;
+  for (const int64_t count : {1, 4}) {
+    std::vector<float> p(total, 1.f), g(total, 0.5f), m(total, 0.f), v(total, 0.f);
+    std::vector<int64_t> first(numels.size(), 0);
+    std::partial_sum(numels.begin(), numels.end() - 1, first.begin() + 1);
+    const Slices slices(numels);
+    std::vector<std::thread> threads;
+    for (int64_t thread = 0; thread < count; ++thread) {
+      threads.emplace_back([&, thread] {
+        slices.visit(slices.units() * thread / count, slices.units() * (thread + 1) / count,
+                     [&](size_t tensor, int64_t begin, int64_t end) {
+                       const int64_t at = first[tensor] + begin;
+                       cpu::best(cpu::all_adam_loops())
+                           ->update(Dtype::Float32, true, true)(&p[at], &g[at], &m[at], &v[at], end - begin, step);
+                     });
+      });
+    }
+    for (auto& thread : threads) thread.join();
+    results.push_back(p);
+  }
+  CHECK(results[0] == results[1], "the number of threads changed a result");
+  CHECK(results[0].front() != 1.f && results[0].back() != 1.f, "nothing was computed");
+}
+
+}  // namespace
+
+int main() {
+  for (const auto& numels : kSizes) {
+    for (const int64_t threads : {1, 2, 3, 7, 64}) every_element_once(numels, threads);
+  }
+  threads_share_a_step();
+  return report();
+}
