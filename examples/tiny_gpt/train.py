@@ -84,14 +84,16 @@ def train(
     evaluations = [(0, evaluate(engine, held_out))]
     losses: list[float] = []
     seconds: list[float] = []
+    cpu_seconds: list[float] = []
     console.start(evaluations[0][1], unigram)
     for step in range(1, args.steps + 1):
-        started = time.perf_counter()
+        started, cpu_started = time.perf_counter(), time.process_time()
         # Every rank draws the whole batch and takes its part, so the data does not depend on the number of ranks.
         count = engine.train_micro_batch_size_per_gpu() * dist.get_world_size()
         windows = data.random_windows(corpus.train, count, context, batches)
         losses.append(train_step(engine, share(windows)))
         seconds.append(time.perf_counter() - started)
+        cpu_seconds.append(time.process_time() - cpu_started)
         console.step(step, losses[-1], seconds[-1])
         if step % args.eval_every == 0 or step == args.steps:
             evaluations.append((step, evaluate(engine, held_out)))
@@ -101,6 +103,7 @@ def train(
         "losses": mean_over_ranks(torch.tensor(losses, device=engine.device)).tolist(),
         "step_seconds": seconds,
         "median_step_seconds": statistics.median(seconds[1:] or seconds),  # the first one also warms up
+        "median_step_cpu_seconds": statistics.median(cpu_seconds[1:] or cpu_seconds),
         "evaluations": evaluations,
         "unigram_bits": unigram,
     }
@@ -128,7 +131,7 @@ def evaluate(engine: deepspeed.DeepSpeedEngine, windows: Tensor, batch: int = 32
 
 
 def write_sample(engine: deepspeed.DeepSpeedEngine, length: int, seed: int) -> str:
-    """Let the model continue a few lines of code. All ranks take part: under ZeRO-3 each holds a part of the weights."""
+    """Let the model continue a few lines of code. All ranks take part: under ZeRO-3 each holds some of the weights."""
     engine.eval()
     prompt = torch.tensor(list(PROMPT.encode()), device=engine.device)
     context = engine.module.config.context
