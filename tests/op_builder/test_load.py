@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -101,7 +102,7 @@ def test_a_pybind11_op_is_its_own_module(tmp_path: Path, monkeypatch: pytest.Mon
         ),
         encoding="utf-8",
     )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     status, text = run("from zap_native import AnswerBuilder; print(AnswerBuilder().load().answer())")
     assert (status, text) == (0, "42\n")
 
@@ -125,7 +126,7 @@ def test_a_source_that_does_not_compile_is_an_error_that_says_all(
     package.mkdir()
     (package / "broken.cpp").write_text("int main() { return undeclared; }\n", encoding="utf-8")
     (package / "__init__.py").write_text(BROKEN, encoding="utf-8")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     status, text = run("from zap_broken import BrokenBuilder; BrokenBuilder().load()")
     assert status == 1
     assert "CompileError" in text
