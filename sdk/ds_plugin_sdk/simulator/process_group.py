@@ -123,7 +123,10 @@ class StagedProcessGroup(dist.ProcessGroup):
         return self._run("allreduce", tensors, opts or dist.AllreduceOptions())
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
-        return self._run_each("allreduce", [[tensor] for tensor in tensors], opts or dist.AllreduceOptions())
+        options = dist.AllreduceOptions()
+        if opts is not None:
+            options.reduceOp = opts.reduceOp
+        return self._run_each("allreduce", [[tensor] for tensor in tensors], options)
 
     def broadcast(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         return self._run("broadcast", tensors, opts or dist.BroadcastOptions())

@@ -1,0 +1,505 @@
+"""What a device must do, one function a theme, to be run in a process that has one: ``python simulator_checks.py NAME...``
+
+Each function raises where the device does not hold. test_mistakes.py builds devices that some of them must catch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import io
+import json
+import math
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ds_plugin_sdk import simulator
+from ds_plugin_sdk.simulator import build
+
+NAME = "zap"
+# Long against what a busy machine keeps a thread waiting.
+DELAY_US = 50_000
+
+Check = Callable[[], None]
+
+
+# ---------------------------------------------------------------------- tensors
+def tensors_make_the_round_trip() -> None:
+    generator = torch.Generator().manual_seed(1)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool, torch.complex64):
+        host = (torch.randn(4, 6, generator=generator) * 3).to(dtype)
+        for view in (host, host.t(), host[:, ::2], host[1:, 1:], host[:0], host[2, 3], host.expand(2, 4, 6)):
+            there = view.to(NAME)
+            assert there.device == torch.device(NAME, 0)
+            assert torch.equal(there.cpu(), view)
+            assert torch.equal(there.clone().cpu(), view)
+            assert torch.equal(there.to(f"{NAME}:1").cpu(), view)
+            assert torch.equal(there.to(torch.complex128).cpu(), view.to(torch.complex128))
+
+
+def copies_between_layouts_are_right() -> None:
+    host = torch.arange(24.0).view(4, 6)
+    for source in (host.to(NAME).t(), host.to(NAME), host.to(f"{NAME}:1")[:, ::2], host, host.t()):
+        for make in (torch.zeros_like, lambda like: torch.zeros(*like.shape, 2, device=NAME)[..., 1]):
+            target = make(source).to(NAME)
+            target.copy_(source)
+            assert torch.equal(target.cpu(), source.cpu())
+    broadcast = torch.zeros(3, 6, device=NAME)
+    broadcast.copy_(host[0])
+    assert torch.equal(broadcast.cpu(), host[0].expand(3, 6))
+    complex_ = torch.tensor([1 + 2j, 3 - 4j])
+    there = complex_.to(NAME)
+    assert torch.equal(there.conj().cpu(), complex_.conj().resolve_conj())
+    assert torch.equal(there.conj().imag.clone().cpu(), complex_.conj().imag.resolve_neg())
+
+
+def storages_grow_and_shrink() -> None:
+    tensor = torch.arange(6.0, device=NAME)
+    storage = tensor.untyped_storage()
+    storage.resize_(12 * 4)
+    assert storage.size() == 48
+    assert tensor.tolist() == list(range(6))
+    tensor.resize_(2, 5)
+    assert tensor.flatten()[:6].tolist() == list(range(6))
+    storage.resize_(0)
+    assert storage.size() == 0
+    flat = torch.arange(8.0, device=NAME)
+    view = torch.empty(0, device=NAME)
+    view.set_(flat.untyped_storage(), 2, (2, 2), (3, 1))
+    view.add_(10)
+    assert flat.tolist() == [0, 1, 12, 13, 4, 15, 16, 7]
+    parameter = nn.Parameter(torch.zeros(4, device=NAME))
+    parameter.data = flat[4:]  # as ZeRO flattens parameters
+    flat.zero_()
+    assert parameter.tolist() == [0, 0, 0, 0]
+
+
+def tensors_of_two_devices_are_refused() -> None:
+    here, there, host = (torch.ones(3, device=device) for device in (f"{NAME}:0", f"{NAME}:1", "cpu"))
+    for other in (there, host):
+        for call in (lambda other=other: here + other, lambda other=other: torch.cat([here, other])):
+            try:
+                call()
+            except RuntimeError as error:
+                assert "same device" in str(error)
+            else:
+                raise AssertionError(f"{here.device} and {other.device} were mixed")
+    assert (here + torch.tensor(2.0)).tolist() == [3, 3, 3]
+    assert here[torch.tensor([0, 2])].tolist() == [1, 1]
+
+
+# ---------------------------------------------------------------------- devices
+def devices_have_memory_of_their_own() -> None:
+    before = [torch.accelerator.get_memory_info(index)[0] for index in range(2)]
+    block = torch.full((1 << 20,), 7.0, device=f"{NAME}:1")
+    after = [torch.accelerator.get_memory_info(index)[0] for index in range(2)]
+    assert before[0] == after[0]
+    assert before[1] - after[1] >= block.nbytes
+    other = torch.full((1 << 20,), 8.0, device=f"{NAME}:0")
+    assert (block.max().item(), other.max().item()) == (7.0, 8.0)
+    assert torch.zap.memory_allocated(1) >= block.nbytes
+
+
+def the_current_device_is_a_thread_s_own() -> None:
+    assert torch.accelerator.current_device_index() == 0
+    with torch.zap.device(1):
+        assert torch.empty(1, device=NAME).device.index == 1
+        assert torch.zap.current_device() == 1
+    assert torch.empty(1, device=NAME).device.index == 0
+    torch.zap.set_device(1)
+    assert torch.zeros(2, device=NAME).device.index == 1
+    torch.zap.set_device(0)
+    try:
+        torch.zap.set_device(2)
+    except RuntimeError as error:
+        assert "invalid device 2" in str(error)
+    else:
+        raise AssertionError("there is no device 2")
+
+
+def torch_finds_the_device() -> None:
+    assert torch.accelerator.current_accelerator() == torch.device(NAME)
+    assert torch.accelerator.device_count() == torch.zap.device_count() == 2
+    assert torch.accelerator.is_available()
+    assert torch.zap.is_available()
+    assert torch.get_device_module(NAME) is torch.zap
+    assert torch.ones(1).zap().is_zap
+    assert torch.zap.get_device_properties(1).total_memory == 512 << 20
+    assert torch.bfloat16 in torch.accelerator.get_device_capability()["supported_dtypes"]
+
+
+def the_visible_devices_are_read_each_time() -> None:
+    try:
+        for value, count in (("1", 1), ("0,1", 2), ("", 0), ("-1", 0), ("1,1", 1), ("0,5,1", 1)):
+            os.environ["ZAP_VISIBLE_DEVICES"] = value
+            assert torch.accelerator.device_count() == count, (value, torch.accelerator.device_count())
+    finally:
+        del os.environ["ZAP_VISIBLE_DEVICES"]
+    assert torch.accelerator.device_count() == 2
+
+
+# ---------------------------------------------------------------------- memory
+def memory_statistics_rise_and_fall() -> None:
+    torch.accelerator.empty_cache()
+    zap, size = torch.zap, 4 << 20
+    base, reserved = zap.memory_allocated(), zap.memory_reserved()
+    zap.reset_peak_memory_stats()
+    block = torch.empty(size, dtype=torch.uint8, device=NAME)
+    assert zap.memory_allocated() - base == size
+    assert zap.memory_reserved() - reserved == size
+    del block
+    assert zap.memory_allocated() == base
+    assert zap.max_memory_allocated() - base == size
+    assert zap.memory_reserved() - reserved == size, "freed memory stays cached"
+    zap.reset_peak_memory_stats()
+    assert zap.max_memory_allocated() == base
+    allocations = zap.memory_stats()["num_device_alloc"]
+    block = torch.empty(size, dtype=torch.uint8, device=NAME)
+    assert zap.memory_stats()["num_device_alloc"] == allocations, "the cached block serves again"
+    del block
+    zap.empty_cache()
+    assert zap.memory_reserved() == reserved
+
+
+def too_much_memory_is_refused_and_the_cache_gives_way() -> None:
+    free, total = torch.zap.mem_get_info()
+    most = int(total * 0.6)
+    first = torch.empty(most, dtype=torch.uint8, device=NAME)
+    try:
+        torch.empty(most, dtype=torch.uint8, device=NAME)
+    except torch.OutOfMemoryError as error:
+        assert "out of memory on zap:0" in str(error)
+    else:
+        raise AssertionError(f"{2 * most} bytes of {free} were given")
+    del first
+    torch.empty(most + (1 << 20), dtype=torch.uint8, device=NAME)  # fits only once the cached block is gone
+    torch.zap.empty_cache()
+
+
+def record_stream_keeps_memory_from_being_reused() -> None:
+    def overwritten(record: bool) -> bool:
+        """Let another stream read a tensor that dies meanwhile; tell whether its memory was written before."""
+        tensor = torch.ones(1 << 16, device=NAME)
+        stream = torch.zap.Stream()
+        stream.wait_stream(torch.zap.current_stream())
+        torch.zap.synchronize()
+        with simulator.delay(DELAY_US):
+            with torch.zap.stream(stream):
+                _keep_busy()
+                result = tensor.clone()
+            if record:
+                tensor.record_stream(stream)
+            address = tensor.data_ptr()
+            del tensor
+            new = torch.empty(1 << 16, device=NAME)
+            new.fill_(9.0)
+            reused = new.data_ptr() == address
+            torch.zap.synchronize()
+        assert reused != record
+        return bool(result[0].item() == 9.0)
+
+    assert overwritten(record=False), "the simulator hides a missing record_stream()"
+    assert not overwritten(record=True)
+
+
+# ---------------------------------------------------------------------- streams and events
+def _keep_busy(pieces: int = 4) -> None:
+    """Give the current stream work for so many delays."""
+    for _ in range(pieces):
+        torch.empty(1, device=NAME).fill_(0)
+
+
+def a_missing_wait_gives_a_wrong_result() -> None:
+    tensor, stream = torch.zeros(4, device=NAME), torch.zap.Stream()
+    torch.zap.synchronize()
+    with simulator.delay(DELAY_US):
+        with torch.zap.stream(stream):
+            _keep_busy()
+            tensor.fill_(1.0)
+        assert tensor.tolist() == [0, 0, 0, 0]
+        with torch.zap.stream(stream):
+            _keep_busy()
+            tensor.fill_(2.0)
+        torch.zap.current_stream().wait_stream(stream)
+        assert tensor.tolist() == [2, 2, 2, 2]
+
+
+def a_copy_waits_its_turn_on_the_stream() -> None:
+    tensor = torch.zeros(4, device=NAME)
+    torch.zap.synchronize()
+    with simulator.delay(DELAY_US):
+        tensor.fill_(3.0)
+        copied = tensor.clone()
+        begin = time.perf_counter()
+        assert copied.tolist() == [3, 3, 3, 3]
+        assert time.perf_counter() - begin > DELAY_US / 1e6, "the host did not have to wait for it"
+
+
+def events_follow_the_work_before_them() -> None:
+    tensor = torch.zeros(4, device=NAME)
+    begin, end = (torch.zap.Event(enable_timing=True) for _ in range(2))
+    torch.zap.synchronize()
+    with simulator.delay(DELAY_US):
+        begin.record()
+        tensor.fill_(1.0)
+        tensor.fill_(2.0)
+        end.record()
+        assert not end.query()
+        try:
+            begin.elapsed_time(end)
+        except RuntimeError as error:
+            assert "completed" in str(error)
+        else:
+            raise AssertionError("an event that is not done has no time")
+        started = time.perf_counter()
+        end.synchronize()
+        waited = time.perf_counter() - started
+        assert end.query()
+    milliseconds = begin.elapsed_time(end)
+    assert 2 * DELAY_US / 1000 * 0.9 < milliseconds < 2 * DELAY_US / 1000 + 1000, milliseconds
+    assert waited > DELAY_US / 1e6
+    assert torch.zap.Event().query(), "an event never recorded is done"
+
+
+def an_event_makes_another_stream_wait() -> None:
+    tensor, event = torch.zeros(4, device=NAME), torch.zap.Event()
+    first, second = torch.zap.Stream(), torch.zap.Stream()
+    torch.zap.synchronize()
+    with simulator.delay(DELAY_US):
+        with torch.zap.stream(first):
+            _keep_busy()
+            tensor.fill_(1.0)
+            event.record()
+        with torch.zap.stream(second):
+            event.wait()
+            result = tensor.clone()
+        second.synchronize()
+        assert result.tolist() == [1, 1, 1, 1]
+    assert first != second
+    assert first.query()
+
+
+def a_copy_between_devices_is_ordered_on_both() -> None:
+    tensor = torch.zeros(4, device=f"{NAME}:0")
+    torch.zap.synchronize()
+    with simulator.delay(DELAY_US):
+        tensor.fill_(1.0)
+        there = tensor.to(f"{NAME}:1")
+        tensor.fill_(2.0)
+        assert there.tolist() == [1, 1, 1, 1]
+
+
+def what_fails_on_the_device_is_told_at_the_next_wait() -> None:
+    tensor = torch.zeros(2, dtype=torch.uint8, device=NAME)
+    torch.zap.synchronize()
+    tensor.fill_(300)
+    try:
+        torch.zap.synchronize()
+    except RuntimeError as error:
+        assert "'fill_' failed on device 0, stream 0" in str(error)
+    else:
+        raise AssertionError("300 does not fit into a byte")
+    torch.zap.synchronize()
+
+
+def pinned_copies_do_not_keep_the_host_waiting() -> None:
+    def enqueue(host: torch.Tensor) -> tuple[torch.Tensor, float]:
+        begin = time.perf_counter()
+        there = host.to(NAME, non_blocking=True)
+        return there, time.perf_counter() - begin
+
+    pinned = torch.arange(4.0).pin_memory()
+    assert pinned.is_pinned()
+    assert not torch.arange(4.0).is_pinned()
+    enqueue(pinned)
+    torch.zap.synchronize()
+    with simulator.delay(DELAY_US):
+        there, seconds = enqueue(pinned)
+        assert seconds < DELAY_US / 1e6, seconds
+        address = pinned.data_ptr()
+        del pinned
+        other = torch.full((4,), 9.0).pin_memory()
+        assert other.data_ptr() != address, "pinned memory was reused before the copy was done"
+        assert there.tolist() == [0, 1, 2, 3]
+        there, seconds = enqueue(torch.arange(4.0))
+        assert seconds >= DELAY_US / 1e6, "memory that is not pinned has to be waited for"
+        back = torch.empty(4).pin_memory()
+        back.copy_(there.mul_(2), non_blocking=True)
+        torch.zap.synchronize()
+        assert back.tolist() == [0, 2, 4, 6]
+
+
+# ---------------------------------------------------------------------- random numbers
+def each_device_has_its_own_random_numbers() -> None:
+    torch.zap.manual_seed_all(5)
+    first = torch.rand(4, device=f"{NAME}:0").cpu()
+    assert torch.equal(torch.rand(4, device=f"{NAME}:1").cpu(), first), "one device's draw moved the other's state"
+    torch.rand(3, device=f"{NAME}:0")
+    states = [torch.zap.get_rng_state(index) for index in range(2)]
+    assert not torch.equal(states[0], states[1])
+    torch.manual_seed(5)
+    host = torch.rand(4)
+    torch.manual_seed(5)
+    torch.rand(4, device=NAME)
+    assert torch.equal(torch.rand(4), host), "the device's draw moved the CPU's state"
+
+
+def random_states_can_be_saved() -> None:
+    state = torch.zap.get_rng_state(1)
+    first = torch.randn(5, device=f"{NAME}:1").cpu()
+    torch.zap.set_rng_state(state, 1)
+    assert torch.equal(torch.randn(5, device=f"{NAME}:1").cpu(), first)
+    with torch.random.fork_rng(devices=[0, 1], device_type=NAME):
+        torch.randn(5, device=f"{NAME}:1")
+    generator = torch.Generator(device=NAME).manual_seed(3)
+    again = generator.clone_state()
+    draw = torch.rand(5, device=NAME, generator=generator).cpu()
+    assert torch.equal(torch.rand(5, device=NAME, generator=again).cpu(), draw)
+    assert generator.device == torch.device(NAME, 0)
+    torch.manual_seed(11)
+    dropped = nn.functional.dropout(torch.ones(64, device=NAME), 0.5)
+    torch.manual_seed(11)
+    assert torch.equal(nn.functional.dropout(torch.ones(64, device=NAME), 0.5).cpu(), dropped.cpu())
+    assert 8 < int((dropped == 0).sum()) < 56
+
+
+# ---------------------------------------------------------------------- models
+class Small(nn.Module):
+    """Convolution, recurrence, attention: what takes a way of its own through the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(3, 8, 3, padding=1)
+        self.back = nn.ConvTranspose1d(8, 8, 3, padding=1)
+        self.lstm = nn.LSTM(8, 8, batch_first=True)
+        self.gru = nn.GRU(8, 8, batch_first=True)
+        self.attention = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.embedding = nn.Embedding(10, 8)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.back(torch.relu(self.conv(x))).transpose(1, 2) + self.embedding(tokens)
+        hidden = self.gru(self.lstm(hidden)[0])[0]
+        return self.head(self.attention(hidden))
+
+
+def _train(device: str, steps: int = 4) -> list[float]:
+    torch.manual_seed(0)
+    model = Small().to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    x, tokens = torch.randn(2, 3, 5), torch.randint(0, 10, (2, 5))
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x.to(device), tokens.to(device)).flatten(0, 1), (tokens % 4).flatten().to(device))
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def training_equals_the_cpu() -> None:
+    """The CPU's kernels, but fused on the host where they are decomposed on the device: rounding differs."""
+    host, there = _train("cpu"), _train(NAME)
+    assert there[-1] < there[0]
+    for step, (expected, loss) in enumerate(zip(host, there, strict=True)):
+        assert math.isclose(loss, expected, rel_tol=2e-5), (step, expected, loss)
+
+
+def autocast_computes_in_bfloat16() -> None:
+    layer, x = nn.Linear(8, 8).to(NAME), torch.randn(2, 8, device=NAME)
+    with torch.autocast(NAME, dtype=torch.bfloat16):
+        y = layer(x)
+        assert y.dtype == torch.bfloat16
+        assert torch.softmax(y, -1).dtype == torch.float32
+        assert torch.softmax(y, -1, dtype=torch.float16).dtype == torch.float16
+        assert nn.functional.mse_loss(y, x).dtype == torch.float32
+        assert torch.cat([y, x]).dtype == torch.float32
+        assert (y + 1).dtype == torch.bfloat16
+        assert torch.is_autocast_enabled(NAME)
+        loss = y.float().sum()
+    loss.backward()
+    assert layer.weight.grad is not None
+    assert layer.weight.grad.dtype == torch.float32
+    expected = x.cpu().to(torch.bfloat16) @ layer.weight.detach().cpu().to(torch.bfloat16).t()
+    assert torch.allclose(y.cpu().float(), (expected + layer.bias.detach().cpu().to(torch.bfloat16)).float(), atol=0.05)
+
+
+def torch_saves_and_loads() -> None:
+    layer = nn.Linear(3, 2).to(f"{NAME}:1")
+    file = io.BytesIO()
+    torch.save({"model": layer.state_dict(), "rng": torch.zap.get_rng_state()}, file)
+    file.seek(0)
+    loaded = torch.load(file)
+    assert loaded["model"]["weight"].device == torch.device(NAME, 1)
+    assert torch.equal(loaded["model"]["weight"].cpu(), layer.weight.detach().cpu())
+    file.seek(0)
+    assert torch.load(file, map_location="cpu")["model"]["weight"].device.type == "cpu"
+    file.seek(0)
+    assert torch.load(file, map_location=NAME)["model"]["weight"].device == torch.device(NAME, 0)
+    twin = copy.deepcopy(layer)
+    assert twin.weight.device == layer.weight.device
+    assert twin.weight.data_ptr() != layer.weight.data_ptr()
+
+
+def torch_compile_traces_the_device() -> None:
+    layer, x = nn.Linear(4, 4).to(NAME), torch.randn(2, 4, device=NAME)
+    for backend in ("eager", "aot_eager"):
+        compiled = torch.compile(lambda value: torch.relu(layer(value)) * 2, backend=backend)
+        assert torch.equal(compiled(x).cpu(), (torch.relu(layer(x)) * 2).cpu())
+
+
+def fallbacks_are_counted() -> None:
+    x = torch.ones(3, device=NAME)
+    simulator.reset_fallback_counts()
+    y = x + x
+    (y + y).add_(1).sum().item()
+    torch.zeros(3, device=NAME).copy_(y)
+    counts = simulator.fallback_counts()
+    assert counts == {"aten::add.Tensor": 2, "aten::add_.Tensor": 1, "aten::sum.dim_IntList": 1}, counts
+
+
+# ---------------------------------------------------------------------- running them
+CHECKS: dict[str, Check] = {
+    name: value
+    for name, value in list(globals().items())
+    if callable(value) and getattr(value, "__module__", None) == __name__ and not name.startswith("_") and name[0].islower()
+}
+
+
+def take_sources_from(folder: Path) -> None:
+    """Build the libraries from the sources in ``folder/runtime`` and ``folder/torch``, where there are such folders."""
+    for builder, name in ((build.RuntimeBuilder, "runtime"), (build.TorchSideBuilder, "torch")):
+        changed = [str(path) for path in sorted((folder / name).glob("*.cpp"))]
+        if changed:
+            builder.sources = lambda self, changed=changed: changed  # type: ignore[method-assign]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--sources", type=Path)
+    parser.add_argument("names", nargs="+")
+    arguments = parser.parse_args()
+    if arguments.sources is not None:
+        take_sources_from(arguments.sources)
+    simulator.install(NAME, devices=2, memory_mb=512)
+    for name in arguments.names:
+        try:
+            CHECKS[name]()
+            outcome = ""
+        except Exception:  # noqa: BLE001 - told to the one who asked
+            outcome = traceback.format_exc()
+        sys.stdout.write(json.dumps({"check": name, "failure": outcome}) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
