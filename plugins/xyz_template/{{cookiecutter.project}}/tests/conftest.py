@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from ds_plugin_sdk import set_accelerator
+
 from {{ cookiecutter.package }}.accelerator import {{ cookiecutter.prefix }}_Accelerator
 
 

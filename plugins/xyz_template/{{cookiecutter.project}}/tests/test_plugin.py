@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from ds_plugin_sdk import op_builder
+
 from {{ cookiecutter.package }} import plugin
 from {{ cookiecutter.package }}.accelerator import {{ cookiecutter.prefix }}_Accelerator
 from {{ cookiecutter.package }}.op_builder.hello import HelloBuilder
@@ -50,7 +51,7 @@ def test_a_pybind11_op_is_its_own_module() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_adam_agrees_with_float64(accelerator: {{ cookiecutter.prefix }}_Accelerator, dtype: torch.dtype) -> None:
-    """Against the formula in float64, on a tensor that no vector width divides; tolerance: 2 units in the last place."""
+    """Against the formula in float64, on a size that no vector width divides; tolerance: 2 units in the last place."""
     op_builder.load_kernels("adam", accelerator.device_name())
     torch.manual_seed(0)
     host = [torch.randn(1003).to(dtype) for _ in range(2)] + [torch.zeros(1003) for _ in range(2)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 {% if cookiecutter.runtime == "simulated" -%}
 from ds_plugin_sdk import TorchAccelerator, simulator
+
 from {{ cookiecutter.package }}.runtime import DeviceRuntime
 
 simulator.install("{{ cookiecutter.device_type }}", runtime=DeviceRuntime())

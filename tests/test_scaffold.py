@@ -1,0 +1,134 @@
+"""``sdk new-plugin``: what it makes, and what it refuses with one clear line and nothing half-written."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import Install
+
+from ds_plugin_sdk.errors import ScaffoldError
+from ds_plugin_sdk.scaffold import LICENSES, Project, generate
+
+
+def python_files(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*.py"))
+
+
+@pytest.mark.parametrize("runtime", ["simulated", "torch"])
+@pytest.mark.parametrize("name", ["zap", "xpu", "mi400", "two_words"])
+def test_a_project_is_whole_and_has_no_leftovers(name: str, runtime: str, tmp_path: Path) -> None:
+    folder = generate(Project(name, runtime=runtime, output=tmp_path))  # type: ignore[arg-type]  # parametrized literal
+    assert list(tmp_path.iterdir()) == [folder]
+    for file in filter(Path.is_file, folder.rglob("*")):
+        text = file.read_text(encoding="utf-8").replace("${{ matrix.python }}", "")
+        assert not any(mark in text for mark in ("{{", "{%", "cookiecutter")), file
+        assert not text.startswith("\n"), file
+    for file in python_files(folder):
+        compile(file.read_text(encoding="utf-8"), str(file), "exec")
+    project = (folder / "pyproject.toml").read_text(encoding="utf-8")
+    assert f'[project.entry-points."ds_plugin_sdk.plugins"]\n{name} = "ds_plugin_{name}:plugin"' in project
+    assert 'template = "1"' in project
+    assert (folder / f"ds_plugin_{name}" / "runtime" / "memory.cpp").exists() == (runtime == "simulated")
+
+
+@pytest.mark.parametrize(
+    ("name", "device_type"), [("zap", "zap"), ("xpu", "xpusim"), ("mi400", "mi"), ("two_words", "two_words")]
+)
+def test_the_simulated_device_has_a_name_that_torch_accepts(name: str, device_type: str) -> None:
+    assert Project(name).device_type == device_type
+    assert Project(name, runtime="torch").device_type == name
+
+
+def test_the_accelerator_is_short(tmp_path: Path) -> None:
+    folder = generate(Project("zap", output=tmp_path))
+    assert len((folder / "ds_plugin_zap" / "accelerator.py").read_text(encoding="utf-8").splitlines()) <= 16
+
+
+@pytest.mark.parametrize("license", LICENSES)
+def test_every_licence_has_its_text(license: str, tmp_path: Path) -> None:
+    folder = generate(Project("zap", vendor="Zap & Sons", license=license, output=tmp_path))
+    text = (folder / "LICENSE").read_text(encoding="utf-8")
+    assert "Zap & Sons" in text
+    named = {"Apache-2.0": "Apache License", "MIT": "MIT License", "BSD-3-Clause": "Redistribution and use"}
+    assert named.get(license, "All rights reserved") in text
+
+
+@pytest.mark.parametrize(
+    "name", ["", "Zap", "1zap", "zap-1", "../zap", "/zap", "zap/x", "class", "_zap", "zap_", "z" * 31, "zäp", "zap\n"]
+)
+def test_bad_names(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ScaffoldError, match="cannot be a plugin's name"):
+        generate(Project(name, output=tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["cpu", "meta", "privateuseone", "sdk"])
+def test_names_that_torch_or_the_sdk_has(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ScaffoldError, match=f"the name '{name}' is taken"):
+        generate(Project(name, output=tmp_path))
+
+
+def test_a_name_that_an_installed_plugin_has(install: Install, tmp_path: Path) -> None:
+    install("zap")
+    with pytest.raises(ScaffoldError, match=r"ds-plugin-zap 1.0 is installed here and has it"):
+        generate(Project("zap", output=tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("vendor", ["", "  ", 'a"b', "a\\b", "a\nb", "{{ 7 * 7 }}"])
+def test_bad_vendors(vendor: str, tmp_path: Path) -> None:
+    with pytest.raises(ScaffoldError, match="cannot be a vendor's name"):
+        generate(Project("zap", vendor=vendor, output=tmp_path))
+
+
+def test_nothing_is_ever_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "ds-plugin-zap").mkdir()
+    (tmp_path / "ds-plugin-zap" / "precious").write_text("mine", encoding="utf-8")
+    with pytest.raises(ScaffoldError, match="nothing is ever overwritten"):
+        generate(Project("zap", output=tmp_path))
+    assert [path.name for path in tmp_path.rglob("*")] == ["ds-plugin-zap", "precious"]
+
+
+def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder", encoding="utf-8")
+    with pytest.raises(ScaffoldError, match="the project cannot be written"):
+        generate(Project("zap", output=tmp_path / "file"))
+
+
+def test_nothing_is_left_of_a_rendering_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("ds_plugin_sdk.scaffold._finish", full)
+    with pytest.raises(ScaffoldError, match="No space left on device"):
+        generate(Project("zap", output=tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("runtime", ["simulated", "torch"])
+def test_style_and_types_of_the_project_are_clean(runtime: str, tmp_path: Path) -> None:
+    folder = generate(Project("zap", runtime=runtime, output=tmp_path))  # type: ignore[arg-type]  # parametrized literal
+    for command in (["ruff", "check", "."], ["mypy"]):
+        done = subprocess.run(
+            [sys.executable, "-m", *command], cwd=folder, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_command_says_what_to_do_next(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "ds_plugin_sdk.cli", "new-plugin", "xpu", "--output", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ},
+    )
+    folder = tmp_path / "ds-plugin-xpu"
+    assert f"Made {folder}: plugin 'xpu', device 'xpusim'." in done.stdout
+    assert f"pip install --no-build-isolation -e {folder}" in done.stdout
+    assert f"DS_ACCELERATOR=xpu python {folder}/examples/train.py" in done.stdout
