@@ -28,6 +28,7 @@ RANK = {
     "op_builder": 3,
     "accelerator": 4,
     "torch_accelerator": 5,
+    "ported_accelerator": 5,
     "registry": 6,
     "prebuild": 7,
     "simulator": 7,

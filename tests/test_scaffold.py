@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import Install
 
+from conftest import Install
 from ds_plugin_sdk.errors import ScaffoldError
 from ds_plugin_sdk.scaffold import LICENSES, Project, generate
 

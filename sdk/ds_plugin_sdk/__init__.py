@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ds_plugin_sdk.op_builder import CUDAOpBuilder as CUDAOpBuilder
     from ds_plugin_sdk.op_builder import OpBuilder as OpBuilder
     from ds_plugin_sdk.op_builder import SYCLOpBuilder as SYCLOpBuilder
+    from ds_plugin_sdk.ported_accelerator import PortedAccelerator as PortedAccelerator
     from ds_plugin_sdk.registry import Plugin as Plugin
     from ds_plugin_sdk.registry import Probe as Probe
     from ds_plugin_sdk.registry import get_accelerator as get_accelerator
@@ -39,6 +40,7 @@ _HOMES = {
     "DeepSpeedAccelerator": "accelerator",
     "OpBuilder": "op_builder",
     "Plugin": "registry",
+    "PortedAccelerator": "ported_accelerator",
     "Probe": "registry",
     "SYCLOpBuilder": "op_builder",
     "TorchAccelerator": "torch_accelerator",
@@ -53,6 +55,7 @@ __all__ = [
     "DeepSpeedAccelerator",
     "OpBuilder",
     "Plugin",
+    "PortedAccelerator",
     "Probe",
     "SYCLOpBuilder",
     "TorchAccelerator",

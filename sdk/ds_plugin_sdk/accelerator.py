@@ -47,14 +47,16 @@ class DeepSpeedAccelerator(abc.ABC):
     exported_envs: ClassVar[Sequence[str]] = ()
     supports_nvtx_domain: ClassVar[bool] = False
 
+    # DeepSpeed reads and replaces it. Here for classes whose __init__ does not call this one.
+    _compile_backend: str = "inductor"
+
     # False: pinning by torch does nothing here, and DeepSpeed need not count it.
     _torch_pins_host_memory: ClassVar[bool] = True
 
     def __init__(self) -> None:
-        # DeepSpeed reads these three directly: the device type, and two strings it may replace.
+        # DeepSpeed reads these directly: the device type, and a string it may replace.
         self._name: str = self.device_name()
         self._communication_backend_name: str = self.communication_backend_name()
-        self._compile_backend: str = "inductor"
         self._check_flags()
 
     def __repr__(self) -> str:
