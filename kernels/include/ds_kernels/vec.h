@@ -164,11 +164,17 @@ DS_KERNELS_INLINE void store(Float16* to, Floats x) { store_bits(to, narrow_floa
 
 // ---- loops -----------------------------------------------------------------------------------------------------
 
+// How far ahead of a load its array is fetched. Hardware prefetchers stop at every page of every array that a loop
+// streams through; going on past the page made Adam's step on four large arrays 13 % faster (best at 1.5 to 2 KiB).
+constexpr int kPrefetchBytes = 2048;
+
 // How a loop body reaches memory at one position: a whole vector, or the first elements of one at the end of an array.
 // Both run the same instructions on the same lanes, so a result does not depend on where a thread's share ends.
 struct WholeVector {
   template <class Element>
   DS_KERNELS_INLINE Floats load(const Element* from) const {
+    // An address, not a pointer: it may lie beyond the array, where fetching does no harm but arithmetic would.
+    __builtin_prefetch(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(from) + kPrefetchBytes));
     return DS_KERNELS_CPU_LEVEL::load(from);
   }
   template <class Element>
