@@ -36,12 +36,9 @@ print(abs(p[0].item() - 0.9) < 1e-5, {record.origin for record in provenance.rec
 
 def wheel(project: Path, folder: Path, **environment: str) -> Path:
     """Build a wheel of a project offline, and unpack it into ``folder/site``."""
-    subprocess.run(
-        [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
-        + ["--wheel-dir", str(folder), str(project)],
-        check=True,
-        env=child_environment(**environment),
-    )
+    options = ["--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder)]
+    command = [sys.executable, "-m", "pip", "wheel", *options, str(project)]
+    subprocess.run(command, check=True, env=child_environment(**environment))
     (built,) = folder.glob(f"{'ds_plugin_sdk' if project == ROOT else 'ds_plugin_cpu'}-*.whl")
     with zipfile.ZipFile(built) as archive:
         archive.extractall(folder / "site")
