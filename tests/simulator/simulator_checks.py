@@ -168,6 +168,15 @@ def memory_statistics_rise_and_fall() -> None:
     assert zap.memory_reserved() == reserved
 
 
+def memory_that_is_given_back_takes_no_other_along() -> None:
+    torch.accelerator.empty_cache()
+    tensors = [torch.full((3,), float(index), device=NAME) for index in range(64)]
+    kept = tensors[1::2]
+    del tensors
+    torch.accelerator.empty_cache()
+    assert [tensor.tolist() for tensor in kept] == [[2 * index + 1.0] * 3 for index in range(32)]
+
+
 def too_much_memory_is_refused_and_the_cache_gives_way() -> None:
     free, total = torch.zap.mem_get_info()
     most = int(total * 0.6)

@@ -19,9 +19,10 @@
 namespace runtime {
 namespace {
 
-constexpr std::size_t kAlignment = 512;
+// Allocations are whole pages, so that giving one back to the system takes nothing from its neighbours.
+constexpr std::size_t kPage = 4096;
 
-std::size_t rounded(std::size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+std::size_t rounded(std::size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
 
 struct AddressSpace {
   char* device = nullptr;  // what the host sees
@@ -145,7 +146,7 @@ void* kernel_address(const void* address) {
   return space.kernel + (static_cast<const char*>(address) - space.device);
 }
 
-void* host_malloc(std::size_t bytes) { return std::aligned_alloc(kAlignment, rounded(bytes)); }
+void* host_malloc(std::size_t bytes) { return std::aligned_alloc(kPage, rounded(bytes)); }
 
 void host_free(void* address) { std::free(address); }
 

@@ -1,0 +1,38 @@
+"""Two ranks on the simulated device: torch's collectives, and unmodified DeepSpeed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from conftest import Run
+
+pytestmark = [pytest.mark.compiler]
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+# torch and DeepSpeed warn of each other's old names.
+QUIET = {"PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+
+# float32, a dozen ops deep: sums in another order.
+TOLERANCE = 2e-6
+
+
+def test_every_collective_on_two_ranks(run: Run) -> None:
+    done = run(*TORCHRUN, "collectives_worker.py", **QUIET)
+    held = re.findall(r"rank (\d): (\w+) holds", done.stdout)
+    assert len(held) == 2 * 7
+    assert "terminate called" not in done.stderr
+
+
+@pytest.mark.deepspeed
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", [(), TORCHRUN], ids=["one rank", "two ranks"])
+def test_deepspeed_trains_as_plain_torch_on_the_cpu(run: Run, launcher: tuple[str, ...], tmp_path: Path) -> None:
+    single = {} if launcher else {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    if not launcher:
+        single["MASTER_PORT"] = "0"
+    done = run(*launcher, "deepspeed_worker.py", str(tmp_path), **QUIET, **single)
+    worst = {int(stage): float(value) for stage, value in re.findall(r"^stage (\d): (\S+)$", done.stdout, re.MULTILINE)}
+    assert sorted(worst) == [0, 1, 2, 3]
+    assert max(worst.values()) < TOLERANCE, worst
