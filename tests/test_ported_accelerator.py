@@ -11,8 +11,8 @@ import torch
 
 from ds_plugin_sdk import DeepSpeedAccelerator, PortedAccelerator, SYCLOpBuilder
 
-# As such classes stand in extensions of 2023: members and arguments of DeepSpeed 0.12, no super().__init__(). Its device
-# is one that this machine has.
+# As such classes stand in extensions of 2023: members and arguments of DeepSpeed 0.12, no super().__init__(). The
+# device is one that this machine has.
 
 
 class XPU_Accelerator(PortedAccelerator):

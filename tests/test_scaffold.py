@@ -114,9 +114,7 @@ def test_nothing_is_left_of_a_rendering_that_fails(tmp_path: Path, monkeypatch: 
 def test_style_and_types_of_the_project_are_clean(runtime: str, tmp_path: Path) -> None:
     folder = generate(Project("zap", runtime=runtime, output=tmp_path))  # type: ignore[arg-type]  # parametrized literal
     for command in (["ruff", "check", "."], ["mypy"]):
-        done = subprocess.run(
-            [sys.executable, "-m", *command], cwd=folder, capture_output=True, text=True, check=False
-        )
+        done = subprocess.run([sys.executable, "-m", *command], cwd=folder, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
 
 
