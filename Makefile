@@ -89,7 +89,7 @@ format: $(READY)
 
 .PHONY: kernels-test
 kernels-test: $(READY)
-	$(CMAKE) -S kernels -B build/kernels-test -DCMAKE_BUILD_TYPE=Release
+	$(CMAKE) -S kernels -B build/kernels-test -G Ninja
 	$(CMAKE) --build build/kernels-test --parallel 2
 	$(CMAKE:%cmake=%ctest) --test-dir build/kernels-test --output-on-failure
 
