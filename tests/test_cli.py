@@ -12,9 +12,9 @@ from typing import Protocol
 
 import pytest
 
-from conftest import Install
 from ds_plugin_sdk import __version__
 from ds_plugin_sdk.cli import main
+from plugin_site import Install
 
 pytestmark = pytest.mark.compiler
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from conftest import Install
 from ds_plugin_sdk.errors import (
     PluginConflictError,
     PluginError,
@@ -14,6 +13,7 @@ from ds_plugin_sdk.errors import (
 )
 from ds_plugin_sdk.registry import Probe, only, scan
 from ds_plugin_sdk.registry.select import decide
+from plugin_site import Install
 
 
 def no_hardware() -> str | None:

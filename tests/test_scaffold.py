@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from conftest import Install
 from ds_plugin_sdk.errors import ScaffoldError
 from ds_plugin_sdk.scaffold import LICENSES, Project, generate
+from plugin_site import Install
 
 
 def python_files(folder: Path) -> list[Path]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -87,7 +89,10 @@ def into_one_tensor() -> None:
     assert out.tolist() == [RANK, RANK + 2]
     uneven = on_device(0, 0, 0) if RANK == 0 else on_device(0)
     dist.all_to_all_single(
-        uneven, on_device(1, 2) if RANK == 0 else on_device(3, 4), [1, 2] if RANK == 0 else [1, 0], [1, 1] if RANK == 0 else [2, 0]
+        uneven,
+        on_device(1, 2) if RANK == 0 else on_device(3, 4),
+        [1, 2] if RANK == 0 else [1, 0],
+        [1, 1] if RANK == 0 else [2, 0],
     )
     assert uneven.tolist() == ([1, 3, 4] if RANK == 0 else [2])
     parts = [on_device(0), on_device(0)]
@@ -154,4 +159,4 @@ for check in (
     distributed_data_parallel,
 ):  # fmt: skip
     check()
-    print(f"rank {RANK}: {check.__name__} holds", flush=True)
+    sys.stdout.write(f"rank {RANK}: {check.__name__} holds\n")

@@ -11,15 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from running import Run, RunChecks
 
 HERE = Path(__file__).resolve().parent
 CSRC = HERE.parents[1] / "sdk" / "ds_plugin_sdk" / "simulator" / "csrc"
 
 # Compiled once for all tests, and again only when a source changes where the user has a cache: read before any fixture.
 USERS_CACHE = os.environ.get("DS_PLUGIN_CACHE_DIR")
-
-Run = Callable[..., "subprocess.CompletedProcess[str]"]
-RunChecks = Callable[..., dict[str, str]]
 
 
 @pytest.fixture(scope="session")

@@ -102,7 +102,7 @@ def main(folder: Path) -> None:
             expected = plain_losses(engine.world_size)
             assert losses[-1] < losses[0]
             worst = max(abs(loss - right) / right for loss, right in zip(losses, expected, strict=True))
-            print(f"stage {stage}: {worst:.1e}", flush=True)
+            sys.stdout.write(f"stage {stage}: {worst:.1e}\n")
 
 
 if __name__ == "__main__":

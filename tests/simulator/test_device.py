@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import Run, RunChecks
+from running import Run, RunChecks
 
 CHECKS_FILE = Path(__file__).with_name("simulator_checks.py")
 
@@ -93,7 +93,9 @@ def test_a_process_has_one_device_name(run: Run) -> None:
         "except DeviceNameError as error:\n"
         "    print(error)\n"
     )
-    assert "torch has one place for a device from outside in each process, and 'zap' has it" in run("-c", program).stdout
+    assert (
+        "torch has one place for a device from outside in each process, and 'zap' has it" in run("-c", program).stdout
+    )
 
 
 @pytest.mark.parametrize(
@@ -132,12 +134,15 @@ def test_settings_say_how_many_devices_and_how_large(run: Run) -> None:
         "import time; x = torch.zeros(1, device='zap'); begin = time.perf_counter(); x.item()\n"
         "print(time.perf_counter() - begin > 0.02)\n"
     )
-    done = run(
-        "-c", program, DS_SIMULATOR_DEVICES="3", DS_SIMULATOR_MEMORY_MB="128", DS_SIMULATOR_DELAY_US="20000"
-    )
+    done = run("-c", program, DS_SIMULATOR_DEVICES="3", DS_SIMULATOR_MEMORY_MB="128", DS_SIMULATOR_DELAY_US="20000")
     assert done.stdout.split() == ["3", "128", "True"]
 
 
 def test_importing_the_simulator_does_not_import_torch(run: Run) -> None:
-    program = "import sys; from ds_plugin_sdk import simulator; print('torch' in sys.modules, simulator.installed_name())"
+    program = "import sys; from ds_plugin_sdk import simulator as s; print('torch' in sys.modules, s.installed_name())"
     assert run("-c", program).stdout.split() == ["False", "None"]
+
+
+@pytest.mark.compiler
+def test_a_kernel_library_launches_through_the_runtime(run: Run) -> None:
+    run("axpy_program.py")

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import RunChecks
+from running import RunChecks
 
 Mistake = Callable[[str, str, str], None]
 
@@ -59,9 +59,7 @@ def test_a_mistake_in_the_runtime_is_caught(
     assert failing(run_checks, tmp_path, [caught_by, "tensors_make_the_round_trip"]) >= {caught_by}
 
 
-def test_mistakes_in_torch_s_side_are_caught(
-    with_mistake: Mistake, run_checks: RunChecks, tmp_path: Path
-) -> None:
+def test_mistakes_in_torch_s_side_are_caught(with_mistake: Mistake, run_checks: RunChecks, tmp_path: Path) -> None:
     """Together, because they take long to compile and do not meet."""
     with_mistake("torch/hooks.cpp", "const DeviceIndex index = or_current(device);", "const DeviceIndex index = 0;")
     with_mistake(
