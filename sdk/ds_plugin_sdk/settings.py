@@ -125,7 +125,7 @@ class Settings:
     build_ops = Setting[bool]("DS_BUILD_OPS", _flag, False, "1: put compiled kernels inside the wheel being built")
 
     # The simulated device
-    simulator_devices = Setting[int]("DS_SIMULATOR_DEVICES", _positive, 2, "simulated devices")
+    simulator_devices = Setting[int]("DS_SIMULATOR_DEVICES", _positive, 2, "how many devices to simulate")
     simulator_memory_mb = Setting[int]("DS_SIMULATOR_MEMORY_MB", _positive, 8192, "MiB of each simulated device")
     simulator_delay_us = Setting[int](
         "DS_SIMULATOR_DELAY_US", int, 0, "microseconds by which a simulated device begins each piece of work later"

@@ -151,13 +151,16 @@ def _set_delay(microseconds: int) -> None:
 def _register(name: str, collectives: str) -> DeviceModule:
     import torch
 
-    from ds_plugin_sdk.simulator import process_group
     from ds_plugin_sdk.simulator.device_module import DeviceModule
 
-    torch.utils.rename_privateuse1_backend(name)
+    backends: Any = torch.utils
+    backends.rename_privateuse1_backend(name)
     build.load_torch_side(build.TorchSideBuilder())
     module = DeviceModule(name)
-    torch._register_device_module(name, module)
-    torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
-    process_group.register(collectives, name)
+    torch._register_device_module(name, module)  # type: ignore[no-untyped-call]
+    backends.generate_methods_for_privateuse1_backend(for_storage=True)
+    if torch.distributed.is_available():
+        from ds_plugin_sdk.simulator import process_group
+
+        process_group.register(collectives, name)
     return module

@@ -12,18 +12,20 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
+import torch.distributed
+
+# torch's stubs lack half of what is there, and their signatures are those of the callers, not of the backends.
+dist: Any = torch.distributed
 
 # Tensors, lists of tensors, lists of lists of them.
 Tensors = Any
+Work = Any
 
 
 def register(backend: str, device_type: str) -> None:
     """Make ``init_process_group(backend)`` and the device's default backend known to torch.distributed."""
-    if not dist.is_available():
-        return
 
-    def create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> StagedProcessGroup:
+    def create(store: Any, rank: int, size: int, timeout: timedelta) -> StagedProcessGroup:
         return StagedProcessGroup(store, rank, size, timeout, backend)
 
     dist.Backend.register_backend(backend, create, devices=[device_type, "cpu"])
@@ -36,7 +38,7 @@ def _destroy(backend: str) -> None:
         dist.destroy_process_group()
 
 
-class _Received(dist.Work):
+class _Received(dist.Work):  # type: ignore[misc]
     """A receive that is done. gloo's own would wait for one more message each time it is waited for."""
 
     def __init__(self, source: int) -> None:
@@ -53,12 +55,13 @@ class _Received(dist.Work):
         return self._source
 
 
-def _done(tensors: list[torch.Tensor]) -> dist.Work:
+def _done(tensors: list[torch.Tensor]) -> Work:
     """A collective that is done, with the future that DistributedDataParallel wants."""
     devices = list({tensor.device for tensor in tensors if tensor.device.type != "cpu"})
     future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(devices=devices)  # type: ignore[arg-type]
     future.set_result(tensors)
-    return torch._C._distributed_c10d._create_work_from_future(future)
+    bindings: Any = torch._C._distributed_c10d
+    return bindings._create_work_from_future(future)
 
 
 def _map(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
@@ -78,24 +81,24 @@ def _flat(value: Tensors) -> list[torch.Tensor]:
     return found
 
 
-class StagedProcessGroup(dist.ProcessGroup):
+class StagedProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     """A process group over gloo for tensors of any device.
 
     Method names and arguments are torch's; both the names before torch 2.13 and those from then on are there.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta, backend: str) -> None:
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, backend: str) -> None:
         super().__init__(rank, size)
         self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
         self._backend = backend
         self._name = self._description = ""
 
-    def _run(self, name: str, outputs: Tensors, *inputs: Any) -> dist.Work:
+    def _run(self, name: str, outputs: Tensors, *inputs: Any) -> Work:
         """Call gloo's `name` on host copies, and copy back its first argument, where all outputs are.
 
         Inputs may be views of outputs, so outputs are copied in as well.
         """
-        options = inputs[-1] if inputs else None
+        options: Any = inputs[-1]
         average = getattr(options, "reduceOp", None) == dist.ReduceOp.AVG  # gloo has none
         staged = _map(_on_host, outputs)
         try:
@@ -113,63 +116,63 @@ class StagedProcessGroup(dist.ProcessGroup):
                 result.detach().copy_(host)
         return _done(results)
 
-    def _run_each(self, name: str, outputs: list[Tensors], *inputs: Any) -> dist.Work:
+    def _run_each(self, name: str, outputs: list[Tensors], *inputs: Any) -> Work:
         for index, output in enumerate(outputs):
             self._run(name, output, *(value[index] if isinstance(value, (list, tuple)) else value for value in inputs))
         return _done(_flat(outputs))
 
     # ------------------------------------------------------------------ collectives
-    def allreduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
+    def allreduce(self, tensors: Tensors, opts: Any = None) -> Work:
         return self._run("allreduce", tensors, opts or dist.AllreduceOptions())
 
-    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work:
         options = dist.AllreduceOptions()
         if opts is not None:
             options.reduceOp = opts.reduceOp
         return self._run_each("allreduce", [[tensor] for tensor in tensors], options)
 
-    def broadcast(self, tensors: Tensors, opts: Any = None) -> dist.Work:
+    def broadcast(self, tensors: Tensors, opts: Any = None) -> Work:
         return self._run("broadcast", tensors, opts or dist.BroadcastOptions())
 
-    def reduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
+    def reduce(self, tensors: Tensors, opts: Any = None) -> Work:
         return self._run("reduce", tensors, opts or dist.ReduceOptions())
 
-    def allgather(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
+    def allgather(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
         return self._run("allgather", outputs, inputs, opts or dist.AllgatherOptions())
 
-    def allgather_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
+    def allgather_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
         return self._run("allgather_coalesced", outputs, inputs, opts or dist.AllgatherOptions())
 
-    def all_gather_single(self, output: Tensors, input: Tensors, opts: Any = None) -> dist.Work:
+    def all_gather_single(self, output: Tensors, input: Tensors, opts: Any = None) -> Work:
         return self._run("_allgather_base", output, input, opts or dist.AllgatherOptions())
 
-    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
         return self._run_each("_allgather_base", outputs, inputs, opts or dist.AllgatherOptions())
 
-    def gather(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
+    def gather(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
         return self._run("gather", outputs, inputs, opts or dist.GatherOptions())
 
-    def scatter(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
+    def scatter(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
         return self._run("scatter", outputs, inputs, opts or dist.ScatterOptions())
 
-    def reduce_scatter(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
+    def reduce_scatter(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
         return self._run("reduce_scatter", outputs, inputs, opts or dist.ReduceScatterOptions())
 
-    def reduce_scatter_single(self, output: Tensors, input: Tensors, opts: Any = None) -> dist.Work:
+    def reduce_scatter_single(self, output: Tensors, input: Tensors, opts: Any = None) -> Work:
         return self._run("_reduce_scatter_base", output, input, opts or dist.ReduceScatterOptions())
 
-    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
         return self._run_each("_reduce_scatter_base", outputs, inputs, opts or dist.ReduceScatterOptions())
 
-    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
         return self._run("alltoall", outputs, inputs, opts or dist.AllToAllOptions())
 
     def all_to_all_single(
         self, output: Tensors, input: Tensors, output_splits: list[int], input_splits: list[int], opts: Any = None
-    ) -> dist.Work:
+    ) -> Work:
         return self._run("alltoall_base", output, input, output_splits, input_splits, opts or dist.AllToAllOptions())
 
-    def barrier(self, opts: Any = None) -> dist.Work:
+    def barrier(self, opts: Any = None) -> Work:
         self._gloo.barrier(opts or dist.BarrierOptions()).wait()
         return _done([])
 
@@ -181,14 +184,14 @@ class StagedProcessGroup(dist.ProcessGroup):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     # ------------------------------------------------------------------ point to point
-    def send(self, tensors: Tensors, dstRank: int, tag: int = 0) -> dist.Work:  # noqa: N803
+    def send(self, tensors: Tensors, dstRank: int, tag: int = 0) -> Work:  # noqa: N803
         return self._gloo.send(_map(_on_host, tensors), dstRank, tag)
 
-    def recv(self, tensors: Tensors, srcRank: int, tag: int = 0) -> dist.Work:  # noqa: N803
+    def recv(self, tensors: Tensors, srcRank: int, tag: int = 0) -> Work:  # noqa: N803
         self._run("recv", tensors, srcRank, tag)
         return _Received(srcRank)
 
-    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> dist.Work:
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:
         staged = _map(_on_host, tensors)
         work = self._gloo.recv_anysource(staged, tag)
         work.wait()
@@ -200,7 +203,7 @@ class StagedProcessGroup(dist.ProcessGroup):
     def _start_coalescing(self, device: torch.device) -> None:
         pass
 
-    def _end_coalescing(self, device: torch.device) -> dist.Work:
+    def _end_coalescing(self, device: torch.device) -> Work:
         return _done([])
 
     # ------------------------------------------------------------------ what torch asks a group
@@ -208,10 +211,10 @@ class StagedProcessGroup(dist.ProcessGroup):
         return self._backend
 
     def getRank(self) -> int:  # noqa: N802
-        return self.rank()
+        return int(self.rank())
 
     def getSize(self) -> int:  # noqa: N802
-        return self.size()
+        return int(self.size())
 
     def setGroupName(self, name: str) -> None:  # noqa: N802
         self._name = name
