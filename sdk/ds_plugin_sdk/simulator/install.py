@@ -55,6 +55,7 @@ def install(
             return _module
         _check_name(name)
         _runtime = build.load_runtime(runtime or build.RuntimeBuilder())
+        build.load_torch_side(build.TorchSideBuilder())
         _start(
             _runtime,
             name,
@@ -155,7 +156,6 @@ def _register(name: str, collectives: str) -> DeviceModule:
 
     backends: Any = torch.utils
     backends.rename_privateuse1_backend(name)
-    build.load_torch_side(build.TorchSideBuilder())
     module = DeviceModule(name)
     torch._register_device_module(name, module)  # type: ignore[no-untyped-call]
     backends.generate_methods_for_privateuse1_backend(for_storage=True)
