@@ -8,7 +8,7 @@ DS_KERNELS_CPU_LEVELS(AdamLoops, adam_loops)
 
 namespace {
 
-// One AdamStep per tensor; equal step numbers in a row are computed once.
+// One AdamStep for all tensors, or one each; equal step numbers in a row are computed once.
 std::vector<AdamStep> steps_of(const char* op, const std::vector<int64_t>& steps, size_t tensors,
                                const AdamOptions& options) {
   DS_KERNELS_CHECK(steps.size() == 1 || steps.size() == tensors, op, "steps has ", steps.size(),
@@ -17,17 +17,16 @@ std::vector<AdamStep> steps_of(const char* op, const std::vector<int64_t>& steps
     DS_KERNELS_CHECK(step >= 1, op, "steps has an entry ", step, "; expected at least 1: the first update is step 1");
   }
   std::vector<AdamStep> result;
-  result.reserve(tensors);
-  for (size_t i = 0; i < tensors; ++i) {
-    const bool repeated = i > 0 && (steps.size() == 1 || steps[i] == steps[i - 1]);
-    result.push_back(repeated ? result.back() : adam_step(options, steps[steps.size() == 1 ? 0 : i]));
+  result.reserve(steps.size());
+  for (size_t i = 0; i < steps.size(); ++i) {
+    result.push_back(i > 0 && steps[i] == steps[i - 1] ? result.back() : adam_step(options, steps[i]));
   }
   return result;
 }
 
 void run_loop(AdamLoop loop, MultiTensor& tensors, const std::vector<AdamStep>& steps) {
   run<4>(tensors, [&](void** at, size_t tensor, int64_t count) {
-    loop(at[0], at[1], at[2], at[3], count, steps[tensor]);
+    loop(at[0], at[1], at[2], at[3], count, steps[steps.size() == 1 ? 0 : tensor]);
   });
 }
 
