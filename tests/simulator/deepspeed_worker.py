@@ -106,4 +106,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[-1]))  # DeepSpeed's launcher puts --local_rank before it

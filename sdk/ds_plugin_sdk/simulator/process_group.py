@@ -16,6 +16,7 @@ import torch.distributed
 
 # torch's stubs lack half of what is there, and their signatures are those of the callers, not of the backends.
 dist: Any = torch.distributed
+c10d: Any = torch._C._distributed_c10d
 
 # Tensors, lists of tensors, lists of lists of them.
 Tensors = Any
@@ -60,8 +61,7 @@ def _done(tensors: list[torch.Tensor]) -> Work:
     devices = list({tensor.device for tensor in tensors if tensor.device.type != "cpu"})
     future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(devices=devices)  # type: ignore[arg-type]
     future.set_result(tensors)
-    bindings: Any = torch._C._distributed_c10d
-    return bindings._create_work_from_future(future)
+    return c10d._create_work_from_future(future)
 
 
 def _map(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
@@ -123,57 +123,63 @@ class StagedProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     # ------------------------------------------------------------------ collectives
     def allreduce(self, tensors: Tensors, opts: Any = None) -> Work:
-        return self._run("allreduce", tensors, opts or dist.AllreduceOptions())
+        return self._run("allreduce", tensors, opts or c10d.AllreduceOptions())
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work:
-        options = dist.AllreduceOptions()
+        options = c10d.AllreduceOptions()
         if opts is not None:
             options.reduceOp = opts.reduceOp
         return self._run_each("allreduce", [[tensor] for tensor in tensors], options)
 
     def broadcast(self, tensors: Tensors, opts: Any = None) -> Work:
-        return self._run("broadcast", tensors, opts or dist.BroadcastOptions())
+        return self._run("broadcast", tensors, opts or c10d.BroadcastOptions())
 
     def reduce(self, tensors: Tensors, opts: Any = None) -> Work:
-        return self._run("reduce", tensors, opts or dist.ReduceOptions())
+        return self._run("reduce", tensors, opts or c10d.ReduceOptions())
 
     def allgather(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
-        return self._run("allgather", outputs, inputs, opts or dist.AllgatherOptions())
+        return self._run("allgather", outputs, inputs, opts or c10d.AllgatherOptions())
 
     def allgather_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
-        return self._run("allgather_coalesced", outputs, inputs, opts or dist.AllgatherOptions())
+        return self._run("allgather_coalesced", outputs, inputs, opts or c10d.AllgatherOptions())
 
     def all_gather_single(self, output: Tensors, input: Tensors, opts: Any = None) -> Work:
-        return self._run("_allgather_base", output, input, opts or dist.AllgatherOptions())
+        return self._run("_allgather_base", output, input, opts or c10d.AllgatherOptions())
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
-        return self._run_each("_allgather_base", outputs, inputs, opts or dist.AllgatherOptions())
+        return self._run_each("_allgather_base", outputs, inputs, opts or c10d.AllgatherOptions())
 
     def gather(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
-        return self._run("gather", outputs, inputs, opts or dist.GatherOptions())
+        return self._run("gather", outputs, inputs, opts or c10d.GatherOptions())
 
     def scatter(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
-        return self._run("scatter", outputs, inputs, opts or dist.ScatterOptions())
+        return self._run("scatter", outputs, inputs, opts or c10d.ScatterOptions())
 
     def reduce_scatter(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
-        return self._run("reduce_scatter", outputs, inputs, opts or dist.ReduceScatterOptions())
+        return self._run("reduce_scatter", outputs, inputs, opts or c10d.ReduceScatterOptions())
 
     def reduce_scatter_single(self, output: Tensors, input: Tensors, opts: Any = None) -> Work:
-        return self._run("_reduce_scatter_base", output, input, opts or dist.ReduceScatterOptions())
+        return self._run("_reduce_scatter_base", output, input, opts or c10d.ReduceScatterOptions())
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
-        return self._run_each("_reduce_scatter_base", outputs, inputs, opts or dist.ReduceScatterOptions())
+        return self._run_each("_reduce_scatter_base", outputs, inputs, opts or c10d.ReduceScatterOptions())
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
-        return self._run("alltoall", outputs, inputs, opts or dist.AllToAllOptions())
+        """Through the form on one tensor: in older torch gloo lacks that on lists."""
+        received, sent = (torch.cat([tensor.flatten() for tensor in tensors]) for tensors in (outputs, inputs))
+        counts, sent_counts = ([tensor.numel() for tensor in tensors] for tensors in (outputs, inputs))
+        self.all_to_all_single(received, sent, counts, sent_counts, opts)
+        for output, part in zip(outputs, torch.split(received, counts), strict=True):
+            output.detach().copy_(part.view_as(output))
+        return _done(outputs)
 
     def all_to_all_single(
         self, output: Tensors, input: Tensors, output_splits: list[int], input_splits: list[int], opts: Any = None
     ) -> Work:
-        return self._run("alltoall_base", output, input, output_splits, input_splits, opts or dist.AllToAllOptions())
+        return self._run("alltoall_base", output, input, output_splits, input_splits, opts or c10d.AllToAllOptions())
 
     def barrier(self, opts: Any = None) -> Work:
-        self._gloo.barrier(opts or dist.BarrierOptions()).wait()
+        self._gloo.barrier(opts or c10d.BarrierOptions()).wait()
         return _done([])
 
     # Their names before torch 2.13.
