@@ -12,6 +12,7 @@
 #endif
 
 #if defined(__CUDACC__) || defined(__HIPCC__)
+#define DS_KERNELS_GPU_COMPILER
 #define DS_KERNELS_INLINE __host__ __device__ __forceinline__
 #else
 #define DS_KERNELS_INLINE inline __attribute__((always_inline))

@@ -10,7 +10,9 @@
 
 #include <ds_kernels/config.h>
 
-#if defined(__x86_64__)
+#ifdef DS_KERNELS_GPU_COMPILER
+#include <cmath>
+#elif defined(__x86_64__)
 #include <immintrin.h>
 #elif defined(__aarch64__)
 #include <arm_neon.h>
@@ -21,13 +23,17 @@ inline namespace DS_KERNELS_CPU_LEVEL {
 
 // ---- one element -----------------------------------------------------------------------------------------------
 
-DS_KERNELS_INLINE float square_root(float x) { return __builtin_sqrtf(x); }
-DS_KERNELS_INLINE float zero_unless_finite(float x) { return __builtin_isfinite(x) ? x : 0.f; }
+#ifdef DS_KERNELS_GPU_COMPILER
+DS_KERNELS_INLINE float square_root(float x) { return ::sqrtf(x); }
+#else
+DS_KERNELS_INLINE float square_root(float x) { return __builtin_sqrtf(x); }  // no function that a linker could merge
+#endif
+DS_KERNELS_INLINE float zero_unless_finite(float x) { return x - x == 0 ? x : 0.f; }
 DS_KERNELS_INLINE float zero_if_negative(float x) { return x < 0 ? 0.f : x; }
 // -1, 1, or x itself where it is a zero or a NaN.
 DS_KERNELS_INLINE float sign(float x) { return x > 0 ? 1.f : x < 0 ? -1.f : x; }
 
-#if !defined(__CUDACC__) && !defined(__HIPCC__)
+#ifndef DS_KERNELS_GPU_COMPILER
 
 // ---- vectors ---------------------------------------------------------------------------------------------------
 
@@ -208,7 +214,7 @@ DS_KERNELS_INLINE void for_each_vector(int64_t count, Body body) {
   if (position < count) body(position, PartVector{count - position});
 }
 
-#endif  // not a device compiler
+#endif  // not DS_KERNELS_GPU_COMPILER
 
 }  // namespace DS_KERNELS_CPU_LEVEL
 }  // namespace ds_kernels
