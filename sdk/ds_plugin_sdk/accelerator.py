@@ -430,10 +430,14 @@ class DeepSpeedAccelerator(abc.ABC):
         return op_builder.find(class_name, package=self.op_builders, device_type=self.device_name())
 
     def create_op_builder(self, class_name: str) -> Any:
-        """A builder instance; None for the collectives that DeepSpeed would build only if they are offered."""
+        """A builder instance.
+
+        None for the collectives that DeepSpeed would build only if they are offered, and for classes that builders
+        derive from: DeepSpeed takes every name that ends in ``Builder`` for an op's.
+        """
         builder = self.get_op_builder(class_name)
-        optional = class_name in op_builder.OPTIONAL_BUILDERS
-        return None if optional and issubclass(builder, op_builder.NotImplementedBuilder) else builder()
+        optional = class_name in op_builder.OPTIONAL_BUILDERS and issubclass(builder, op_builder.NotImplementedBuilder)
+        return None if optional or op_builder.is_base(class_name, self.op_builders) else builder()
 
     def build_extension(self) -> Any:
         """The setuptools command that builds extensions."""

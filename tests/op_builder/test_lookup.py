@@ -41,7 +41,7 @@ def zap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (package / "op_builder" / "fused_adam.py").write_text(BUILDERS, encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
     yield package
-    lookup._builders_of.cache_clear()
+    lookup._classes_of.cache_clear()
     for name in [name for name in sys.modules if name.startswith("zap_plugin")]:
         del sys.modules[name]
 
@@ -74,6 +74,22 @@ def test_the_plugins_own_builder_comes_first(zap: Path) -> None:
     assert builder.__module__ == "zap_plugin.op_builder.fused_adam"
     assert builder.BUILD_VAR == "DS_BUILD_FUSED_ADAM"
     assert builder().absolute_name() == "zap_plugin.ops.fused_adam_op"
+
+
+def test_classes_that_builders_derive_from_are_no_ops(zap: Path) -> None:
+    assert op_builder.is_base("ZAPOpBuilder", "zap_plugin.op_builder")
+    assert op_builder.is_base("CPUKernelBuilder", None)
+    assert not op_builder.is_base("FusedAdamBuilder", "zap_plugin.op_builder")
+    assert not op_builder.is_base("FusedLambBuilder", None)
+
+
+def test_a_devices_kernels_are_its_own(zap: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[str] = []
+    monkeypatch.setattr(CppOpBuilder, "load", lambda self, verbose=True: loaded.append(type(self).__module__))
+    op_builder.use_package("zap", "zap_plugin.op_builder")
+    op_builder.load_kernels("adam", "zap")
+    op_builder.load_kernels("adam", "cpu")
+    assert loaded == ["zap_plugin.op_builder.fused_adam", "ds_plugin_sdk.op_builder.host.cpu_adam"]
 
 
 def test_host_ops_serve_every_device(zap: Path) -> None:

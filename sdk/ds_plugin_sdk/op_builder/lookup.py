@@ -93,22 +93,33 @@ def load_kernels(family: str, device_type: str) -> None:
         family: module of `ds_plugin_sdk.ops`, such as ``adam``.
         device_type: torch device type of the tensors.
     """
-    package = _packages.get(device_type)
-    for builder in builders(package, device_type).values():
-        if families.of(builder.NAME) == family:
+    for class_name, builder in builders(_packages.get(device_type), device_type).items():
+        on_host = class_name.startswith("CPU")  # DeepSpeed's name for an op on host tensors beside a device's own
+        if families.of(builder.NAME) == family and (device_type == "cpu" or not on_host):
             builder().load(verbose=False)
             return
 
 
-@functools.cache
+def is_base(class_name: str, package: str | None) -> bool:
+    """Whether a name is that of a class which builders derive from, rather than of an op's builder."""
+    classes = [_classes_of(folder).get(class_name) for folder in (package, HOST_BUILDERS) if folder is not None]
+    return any(cls is not None and not cls.NAME for cls in classes)
+
+
 def _builders_of(package: str) -> dict[str, type[Any]]:
-    """The builder classes that the modules of a package define."""
-    found: dict[str, type[Any]] = {}
-    for module in _modules_of(package):
-        for name, value in vars(module).items():
-            if name.endswith("Builder") and isinstance(value, type) and hasattr(value, "NAME") and value.NAME:
-                found[name] = value
-    return found
+    """The builder classes that the modules of a package define, by name."""
+    return {name: cls for name, cls in _classes_of(package).items() if cls.NAME}
+
+
+@functools.cache
+def _classes_of(package: str) -> dict[str, type[Any]]:
+    """The builder classes in the modules of a package, with those that they derive from."""
+    return {
+        name: value
+        for module in _modules_of(package)
+        for name, value in vars(module).items()
+        if name.endswith("Builder") and isinstance(value, type) and hasattr(value, "NAME")
+    }
 
 
 def _modules_of(package: str) -> Iterator[ModuleType]:
