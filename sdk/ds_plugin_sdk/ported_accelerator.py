@@ -1,4 +1,4 @@
-"""`PortedAccelerator`: for an accelerator class that was written against DeepSpeed's own abstract class, whichever release.
+"""`PortedAccelerator`: for an accelerator class that was written against DeepSpeed's abstract class of any release.
 
     - from deepspeed.accelerator.abstract_accelerator import DeepSpeedAccelerator
     - class XPU_Accelerator(DeepSpeedAccelerator):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import keyword
-import os
 import re
 import shutil
 import tempfile
@@ -19,10 +18,12 @@ Runtime = Literal["simulated", "torch"]
 LICENSES = ("Apache-2.0", "MIT", "BSD-3-Clause", "Proprietary")
 
 # Device types that torch's c10 library knows (c10/core/DeviceType.h): a simulated device cannot take their names.
-TORCH_DEVICES = frozenset(
-    "cpu cuda mkldnn opengl opencl ideep hip fpga maia xla vulkan metal xpu mps meta hpu ve lazy ipu mtia "
-    "privateuseone".split()
-)
+# fmt: off
+TORCH_DEVICES = frozenset({
+    "cpu", "cuda", "fpga", "hip", "hpu", "ideep", "ipu", "lazy", "maia", "meta", "metal", "mkldnn", "mps", "mtia",
+    "opencl", "opengl", "privateuseone", "ve", "vulkan", "xla", "xpu",
+})
+# fmt: on
 
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 _LONGEST = 30
@@ -75,7 +76,7 @@ def generate(project: Project) -> Path:
         project.output.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=project.output, prefix=".new-plugin-") as scratch:
             made = _render(project, Path(scratch))
-            os.rename(made, project.folder)  # refuses a folder that has come into being meanwhile, unless it is empty
+            made.rename(project.folder)  # refuses a folder that has come into being meanwhile, unless it is empty
     except OSError as error:
         raise ScaffoldError(
             "the project cannot be written",
