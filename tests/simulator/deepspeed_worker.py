@@ -64,6 +64,7 @@ def make_engine(stage: int) -> deepspeed.DeepSpeedEngine:
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01}},
         "zero_optimization": {
             "stage": stage,
+            "overlap_comm": True,
             "reduce_bucket_size": BUCKET,
             "allgather_bucket_size": BUCKET,
             "stage3_prefetch_bucket_size": BUCKET,
