@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 from running import Run, RunChecks
 
 CHECKS_FILE = Path(__file__).with_name("simulator_checks.py")
+CSRC = Path(__file__).resolve().parents[2] / "sdk" / "ds_plugin_sdk" / "simulator" / "csrc"
 
 
 def names_of_checks() -> list[str]:
@@ -146,3 +148,29 @@ def test_importing_the_simulator_does_not_import_torch(run: Run) -> None:
 @pytest.mark.compiler
 def test_a_kernel_library_launches_through_the_runtime(run: Run) -> None:
     run("axpy_program.py")
+
+
+@pytest.mark.compiler
+def test_a_vendor_s_runtime_is_built_from_the_vendor_s_package(run: Run, tmp_path: Path) -> None:
+    package = tmp_path / "ds_plugin_zip"
+    shutil.copytree(CSRC / "runtime", package / "csrc" / "runtime")
+    (package / "__init__.py").write_text("")
+    (package / "runtime.py").write_text(
+        "from ds_plugin_sdk.simulator import RuntimeBuilder\n"
+        "class ZipRuntime(RuntimeBuilder):\n"
+        "    def sources(self):\n"
+        "        files = ('device', 'memory', 'stream', 'event')\n"
+        "        return [self.kernel_path(f'csrc/runtime/{file}.cpp') for file in files]\n"
+    )
+    program = (
+        "import torch\n"
+        "from ds_plugin_sdk import simulator\n"
+        "from ds_plugin_zip.runtime import ZipRuntime\n"
+        "simulator.install('zip', devices=1, memory_mb=64, runtime=ZipRuntime())\n"
+        "with open('/proc/self/maps') as maps:\n"
+        "    print({line.split('/')[-5] for line in maps if line.endswith('/device_runtime.so\\n')})\n"
+        "print(torch.ones(3, device='zip').sum().item(), torch.zip.device_count())\n"
+    )
+    lines = run("-c", program, PYTHONPATH=str(tmp_path)).stdout.splitlines()
+    assert "ds-plugin-zip" in lines[0]
+    assert lines[1] == "3.0 1"
