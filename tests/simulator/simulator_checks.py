@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from ds_plugin_sdk import simulator
 from ds_plugin_sdk.simulator import build
@@ -375,6 +376,17 @@ def random_states_can_be_saved() -> None:
     torch.manual_seed(11)
     assert torch.equal(nn.functional.dropout(torch.ones(64, device=NAME), 0.5).cpu(), dropped.cpu())
     assert 8 < int((dropped == 0).sum()) < 56
+
+
+def recomputed_activations_drop_the_same() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8)).to(NAME)
+    x = torch.randn(4, 8, device=NAME, requires_grad=True)
+    gradients = []
+    for call in (model, lambda x: checkpoint(model, x, use_reentrant=False)):
+        torch.manual_seed(3)
+        (gradient,) = torch.autograd.grad(call(x).square().sum(), x)
+        gradients.append(gradient.cpu())
+    assert torch.equal(*gradients)
 
 
 # ---------------------------------------------------------------------- models

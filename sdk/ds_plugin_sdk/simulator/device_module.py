@@ -106,6 +106,7 @@ class DeviceModule(ModuleType):
         """There is nothing to start: `install` did."""
 
     _lazy_init = init
+    _initialized = True  # read by torch.utils.checkpoint, which otherwise leaves the device's random numbers alone
 
     def is_initialized(self) -> bool:
         return True
