@@ -3,8 +3,7 @@
 #include <ds_kernels/multi_tensor.h>
 
 #include <ds_kernels/adam.h>
-#include <runtime.h>
-#include <torch/csrc/stable/accelerator.h>
+#include <launch.h>
 
 namespace {
 
@@ -62,8 +61,7 @@ void adam_(const TensorList& params, const TensorList& grads, const TensorList& 
   DS_KERNELS_CHECK(steps.size() == 1 || steps.size() == tensors.size(), op, "steps has ", steps.size(),
                    " entries; expected 1, or one per tensor (", tensors.size(), ")");
   if (tensors.size() == 0) return;
-  const int device = params[0].device_index();
-  const runtime::Stream stream{device, torch::stable::accelerator::getCurrentStream(device).id()};
+  const runtime::Stream stream = runtime::current_stream(params[0].tensor());
   const AdamOptions options{lr, beta1, beta2, eps, weight_decay, adamw, bias_correction};
   for (size_t i = 0; i < tensors.size(); ++i) {
     const AdamStep step = adam_step(options, steps[steps.size() == 1 ? 0 : i]);

@@ -18,7 +18,7 @@ class {{ cookiecutter.prefix }}OpBuilder(CppOpBuilder):
 {%- if cookiecutter.runtime == "simulated" %}
 
     def include_paths(self) -> list[str]:
-        return [simulator.include_dir()]  # runtime.h
+        return [simulator.include_dir()]  # launch.h, runtime.h
 
     def cxx_args(self) -> list[str]:
         return ["-O3", "-fno-math-errno", "-march=native"]
