@@ -134,8 +134,9 @@ class DeviceAllocator final : public c10::DeviceAllocator {
     const std::size_t bytes = rounded(requested);
     void* address = find_cached(bytes, stream);
     if (address == nullptr) address = reserve(bytes, stream, requested);
-    live_[address] = {address, bytes, requested, stream, {}};
-    count(live_[address], 1);
+    const Block& block = live_[address] = {address, bytes, requested, stream, {}};
+    count_allocated(block, 1);
+    count_active(block, 1);
     return address;
   }
 
@@ -180,9 +181,7 @@ class DeviceAllocator final : public c10::DeviceAllocator {
     if (found == live_.end()) return;
     Block block = std::move(found->second);
     live_.erase(found);
-    add(stats_of(block).allocation, -1);
-    add(stats_of(block).allocated_bytes, -static_cast<std::int64_t>(block.bytes));
-    add(stats_of(block).requested_bytes, -static_cast<std::int64_t>(block.requested));
+    count_allocated(block, -1);
     if (block.borrowers.empty()) {
       to_cache(block);
     } else {
@@ -192,8 +191,7 @@ class DeviceAllocator final : public c10::DeviceAllocator {
   }
 
   void to_cache(const Block& block) {
-    add(stats_of(block).active, -1);
-    add(stats_of(block).active_bytes, -static_cast<std::int64_t>(block.bytes));
+    count_active(block, -1);
     cache_[block.stream.device][{key_of(block.stream), block.bytes}].push_back(block.address);
   }
 
@@ -226,12 +224,17 @@ class DeviceAllocator final : public c10::DeviceAllocator {
 
   DeviceStats& stats_of(const Block& block) { return stats_[static_cast<DeviceIndex>(block.stream.device)]; }
 
-  void count(const Block& block, std::int64_t sign) {
+  // A block is allocated while its tensor lives, and active until no stream uses it any more.
+  void count_allocated(const Block& block, std::int64_t sign) {
     DeviceStats& stats = stats_of(block);
-    const auto bytes = static_cast<std::int64_t>(block.bytes);
-    for (StatArray* counted : {&stats.allocation, &stats.active}) add(*counted, sign);
-    for (StatArray* summed : {&stats.allocated_bytes, &stats.active_bytes}) add(*summed, sign * bytes);
+    add(stats.allocation, sign);
+    add(stats.allocated_bytes, sign * static_cast<std::int64_t>(block.bytes));
     add(stats.requested_bytes, sign * static_cast<std::int64_t>(block.requested));
+  }
+  void count_active(const Block& block, std::int64_t sign) {
+    DeviceStats& stats = stats_of(block);
+    add(stats.active, sign);
+    add(stats.active_bytes, sign * static_cast<std::int64_t>(block.bytes));
   }
 
   template <class Function>
