@@ -1,0 +1,69 @@
+"""A generated plugin, installed as its vendor would: listed, its own tests green, wheel and sdist built."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ds_plugin_sdk.scaffold import Project, generate
+
+pytestmark = [pytest.mark.deepspeed, pytest.mark.compiler, pytest.mark.slow]
+
+# The simulated device is compiled once where the caller has a cache. Read before any fixture changes it.
+CALLERS_CACHE = os.environ.get("DS_PLUGIN_CACHE_DIR")
+
+OFFLINE = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Where plugin ``zap`` is installed, and requested."""
+    site = tmp_path_factory.mktemp("site")
+    folder = generate(Project("zap", output=tmp_path_factory.mktemp("vendor")))
+    subprocess.run(
+        [sys.executable, "-m", "pip", "install", *OFFLINE, "--target", str(site), str(folder)],
+        check=True,
+        timeout=120,
+    )
+    return {
+        **os.environ,
+        "DS_PLUGIN_CACHE_DIR": CALLERS_CACHE or str(tmp_path_factory.mktemp("cache")),
+        "DS_ACCELERATOR": "zap",
+        "PYTHONPATH": str(site),
+        "PROJECT": str(folder),
+    }
+
+
+def test_it_is_listed_and_chosen(environment: dict[str, str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "ds_plugin_sdk.cli", "list"], env=environment, capture_output=True, text=True, check=True
+    )
+    (line,) = [line for line in done.stdout.splitlines() if " zap " in line]
+    assert "available: 2 devices (simulated)" in line
+    assert "<- chosen" in line
+
+
+@pytest.mark.timeout(600)
+def test_its_own_tests_are_green(environment: dict[str, str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"],
+        cwd=environment["PROJECT"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " passed" in done.stdout
+    assert "skipped" not in done.stdout
+
+
+def test_it_builds_as_a_wheel_and_an_sdist(environment: dict[str, str], tmp_path: Path) -> None:
+    program = "import hatchling.build as b, sys; b.build_sdist(sys.argv[1]); b.build_wheel(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], cwd=environment["PROJECT"], check=True)
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"ds_plugin_zap-0.1.0.tar.gz", "ds_plugin_zap-0.1.0-py3-none-any.whl"}
