@@ -18,8 +18,8 @@ from ds_plugin_sdk.provenance import Record
 from ds_plugin_sdk.registry import hookspecs
 from ds_plugin_sdk.settings import settings
 
-# Other ops DeepSpeed may ask for, named so that a missing one is seen in the report. Not those that stay DeepSpeed's own
-# on a CPU (async_io, pin_memory): they are not missing, and to ask for them would import DeepSpeed.
+# Other ops DeepSpeed may ask for, named so that a missing one is seen in the report. Not those that stay DeepSpeed's
+# own on a CPU (async_io, pin_memory): they are not missing, and to ask for them would import DeepSpeed.
 _DEEPSPEED_BUILDERS = (
     "CPUAdagradBuilder",
     "CPUAdamBuilder",
