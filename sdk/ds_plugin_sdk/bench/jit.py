@@ -6,6 +6,7 @@ folders; the user's own is not touched.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import statistics
 import subprocess
@@ -139,14 +140,16 @@ def _start(program: str, environment: Mapping[str, str], count: int = 1) -> list
         process.stdout.readline()
     for process in running:
         assert process.stdin is not None
-        process.stdin.write("\n")
-        process.stdin.flush()
-    return [_finish(process) for process in running]
+        with contextlib.suppress(BrokenPipeError):  # it has ended already; its status says why
+            process.stdin.write("\n")
+            process.stdin.flush()
+    said = [process.communicate() for process in running]
+    for process, (_, err) in zip(running, said, strict=True):
+        if process.returncode:
+            raise RuntimeError(f"a process of the benchmark failed:\n{err}")
+    return [_load(out) for out, _ in said]
 
 
-def _finish(process: subprocess.Popen[str]) -> _Load:
-    out, err = process.communicate()
-    if process.returncode:
-        raise RuntimeError(f"a process of the benchmark failed:\n{err}")
-    origin, seconds, cpu_seconds = out.split()
+def _load(said: str) -> _Load:
+    origin, seconds, cpu_seconds = said.split()
     return _Load(origin, float(seconds), float(cpu_seconds))
