@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,30 +11,55 @@ from torch import Tensor
 from ds_plugin_sdk.errors import InvalidTensorError
 
 NAMESPACE = "ds_plugin"
+# Every op a second time, by its reference alone: what float64 takes, and what kernels are compared with.
+REFERENCE_NAMESPACE = "ds_plugin_reference"
 
-_library: Any = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]  # torch does not say
-_references: dict[str, Callable[..., Any]] = {}
+_libraries: dict[str, Any] = {
+    namespace: torch.library.Library(namespace, "FRAGMENT")  # type: ignore[no-untyped-call]  # torch does not say
+    for namespace in (NAMESPACE, REFERENCE_NAMESPACE)
+}
+_defined: set[str] = set()
 
 
-def define(schema: str, *, reference: Callable[..., Any], fake: Callable[..., Any]) -> None:
+class Autograd(NamedTuple):
+    """An op's derivative, as `torch.library.register_autograd` takes it.
+
+    Attributes:
+        backward: ``backward(ctx, *grads)`` -> a gradient or None for each argument of the op.
+        setup_context: ``setup_context(ctx, inputs, output)``; saves what `backward` needs.
+    """
+
+    backward: Callable[..., Any]
+    setup_context: Callable[..., None]
+
+
+def define(
+    schema: str, *, reference: Callable[..., Any], fake: Callable[..., Any], autograd: Autograd | None = None
+) -> None:
     """Define an op; again is no error, so that a module may be imported twice.
 
     Args:
         schema: as `torch.library.Library.define` takes it.
         reference: the op in plain torch; it serves every device that has no kernel of its own.
         fake: what tracing sees: the same checks, outputs without data.
+        autograd: its derivative, if it has one. `backward` calls ops through `call`, so that float64 stays exact.
     """
     name = schema.partition("(")[0]
-    if name in _references:
+    if name in _defined:
         return
-    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _library.impl(name, reference, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
-    _references[name] = reference
+    _defined.add(name)
+    for namespace, library in _libraries.items():
+        library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+        library.impl(name, reference, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"{namespace}::{name}", fake, lib=library)
+        if autograd is not None:
+            torch.library.register_autograd(
+                f"{namespace}::{name}", autograd.backward, setup_context=autograd.setup_context, lib=library
+            )
 
 
-def call(name: str, tensors: Sequence[Tensor], *args: Any) -> Any:
-    """Call an op whose first argument is a list of tensors.
+def call(name: str, *args: Any) -> Any:
+    """Call an op whose first argument is a tensor or a list of tensors.
 
     Kernels compute in float32; float64 tensors take the reference. What a kernel refuses is raised as the reference
     raises it.
@@ -42,10 +67,11 @@ def call(name: str, tensors: Sequence[Tensor], *args: Any) -> Any:
     Raises:
         InvalidTensorError: the arguments do not fit; nothing was modified.
     """
-    if tensors and tensors[0].dtype == torch.float64:
-        return _references[name](tensors, *args)
+    first = args[0] if isinstance(args[0], Tensor) else next(iter(args[0]), None)
+    exact = first is not None and first.dtype == torch.float64
+    op = getattr(torch.ops.ds_plugin_reference if exact else torch.ops.ds_plugin, name).default
     try:
-        return getattr(torch.ops.ds_plugin, name).default(tensors, *args)
+        return op(*args)
     except RuntimeError as error:
         prefix = f"{NAMESPACE}::{name}: "
         message = str(error).partition("\n")[0]
