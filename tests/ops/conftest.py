@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ds_plugin_sdk.bench.formulas import OPTIMIZER_OPS, OptimizerOp
+from ds_plugin_sdk.conformance.op_info.optimizer_formulas import OPTIMIZER_OPS, OptimizerOp
 
 
 @pytest.fixture(scope="session", autouse=True)

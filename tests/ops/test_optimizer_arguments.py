@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ds_plugin_sdk.bench.formulas import OPTIMIZER_OPS, OptimizerOp, random_lists
+from ds_plugin_sdk.conformance.op_info.optimizer_formulas import OPTIMIZER_OPS, OptimizerOp, random_lists
 from ds_plugin_sdk.errors import InvalidTensorError
 
 FLOAT32 = (torch.float32,) * 3

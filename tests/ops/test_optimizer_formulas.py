@@ -7,7 +7,14 @@ import torch
 from torch import Tensor
 
 from ds_plugin_sdk.bench import accuracy
-from ds_plugin_sdk.bench.formulas import DTYPES, OPTIMIZER_OPS, Dtypes, OptimizerOp, random_lists, supported
+from ds_plugin_sdk.conformance.op_info.optimizer_formulas import (
+    DTYPES,
+    OPTIMIZER_OPS,
+    Dtypes,
+    OptimizerOp,
+    random_lists,
+    supported,
+)
 
 FLOAT32: Dtypes = (torch.float32,) * 3
 SIZES = [(0,), (), (1,), (3,), (15,), (16,), (17,), (63,), (64,), (65,)]

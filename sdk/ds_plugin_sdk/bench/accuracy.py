@@ -8,7 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ds_plugin_sdk.bench.formulas import DTYPES, OPTIMIZER_OPS, Dtypes, OptimizerOp, random_lists, supported
+from ds_plugin_sdk.conformance.op_info.optimizer_formulas import (
+    DTYPES,
+    OPTIMIZER_OPS,
+    Dtypes,
+    OptimizerOp,
+    random_lists,
+    supported,
+)
 from ds_plugin_sdk.op_builder import load_kernels
 
 SHAPES: Sequence[tuple[int, ...]] = ((0,), (1,), (3,), (15,), (16,), (17,), (63,), (64,), (65,), (10_007,))

@@ -1,4 +1,4 @@
-"""The optimizer ops with their formulas in float64, which the tests and `accuracy` hold kernels against.
+"""The optimizer ops with their formulas in float64: what tests, conformance and `sdk bench accuracy` compare with.
 
 The formulas are written again here, element by element as the papers have them, and share nothing with the references.
 """

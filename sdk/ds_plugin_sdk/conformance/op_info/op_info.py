@@ -1,0 +1,144 @@
+"""`OpInfo`: one op, what it shall compute, and the calls on which that is tried. After the idea of torch's OpInfo.
+
+To describe an op, write its formula in plain float64 arithmetic as its source has it (never by calling the reference),
+say which calls to try, and how exact it is. Everything else is generic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+Kind = Literal["random", "adversarial", "real", "empty"]
+
+# A unit in the last place of each dtype, and one more for what float32 arithmetic loses before the rounding.
+_RTOL = {torch.float32: 2e-6, torch.bfloat16: 2**-8 + 2e-6, torch.float16: 2**-11 + 2e-6}
+_ATOL = {torch.float32: 1e-6, torch.bfloat16: 1e-6, torch.float16: 6e-8}
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One call of an op.
+
+    Attributes:
+        label: short and stable, for it is part of the check's id: ``"17 elements"``, ``"gpt2 mlp"``.
+        arguments: by the names of the op's Python face; tensors, lists of tensors, numbers, None.
+        kind: ``random`` for ordinary values and shapes; ``adversarial`` for tails, huge and tiny values, ties; ``real``
+            for the shapes of real models; ``empty`` for no elements.
+    """
+
+    label: str
+    arguments: Mapping[str, Any]
+    kind: Kind = "random"
+
+
+@dataclass(frozen=True)
+class OpInfo:
+    """One op of the namespace ``ds_plugin``.
+
+    Attributes:
+        name: as in ``torch.ops.ds_plugin.<name>``.
+        family: module of `ds_plugin_sdk.ops`.
+        function: its Python face; called with a sample's arguments by name.
+        formula: what it computes: called with the same arguments, all floating-point tensors in float64. Gives a tuple:
+            the new contents of each argument in `written`, then each output; a list of tensors where the op has one.
+            Modifies nothing. It is made of torch functions, so that autograd derives it.
+        samples: ``samples(make)`` gives the calls to try for ``make.dtype``.
+        dtypes: dtypes that a kernel takes; the first argument's dtype where several are mixed.
+        written: names of the arguments that are modified in place.
+        differentiable: names of the arguments that have gradients.
+        rtol: per dtype, largest error relative to the larger of the expected value and the value it replaced.
+        atol: per dtype, largest absolute error.
+        gradient_rtol, gradient_atol: the same for gradients; as `rtol` and `atol` if empty.
+        contiguous: names of arguments that must be contiguous: others in any layout must work.
+        broadcasts: names of arguments whose shape may differ from what the sample has.
+        schema_arguments: from a sample's arguments to those of the torch op, positional; None if they are the same.
+        nan: whether a NaN in a floating-point argument may be tried.
+    """
+
+    name: str
+    family: str
+    function: Callable[..., Any]
+    formula: Callable[..., tuple[Any, ...]]
+    samples: Callable[[Make], Iterable[Sample]]
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
+    written: tuple[str, ...] = ()
+    differentiable: tuple[str, ...] = ()
+    rtol: Mapping[torch.dtype, float] = field(default_factory=lambda: _RTOL)
+    atol: Mapping[torch.dtype, float] = field(default_factory=lambda: _ATOL)
+    gradient_rtol: Mapping[torch.dtype, float] = field(default_factory=dict)
+    gradient_atol: Mapping[torch.dtype, float] = field(default_factory=dict)
+    contiguous: tuple[str, ...] = ()
+    broadcasts: tuple[str, ...] = ()
+    schema_arguments: Callable[[Mapping[str, Any]], Sequence[Any]] | None = None
+    nan: bool = True
+
+    @property
+    def overload(self) -> Any:
+        """``torch.ops.ds_plugin.<name>.default``."""
+        return getattr(torch.ops.ds_plugin, self.name).default
+
+
+@dataclass(frozen=True)
+class Make:
+    """Makes tensors of one dtype, reproducibly: on the host, whence a check moves them to the device.
+
+    Attributes:
+        dtype: of floating-point tensors, unless said otherwise.
+        generator: where the numbers come from.
+    """
+
+    dtype: torch.dtype
+    generator: torch.Generator
+
+    @staticmethod
+    def seeded(dtype: torch.dtype, seed: int = 0) -> Make:
+        return Make(dtype, torch.Generator().manual_seed(seed))
+
+    def normal(self, *shape: int, scale: float = 1.0, dtype: torch.dtype | None = None) -> Tensor:
+        """Normally distributed."""
+        return (torch.randn(shape, generator=self.generator) * scale).to(dtype or self.dtype)
+
+    def signed(self, *shape: int, scale: float = 1.0, dtype: torch.dtype | None = None) -> Tensor:
+        """Of either sign, between 0.5 and 2 times `scale` in size: a sum of two loses no digits."""
+        size = torch.rand(shape, generator=self.generator) * 1.5 + 0.5
+        sign = torch.randint(0, 2, shape, generator=self.generator) * 2 - 1
+        return (size * sign * scale).to(dtype or self.dtype)
+
+    def positive(self, *shape: int, scale: float = 1.0, dtype: torch.dtype | None = None) -> Tensor:
+        """Between 0.5 and 2 times `scale`."""
+        return self.signed(*shape, scale=scale, dtype=dtype).abs()
+
+    def integers(self, low: int, high: int, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        """At least `low` and less than `high`."""
+        return torch.randint(low, high, shape, generator=self.generator).to(dtype)
+
+
+def close_to(
+    actual: Tensor, expected: Tensor, *, before: Tensor | None = None, rtol: float, atol: float
+) -> tuple[float, tuple[int, ...]] | None:
+    """The worst error that exceeds what is allowed, as (times the allowed, index), or None.
+
+    Args:
+        actual: what was computed, any dtype.
+        expected: what the formula gives, float64. NaN and infinity must be met exactly.
+        before: the values that were replaced: a difference of close numbers has the error of the numbers.
+        rtol, atol: allowed is ``rtol * max(|expected|, |before|) + atol``.
+    """
+    if actual.numel() == 0:
+        return None
+    actual, expected = actual.double(), expected.double()
+    scale = expected.abs() if before is None else torch.maximum(expected.abs(), before.double().abs())
+    excess = (actual - expected).abs() / (rtol * scale.nan_to_num(0.0, 0.0, 0.0) + atol)
+    same = (actual == expected) | (actual.isnan() & expected.isnan())
+    # What is not finite on one side only is infinitely wrong.
+    excess = torch.where(same, 0.0, torch.where(excess.isfinite(), excess, torch.inf))
+    worst = int(excess.argmax())
+    if float(excess.flatten()[worst]) <= 1:
+        return None
+    index = torch.unravel_index(torch.tensor(worst), excess.shape)
+    return float(excess.flatten()[worst]), tuple(int(i) for i in index)
