@@ -1,0 +1,81 @@
+"""What is checked: an accelerator, and what it says of itself."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ds_plugin_sdk import op_builder, registry
+from ds_plugin_sdk.accelerator import DeepSpeedAccelerator
+from ds_plugin_sdk.errors import UnknownAcceleratorError
+
+
+@dataclass(frozen=True)
+class Target:
+    """An accelerator under test.
+
+    Attributes:
+        name: as given by the user: an installed plugin's name, or ``module:Class``.
+        accelerator: the object DeepSpeed would use.
+        plugin: the manifest, or None for a class that was named.
+    """
+
+    name: str
+    accelerator: Any
+    plugin: registry.Plugin | None = None
+
+    @staticmethod
+    def find(name: str) -> Target:
+        """The target of a name, made the process's accelerator.
+
+        Raises:
+            UnknownAcceleratorError: no such plugin is installed.
+            PluginError: it cannot be used.
+        """
+        if ":" in name:
+            module, _, attribute = name.partition(":")
+            accelerator, plugin = getattr(importlib.import_module(module), attribute)(), None
+        else:
+            candidate = _installed(name)
+            accelerator, plugin = registry.load(candidate), candidate.manifest()
+        if isinstance(accelerator, DeepSpeedAccelerator):
+            registry.set_accelerator(accelerator)
+        return Target(name, accelerator, plugin)
+
+    @property
+    def device_type(self) -> str:
+        return str(self.accelerator.device_name())
+
+    @property
+    def device(self) -> torch.device:
+        """The current device."""
+        return torch.device(self.accelerator.current_device_name())
+
+    @property
+    def dtypes(self) -> list[torch.dtype]:
+        """The dtypes that the accelerator declares."""
+        return list(self.accelerator.supported_dtypes())
+
+    @property
+    def synchronous(self) -> bool:
+        """Whether it declares that it has no streams."""
+        return self.accelerator.Stream is None
+
+    def builders(self) -> dict[str, type[Any]]:
+        """The op builders that the device has, by class name."""
+        return op_builder.builders(self.accelerator.op_builders, self.device_type)
+
+
+def _installed(name: str) -> registry.Candidate:
+    installed = registry.scan()
+    if name not in installed:
+        raise UnknownAcceleratorError(
+            "there is no such plugin",
+            plugin=name,
+            why=f"installed: {', '.join(installed) or 'none'}",
+            hint=f"pip install ds-plugin-{name}",
+        )
+    return registry.only(installed[name])
