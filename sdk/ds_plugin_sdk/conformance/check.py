@@ -2,14 +2,17 @@
 
     @check(
         "runtime.rng.restore",
-        Clause("R4.2", "A state that `get_rng_state()` gave and `set_rng_state()` took back gives the same numbers again.",
-               "Activation checkpointing draws the same dropout masks when it recomputes."),
+        Clause(
+            "R4.2",
+            "After `set_rng_state(state)` the device draws the numbers that it drew after `state` was taken.",
+            reason="Activation checkpointing draws the same dropout masks when it recomputes.",
+        ),
     )
     def restore(target: Target) -> None:
         ...
         expect_equal(first, again, "numbers drawn after the state was restored")
 
-A check passes by returning. It fails by raising: `CheckFailed` from the ``expect`` functions, or anything else.
+A check passes by returning. It fails by raising: `NonconformanceError` from the ``expect`` functions, or anything else.
 """
 
 from __future__ import annotations
@@ -89,7 +92,7 @@ class Case:
         self.check.function(target, **self.parameters)
 
 
-class CheckFailed(SdkError, AssertionError):
+class NonconformanceError(SdkError, AssertionError):
     """A clause does not hold. `what` says which values differ from what was expected."""
 
 
@@ -134,7 +137,7 @@ def _order(number: str) -> tuple[int, ...]:
 def expect(holds: bool, what: str, *, why: str = "", hint: str = "") -> None:
     """Fail unless `holds`; `what` says what was seen."""
     if not holds:
-        raise CheckFailed(what, why=why, hint=hint)
+        raise NonconformanceError(what, why=why, hint=hint)
 
 
 def expect_equal(actual: Any, expected: Any, what: str, *, hint: str = "") -> None:

@@ -40,7 +40,7 @@ class Target:
             accelerator, plugin = getattr(importlib.import_module(module), attribute)(), None
         else:
             candidate = _installed(name)
-            accelerator, plugin = registry.load(candidate), candidate.manifest()
+            accelerator, plugin = registry.load(candidate), candidate.manifest
         if isinstance(accelerator, DeepSpeedAccelerator):
             registry.set_accelerator(accelerator)
         return Target(name, accelerator, plugin)
