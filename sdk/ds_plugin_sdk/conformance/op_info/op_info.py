@@ -47,7 +47,8 @@ class OpInfo:
         formula: what it computes: called with the same arguments, all floating-point tensors in float64. Gives a tuple:
             the new contents of each argument in `written`, then each output; a list of tensors where the op has one.
             Modifies nothing. It is made of torch functions, so that autograd derives it.
-        samples: ``samples(make)`` gives the calls to try for ``make.dtype``.
+        samples: ``samples(make)`` gives the calls to try for ``make.dtype``: the empty ones first, those of real models
+            last, since many checks want a cheap one.
         dtypes: dtypes that a kernel takes; the first argument's dtype where several are mixed.
         written: names of the arguments that are modified in place.
         differentiable: names of the arguments that have gradients.
@@ -56,6 +57,7 @@ class OpInfo:
         gradient_rtol, gradient_atol: the same for gradients; as `rtol` and `atol` if empty.
         contiguous: names of arguments that must be contiguous: others in any layout must work.
         broadcasts: names of arguments whose shape may differ from what the sample has.
+        any_dtype: names of arguments that may be of any dtype.
         schema_arguments: from a sample's arguments to those of the torch op, positional; None if they are the same.
         nan: whether a NaN in a floating-point argument may be tried.
     """
@@ -74,6 +76,7 @@ class OpInfo:
     gradient_atol: Mapping[torch.dtype, float] = field(default_factory=dict)
     contiguous: tuple[str, ...] = ()
     broadcasts: tuple[str, ...] = ()
+    any_dtype: tuple[str, ...] = ()
     schema_arguments: Callable[[Mapping[str, Any]], Sequence[Any]] | None = None
     nan: bool = True
 
