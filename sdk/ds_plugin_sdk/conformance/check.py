@@ -120,7 +120,9 @@ def check(
 
 def declared() -> tuple[Check, ...]:
     """The checks of all modules imported so far, in the order of levels and clauses."""
-    return tuple(sorted(_checks.values(), key=lambda check: (LEVELS.index(check.level), _order(check.clause.number))))
+    return tuple(
+        sorted(_checks.values(), key=lambda check: (LEVELS.index(check.level), clause_order(check.clause.number)))
+    )
 
 
 def cases_of(checks: Iterable[Check], target: Target) -> Iterator[Case]:
@@ -130,7 +132,8 @@ def cases_of(checks: Iterable[Check], target: Target) -> Iterator[Case]:
             yield Case(each, parameters)
 
 
-def _order(number: str) -> tuple[int, ...]:
+def clause_order(number: str) -> tuple[int, ...]:
+    """Sorts the numbers of clauses within a level: ``R4.10`` after ``R4.2``."""
     return tuple(int(part) for part in number[1:].split("."))
 
 

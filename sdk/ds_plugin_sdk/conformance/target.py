@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from dataclasses import dataclass
 from typing import Any
@@ -29,15 +30,20 @@ class Target:
 
     @staticmethod
     def find(name: str) -> Target:
-        """The target of a name, made the process's accelerator.
+        """The target of a name, made the process's accelerator; with a deliberate defect if named ``<name>@<mutant>``.
 
         Raises:
-            UnknownAcceleratorError: no such plugin is installed.
+            UnknownAcceleratorError: no such plugin is installed, or there is no such mutant.
             PluginError: it cannot be used.
         """
+        name, _, mutant = name.partition("@")
+        target = Target._sound(name)
+        return _with_defect(target, mutant) if mutant else target
+
+    @staticmethod
+    def _sound(name: str) -> Target:
         if ":" in name:
-            module, _, attribute = name.partition(":")
-            accelerator, plugin = getattr(importlib.import_module(module), attribute)(), None
+            accelerator, plugin = _class_of(name)(), None
         else:
             candidate = _installed(name)
             accelerator, plugin = registry.load(candidate), candidate.manifest
@@ -67,6 +73,22 @@ class Target:
     def builders(self) -> dict[str, type[Any]]:
         """The op builders that the device has, by class name."""
         return op_builder.builders(self.accelerator.op_builders, self.device_type)
+
+
+def _with_defect(target: Target, name: str) -> Target:
+    from ds_plugin_sdk.conformance import mutants
+
+    return dataclasses.replace(mutants.find(name).install(target), name=f"{target.name}@{name}")
+
+
+def _class_of(name: str) -> Any:
+    module, _, attribute = name.partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise UnknownAcceleratorError(
+            "there is no such class", plugin=name, why=str(error), hint="name it as package.module:Class"
+        ) from error
 
 
 def _installed(name: str) -> registry.Candidate:
