@@ -1,0 +1,195 @@
+"""Linear layers for inference, with weights in floating point or in int8: ``ds_plugin::linear``."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ds_plugin_sdk.ops import _library
+
+Activation = Literal["identity", "relu", "gelu", "gelu_tanh", "silu"]
+ACTIVATIONS: tuple[Activation, ...] = ("identity", "relu", "gelu", "gelu_tanh", "silu")
+
+
+def linear(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    scales: Tensor | None = None,
+    activation: Activation = "identity",
+    gated: bool = False,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """``activation(input @ weight.T + bias) + residual``, computed in float32 and rounded once.
+
+    With `gated`, the rows of `weight` and `bias` are two halves, and the result is that of the first times the
+    activation of that of the second: ``h1 * activation(h2) + residual``.
+
+    Args:
+        input: ``[..., in]``: float32, bfloat16, float16 (float64 by the reference alone).
+        weight: ``[out, in]`` (``[2 * out, in]`` if gated): the dtype of input, or int8.
+        bias: as many elements as `weight` has rows, the dtype of input.
+        scales: ``[rows, groups]``, float32, for int8 weights only: weight ``[r, c]`` stands for
+            ``weight[r, c] * scales[r, c // (in / groups)]``, see `quantize_weight`.
+        activation: of the sum with the bias: ``gelu`` is that with the error function, ``gelu_tanh`` its approximation.
+        residual: ``[..., out]``, added last, the dtype of input.
+
+    Returns:
+        ``[..., out]``, a new tensor of the dtype of input.
+
+    Raises:
+        InvalidTensorError: shapes, dtypes or devices do not fit, or no such activation.
+    """
+    if activation not in ACTIVATIONS:
+        raise _library.invalid("linear", f"activation is '{activation}'; expected one of {', '.join(ACTIVATIONS)}")
+    result: Tensor = _library.call(
+        "linear", input, weight, bias, scales, residual, ACTIVATIONS.index(activation), gated
+    )
+    return result
+
+
+def quantize_weight(weight: Tensor, group_size: int = 128) -> tuple[Tensor, Tensor]:
+    """Weights in int8 with a scale for each group of columns of each row, symmetric: ``scale = max |w| / 127``.
+
+    Args:
+        weight: ``[rows, in]``, any floating-point dtype.
+        group_size: columns that share a scale; must divide `in`.
+
+    Returns:
+        The weights, int8, ``[rows, in]``, rounded to nearest even; the scales, float32, ``[rows, in / group_size]``.
+        What `linear` makes of them differs from `weight` by at most half a scale (and the scale's own rounding).
+
+    Raises:
+        InvalidTensorError: `weight` is no matrix, or the group size does not divide its columns.
+    """
+    if weight.dim() != 2 or group_size <= 0 or weight.shape[1] % group_size:
+        raise _library.invalid(
+            "quantize_weight",
+            f"weight is {list(weight.shape)}, group_size {group_size}; expected a matrix, and a divisor of its columns",
+        )
+    groups = weight.detach().to(torch.float32).reshape(weight.shape[0], -1, group_size)
+    scales = groups.abs().amax(dim=2) / 127
+    steps = groups / torch.where(scales == 0, 1.0, scales).unsqueeze(2)
+    return steps.round().clamp(-127, 127).to(torch.int8).flatten(1), scales
+
+
+def dequantize_weight(weight: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """What int8 weights with their scales stand for, ``[rows, in]``; arguments as in `linear`."""
+    groups = weight.to(scales.dtype).reshape(*scales.shape, -1)
+    return (groups * scales.unsqueeze(2)).flatten(1).to(dtype)
+
+
+def linear_reference(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scales: Tensor | None,
+    residual: Tensor | None,
+    activation: int,
+    gated: bool,
+) -> Tensor:
+    """``ds_plugin::linear`` in plain torch, on any device; `activation` is an index into `ACTIVATIONS`."""
+    _check(input, weight, bias, scales, residual, activation, gated)
+    working = torch.promote_types(input.dtype, torch.float32)
+    matrix = weight.to(working) if scales is None else dequantize_weight(weight, scales.to(working), working)
+    hidden = functional.linear(input.to(working), matrix, None if bias is None else bias.to(working))
+    first, second = hidden.chunk(2, dim=-1) if gated else (None, hidden)
+    result = activate(second, ACTIVATIONS[activation])
+    if first is not None:
+        result = first * result
+    if residual is not None:
+        result = result + residual.to(working)
+    return result.to(input.dtype)
+
+
+def activate(x: Tensor, activation: Activation) -> Tensor:
+    """An activation by its name."""
+    if activation == "relu":
+        return functional.relu(x)
+    if activation == "gelu":
+        return functional.gelu(x)
+    if activation == "gelu_tanh":
+        return functional.gelu(x, approximate="tanh")
+    return functional.silu(x) if activation == "silu" else x.clone()
+
+
+def _fake(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scales: Tensor | None,
+    residual: Tensor | None,
+    activation: int,
+    gated: bool,
+) -> Tensor:
+    out = _check(input, weight, bias, scales, residual, activation, gated)
+    return input.new_empty((*input.shape[:-1], out))
+
+
+def _check(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scales: Tensor | None,
+    residual: Tensor | None,
+    activation: int,
+    gated: bool,
+) -> int:
+    """The number of outputs; refuses what does not fit."""
+    if input.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        raise _invalid(f"input is {input.dtype}; expected float32, bfloat16 or float16")
+    if weight.dim() != 2 or input.dim() == 0 or input.shape[-1] != weight.shape[1]:
+        raise _invalid(f"input is {list(input.shape)}, weight {list(weight.shape)}; expected [..., in] and [out, in]")
+    rows = weight.shape[0]
+    if gated and rows % 2:
+        raise _invalid(f"weight has {rows} rows; expected an even number for two halves")
+    if not 0 <= activation < len(ACTIVATIONS):
+        raise _invalid(f"activation is {activation}; expected 0 to {len(ACTIVATIONS) - 1}")
+    _check_scales(weight, scales, input.dtype)
+    out = rows // 2 if gated else rows
+    for name, tensor, shape in (("bias", bias, [rows]), ("residual", residual, [*input.shape[:-1], out])):
+        if tensor is not None and (list(tensor.shape) != shape or tensor.dtype != input.dtype):
+            raise _invalid(f"{name} is {tensor.dtype} {list(tensor.shape)}; expected {input.dtype} {shape}")
+    tensors = {"weight": weight, "bias": bias, "scales": scales, "residual": residual}
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.device != input.device:
+            raise _invalid(f"{name} is on {tensor.device}; expected {input.device}, where input is")
+    return out
+
+
+def _check_scales(weight: Tensor, scales: Tensor | None, dtype: torch.dtype) -> None:
+    if weight.dtype != torch.int8:
+        if scales is not None or weight.dtype != dtype:
+            raise _invalid(f"weight is {weight.dtype}; expected {dtype}, or int8 with scales")
+        return
+    rows, columns = weight.shape
+    if scales is None or scales.dim() != 2 or scales.shape[0] != rows or scales.dtype != torch.float32:
+        raise _invalid(f"weight is int8; expected scales in float32, [{rows}, groups]")
+    if scales.shape[1] == 0 or columns % scales.shape[1]:
+        raise _invalid(f"scales has {scales.shape[1]} groups; expected a divisor of {columns} columns")
+
+
+def _invalid(message: str) -> Exception:
+    return _library.invalid("linear", message)
+
+
+_library.define(
+    "linear(Tensor input, Tensor weight, Tensor? bias, Tensor? scales, Tensor? residual, int activation, bool gated) "
+    "-> Tensor",
+    reference=linear_reference,
+    fake=_fake,
+)
+
+__all__ = [
+    "ACTIVATIONS",
+    "Activation",
+    "activate",
+    "dequantize_weight",
+    "linear",
+    "linear_reference",
+    "quantize_weight",
+]
