@@ -65,7 +65,7 @@ def _only_with_dtype(condition: Callable[[OpInfo], bool]) -> Callable[[Target], 
 )
 def accuracy(target: Target, op: str, dtype: str) -> None:
     info = _ready(target, op)
-    for sample in _samples(info, dtype, empty=False):
+    for sample in _samples(info, dtype):
         _run_and_compare(target, info, sample)
 
 
@@ -99,7 +99,7 @@ def strided(target: Target, op: str, dtype: str) -> None:
 )
 def empty(target: Target, op: str, dtype: str) -> None:
     info = _ready(target, op)
-    for sample in _samples(info, dtype, empty=True):
+    for sample in _empty_samples(info, dtype):
         _run_and_compare(target, info, sample)
 
 
@@ -128,14 +128,14 @@ def not_finite(target: Target, op: str, dtype: str) -> None:
         "The same call gives the same bits each time.",
         reason="Activation checkpointing computes twice; ranks that hold the same replica must stay equal.",
     ),
-    cases=each_op_and_dtype,
+    cases=each_op,
 )
-def deterministic(target: Target, op: str, dtype: str) -> None:
+def deterministic(target: Target, op: str) -> None:
     info = _ready(target, op)
-    for sample in (_smallest(info, dtype), _largest(info, dtype)):
+    for sample in _samples(info, _text(_dtype(target, info))):
         first, second = (_call(info, _on(target, sample.arguments)) for _ in range(2))
         for (where, a), (_, b) in zip(first, second, strict=True):
-            _expect_same(a, b, f"{op} on '{sample.label}' ({dtype}): {where} differs between two calls")
+            _expect_same(a, b, f"{op} on '{sample.label}': {where} differs between two calls")
 
 
 # ---- what an op touches ----------------------------------------------------------------------------------------------
@@ -291,7 +291,7 @@ def refuses_overlap(target: Target, op: str) -> None:
 )
 def gradients(target: Target, op: str, dtype: str) -> None:
     info = _ready(target, op)
-    for sample in _samples(info, dtype, empty=False):
+    for sample in _samples(info, dtype):
         _compare_gradients(target, info, sample)
 
 
@@ -465,19 +465,24 @@ def _compare(
 
 
 # ---- samples and arguments -------------------------------------------------------------------------------------------
-def _samples(info: OpInfo, dtype: str, *, empty: bool) -> Iterator[Sample]:
-    make = Make.seeded(getattr(torch, dtype))
-    return (sample for sample in info.samples(make) if (sample.kind == "empty") == empty)
+def _samples(info: OpInfo, dtype: str) -> Iterator[Sample]:
+    """The samples that have elements."""
+    made = info.samples(Make.seeded(getattr(torch, dtype)))
+    return itertools.dropwhile(_is_empty, made)
 
 
+def _empty_samples(info: OpInfo, dtype: str) -> Iterator[Sample]:
+    return itertools.takewhile(_is_empty, info.samples(Make.seeded(getattr(torch, dtype))))
+
+
+def _is_empty(sample: Sample) -> bool:
+    return sample.kind == "empty"
+
+
+@functools.cache
 def _smallest(info: OpInfo, dtype: str) -> Sample:
-    """The cheapest sample that has elements."""
-    cheap = itertools.takewhile(lambda sample: sample.kind != "real", _samples(info, dtype, empty=False))
-    return min(cheap, key=_elements)
-
-
-def _largest(info: OpInfo, dtype: str) -> Sample:
-    return max(_samples(info, dtype, empty=False), key=_elements)
+    """The cheapest sample that has elements. Its tensors are to be copied, not used."""
+    return min(itertools.takewhile(lambda sample: sample.kind != "real", _samples(info, dtype)), key=_elements)
 
 
 def _elements(sample: Sample) -> int:

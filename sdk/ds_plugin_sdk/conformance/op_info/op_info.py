@@ -36,7 +36,7 @@ class Sample:
     kind: Kind = "random"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class OpInfo:
     """One op of the namespace ``ds_plugin``.
 
