@@ -34,6 +34,9 @@ def _describe(op: OptimizerOp) -> OpInfo:
         yield _sample(op, mixes[0], [(0,)], op.variants[-1], 0, "empty", "empty")
         for number, options in enumerate(op.variants):
             yield _sample(op, mixes[0], _TAILS, options, number, f"tails, {_options(options)}", "adversarial")
+        yield _resting(
+            _sample(op, mixes[0], _TAILS, op.variants[-1], 0, "zero gradients and states", "adversarial"), op
+        )
         for mix in mixes[1:]:
             yield _sample(op, mix, _TAILS, op.variants[-1], 0, f"tails, {_mix(mix)}", "adversarial")
         yield _sample(op, mixes[0], _GPT2_ATTENTION, op.variants[-1], 1, "gpt2 attention", "real")
@@ -66,6 +69,12 @@ def _sample(
 ) -> Sample:
     lists = random_lists(op, shapes, mix, seed)
     return Sample(label, {**dict(zip(op.lists, lists, strict=True)), **options}, kind)
+
+
+def _resting(sample: Sample, op: OptimizerOp) -> Sample:
+    """Nothing to do: what divides must not divide zero by zero."""
+    zeros = {name: [torch.zeros_like(t) for t in sample.arguments[name]] for name in op.lists if name != "params"}
+    return Sample(sample.label, {**sample.arguments, **zeros}, sample.kind)
 
 
 def _options(options: Mapping[str, Any]) -> str:
