@@ -36,9 +36,9 @@ RANK = {
     "scaffold": 8,
     "optim": 7,
     "hosts": 7,
-    "conformance": 7,
-    "bench": 8,
-    "cli": 9,
+    "conformance": 8,
+    "bench": 9,
+    "cli": 10,
 }
 
 

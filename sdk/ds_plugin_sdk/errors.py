@@ -15,6 +15,7 @@
     │   ├── CompileForbiddenError                   settings forbid compiling, and nothing prebuilt or cached fits
     │   └── ArtifactError                           a binary is damaged, foreign, or cannot be loaded
     ├── ScaffoldError                               a project cannot be generated
+    ├── ConformanceError                            the conformance suite cannot run, or its expectations cannot be read
     └── OpError
         ├── OpNotImplementedError   (ValueError)    this plugin does not offer this op
         └── InvalidTensorError      (ValueError)    an op was given a tensor it cannot work on
@@ -117,6 +118,10 @@ class ArtifactError(BuildError):
 
 class ScaffoldError(SdkError):
     """A plugin project cannot be generated."""
+
+
+class ConformanceError(SdkError):
+    """The conformance suite cannot run: its target or its expectations cannot be had."""
 
 
 class OpError(SdkError):

@@ -10,6 +10,7 @@ from ds_plugin_sdk import __version__
 from ds_plugin_sdk.cli.bench import bench
 from ds_plugin_sdk.cli.build import build
 from ds_plugin_sdk.cli.cache import cache
+from ds_plugin_sdk.cli.conformance import conformance
 from ds_plugin_sdk.cli.console import errors
 from ds_plugin_sdk.cli.contract import contract
 from ds_plugin_sdk.cli.new_plugin import new_plugin
@@ -30,6 +31,7 @@ app.command("build")(build)
 app.command("new-plugin")(new_plugin)
 app.add_typer(cache, name="cache")
 app.command("contract")(contract)
+app.command("conformance")(conformance)
 app.add_typer(bench, name="bench")
 
 

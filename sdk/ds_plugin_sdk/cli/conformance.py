@@ -1,0 +1,166 @@
+"""``sdk conformance``: whether a plugin is what DeepSpeed and its users take it for.
+
+Exit status: 0, all that was checked holds; 1, something does not, or an expectation is wrong; 2, wrong use, or the
+plugin cannot be had; 3, nothing was checked.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from ds_plugin_sdk.cli.console import errors, output, table
+from ds_plugin_sdk.conformance.expectations import Expectations
+from ds_plugin_sdk.conformance.outcome import BROKEN, HOLDS, UNUSABLE, Item, Outcome, Report, explain
+from ds_plugin_sdk.conformance.reports import difference, junit, page, summary
+from ds_plugin_sdk.conformance.run import Runner
+from ds_plugin_sdk.conformance.selection import Selection
+from ds_plugin_sdk.errors import ConformanceError
+
+_SHOWN_IN_FULL = 10
+
+
+def conformance(
+    name: str = typer.Argument("", help="An installed plugin, such as cpu, or a class: package.module:Class."),
+    level: list[str] = typer.Option([], help="Only this level: runtime, ops, training, distributed. Repeatable."),
+    op: list[str] = typer.Option([], help="Only this op. Repeatable."),
+    dtype: list[str] = typer.Option([], help="Only this dtype. Repeatable."),
+    pattern: list[str] = typer.Option([], "-k", help="Only cases with this id, * for any text, or part. Repeatable."),
+    list_: bool = typer.Option(False, "--list", help="List the cases, run none."),
+    json_: Path | None = typer.Option(None, "--json", help="Write the report as JSON."),
+    junit_: Path | None = typer.Option(None, "--junit", help="Write it as JUnit's XML."),
+    html: Path | None = typer.Option(None, "--html", help="Write it as one HTML page."),
+    expectations: Path | None = typer.Option(
+        None, help="The file of expected failures, instead of the plugin's conformance.toml."
+    ),
+    timeout: float | None = typer.Option(None, help="Seconds for each case, instead of each check's own."),
+    diff: tuple[Path, Path] | None = typer.Option(
+        None, metavar="OLD NEW", help="Compare two JSON reports, run nothing."
+    ),
+    contract: bool = typer.Option(False, "--contract", help="Print the contract page, run nothing."),
+) -> None:
+    """Check a plugin against the contract. Exit status 0: it holds; 1: it does not; 2: wrong use; 3: nothing ran."""
+    selection = Selection(level, op, dtype, pattern)
+    try:
+        if contract:
+            status = _contract()
+        elif diff is not None:
+            status = _diff(*diff)
+        elif not name:
+            raise typer.BadParameter("name a plugin; sdk list has them")
+        else:
+            with Runner(name, timeout=timeout) as runner:
+                status = (
+                    _list(runner, selection) if list_ else _check(runner, selection, expectations, json_, junit_, html)
+                )
+    except ConformanceError as error:
+        errors.print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(UNUSABLE) from None
+    raise typer.Exit(status)
+
+
+def _list(runner: Runner, selection: Selection) -> int:
+    items = selection.of(runner.items())
+    rows = [[item.id, item.clause, item.text, item.skip and f"skipped: it {item.skip}"] for item in items]
+    table(f"Cases of {runner.target}", ["case", "clause", "which says", ""], rows)
+    return HOLDS
+
+
+def _check(
+    runner: Runner,
+    selection: Selection,
+    expectations_file: Path | None,
+    json_: Path | None,
+    junit_: Path | None,
+    html: Path | None,
+) -> int:
+    expectations = Expectations.of(runner.target, expectations_file)
+    report = Report(runner.target, started=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"))
+    start = time.perf_counter()
+    items = runner.items()
+    report.environment = runner.environment()
+    report.problems = expectations.problems(items)
+    try:
+        _run(selection.of(items), lambda item: expectations.judge(runner.run(item)), report)
+    finally:  # also what an impatient user has stopped is reported
+        report.seconds = time.perf_counter() - start
+        _write(json_, lambda: json.dumps(report.to_dict(), indent=1))
+        _write(junit_, lambda: junit.render(report))
+        _write(html, lambda: page.render(report))
+        _print(report)
+    return report.status
+
+
+def _run(items: list[Item], run: Callable[[Item], Outcome], report: Report) -> None:
+    """Run the cases, with a bar on a terminal and a line for each that fails."""
+    with Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=errors
+    ) as progress:
+        task = progress.add_task("", total=len(items))
+        for item in items:
+            progress.update(task, description=item.id)
+            outcome = run(item)
+            report.outcomes.append(outcome)
+            if outcome.failed:
+                errors.print(f"{outcome.verdict}: {item.id}", markup=False, highlight=False, soft_wrap=True)
+            progress.advance(task)
+        progress.update(task, description="done")
+
+
+def _print(report: Report) -> None:
+    say: Any = lambda text: output.print(text, markup=False, highlight=False, soft_wrap=True)  # noqa: E731  # one use
+    _table(summary.matrix(report))
+    for each in (summary.skips(report), summary.expected(report), summary.slowest(report)):
+        if each.rows:
+            say("")
+            _table(each)
+    for outcome in report.failures[:_SHOWN_IN_FULL]:
+        say("")
+        say(explain(outcome, report.target))
+    for outcome in report.failures[_SHOWN_IN_FULL:]:
+        say(f"{outcome.verdict}: {outcome.item.id}")
+    for problem in report.problems:
+        say(f"expectations: {problem}")
+    say("")
+    say(summary.total(report))
+
+
+def _table(each: summary.Table) -> None:
+    table(each.title, each.columns, each.rows)
+
+
+def _write(path: Path | None, render: Callable[[], str]) -> None:
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(render(), encoding="utf-8")
+
+
+def _diff(old: Path, new: Path) -> int:
+    """Exit status 1 where a case fails that did not."""
+    before, after = _read(old), _read(new)
+    _table(difference.table(before, after))
+    changes = difference.changes(before, after)
+    worse = sum(change.worse for change in changes)
+    output.print(f"{len(changes)} cases ended otherwise, {worse} of them fail now and did not before.")
+    return BROKEN if worse else HOLDS
+
+
+def _read(path: Path) -> Report:
+    try:
+        return Report.from_dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConformanceError(f"{path} is no report", why=str(error), hint="write one with --json") from error
+
+
+def _contract() -> int:
+    from ds_plugin_sdk.conformance import contract_page
+
+    typer.echo(contract_page.render(), nl=False)
+    return HOLDS

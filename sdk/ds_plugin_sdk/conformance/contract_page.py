@@ -1,0 +1,45 @@
+"""The contract page, docs/contract.md, from the clauses of the checks: ``sdk conformance --contract`` prints it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ds_plugin_sdk.conformance import suite
+from ds_plugin_sdk.conformance.check import LEVELS, Check, Level
+
+_HEAD = """\
+# The contract between a plugin, DeepSpeed and its users
+
+Made by `sdk conformance --contract` from the checks; what is said here is checked, and what is checked is said here. A
+clause keeps its number for ever. "The accelerator" is the object of the plugin's class, "the device" what it stands
+for.
+
+Each clause is followed by the reason why it is one, and by the check that tests it: `sdk conformance NAME -k CHECK`.
+"""
+
+_LEVELS: dict[Level, str] = {
+    "runtime": "The accelerator's members: device, streams, events, memory, random numbers, manifest.",
+    "ops": "Each op that the SDK describes, on this device: by the plugin's kernel where there is one.",
+    "training": "Unmodified DeepSpeed on this device, against the same training on the CPU.",
+    "distributed": "Several ranks: the collectives that DeepSpeed uses.",
+}
+
+
+def render() -> str:
+    """The page, in Markdown."""
+    checks = suite.checks()
+    parts = [_level(level, [check for check in checks if check.level == level]) for level in LEVELS]
+    return "\n".join([_HEAD, *filter(None, parts)])
+
+
+def _level(level: Level, checks: Iterable[Check]) -> str:
+    clauses = "\n".join(_clause(check) for check in checks)
+    return f"## Level `{level}`\n\n{_LEVELS[level]}\n\n{clauses}" if clauses else ""
+
+
+def _clause(check: Check) -> str:
+    """One clause; links reach it by its number."""
+    number = check.clause.number
+    return (
+        f'<a id="{number}"></a>**{number}** {check.clause.text}\n\n> {check.clause.reason} Checked by `{check.name}`.\n'
+    )

@@ -1,0 +1,73 @@
+"""Where a run took place, and what the target declares of itself: what a report must say to be worth anything later."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+from ds_plugin_sdk import registry, report
+from ds_plugin_sdk.conformance.target import Target
+
+# What an accelerator says of itself without doing anything.
+_DECLARATIONS = (
+    "device_count",
+    "communication_backend_name",
+    "is_synchronized_device",
+    "use_host_timers",
+    "resolves_data_dependency",
+    "handles_memory_backpressure",
+    "is_fp16_supported",
+    "is_bf16_supported",
+    "is_fp64_supported",
+    "is_triton_supported",
+    "get_compile_backend",
+)
+
+
+def gather(target: Target) -> dict[str, Any]:
+    """Versions, machine, device, declarations, and where each op would come from."""
+    cls = type(target.accelerator)
+    return {
+        "versions": _versions(target),
+        "machine": {"system": platform.platform(), "processor": _processor(), "cores": os.cpu_count()},
+        "accelerator": f"{cls.__module__}.{cls.__qualname__}",
+        "device": target.device_type,
+        "dtypes": [str(dtype).removeprefix("torch.") for dtype in _try(lambda: target.dtypes, [])],
+        "declared": {name: _declared(target, name) for name in _DECLARATIONS},
+        "ops": [vars(report.status(builder)) for builder in _try(lambda: target.builders().values(), [])],
+    }
+
+
+def _versions(target: Target) -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    plugins = registry.scan().get(target.name.partition("@")[0], [])
+    for name in ("ds-plugin-sdk", "torch", "deepspeed", *(candidate.distribution for candidate in plugins)):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def _processor() -> str:
+    """The model as Linux names it."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
+    named = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return named or platform.processor() or platform.machine()
+
+
+def _declared(target: Target, name: str) -> str:
+    member = getattr(target.accelerator, name, None)
+    return "-" if member is None else str(_try(member, "raises"))
+
+
+def _try(ask: Any, otherwise: Any) -> Any:
+    """An accelerator that cannot answer is for the checks to report; here it must not stop the run."""
+    try:
+        return ask()
+    except Exception:
+        return otherwise

@@ -1,0 +1,121 @@
+"""Running cases: one worker for many of a level, one of their own for those that need it, a new one after a crash."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from types import TracebackType
+from typing import Any
+
+from ds_plugin_sdk.conformance.outcome import Failure, Item, Outcome, item_from_dict
+from ds_plugin_sdk.conformance.process import START_TIMEOUT, Worker, WorkerError
+from ds_plugin_sdk.errors import ConformanceError
+
+
+class Runner:
+    """Runs cases of one target. A context manager, for it holds a process.
+
+    Args:
+        target: name of an installed plugin, ``module:Class``, either with ``@<mutant>``.
+        timeout: seconds for each case instead of its check's own.
+    """
+
+    def __init__(self, target: str, *, timeout: float | None = None) -> None:
+        self.target = target
+        self._timeout = timeout
+        self._worker: Worker | None = None
+        self._level = ""
+
+    def __enter__(self) -> Runner:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def items(self) -> list[Item]:
+        """Every case of the target, in the order of levels and clauses.
+
+        Raises:
+            ConformanceError: the target cannot be had, or two cases have one id.
+        """
+        items = [item_from_dict(each) for each in self._ask({"do": "list"})]
+        twice = [item.id for i, item in enumerate(items) if any(item.id == other.id for other in items[:i])]
+        if twice:
+            raise ConformanceError(f"two cases are called '{twice[0]}'", why="a check's cases must differ")
+        return items
+
+    def environment(self) -> dict[str, Any]:
+        """What `ds_plugin_sdk.conformance.environment` gathers in the worker.
+
+        Raises:
+            ConformanceError: the target cannot be had.
+        """
+        found: dict[str, Any] = self._ask({"do": "environment"})
+        return found
+
+    def run(self, item: Item) -> Outcome:
+        """What comes of a case."""
+        if item.skip:
+            return Outcome(item, "skipped", reason=item.skip)
+        if item.broken is not None:
+            return Outcome(item, "failed", failure=item.broken)
+        if item.isolated:
+            self.close()
+        item = dataclasses.replace(item, timeout=self._timeout or item.timeout)
+        start = time.perf_counter()
+        try:
+            worker = self._ready(item.level)
+            answer = worker.ask({"do": "run", "check": item.check, "parameters": item.parameters}, item.timeout)
+            failure = answer["failure"] and Failure(**{**answer["failure"], "output": worker.output()})
+            return Outcome(item, "failed" if failure else "passed", answer["seconds"], failure or None)
+        except WorkerError as error:
+            self.close()
+            return _without_answer(item, error, time.perf_counter() - start)
+        except ConformanceError as error:  # it loaded before, and now it does not
+            return Outcome(item, "failed", failure=Failure(error.what, error.why, error.hint))
+        finally:
+            if item.isolated:
+                self.close()
+
+    def close(self) -> None:
+        """End the worker; another one begins when it is needed."""
+        if self._worker is not None:
+            self._worker.close()
+            self._worker = None
+
+    def _ready(self, level: str) -> Worker:
+        """A worker that has loaded the target, and has run cases of this level only."""
+        if self._worker is not None and self._level not in ("", level):
+            self.close()
+        self._level = level
+        if self._worker is None:
+            self._worker = Worker(self.target)
+            answer = self._worker.ask({"do": "start"}, START_TIMEOUT)
+            if "error" in answer:
+                self.close()
+                raise _unusable(self.target, Failure(**answer["error"]))
+        return self._worker
+
+    def _ask(self, request: dict[str, str]) -> Any:
+        try:
+            return self._ready("").ask(request, START_TIMEOUT)
+        except WorkerError as error:
+            self.close()
+            raise _unusable(self.target, Failure(error.what, traceback=error.output)) from None
+
+
+def _without_answer(item: Item, error: WorkerError, seconds: float) -> Outcome:
+    failure = Failure(error.what, output=error.output)
+    return Outcome(item, "timed out" if error.hung else "crashed", seconds, failure)
+
+
+def _unusable(target: str, failure: Failure) -> ConformanceError:
+    why = ": ".join(filter(None, [failure.what, failure.why]))
+    return ConformanceError(
+        "the target cannot be used",
+        plugin=target,
+        why="\n".join(filter(None, [why, failure.traceback])),
+        hint=failure.hint or "sdk list --explain says which plugins there are, and how they do",
+    )

@@ -1,0 +1,132 @@
+"""The process in which checks run: ``python -m ds_plugin_sdk.conformance.worker TARGET FD``.
+
+It loads the target, then answers requests, JSON over the pipe `FD`, until that is closed. A check may crash it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import faulthandler
+import gc
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from ds_plugin_sdk.conformance import environment, suite
+from ds_plugin_sdk.conformance.check import Case, Check, NonconformanceError
+from ds_plugin_sdk.conformance.outcome import Failure, Item
+from ds_plugin_sdk.conformance.target import Target
+from ds_plugin_sdk.errors import SdkError
+
+_OURS = tuple(f"{os.sep}conformance{os.sep}{name}" for name in ("worker.py", "check.py"))
+
+
+def main() -> None:
+    """Load the target and answer, until the parent closes the pipe."""
+    name, descriptor = sys.argv[1], int(sys.argv[2])
+    os.set_inheritable(descriptor, False)
+    faulthandler.enable()
+    with contextlib.suppress(EOFError, ConnectionError):  # the parent has gone
+        _serve(name, Connection(descriptor))
+
+
+def _serve(name: str, connection: Connection) -> None:
+    try:
+        target = Target.find(name)
+        checks = {check.name: check for check in suite.checks()}
+    except Exception as error:
+        _send(connection, {"error": dataclasses.asdict(describe(error))})
+        return
+    gc.collect()
+    gc.freeze()  # what is there by now is no garbage of any check, and need not be looked through each time
+    answers: dict[str, Callable[[Mapping[str, Any]], Any]] = {
+        "start": lambda request: {},
+        "list": lambda request: [dataclasses.asdict(item) for item in _items(checks.values(), target)],
+        "environment": lambda request: environment.gather(target),
+        "run": lambda request: _run(Case(checks[request["check"]], request["parameters"]), target),
+    }
+    while True:
+        request = json.loads(connection.recv_bytes())
+        _send(connection, answers[request["do"]](request))
+
+
+def _send(connection: Connection, answer: Any) -> None:
+    connection.send_bytes(json.dumps(answer).encode())
+
+
+def _items(checks: Any, target: Target) -> Iterator[Item]:
+    for check in checks:
+        yield from _items_of(check, target)
+
+
+def _items_of(check: Check, target: Target) -> list[Item]:
+    """The cases of a check; where it cannot tell them, one that says so, and the other checks go on."""
+
+    def item(parameters: Mapping[str, str], **more: Any) -> Item:
+        return Item(
+            Case(check, parameters).id,
+            check.name,
+            check.level,
+            dict(parameters),
+            check.clause.number,
+            check.clause.text,
+            check.clause.reason,
+            check.isolated,
+            check.timeout,
+            **more,
+        )
+
+    try:
+        skip = check.needs(target)
+        return [item({}, skip=skip)] if skip else [item(parameters) for parameters in check.cases(target)]
+    except Exception as error:
+        return [item({}, broken=describe(error))]
+
+
+def _run(case: Case, target: Target) -> Any:
+    """Run a case: ``{"seconds": ..., "failure": ...}``."""
+    gc.collect()
+    torch.manual_seed(0)
+    failure = None
+    start = time.perf_counter()
+    try:
+        case.run(target)
+    except (Exception, SystemExit) as error:
+        failure = describe(error)
+    seconds = time.perf_counter() - start
+    sys.stdout.flush()
+    return {"seconds": seconds, "failure": None if failure is None else dataclasses.asdict(failure)}
+
+
+def describe(error: BaseException) -> Failure:
+    """What an exception says: for reports."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.endswith(_OURS)]
+    where = f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
+    own = isinstance(error, NonconformanceError)
+    trace = "" if own and error.__cause__ is None else _trace(error)
+    if isinstance(error, SdkError):
+        what = error.what if own else f"{type(error).__name__}: {error.what}"
+        return Failure(what, error.why, error.hint, where, trace)
+    return Failure(f"{type(error).__name__}: {error}", where=where, traceback=trace)
+
+
+def _trace(error: BaseException) -> str:
+    """Python's traceback, from the check on."""
+    entry: TracebackType | None = error.__traceback__
+    while entry is not None and entry.tb_frame.f_code.co_filename.endswith(_OURS):
+        entry = entry.tb_next
+    cause = error.__cause__ or error
+    return "".join(traceback.format_exception(type(cause), cause, cause.__traceback__ if cause is not error else entry))
+
+
+if __name__ == "__main__":
+    main()
