@@ -1,4 +1,4 @@
-"""The level ``ops``: every op of the SDK on the target's device, native or by reference, against its formula.
+"""Every op of the SDK on the target's device, native or by reference, against its formula.
 
 What an op shall compute stands in `ds_plugin_sdk.conformance.op_info`; nothing here knows a particular op.
 """
