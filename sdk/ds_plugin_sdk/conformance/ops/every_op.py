@@ -346,9 +346,9 @@ def opcheck(target: Target, op: str) -> None:
 
 
 def _native_families(target: Target) -> Iterator[Parameters]:
+    described = {op.family for op in op_info.infos()}
     for cls in target.builders().values():
-        family = families.of(cls.NAME)
-        if family is not None and not issubclass(cls, op_builder.ReferenceOpBuilder):
+        if families.of(cls.NAME) in described and not issubclass(cls, op_builder.ReferenceOpBuilder):
             yield {"builder": cls.__name__}
 
 

@@ -30,10 +30,10 @@ def each_front_end(target: Target) -> Iterator[Parameters]:
 def front_end(target: Target, front_end: str) -> None:
     try:
         importlib.import_module("deepspeed")
-    except ImportError as error:
+    except ImportError as missing:
         raise NonconformanceError(
-            "DeepSpeed cannot be imported", why=str(error), hint="pip install 'ds-plugin-sdk[deepspeed]'"
-        ) from error
+            "DeepSpeed cannot be imported", why=str(missing), hint="pip install 'ds-plugin-sdk[deepspeed]'"
+        ) from missing
     found = next(each for each in FRONT_ENDS if each.name == front_end)
     for result in found.run(target.device):
         actual = result.actual.detach().cpu().double()

@@ -65,7 +65,7 @@ def _optimizer(path: str, builder: str, formula: Formula, *, on_host: bool = Fal
     return FrontEnd(path.rpartition(".")[2], builder, run)
 
 
-_BETAS = {"betas": (_BETA1, _BETA2)}
+_BETAS: dict[str, Any] = {"betas": (_BETA1, _BETA2)}
 
 OPTIMIZERS = (
     _optimizer("adam.DeepSpeedCPUAdam", "CPUAdamBuilder", _adam, on_host=True, eps=_EPS, **_BETAS),
