@@ -49,6 +49,7 @@ constexpr int kLanes = kVectorBytes / 4;
 typedef float Floats __attribute__((vector_size(kVectorBytes)));
 typedef uint32_t Words __attribute__((vector_size(kVectorBytes)));
 typedef uint16_t Halves __attribute__((vector_size(kVectorBytes / 2)));
+typedef int8_t Bytes __attribute__((vector_size(kVectorBytes / 4)));
 
 // Conversions between vectors of one size keep the bits.
 DS_KERNELS_INLINE Words bits_of(Floats x) { return (Words)x; }
@@ -107,7 +108,16 @@ DS_KERNELS_INLINE Floats sign(Floats x) {
 //
 // AVX512-BF16 has an instruction for the way down, but it flushes subnormals, and these loops wait for memory anyway.
 
-DS_KERNELS_INLINE Floats widen_bfloat16(Halves halves) { return float_of(__builtin_convertvector(halves, Words) << 16); }
+DS_KERNELS_INLINE Floats widen_bfloat16(Halves halves) {
+  // GCC 12 takes two halves of the vector one by one unless told so by name.
+#if defined(__AVX512F__)
+  return float_of((Words)_mm512_maskz_cvtepu16_epi32(0xffff, (__m256i)halves) << 16);
+#elif defined(__AVX2__)
+  return float_of((Words)_mm256_cvtepu16_epi32((__m128i)halves) << 16);
+#else
+  return float_of(__builtin_convertvector(halves, Words) << 16);
+#endif
+}
 
 // Rounds to nearest even; a NaN stays a NaN (made quiet).
 DS_KERNELS_INLINE Halves narrow_bfloat16(Floats x) {
@@ -115,6 +125,21 @@ DS_KERNELS_INLINE Halves narrow_bfloat16(Floats x) {
   const Words rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
   const Words quiet_nan = (bits >> 16) | 0x40u;
   return __builtin_convertvector(select((Words)(x != x), quiet_nan, rounded), Halves);
+}
+
+// ---- int8 ------------------------------------------------------------------------------------------------------
+
+DS_KERNELS_INLINE Floats widen_int8(Bytes bytes) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_maskz_cvtepi32_ps(0xffff, _mm512_maskz_cvtepi8_epi32(0xffff, (__m128i)bytes));
+#elif defined(__AVX2__)
+  return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_set_epi64x(0, (int64_t)bytes)));
+#else
+  // By way of 16 bits: GCC 12 takes the direct way element by element.
+  typedef int16_t Shorts __attribute__((vector_size(kVectorBytes / 2)));
+  typedef int32_t Integers __attribute__((vector_size(kVectorBytes)));
+  return __builtin_convertvector(__builtin_convertvector(__builtin_convertvector(bytes, Shorts), Integers), Floats);
+#endif
 }
 
 // ---- IEEE half precision ---------------------------------------------------------------------------------------
@@ -163,6 +188,7 @@ DS_KERNELS_INLINE Halves narrow_float16(Floats x) {
 DS_KERNELS_INLINE Floats load(const float* from) { return load_bits<Floats>(from); }
 DS_KERNELS_INLINE Floats load(const BFloat16* from) { return widen_bfloat16(load_bits<Halves>(from)); }
 DS_KERNELS_INLINE Floats load(const Float16* from) { return widen_float16(load_bits<Halves>(from)); }
+DS_KERNELS_INLINE Floats load(const int8_t* from) { return widen_int8(load_bits<Bytes>(from)); }
 
 DS_KERNELS_INLINE void store(float* to, Floats x) { store_bits(to, x); }
 DS_KERNELS_INLINE void store(BFloat16* to, Floats x) { store_bits(to, narrow_bfloat16(x)); }

@@ -1,0 +1,178 @@
+// Loops of linear layers. Compiled once per instruction-set level, without torch.
+#include "linear_loops.h"
+#include "by_dtype.h"
+
+namespace ds_kernels::cpu {
+namespace {
+
+// Outputs whose sums wait together for what follows them.
+constexpr int64_t kBlock = 64;
+// Rows of weights that are near the processor while all inputs pass by.
+constexpr int64_t kRows = 8;
+
+template <int value_>
+struct Constant {
+  static constexpr int value = value_;
+};
+
+// Calls `body` with a constant of the activation's number: the choice is made outside of the loop.
+template <class Body>
+DS_KERNELS_INLINE void with_constant(Activation activation, Body body) {
+  switch (activation) {
+    case Activation::Relu: return body(Constant<static_cast<int>(Activation::Relu)>{});
+    case Activation::Gelu: return body(Constant<static_cast<int>(Activation::Gelu)>{});
+    case Activation::GeluTanh: return body(Constant<static_cast<int>(Activation::GeluTanh)>{});
+    case Activation::Silu: return body(Constant<static_cast<int>(Activation::Silu)>{});
+    default: return body(Constant<static_cast<int>(Activation::Identity)>{});
+  }
+}
+
+template <class Number, class Real>
+DS_KERNELS_INLINE Real activate_by(Number, Real x) {
+  return activate<static_cast<Activation>(Number::value)>(x);
+}
+
+// `rows` rows, at most kRows, with all inputs, the widest tiles first.
+template <class Weight>
+void dot_rows(const Dots& dots, int64_t rows, int64_t inputs, const Weight* weight, const float* scales,
+              const float* input, float* sums) {
+  const auto tiles = [&](auto tile_rows, auto tile_inputs, int64_t m) {
+    constexpr int R = decltype(tile_rows)::value, M = decltype(tile_inputs)::value;
+    const auto one = [&](auto height, int64_t r) {
+      dot_tile<decltype(height)::value, M>(dots, weight + r * dots.stride,
+                                           scales ? scales + r * dots.groups : nullptr, input + m * dots.columns,
+                                           sums + m * kBlock + r, kBlock);
+    };
+    int64_t r = 0;
+    for (; r + R <= rows; r += R) one(tile_rows, r);
+    for (; r < rows; ++r) one(Constant<1>{}, r);
+  };
+  int64_t m = 0;
+  for (; m + 4 <= inputs; m += 4) tiles(Constant<2>{}, Constant<4>{}, m);
+  if (m + 2 <= inputs) {
+    tiles(Constant<4>{}, Constant<2>{}, m);
+    m += 2;
+  }
+  if (m < inputs) tiles(Constant<8>{}, Constant<1>{}, m);
+}
+
+template <class Element, class Weight>
+struct Linear {
+  static constexpr int64_t kInputs = 8;  // at a time: their sums shall fit into the first cache
+
+  static void run(const LinearTask& task, int64_t begin, int64_t end) {
+    for (int64_t m = 0; m < task.inputs; m += kInputs) {
+      const int64_t inputs = task.inputs - m < kInputs ? task.inputs - m : kInputs;
+      for (int64_t o = begin; o < end; o += kBlock) block(task, m, inputs, o, end - o < kBlock ? end - o : kBlock);
+    }
+  }
+
+  static void block(const LinearTask& task, int64_t first_input, int64_t inputs, int64_t first, int64_t count) {
+    float sums[kInputs * kBlock], gates[kInputs * kBlock];
+    dot(task, first_input, inputs, first, count, sums);
+    if (task.gated) dot(task, first_input, inputs, task.outputs + first, count, gates);
+    for (int64_t m = 0; m < inputs; ++m) {
+      finish(task, sums + m * kBlock, task.gated ? gates + m * kBlock : nullptr, first_input + m, first, count);
+    }
+  }
+
+  static void dot(const LinearTask& task, int64_t first_input, int64_t inputs, int64_t first, int64_t count,
+                  float* sums) {
+    const Dots dots{task.columns, task.stride, task.groups};
+    const auto* weight = static_cast<const Weight*>(task.weight);
+    for (int64_t r = 0; r < count; r += kRows) {
+      const int64_t row = first + r;
+      dot_rows(dots, count - r < kRows ? count - r : kRows, inputs, weight + row * task.stride,
+               task.scales ? task.scales + row * task.groups : nullptr, task.input + first_input * task.columns,
+               sums + r);
+    }
+  }
+
+  // Bias, activation, gate and residual of `count` outputs of one input.
+  static void finish(const LinearTask& task, const float* sums, const float* gates, int64_t input, int64_t first,
+                     int64_t count) {
+    const auto* bias = static_cast<const Element*>(task.bias);
+    const auto* gate_bias = bias ? bias + task.outputs + first : nullptr;
+    const auto* residual = static_cast<const Element*>(task.residual);
+    const int64_t at = input * task.outputs + first;
+    auto* output = static_cast<Element*>(task.output) + at;
+    with_constant(task.activation, [=](auto activation) {
+      for_each_vector(count, [=](int64_t i, auto memory) {
+        Floats sum = memory.load(sums + i);
+        if (bias) sum += memory.load(bias + first + i);
+        if (gates) {
+          Floats gate = memory.load(gates + i);
+          if (gate_bias) gate += memory.load(gate_bias + i);
+          sum *= activate_by(activation, gate);
+        } else {
+          sum = activate_by(activation, sum);
+        }
+        if (residual) sum += memory.load(residual + at + i);
+        memory.store(output + i, sum);
+      });
+    });
+  }
+};
+
+template <class Element>
+struct LinearWiden {
+  static void run(const void* from, float* to, int64_t count) {
+    const auto* elements = static_cast<const Element*>(from);
+    for_each_vector(count, [=](int64_t i, auto memory) { memory.store(to + i, memory.load(elements + i)); });
+  }
+};
+
+template <class Element>
+struct LinearDequantize {
+  static void run(const LinearTask& task, void* to, int64_t begin, int64_t end) {
+    const int64_t width = task.columns / task.groups;
+    for (int64_t row = begin; row < end; ++row) {
+      for (int64_t group = 0; group < task.groups; ++group) {
+        const auto* from = static_cast<const int8_t*>(task.weight) + row * task.stride + group * width;
+        auto* target = static_cast<Element*>(to) + row * task.columns + group * width;
+        const float scale = task.scales[row * task.groups + group];
+        for_each_vector(width, [=](int64_t i, auto memory) { memory.store(target + i, scale * memory.load(from + i)); });
+      }
+    }
+  }
+};
+
+template <class Element>
+struct LinearFinish {
+  static void run(const LinearTask& task, const void* sums, int64_t begin, int64_t end) {
+    const int64_t outputs = task.outputs, rows = task.gated ? 2 * outputs : outputs;
+    const bool gated = task.gated;
+    with_constant(task.activation, [=, &task](auto activation) {
+      for (int64_t input = begin; input < end; ++input) {
+        const auto* sum = static_cast<const Element*>(sums) + input * rows;
+        const auto* residual = static_cast<const Element*>(task.residual);
+        if (residual) residual += input * outputs;
+        auto* output = static_cast<Element*>(task.output) + input * outputs;
+        for_each_vector(outputs, [=](int64_t i, auto memory) {
+          Floats y = memory.load(sum + i);
+          y = gated ? y * activate_by(activation, memory.load(sum + outputs + i)) : activate_by(activation, y);
+          if (residual) y += memory.load(residual + i);
+          memory.store(output + i, y);
+        });
+      }
+    });
+  }
+};
+
+template <class Element>
+using QuantizedLinear = Linear<Element, int8_t>;
+template <class Element>
+using FloatLinear = Linear<Element, Element>;
+
+LinearLoop choose_linear(Dtype dtype, bool quantized) {
+  return quantized ? by_dtype<QuantizedLinear>(dtype) : by_dtype<FloatLinear>(dtype);
+}
+
+}  // namespace
+
+inline namespace DS_KERNELS_CPU_LEVEL {
+extern const LinearLoops linear_loops{choose_linear, by_dtype<LinearWiden>, by_dtype<LinearDequantize>,
+                                      by_dtype<LinearFinish>};
+}
+
+}  // namespace ds_kernels::cpu
