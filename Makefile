@@ -27,6 +27,7 @@ help:
 	@echo 'make test          set up, then check style and types and run all tests'
 	@echo 'make pytest        the Python tests alone; ARGS=... goes to pytest'
 	@echo 'make kernels-test  the native tests of the kernels alone'
+	@echo 'make mutants       the defects seeded for the conformance suite, and the checks that find them: some minutes'
 	@echo 'make lint          style (ruff) and types (mypy) alone'
 	@echo 'make format        let ruff format the tree'
 	@echo 'make bench         the training step against the accelerator that DeepSpeed brings along'
@@ -96,6 +97,11 @@ kernels-test: $(READY)
 .PHONY: pytest
 pytest: $(READY)
 	$(BIN)/python -m pytest $(ARGS)
+
+# Every check of `sdk conformance` must find the defects seeded for it; MUTANTS=... goes to the program.
+.PHONY: mutants
+mutants: $(READY)
+	$(BIN)/python -m ds_plugin_sdk.conformance.mutants $(MUTANTS)
 
 .PHONY: bench
 bench: $(READY)

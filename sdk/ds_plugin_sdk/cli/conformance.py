@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -117,19 +118,36 @@ def _run(items: list[Item], run: Callable[[Item], Outcome], report: Report) -> N
 def _print(report: Report) -> None:
     say: Any = lambda text: output.print(text, markup=False, highlight=False, soft_wrap=True)  # noqa: E731  # one use
     _table(summary.matrix(report))
-    for each in (summary.skips(report), summary.expected(report), summary.slowest(report)):
+    for each in (summary.expected(report), summary.slowest(report)):
         if each.rows:
             say("")
             _table(each)
-    for outcome in report.failures[:_SHOWN_IN_FULL]:
+    for declaration, cases in summary.skips(report).rows:
+        say("")
+        say(textwrap.fill(f"Skipped, {declaration}: {cases}", 120, subsequent_indent="  ", break_on_hyphens=False))
+    in_full = _one_of_each(report.failures)[:_SHOWN_IN_FULL]
+    for outcome in in_full:
         say("")
         say(explain(outcome, report.target))
-    for outcome in report.failures[_SHOWN_IN_FULL:]:
-        say(f"{outcome.verdict}: {outcome.item.id}")
+    rest = [outcome for outcome in report.failures if outcome not in in_full]
+    if rest:
+        say("")
+        say("And, in full in what --json, --junit and --html write:")
+    for outcome in rest:
+        what = outcome.failure.what.splitlines()[0] if outcome.failure and outcome.failure.what else ""
+        say(f"  {outcome.verdict}: {outcome.item.id}: {what}".rstrip(": "))
     for problem in report.problems:
         say(f"expectations: {problem}")
     say("")
     say(summary.total(report))
+
+
+def _one_of_each(failures: list[Outcome]) -> list[Outcome]:
+    """The first failure of each check: one mistake often fails a check in many cases."""
+    first: dict[str, Outcome] = {}
+    for outcome in failures:
+        first.setdefault(outcome.item.check, outcome)
+    return list(first.values())
 
 
 def _table(each: summary.Table) -> None:

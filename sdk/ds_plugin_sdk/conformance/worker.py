@@ -110,13 +110,17 @@ def _run(case: Case, target: Target) -> Any:
 def describe(error: BaseException) -> Failure:
     """What an exception says: for reports."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.endswith(_OURS)]
-    where = f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
     own = isinstance(error, NonconformanceError)
+    where = _place(frames[-1 if own else 0]) if frames else ""
     trace = "" if own and error.__cause__ is None else _trace(error)
     if isinstance(error, SdkError):
         what = error.what if own else f"{type(error).__name__}: {error.what}"
         return Failure(what, error.why, error.hint, where, trace)
     return Failure(f"{type(error).__name__}: {error}", where=where, traceback=trace)
+
+
+def _place(frame: traceback.FrameSummary) -> str:
+    return f"{frame.filename}:{frame.lineno} in {frame.name}"
 
 
 def _trace(error: BaseException) -> str:
