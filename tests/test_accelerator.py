@@ -210,3 +210,14 @@ def test_a_torch_accelerator_answers_from_torch() -> None:
     assert not device.is_synchronized_device()
     assert device.device_name(1) == "xpu:1"
     assert not device.on_accelerator(torch.ones(1))
+
+
+def test_fork_rng_keeps_the_device_s_generator() -> None:
+    device = Minimal()
+    device.manual_seed(1)
+    first = torch.rand(3)
+    device.manual_seed(1)
+    with device.random().fork_rng(devices=[device.current_device()]):
+        torch.rand(3)
+    assert torch.equal(torch.rand(3), first)
+    assert device.random().manual_seed is torch.random.manual_seed

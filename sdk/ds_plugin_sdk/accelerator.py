@@ -19,6 +19,7 @@ import abc
 import contextlib
 import functools
 import importlib.util
+import types
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
@@ -138,8 +139,13 @@ class DeepSpeedAccelerator(abc.ABC):
 
     # ------------------------------------------------------------------ random numbers
     def random(self) -> Any:
-        """A module with ``fork_rng(devices=[...])``, as `torch.random` has it."""
-        return torch.random
+        """The functions of `torch.random`, of which ``fork_rng(devices=[...])`` keeps this device's generators."""
+        return types.SimpleNamespace(**{**vars(torch.random), "fork_rng": self._fork_rng})
+
+    def _fork_rng(self, devices: Any = None, **options: Any) -> AbstractContextManager[None]:
+        # torch's own means CUDA where no type is given. It keeps the CPU's generator in any case, and only that one.
+        kept = () if self.device_name() == "cpu" else devices
+        return torch.random.fork_rng(kept, device_type=self.device_name(), **options)
 
     @abc.abstractmethod
     def get_rng_state(self, device_index: int | None = None) -> torch.Tensor:
