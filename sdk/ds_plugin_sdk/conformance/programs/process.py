@@ -1,0 +1,108 @@
+"""What a process of its own tells of the accelerator; its argument is one of the tasks at the end of this file."""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from ds_plugin_sdk.conformance.programs import give
+from ds_plugin_sdk.conformance.target import Target
+from ds_plugin_sdk.settings import settings
+
+# What a child that works takes at most, with the import of torch where it is spawned.
+_CHILD_SECONDS = 60.0
+
+
+def _use(target: Target) -> float:
+    """Compute something on the device and bring it to the host."""
+    values = torch.arange(4.0).to(target.accelerator.current_device_name())
+    target.accelerator.synchronize()
+    return float((values * 2).sum().item())
+
+
+def _rank(target: Target) -> dict[str, Any]:
+    """What a rank that a launcher started sees."""
+    accelerator = target.accelerator
+    index = accelerator.current_device()
+    count = accelerator.device_count()
+    return {"current_device": repr(index), "is_int": type(index) is int, "device_count": count, "sum": _use(target)}
+
+
+def _rank_device(target: Target) -> dict[str, Any]:
+    """The same, once the rank has taken its device."""
+    target.accelerator.set_device(settings.local_rank)
+    return _rank(target)
+
+
+def _child(connection: Connection, name: str, target: Target | None) -> None:
+    """Use the device in a child; a forked one has the target already."""
+    torch.set_num_threads(1)  # as torch's data loader does: threads do not survive a fork
+    try:
+        connection.send({"sum": _use(target or Target.find(name))})
+    except Exception as error:
+        connection.send({"raised": f"{type(error).__name__}: {error}"})
+    connection.close()
+
+
+def _in_child(method: str, name: str, target: Target | None) -> dict[str, Any]:
+    context: Any = multiprocessing.get_context(method)
+    ours, theirs = context.Pipe()
+    child = context.Process(target=_child, args=(theirs, name, target), daemon=True)
+    child.start()
+    theirs.close()
+    try:
+        answer: dict[str, Any] = ours.recv() if ours.poll(_CHILD_SECONDS) else {"hung": True}
+    except EOFError:
+        answer = {"died": True}
+    child.join(5)
+    answer["exit"] = child.exitcode
+    child.kill()
+    return answer
+
+
+def _fork_before_use(target: Target) -> dict[str, Any]:
+    """Ask what DeepSpeed asks while it is imported, then fork; both processes use the device."""
+    accelerator = target.accelerator
+    accelerator.is_available()
+    accelerator.device_count()
+    accelerator.communication_backend_name()
+    accelerator.is_bf16_supported()
+    return {"child": _in_child("fork", target.name, target), "sum": _use(target)}
+
+
+def _fork_after_use(target: Target) -> dict[str, Any]:
+    first = _use(target)
+    return {"child": _in_child("fork", target.name, target), "sum": _use(target), "first": first}
+
+
+def _spawn(target: Target) -> dict[str, Any]:
+    first = _use(target)
+    return {"child": _in_child("spawn", target.name, None), "sum": _use(target), "first": first}
+
+
+_TASKS: dict[str, Callable[[Target], dict[str, Any]]] = {
+    "rank": _rank,
+    "rank_device": _rank_device,
+    "fork_before_use": _fork_before_use,
+    "fork_after_use": _fork_after_use,
+    "spawn": _spawn,
+}
+
+
+def main() -> None:
+    try:
+        give(_TASKS[sys.argv[2]](Target.find(sys.argv[1])))
+    except Exception as error:
+        traceback.print_exc()
+        give({"failure": f"{type(error).__name__}: {error}"})
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

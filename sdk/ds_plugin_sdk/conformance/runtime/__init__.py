@@ -1,0 +1,45 @@
+"""Level ``runtime``: every member of the accelerator's contract, by what it is for.
+
+device         R1   names, indices, the current device
+flags          R2   the four behaviour flags against what the device does
+random         R3   seeds, states, generators
+streams        R4   streams and events
+memory         R5   statistics, in bytes
+dtypes         R6   the types one can train in, tensor factories
+pinned         R7   page-locked host memory
+communication  R8   collective and compile backends, Triton
+profiling      R9   ranges and graphs
+manifest       R10  what a plugin says of itself
+processes      R11  ranks, launchers, fork and spawn
+builders       R12  op builders by DeepSpeed's names
+"""
+
+from ds_plugin_sdk.conformance.runtime import (
+    builders,
+    communication,
+    device,
+    dtypes,
+    flags,
+    manifest,
+    memory,
+    pinned,
+    processes,
+    profiling,
+    random,
+    streams,
+)
+
+__all__ = [
+    "builders",
+    "communication",
+    "device",
+    "dtypes",
+    "flags",
+    "manifest",
+    "memory",
+    "pinned",
+    "processes",
+    "profiling",
+    "random",
+    "streams",
+]

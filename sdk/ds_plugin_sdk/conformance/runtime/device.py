@@ -1,0 +1,356 @@
+"""R1: names, indices and the current device."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from ds_plugin_sdk.conformance.check import Clause, check, expect, expect_equal
+from ds_plugin_sdk.conformance.runtime.support import (
+    SLOW_SECONDS,
+    current_device_kept,
+    expect_refusal,
+    expect_type,
+    indexed,
+    indices,
+    needs_indices,
+    needs_two_devices,
+    place,
+    slow_work,
+)
+from ds_plugin_sdk.conformance.target import Target
+
+
+@check(
+    "runtime.device.name",
+    Clause(
+        "R1.1",
+        "`device_name()` is the torch device type: a string without an index that `torch.device` takes.",
+        reason="DeepSpeed passes it to `torch.autocast`, `GradScaler` and `.to()`, compares it with names.",
+    ),
+)
+def name(target: Target) -> None:
+    given = target.accelerator.device_name()
+    expect_type(given, str, "device_name()")
+    parsed = torch.device(given)
+    expect(parsed.index is None, f"device_name() is {given!r}, with an index", why="expected the type alone")
+    expect_equal(parsed.type, given, "the device type that torch reads in device_name()")
+
+
+@check(
+    "runtime.device.private_name",
+    Clause(
+        "R1.2",
+        "The attribute `_name` equals `device_name()`.",
+        reason="ZeRO-3's partial offload uses it as a device, and `ds_report` prints it.",
+    ),
+)
+def private_name(target: Target) -> None:
+    expect_equal(getattr(target.accelerator, "_name", None), target.accelerator.device_name(), "the attribute _name")
+
+
+@check(
+    "runtime.device.name_of_index",
+    Clause(
+        "R1.3",
+        "`device_name(i)` names device `i`: a tensor made there lies on the device of this type and index, or of this "
+        "type where torch has no indices.",
+        reason="The engine's device is `torch.device(device_name(local_rank))`; all parameters go there.",
+    ),
+)
+def name_of_index(target: Target) -> None:
+    for index in indices(target):
+        text = target.accelerator.device_name(index)
+        expect_type(text, str, f"device_name({index})")
+        expect_equal(
+            torch.empty(0, device=text).device, place(target, index), f"device of a tensor made on device_name({index})"
+        )
+
+
+@check(
+    "runtime.device.count",
+    Clause(
+        "R1.4",
+        "`device_count()` is an int of at least 1, the same at each call.",
+        reason="The launcher starts so many ranks; DeepSpeed divides the world size by it to count nodes.",
+    ),
+)
+def count(target: Target) -> None:
+    given = target.accelerator.device_count()
+    expect_type(given, int, "device_count()")
+    expect(given >= 1, f"device_count() is {given}", why="expected at least 1")
+    expect_equal(target.accelerator.device_count(), given, "device_count() at a second call")
+
+
+@check(
+    "runtime.device.available",
+    Clause(
+        "R1.5",
+        "`is_available()` is True where `device_count()` is at least 1.",
+        reason="ZeRO and the fp16 optimizers raise SystemError where it is false.",
+    ),
+)
+def available(target: Target) -> None:
+    expect_type(target.accelerator.is_available(), bool, "is_available()")
+    expect_equal(target.accelerator.is_available(), target.accelerator.device_count() >= 1, "is_available()")
+
+
+@check(
+    "runtime.device.current",
+    Clause(
+        "R1.6",
+        "`current_device()` is an int, the index of the current device.",
+        reason="ZeRO and inference use it as an index and as a tensor's `device=`; generators are looked up by it.",
+    ),
+)
+def current(target: Target) -> None:
+    given = target.accelerator.current_device()
+    expect_type(given, int, "current_device()")
+    expect(given >= 0, f"current_device() is {given}", why="expected an index")
+    if indexed(target):
+        expect(given in indices(target), f"current_device() is {given} of {len(indices(target))} devices")
+        made = torch.empty(0, device=target.device_type).device
+        expect_equal(given, made.index, "current_device(), where new tensors without an index lie,")
+
+
+@check(
+    "runtime.device.current_name",
+    Clause(
+        "R1.7",
+        "`current_device_name()` names the current device, with its index where torch has indices.",
+        reason="DeepSpeed's most used member: the `device=` of every buffer.",
+    ),
+)
+def current_name(target: Target) -> None:
+    text = target.accelerator.current_device_name()
+    expect_type(text, str, "current_device_name()")
+    expected = torch.empty(0, device=target.device_type).device
+    expect_equal(torch.device(text), expected, "the device that current_device_name() names")
+
+
+@check(
+    "runtime.device.object",
+    Clause(
+        "R1.8",
+        "`device(i)` is device `i` as a `torch.device`, `device()` the current one.",
+        reason="The engine's device where there is no launcher: parameters are moved to it.",
+    ),
+)
+def device_object(target: Target) -> None:
+    for arguments in ((), *((index,) for index in indices(target))):
+        given = target.accelerator.device(*arguments)
+        call = f"device({', '.join(map(str, arguments))})"
+        expect(isinstance(given, torch.device), f"{call} is {given!r}", why="expected a torch.device")
+        index = arguments[0] if arguments else target.accelerator.current_device()
+        expect_equal(torch.empty(0, device=given).device, place(target, index), f"device of a tensor made on {call}")
+
+
+@check(
+    "runtime.device.set",
+    Clause(
+        "R1.9",
+        "After `set_device(i)`, device `i` is current for `current_device()`, for `current_device_name()` and for new "
+        "tensors. A device that torch does not number accepts any local rank.",
+        reason="The engine and zero.Init call it with the local rank before anything is allocated.",
+    ),
+)
+def set_device(target: Target) -> None:
+    with current_device_kept(target):
+        for index in reversed(indices(target)):
+            target.accelerator.set_device(index)
+            if not indexed(target):
+                continue
+            after = f"after set_device({index})"
+            expect_equal(target.accelerator.current_device(), index, f"current_device() {after}")
+            expect_equal(
+                torch.device(target.accelerator.current_device_name()).index, index, f"the named index {after}"
+            )
+            made = torch.empty(0, device=target.device_type)
+            expect_equal(made.device.index, index, f"index of a new tensor's device {after}")
+
+
+@check(
+    "runtime.device.set_out_of_range",
+    Clause(
+        "R1.10",
+        "`set_device(i)` raises where there is no device `i`, and the current device stays.",
+        reason="More ranks than devices would else share one device without a word.",
+    ),
+    needs=needs_indices,
+)
+def set_out_of_range(target: Target) -> None:
+    beyond = len(indices(target))
+    with current_device_kept(target):
+        before = target.accelerator.current_device()
+        kinds = (RuntimeError, ValueError, AssertionError, IndexError)
+        expect_refusal(lambda: target.accelerator.set_device(beyond), kinds, f"set_device({beyond})")
+        expect_equal(target.accelerator.current_device(), before, "current_device() after a refused set_device()")
+
+
+@check(
+    "runtime.device.allocate_out_of_range",
+    Clause(
+        "R1.11",
+        "A tensor cannot be made on a device that `device_count()` does not count.",
+        reason="The count and the devices are one fact; the launcher trusts the count.",
+    ),
+    needs=needs_indices,
+)
+def allocate_out_of_range(target: Target) -> None:
+    beyond = f"{target.device_type}:{len(indices(target))}"
+    expect_refusal(lambda: torch.ones(1, device=beyond), RuntimeError, f"torch.ones(1, device={beyond!r})")
+
+
+@check(
+    "runtime.device.synchronize",
+    Clause(
+        "R1.12",
+        "`synchronize()` returns when all work given to the current device is done.",
+        reason="Called before teardown, around timers and after non-blocking copies to the host.",
+    ),
+)
+def synchronize(target: Target) -> None:
+    host = target.accelerator.pin_memory(torch.zeros(1 << 10))
+    with slow_work(target) as keep_busy:
+        values = torch.zeros(1 << 10, device=target.device)
+        target.accelerator.synchronize()
+        keep_busy()
+        values.fill_(7.0)
+        host.copy_(values, non_blocking=True)
+        target.accelerator.synchronize()
+        seen = set(host.tolist())
+    expect_equal(seen, {7.0}, "values that a non-blocking copy had brought to the host when synchronize() returned")
+
+
+@check(
+    "runtime.device.synchronize_index",
+    Clause(
+        "R1.13",
+        "`synchronize(i)` waits for device `i`, whichever is current, and leaves the current device.",
+        reason="DeepSpeed passes the index of a device that another thread may have left.",
+    ),
+    needs=needs_two_devices,
+)
+def synchronize_index(target: Target) -> None:
+    with current_device_kept(target):
+        target.accelerator.set_device(1)
+        host = target.accelerator.pin_memory(torch.zeros(1 << 10))
+        values = torch.zeros(1 << 10, device=target.accelerator.device_name(1))
+        target.accelerator.synchronize(1)
+        with slow_work(target) as keep_busy:
+            keep_busy()
+            values.fill_(7.0)
+            host.copy_(values, non_blocking=True)
+            target.accelerator.set_device(0)
+            target.accelerator.synchronize(1)
+            seen = set(host.tolist())
+            expect_equal(target.accelerator.current_device(), 0, "current_device() after synchronize(1) on device 0")
+            target.accelerator.set_device(1)
+    expect_equal(seen, {7.0}, "values that device 1 had copied to the host when synchronize(1) returned")
+
+
+@check(
+    "runtime.device.synchronize_idle",
+    Clause(
+        "R1.14",
+        "`synchronize()` of an idle device returns at once.",
+        reason="DeepSpeed calls it at 46 places, several in each step.",
+    ),
+)
+def synchronize_idle(target: Target) -> None:
+    target.accelerator.synchronize()
+    begin = time.perf_counter()
+    for _ in range(10):
+        target.accelerator.synchronize()
+    seconds = (time.perf_counter() - begin) / 10
+    expect(seconds < SLOW_SECONDS / 2, f"synchronize() of an idle device took {seconds * 1000:.0f} ms")
+
+
+@check(
+    "runtime.device.on_accelerator",
+    Clause(
+        "R1.15",
+        "`on_accelerator(tensor)` is True for every tensor on this type of device, whatever its index, view or class, "
+        "and False for all others.",
+        reason="It guards `record_stream`, offload and kernels; a wrong answer takes the host's path.",
+    ),
+)
+def on_accelerator(target: Target) -> None:
+    base = torch.ones(4, 4, device=target.device)
+    tensors = {
+        "a tensor": base,
+        "a view": base[1:, ::2],
+        "an empty tensor": base[:0],
+        "a parameter": torch.nn.Parameter(base.clone()),
+        **{f"a tensor of device {i}": torch.ones(1, device=target.accelerator.device_name(i)) for i in indices(target)},
+    }
+    for what, tensor in tensors.items():
+        expect_equal(target.accelerator.on_accelerator(tensor), True, f"on_accelerator({what} on {tensor.device})")
+    meta = torch.ones(1, device="meta")
+    expect_equal(target.accelerator.on_accelerator(meta), False, "on_accelerator(a tensor on meta)")
+    host = target.accelerator.on_accelerator(torch.ones(1))
+    expect_equal(host, target.device_type == "cpu", "on_accelerator(a tensor on the CPU)")
+
+
+@check(
+    "runtime.device.round_trip",
+    Clause(
+        "R1.16",
+        "A tensor moved to any device and back is the same, in every dtype that DeepSpeed moves, view or not.",
+        reason="Checkpoints, offload and every batch make this trip.",
+    ),
+    cases=lambda target: (
+        {"dtype": dtype} for dtype in ("float32", "bfloat16", "float16", "int64", "int32", "uint8", "bool")
+    ),
+)
+def round_trip(target: Target, dtype: str) -> None:
+    generator = torch.Generator().manual_seed(1)
+    host = (torch.randn(6, 10, generator=generator) * 3).to(getattr(torch, dtype))
+    views = {"whole": host, "transposed": host.t(), "strided": host[:, ::2], "empty": host[:0], "scalar": host[2, 3]}
+    for index in indices(target):
+        for what, view in views.items():
+            back = view.to(target.accelerator.device_name(index)).cpu()
+            expect(torch.equal(back, view), f"a {what} {dtype} tensor came back from device {index} as {back.tolist()}")
+
+
+@check(
+    "runtime.device.members_replaceable",
+    Clause(
+        "R1.17",
+        "Methods can be replaced on the instance: it has a `__dict__`, and they are no properties.",
+        reason="ZenFlow's worker replaces is_available, device_count and current_device.",
+    ),
+)
+def members_replaceable(target: Target) -> None:
+    for member in ("is_available", "device_count", "current_device"):
+        try:
+            setattr(target.accelerator, member, lambda: "replaced")
+            expect_equal(getattr(target.accelerator, member)(), "replaced", f"{member}() after it was replaced")
+        except AttributeError as error:
+            expect(False, f"{member} cannot be replaced on the instance", why=str(error))
+        finally:
+            vars(target.accelerator).pop(member, None)
+
+
+@check(
+    "runtime.device.contextual",
+    Clause(
+        "R1.18",
+        "The device type has torch's device module and autocast: `torch.get_device_module(device_name())` and "
+        "`torch.autocast(device_type=device_name())` work.",
+        reason="DeepSpeed's torch_autocast and activation checkpointing go through both.",
+    ),
+    cases=lambda target: ({"dtype": str(dtype).removeprefix("torch.")} for dtype in _half_dtypes(target)),
+)
+def contextual(target: Target, dtype: str) -> None:
+    torch.get_device_module(target.device_type)
+    left = torch.ones(4, 4, device=target.device)
+    with torch.autocast(device_type=target.device_type, dtype=getattr(torch, dtype)):
+        product = left @ left
+    expect_equal(str(product.dtype), f"torch.{dtype}", f"dtype of a matrix product under autocast to {dtype}")
+    expect_equal(set(product.float().cpu().flatten().tolist()), {4.0}, "that product's values")
+
+
+def _half_dtypes(target: Target) -> list[torch.dtype]:
+    return [dtype for dtype in target.dtypes if dtype in (torch.bfloat16, torch.float16)]

@@ -1,0 +1,394 @@
+"""R5: memory statistics, all in bytes.
+
+They are compared around one large tensor. Beside it an allocator rounds up and keeps freed blocks, and a device that
+counts the host's resident pages sees the rest of the process: hence `_SLACK`, and `empty_cache` before each reading.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from typing import Any
+
+import torch
+
+from ds_plugin_sdk.conformance.check import Clause, check, expect, expect_equal
+from ds_plugin_sdk.conformance.runtime.support import (
+    MIB,
+    current_device_kept,
+    expect_refusal,
+    expect_type,
+    indices,
+    needs_two_devices,
+)
+from ds_plugin_sdk.conformance.target import Target
+
+_SIZE = 96 * MIB
+_SLACK = 24 * MIB
+
+_COUNTERS = (
+    "memory_allocated",
+    "max_memory_allocated",
+    "memory_reserved",
+    "max_memory_reserved",
+    "memory_cached",
+    "max_memory_cached",
+    "total_memory",
+    "available_memory",
+)
+
+
+def _allocate(target: Target, index: int | None = None) -> torch.Tensor:
+    """A tensor of `_SIZE` bytes, each of them written."""
+    device = target.device if index is None else target.accelerator.device_name(index)
+    tensor = torch.full((_SIZE,), 1, dtype=torch.uint8, device=device)
+    target.accelerator.synchronize(index)
+    return tensor
+
+
+def _settle(target: Target) -> None:
+    gc.collect()
+    target.accelerator.synchronize()
+    target.accelerator.empty_cache()
+
+
+def _steady(target: Target) -> int:
+    """`available_memory()` once what was freed before has arrived where it is counted: a kernel may take seconds."""
+    _settle(target)
+    before, end = target.accelerator.available_memory(), time.monotonic() + 3
+    while time.monotonic() < end:
+        time.sleep(0.05)
+        now = target.accelerator.available_memory()
+        if abs(now - before) < MIB:
+            break
+        before = now
+    return int(before)
+
+
+def _mib(size: float) -> str:
+    return f"{size / MIB:.1f} MiB"
+
+
+def _expect_change(seen: int, expected: int, what: str) -> None:
+    expect(
+        abs(seen - expected) <= _SLACK,
+        f"{what} changed by {seen} ({_mib(seen)})",
+        why=f"expected {_mib(expected)}, give or take {_mib(_SLACK)}: all numbers are bytes",
+    )
+
+
+@check(
+    "runtime.memory.type",
+    Clause(
+        "R5.1",
+        "Each counter of memory is an int of at least 0, without an index and with each.",
+        reason="DeepSpeed divides them by 1024**3 for its logs, where None raises.",
+    ),
+    cases=lambda target: ({"counter": counter} for counter in _COUNTERS),
+)
+def type_of_counter(target: Target, counter: str) -> None:
+    for arguments in ((), (None,), *((index,) for index in indices(target))):
+        given = getattr(target.accelerator, counter)(*arguments)
+        call = f"{counter}({', '.join(map(str, arguments))})"
+        expect_type(given, int, call)
+        expect(given >= 0, f"{call} is {given}", why="expected at least 0")
+
+
+@check(
+    "runtime.memory.allocated",
+    Clause(
+        "R5.2",
+        "`memory_allocated()` rises by a tensor's bytes when it is made, and falls by them when it is gone and "
+        "`empty_cache()` was called.",
+        reason="`see_memory_usage` reports it; DeepCompile plans by it.",
+    ),
+)
+def allocated(target: Target) -> None:
+    _settle(target)
+    before = target.accelerator.memory_allocated()
+    tensor = _allocate(target)
+    _expect_change(target.accelerator.memory_allocated() - before, _SIZE, "memory_allocated() at an allocation")
+    held = target.accelerator.memory_allocated()
+    del tensor
+    _settle(target)
+    _expect_change(target.accelerator.memory_allocated() - held, -_SIZE, "memory_allocated() when the tensor was gone")
+
+
+@check(
+    "runtime.memory.reserved",
+    Clause(
+        "R5.3",
+        "`memory_reserved()` is at least `memory_allocated()`, rises with an allocation, and `empty_cache()` brings "
+        "it down again.",
+        reason="What other processes cannot have; `see_memory_usage` reports it.",
+    ),
+)
+def reserved(target: Target) -> None:
+    _settle(target)
+    before = target.accelerator.memory_reserved()
+    tensor = _allocate(target)
+    held, used = target.accelerator.memory_reserved(), target.accelerator.memory_allocated()
+    _expect_change(held - before, _SIZE, "memory_reserved() at an allocation")
+    expect(held >= used - _SLACK, f"memory_reserved() is {held}, less than memory_allocated(), {used}")
+    del tensor
+    _settle(target)
+    _expect_change(target.accelerator.memory_reserved() - held, -_SIZE, "memory_reserved() after empty_cache()")
+
+
+@check(
+    "runtime.memory.peak",
+    Clause(
+        "R5.4",
+        "`max_memory_allocated()` and `max_memory_reserved()` are the largest values since the last reset, and stay "
+        "when memory is freed.",
+        reason="The peak decides whether a model fits; the autotuner and DeepCompile read it.",
+    ),
+    cases=lambda target: ({"counter": counter} for counter in ("allocated", "reserved")),
+)
+def peak(target: Target, counter: str) -> None:
+    accelerator = target.accelerator
+    current, largest = (getattr(accelerator, f"{prefix}memory_{counter}") for prefix in ("", "max_"))
+    _settle(target)
+    accelerator.reset_peak_memory_stats()
+    before = current()
+    tensor = _allocate(target)
+    _expect_change(largest() - before, _SIZE, f"max_memory_{counter}(), against memory_{counter}() before,")
+    del tensor
+    _settle(target)
+    _expect_change(largest() - before, _SIZE, f"max_memory_{counter}(), when the tensor was gone,")
+    expect(largest() >= current() - _SLACK, f"max_memory_{counter}() is {largest()}, below the current {current()}")
+
+
+@check(
+    "runtime.memory.reset_peak",
+    Clause(
+        "R5.5",
+        "`reset_peak_memory_stats()`, and its older names for their counters, start the peak anew from the current "
+        "value.",
+        reason="DeepSpeed measures the peak of each phase so.",
+    ),
+    cases=lambda target: (
+        {"member": member, "counter": counter}
+        for member, counter in (
+            ("reset_peak_memory_stats", "max_memory_allocated"),
+            ("reset_peak_memory_stats", "max_memory_reserved"),
+            ("reset_max_memory_allocated", "max_memory_allocated"),
+            ("reset_max_memory_cached", "max_memory_cached"),
+        )
+    ),
+)
+def reset_peak(target: Target, member: str, counter: str) -> None:
+    tensor = _allocate(target)
+    del tensor
+    _settle(target)
+    before = getattr(target.accelerator, counter)()
+    getattr(target.accelerator, member)()
+    after = getattr(target.accelerator, counter)()
+    current = getattr(target.accelerator, counter.removeprefix("max_"))()
+    expect(
+        abs(after - current) <= _SLACK,
+        f"{counter}() is {after} after {member}() ({before} before)",
+        why=f"expected the current value, {current}",
+    )
+
+
+@check(
+    "runtime.memory.older_names",
+    Clause(
+        "R5.6",
+        "`memory_cached()` is `memory_reserved()`, and `max_memory_cached()` is `max_memory_reserved()`.",
+        reason="DeepSpeed logs both under torch's older names.",
+    ),
+)
+def older_names(target: Target) -> None:
+    accelerator = target.accelerator
+    tensor = _allocate(target)
+    for old, new in (("memory_cached", "memory_reserved"), ("max_memory_cached", "max_memory_reserved")):
+        first, second = getattr(accelerator, old)(), getattr(accelerator, new)()
+        expect(abs(first - second) <= _SLACK, f"{old}() is {first}", why=f"{new}() is {second}")
+    del tensor
+
+
+@check(
+    "runtime.memory.stats",
+    Clause(
+        "R5.7",
+        "`memory_stats()` is a dict from str to int, with `allocated_bytes.all.current` and `.peak` as "
+        "`memory_allocated()` and `max_memory_allocated()` have them.",
+        reason="Each ZeRO-3 step calls `.get` on it; DeepCompile reads its entries.",
+    ),
+)
+def stats(target: Target) -> None:
+    tensor = _allocate(target)
+    for arguments in ((), *((index,) for index in indices(target))):
+        given = target.accelerator.memory_stats(*arguments)
+        call = f"memory_stats({', '.join(map(str, arguments))})"
+        expect(isinstance(given, dict), f"{call} is {given!r}", why="expected a dict")
+        wrong = {key: value for key, value in given.items() if type(key) is not str or type(value) is not int}
+        expect(not wrong, f"{call} holds {wrong}", why="expected ints by str")
+        for key, counter in (("current", "memory_allocated"), ("peak", "max_memory_allocated")):
+            entry = given.get(f"allocated_bytes.all.{key}")
+            expect(entry is not None, f"{call} lacks 'allocated_bytes.all.{key}'", why=f"it has {sorted(given)}")
+            expected = getattr(target.accelerator, counter)(*arguments)
+            same = abs(int(entry or 0) - expected) <= _SLACK
+            expect(same, f"{call}['allocated_bytes.all.{key}'] is {entry}", why=f"{counter}() is {expected}")
+    del tensor
+
+
+@check(
+    "runtime.memory.total",
+    Clause(
+        "R5.8",
+        "`total_memory(i)` is the memory of device `i` in bytes: at least what is allocated and what is available.",
+        reason="The autotuner and inference size batches and KV caches by it.",
+    ),
+)
+def total(target: Target) -> None:
+    accelerator = target.accelerator
+    tensor = _allocate(target)
+    for arguments in ((), *((index,) for index in indices(target))):
+        call = f"total_memory({', '.join(map(str, arguments))})"
+        size = accelerator.total_memory(*arguments)
+        # No device that trains has less; in KiB even the largest would seem to.
+        expect(size >= 256 * MIB, f"{call} is {size}", why="expected bytes")
+        for counter in ("memory_allocated", "available_memory"):
+            part = getattr(accelerator, counter)(*arguments)
+            expect(part <= size, f"{call} is {size}, less than {counter}(), {part}")
+    expect_equal(accelerator.total_memory(), accelerator.total_memory(), "total_memory() at a second call")
+    del tensor
+
+
+@check(
+    "runtime.memory.available",
+    Clause(
+        "R5.9",
+        "`available_memory()` falls by about a tensor's bytes when it is made.",
+        reason="ZeRO flattens parameters on the device only where their bytes are available.",
+    ),
+)
+def available(target: Target) -> None:
+    # The host's memory is shared with others, and its kernel does not count freed pages at once as available: there
+    # the numbers follow when enough is held.
+    before = _steady(target)
+    tensors: list[torch.Tensor] = []
+    falls: list[int] = []
+    while len(tensors) < 10:
+        tensors.append(_allocate(target))
+        falls.append(before - target.accelerator.available_memory())
+        held = _SIZE * len(tensors)
+        if 0.5 * held <= falls[-1] <= 1.5 * held:
+            return
+    expect(
+        False,
+        f"available_memory() fell by {falls} while {len(tensors)} tensors of {_SIZE} bytes were made",
+        why="expected about the sum of their bytes",
+    )
+
+
+@check(
+    "runtime.memory.index",
+    Clause(
+        "R5.10",
+        "The counters of device `i` count the tensors of device `i`; without an index they are the current device's.",
+        reason="Each rank logs, and plans by, its own device.",
+    ),
+    needs=needs_two_devices,
+    cases=lambda target: ({"counter": counter} for counter in ("memory_allocated", "memory_reserved", "stats")),
+)
+def index(target: Target, counter: str) -> None:
+    accelerator = target.accelerator
+    read: Any = _current_bytes(accelerator) if counter == "stats" else getattr(accelerator, counter)
+    _settle(target)
+    with current_device_kept(target):
+        accelerator.set_device(0)
+        before = [read(index) for index in indices(target)]
+        tensor = _allocate(target, 1)
+        _expect_change(read(1) - before[1], _SIZE, f"{counter} of device 1 at an allocation there")
+        _expect_change(read(0) - before[0], 0, f"{counter} of device 0 at an allocation on device 1")
+        _expect_change(read() - before[0], 0, f"{counter} without an index, on device 0, at an allocation on device 1")
+        accelerator.set_device(1)
+        _expect_change(read() - before[1], _SIZE, f"{counter} without an index, on device 1, at an allocation there")
+        del tensor
+
+
+def _current_bytes(accelerator: Any) -> Any:
+    return lambda *arguments: accelerator.memory_stats(*arguments)["allocated_bytes.all.current"]
+
+
+@check(
+    "runtime.memory.reset_index",
+    Clause(
+        "R5.11",
+        "`reset_peak_memory_stats(i)` resets the peak of device `i` alone.",
+        reason="A reset of another rank's device would lose its peak.",
+    ),
+    needs=needs_two_devices,
+)
+def reset_index(target: Target) -> None:
+    accelerator = target.accelerator
+    for device in (0, 1):
+        tensor = _allocate(target, device)
+        del tensor
+    _settle(target)
+    before = [accelerator.max_memory_allocated(device) for device in (0, 1)]
+    accelerator.reset_peak_memory_stats(1)
+    kept, reset = (accelerator.max_memory_allocated(device) for device in (0, 1))
+    expect_equal(kept, before[0], "max_memory_allocated(0) after reset_peak_memory_stats(1)")
+    current = accelerator.memory_allocated(1)
+    expect(abs(reset - current) <= _SLACK, f"max_memory_allocated(1) is {reset} after its reset", why=f"now {current}")
+
+
+@check(
+    "runtime.memory.exhausted",
+    Clause(
+        "R5.12",
+        "An allocation that cannot be met raises RuntimeError (`torch.OutOfMemoryError` is one), and the device can "
+        "be used afterwards.",
+        reason="The autotuner tries batch sizes until one does not fit.",
+    ),
+)
+def exhausted(target: Target) -> None:
+    petabyte = 1 << 50
+    expect_refusal(
+        lambda: torch.empty(petabyte, dtype=torch.uint8, device=target.device),
+        RuntimeError,
+        f"an allocation of 1 PiB on {target.device}",
+    )
+    values = torch.full((4,), 3.0, device=target.device)
+    expect_equal(values.cpu().tolist(), [3.0] * 4, "values computed after an allocation that failed")
+
+
+@check(
+    "runtime.memory.empty_cache",
+    Clause(
+        "R5.13",
+        "`empty_cache()` leaves living tensors as they are.",
+        reason="DeepSpeed calls it between phases, with the model on the device.",
+    ),
+)
+def empty_cache(target: Target) -> None:
+    tensors = [torch.full((1 << 10,), float(number), device=target.device) for number in range(32)]
+    kept = tensors[1::2]
+    del tensors
+    target.accelerator.empty_cache()
+    fresh = [torch.full((1 << 10,), -1.0, device=target.device) for _ in range(32)]
+    seen = [set(tensor.cpu().tolist()) for tensor in kept]
+    del fresh
+    expect_equal(seen, [{2.0 * i + 1} for i in range(16)], "values of living tensors after empty_cache()")
+
+
+@check(
+    "runtime.memory.own",
+    Clause(
+        "R5.14",
+        "Devices have memory of their own: a tensor on one is not changed by work on another.",
+        reason="Each rank's device holds its own shard.",
+    ),
+    needs=needs_two_devices,
+)
+def own(target: Target) -> None:
+    tensors = [torch.full((MIB,), float(i), device=target.accelerator.device_name(i)) for i in indices(target)]
+    for tensor in tensors:
+        tensor.add_(10)
+    seen = [set(tensor.cpu().tolist()) for tensor in tensors]
+    expect_equal(seen, [{10.0 + i} for i in indices(target)], "values on each device after each got 10 added")

@@ -1,0 +1,199 @@
+"""R7: page-locked host memory."""
+
+from __future__ import annotations
+
+import torch
+
+from ds_plugin_sdk.conformance.check import Clause, check, expect, expect_equal
+from ds_plugin_sdk.conformance.runtime.support import expect_refusal, expect_type, slow_work
+from ds_plugin_sdk.conformance.target import Target
+
+
+def _pins(target: Target) -> bool:
+    return bool(getattr(target.accelerator, "_torch_pins_host_memory", True))
+
+
+def _needs_pinning(target: Target) -> str | None:
+    return None if _pins(target) else "the accelerator declares that pinning does nothing (_torch_pins_host_memory)"
+
+
+def _needs(member: str, target: Target) -> str | None:
+    return None if hasattr(target.accelerator, member) else f"written before {member}() was in the contract"
+
+
+def _host(shape: tuple[int, ...] = (3, 5)) -> torch.Tensor:
+    return torch.arange(float(torch.Size(shape).numel())).reshape(shape)
+
+
+@check(
+    "runtime.pinned.content",
+    Clause(
+        "R7.1",
+        "`pin_memory(tensor)` gives a host tensor of the same shape, dtype and content.",
+        reason="Offloaded parameters and gradients live in it.",
+    ),
+)
+def content(target: Target) -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.int64):
+        host = _host().to(dtype)
+        pinned = target.accelerator.pin_memory(host)
+        seen = (pinned.device.type, pinned.dtype, tuple(pinned.shape))
+        expect_equal(seen, ("cpu", dtype, (3, 5)), f"device, dtype and shape of pin_memory() of a {dtype} tensor")
+        expect(torch.equal(pinned, host), f"pin_memory() gave {pinned.tolist()}", why=f"expected {host.tolist()}")
+
+
+@check(
+    "runtime.pinned.is_pinned",
+    Clause(
+        "R7.2",
+        "`is_pinned(pin_memory(tensor))` is True, and `is_pinned(tensor)` of ordinary memory False; both are bools.",
+        reason="Offload copies without blocking only from memory that is pinned.",
+    ),
+)
+def is_pinned(target: Target) -> None:
+    ordinary = target.accelerator.is_pinned(_host())
+    expect_type(ordinary, bool, "is_pinned(tensor)")
+    expect_equal(ordinary, False, "is_pinned() of ordinary host memory")
+    if _pins(target):
+        expect_equal(target.accelerator.is_pinned(target.accelerator.pin_memory(_host())), True, "is_pinned(pinned)")
+
+
+@check(
+    "runtime.pinned.is_a_copy",
+    Clause(
+        "R7.3",
+        "Where pinning locks memory, `pin_memory(tensor)` is a copy: writing it leaves the original.",
+        reason="Ordinary memory cannot be locked where it lies; the original may be reused meanwhile.",
+    ),
+    needs=_needs_pinning,
+)
+def is_a_copy(target: Target) -> None:
+    host = _host()
+    target.accelerator.pin_memory(host).fill_(-1.0)
+    expect(torch.equal(host, _host()), "writing the pinned tensor changed the original")
+
+
+@check(
+    "runtime.pinned.make_copy",
+    Clause(
+        "R7.4",
+        "`pin_memory(tensor, make_copy=False)` gives fresh memory of the tensor's shape and dtype: writing it leaves "
+        "the original.",
+        reason="Offloaded activations and the checkpoint writer make their staging buffers so.",
+    ),
+)
+def make_copy(target: Target) -> None:
+    host = _host()
+    fresh = target.accelerator.pin_memory(host, make_copy=False)
+    seen = (fresh.device.type, fresh.dtype, tuple(fresh.shape))
+    expect_equal(seen, ("cpu", torch.float32, (3, 5)), "device, dtype and shape of pin_memory(make_copy=False)")
+    fresh.fill_(-1.0)
+    expect(
+        torch.equal(host, _host()),
+        "writing pin_memory(tensor, make_copy=False) changed the tensor",
+        why="it shares the tensor's memory",
+    )
+    if _pins(target):
+        expect_equal(target.accelerator.is_pinned(fresh), True, "is_pinned() of pin_memory(make_copy=False)")
+
+
+@check(
+    "runtime.pinned.match_shape",
+    Clause(
+        "R7.5",
+        "`pin_memory(tensor, make_copy=False, match_shape=False)` has one dimension with at least the tensor's number "
+        "of elements.",
+        reason="The checkpoint writer slices its flat buffer.",
+    ),
+)
+def match_shape(target: Target) -> None:
+    flat = target.accelerator.pin_memory(_host(), make_copy=False, match_shape=False)
+    expect_equal(flat.dim(), 1, "dimensions of pin_memory(make_copy=False, match_shape=False)")
+    expect(flat.numel() >= 15, f"it has {flat.numel()} elements", why="expected at least 15")
+
+
+@check(
+    "runtime.pinned.empty",
+    Clause(
+        "R7.6",
+        "`pin_empty(*size, dtype=...)` and `pin_empty_like(tensor)` give fresh host memory of that shape and dtype, "
+        "pinned where pinning locks memory; a device other than the CPU raises ValueError.",
+        reason="Scratch buffers of offload and swapping.",
+    ),
+    needs=lambda target: _needs("pin_empty", target),
+)
+def empty(target: Target) -> None:
+    accelerator = target.accelerator
+    made = {
+        "pin_empty(3, 5)": accelerator.pin_empty(3, 5, dtype=torch.float32),
+        "pin_empty((3, 5))": accelerator.pin_empty((3, 5), dtype=torch.float32),
+        "pin_empty_like(tensor)": accelerator.pin_empty_like(_host()),
+        "pin_empty_like(int tensor, dtype=float32)": accelerator.pin_empty_like(_host().long(), dtype=torch.float32),
+    }
+    for call, tensor in made.items():
+        seen = (tensor.device.type, tensor.dtype, tuple(tensor.shape))
+        expect_equal(seen, ("cpu", torch.float32, (3, 5)), f"device, dtype and shape of {call}")
+        expect_equal(accelerator.is_pinned(tensor), _pins(target), f"is_pinned() of {call}")
+    expect_refusal(lambda: accelerator.pin_empty(2, dtype=torch.float32, device="meta"), ValueError, "pin_empty(meta)")
+
+
+@check(
+    "runtime.pinned.unpin",
+    Clause(
+        "R7.7",
+        "`unpin_memory(pinned)` returns, and the tensor can still be dropped and new memory be pinned.",
+        reason="Offload releases its buffers early where it can.",
+    ),
+    needs=lambda target: _needs("unpin_memory", target),
+)
+def unpin(target: Target) -> None:
+    pinned = target.accelerator.pin_memory(_host())
+    target.accelerator.unpin_memory(pinned)
+    del pinned
+    again = target.accelerator.pin_memory(_host())
+    expect(torch.equal(again, _host()), f"memory pinned after unpin_memory() holds {again.tolist()}")
+
+
+@check(
+    "runtime.pinned.copies",
+    Clause(
+        "R7.8",
+        "Non-blocking copies from and to pinned memory, synchronized, bring the values; memory that is dropped "
+        "meanwhile is not given out before its copy is done.",
+        reason="Offload overlaps these copies with the computation.",
+    ),
+)
+def copies(target: Target) -> None:
+    accelerator = target.accelerator
+    with slow_work(target) as keep_busy:
+        source = accelerator.pin_memory(_host((1024,)))
+        keep_busy()
+        there = source.to(target.device, non_blocking=True)
+        del source
+        other = accelerator.pin_memory(torch.full((1024,), -1.0))
+        back = accelerator.pin_memory(torch.zeros(1024))
+        back.copy_(there.mul_(2), non_blocking=True)
+        accelerator.synchronize()
+        del other
+    expect(torch.equal(back, 2 * _host((1024,))), f"what came back begins {back[:4].tolist()}", why="expected 0, 2, 4")
+
+
+@check(
+    "runtime.pinned.registration",
+    Clause(
+        "R7.9",
+        "`register_host_memory` gives a bool, and `pin_memory_alignment()` a power of two.",
+        reason="DeepSpeed's native pinning registers its own memory with the device's driver through them.",
+    ),
+    needs=lambda target: _needs("pin_memory_alignment", target),
+)
+def registration(target: Target) -> None:
+    alignment = target.accelerator.pin_memory_alignment()
+    expect_type(alignment, int, "pin_memory_alignment()")
+    expect(alignment > 0 and alignment & (alignment - 1) == 0, f"pin_memory_alignment() is {alignment}")
+    page = torch.empty(1 << 14, dtype=torch.uint8)
+    address = -(-page.data_ptr() // 4096) * 4096
+    registered = target.accelerator.register_host_memory(address, 4096)
+    expect_type(registered, bool, "register_host_memory()")
+    if registered:
+        target.accelerator.unregister_host_memory(address)

@@ -1,0 +1,351 @@
+"""R3: seeds, states and generators, of each device apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from ds_plugin_sdk.conformance.check import Clause, check, expect, expect_equal
+from ds_plugin_sdk.conformance.runtime.support import (
+    current_device_kept,
+    expect_type,
+    indexed,
+    indices,
+    needs_two_devices,
+    random_state_kept,
+)
+from ds_plugin_sdk.conformance.target import Target
+
+
+def _draw(target: Target, index: int | None = None, generator: torch.Generator | None = None) -> list[float]:
+    device = target.accelerator.current_device_name() if index is None else target.accelerator.device_name(index)
+    values: list[float] = torch.rand(8, device=device, generator=generator).cpu().tolist()
+    return values
+
+
+@check(
+    "runtime.random.state_type",
+    Clause(
+        "R3.1",
+        "`get_rng_state()` gives a uint8 tensor of one dimension on the CPU.",
+        reason="Checkpoints store it, and inference broadcasts it between ranks as bytes.",
+    ),
+)
+def state_type(target: Target) -> None:
+    state = target.accelerator.get_rng_state()
+    expect(isinstance(state, torch.Tensor), f"get_rng_state() is {state!r}", why="expected a tensor")
+    seen = (str(state.dtype), state.device.type, state.dim())
+    expect_equal(seen, ("torch.uint8", "cpu", 1), "dtype, device and dimensions of get_rng_state()")
+
+
+@check(
+    "runtime.random.seed",
+    Clause(
+        "R3.2",
+        "After `manual_seed(s)` the current device draws the same numbers each time, and others after another seed.",
+        reason="Runs are repeated by their seed; activation checkpointing seeds its RNG tracker so.",
+    ),
+)
+def seed(target: Target) -> None:
+    with random_state_kept(target):
+        drawn = []
+        for value in (11, 11, 12):
+            target.accelerator.manual_seed(value)
+            drawn.append(_draw(target))
+        expect_equal(drawn[1], drawn[0], "numbers drawn after the second manual_seed(11)")
+        expect(drawn[2] != drawn[0], "manual_seed(12) gives the numbers of manual_seed(11)")
+        expect(_draw(target) != drawn[2], "a second draw gives the numbers of the first")
+
+
+@check(
+    "runtime.random.restore",
+    Clause(
+        "R3.3",
+        "After `set_rng_state(state)` the device draws the numbers that it drew after `get_rng_state()` gave `state`.",
+        reason="Activation checkpointing recomputes with the dropout masks of the forward pass; resumed runs go on.",
+    ),
+)
+def restore(target: Target) -> None:
+    with random_state_kept(target):
+        state = target.accelerator.get_rng_state()
+        first = _draw(target)
+        expect(_draw(target) != first, "a second draw gives the numbers of the first")
+        target.accelerator.set_rng_state(state)
+        expect_equal(_draw(target), first, "numbers drawn after set_rng_state()")
+
+
+@check(
+    "runtime.random.state_is_a_copy",
+    Clause(
+        "R3.4",
+        "The state that `get_rng_state()` gave does not change when numbers are drawn.",
+        reason="It is kept from the forward pass until the recomputation.",
+    ),
+)
+def state_is_a_copy(target: Target) -> None:
+    with random_state_kept(target):
+        state = target.accelerator.get_rng_state()
+        before = state.clone()
+        _draw(target)
+        expect(torch.equal(state, before), "a state changed when numbers were drawn after it was taken")
+        expect(not torch.equal(target.accelerator.get_rng_state(), before), "drawing does not change get_rng_state()")
+
+
+@check(
+    "runtime.random.restore_index",
+    Clause(
+        "R3.5",
+        "`get_rng_state(i)` and `set_rng_state(state, i)` are those of device `i`, whichever is current.",
+        reason="torch and DeepSpeed save the states of all devices that a block of activations used.",
+    ),
+    needs=needs_two_devices,
+)
+def restore_index(target: Target) -> None:
+    with random_state_kept(target):
+        for index in indices(target):
+            others = {other: target.accelerator.get_rng_state(other) for other in indices(target) if other != index}
+            state = target.accelerator.get_rng_state(index)
+            first = _draw(target, index)
+            target.accelerator.set_rng_state(state, index)
+            expect_equal(
+                _draw(target, index), first, f"numbers drawn on device {index} after set_rng_state(_, {index})"
+            )
+            for other, kept in others.items():
+                same = torch.equal(target.accelerator.get_rng_state(other), kept)
+                expect(same, f"drawing on device {index} changed the state of device {other}")
+
+
+@check(
+    "runtime.random.state_travels",
+    Clause(
+        "R3.6",
+        "A state that went to the device and back still restores.",
+        reason="Inference moves it to the device, broadcasts it there and passes `.cpu()` of it back.",
+    ),
+)
+def state_travels(target: Target) -> None:
+    with random_state_kept(target):
+        state = target.accelerator.get_rng_state()
+        first = _draw(target)
+        target.accelerator.set_rng_state(state.to(target.device).clone().cpu())
+        expect_equal(_draw(target), first, "numbers drawn after the state came back from the device")
+
+
+@check(
+    "runtime.random.default_generator",
+    Clause(
+        "R3.7",
+        "`default_generator(i)` is the generator that device `i` draws from: its `get_state` and `set_state` are the "
+        "device's.",
+        reason="Activation checkpointing restores states through it.",
+    ),
+)
+def default_generator(target: Target) -> None:
+    with random_state_kept(target):
+        for index in _usable(target):
+            generator = target.accelerator.default_generator(index)
+            expect(hasattr(generator, "set_state"), f"default_generator({index}) is {generator!r}: no generator")
+            state = generator.get_state()
+            first = _draw(target, index)
+            generator.set_state(state)
+            expect_equal(_draw(target, index), first, f"numbers after default_generator({index}).set_state()")
+            generator.set_state(state)
+            drawn = _draw(target, index, generator)
+            expect_equal(drawn, first, f"numbers drawn from default_generator({index}) itself")
+
+
+@check(
+    "runtime.random.seed_all",
+    Clause(
+        "R3.8",
+        "After `manual_seed_all(s)` every device draws the numbers that it draws after `manual_seed(s)`.",
+        reason="Programs seed all devices before a rank knows its own.",
+    ),
+)
+def seed_all(target: Target) -> None:
+    with random_state_kept(target), current_device_kept(target):
+        target.accelerator.manual_seed_all(21)
+        drawn = [_draw(target, index) for index in _usable(target)]
+        for index, numbers in zip(_usable(target), drawn, strict=True):
+            target.accelerator.set_device(index)
+            target.accelerator.manual_seed(21)
+            expect_equal(numbers, _draw(target, index), f"numbers of device {index} after manual_seed_all(21)")
+
+
+@check(
+    "runtime.random.seed_one",
+    Clause(
+        "R3.9",
+        "`manual_seed(s)` leaves the other devices' generators alone.",
+        reason="Its name in torch means the current device; a rank's seed is its own.",
+    ),
+    needs=needs_two_devices,
+)
+def seed_one(target: Target) -> None:
+    with random_state_kept(target), current_device_kept(target):
+        target.accelerator.set_device(0)
+        kept = target.accelerator.get_rng_state(1)
+        target.accelerator.manual_seed(31)
+        same = torch.equal(target.accelerator.get_rng_state(1), kept)
+        expect(same, "manual_seed() on device 0 changed the state of device 1")
+
+
+@check(
+    "runtime.random.host_untouched",
+    Clause(
+        "R3.10",
+        "Drawing on the device leaves the host's generator alone.",
+        reason="The order of the data, drawn on the host, must not depend on what the model draws.",
+    ),
+    needs=lambda target: "the device draws from the host's generator" if target.device_type == "cpu" else None,
+)
+def host_untouched(target: Target) -> None:
+    with random_state_kept(target):
+        torch.manual_seed(5)
+        expected = torch.rand(4).tolist()
+        torch.manual_seed(5)
+        _draw(target)
+        torch.nn.functional.dropout(torch.ones(64, device=target.device), 0.5)
+        expect_equal(torch.rand(4).tolist(), expected, "numbers of the host after a draw on the device")
+
+
+@check(
+    "runtime.random.torch_seed",
+    Clause(
+        "R3.11",
+        "`torch.manual_seed(s)` seeds the device as `manual_seed(s)` does.",
+        reason="Training scripts seed with torch alone.",
+    ),
+)
+def torch_seed(target: Target) -> None:
+    with random_state_kept(target):
+        target.accelerator.manual_seed(41)
+        expected = _draw(target)
+        torch.manual_seed(41)
+        expect_equal(_draw(target), expected, "numbers drawn after torch.manual_seed(41)")
+
+
+@check(
+    "runtime.random.initial_seed",
+    Clause(
+        "R3.12",
+        "`initial_seed()` is the seed that the current device was given last.",
+        reason="Part of the contract since its beginning, for users: it tells how to repeat a run.",
+    ),
+)
+def initial_seed(target: Target) -> None:
+    with random_state_kept(target):
+        for value in (51, 52):
+            target.accelerator.manual_seed(value)
+            expect_equal(target.accelerator.initial_seed(), value, f"initial_seed() after manual_seed({value})")
+
+
+@check(
+    "runtime.random.fork_rng",
+    Clause(
+        "R3.13",
+        "`random().fork_rng(devices=[device])` is a context after which the device draws as if nothing had been drawn "
+        "in it; `device` may be an index or what `current_device_name()` gives.",
+        reason="DeepCompile profiles a graph so, without disturbing the run.",
+    ),
+)
+def fork_rng(target: Target) -> None:
+    with random_state_kept(target):
+        devices: list[Any] = [
+            target.accelerator.current_device(),
+            torch.device(target.accelerator.current_device_name()),
+        ]
+        for device in devices:
+            target.accelerator.manual_seed(61)
+            expected = _draw(target)
+            target.accelerator.manual_seed(61)
+            with target.accelerator.random().fork_rng(devices=[device]):
+                _draw(target)
+            expect_equal(_draw(target), expected, f"numbers drawn after random().fork_rng(devices=[{device!r}])")
+
+
+@check(
+    "runtime.random.lazy_call",
+    Clause(
+        "R3.14",
+        "`lazy_call(callback)` has run the callback, once, by the time the device is used.",
+        reason="Activation checkpointing sets the RNG state in such a callback.",
+    ),
+)
+def lazy_call(target: Target) -> None:
+    calls: list[int] = []
+    target.accelerator.lazy_call(lambda: calls.append(1))
+    torch.ones(1, device=target.device)
+    expect_equal(len(calls), 1, "how often lazy_call() ran its callback")
+
+
+@check(
+    "runtime.random.recomputation",
+    Clause(
+        "R3.15",
+        "A block with dropout, recomputed by `torch.utils.checkpoint`, drops the same elements: its gradients equal "
+        "those without recomputation.",
+        reason="Activation checkpointing is how large models fit.",
+    ),
+)
+def recomputation(target: Target) -> None:
+    with random_state_kept(target):
+        block = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Dropout(0.5), torch.nn.Linear(16, 16))
+        block.to(target.device)
+        x = torch.randn(8, 16).to(target.device).requires_grad_()
+        gradients = []
+        calls: list[Callable[[torch.Tensor], torch.Tensor]] = [
+            block,
+            lambda x: checkpoint(block, x, use_reentrant=False),
+        ]
+        for call in calls:
+            target.accelerator.manual_seed(71)
+            (gradient,) = torch.autograd.grad(call(x).square().sum(), x)
+            gradients.append(gradient.cpu())
+        expect(torch.equal(*gradients), "gradients of a recomputed block differ", why="it dropped other elements")
+
+
+@check(
+    "runtime.random.dropout",
+    Clause(
+        "R3.16",
+        "Dropout drops about its share, and other elements each time.",
+        reason="A mask that is drawn once and used again trains a smaller model.",
+    ),
+)
+def dropout(target: Target) -> None:
+    with random_state_kept(target):
+        target.accelerator.manual_seed(81)
+        masks = [torch.nn.functional.dropout(torch.ones(4096, device=target.device), 0.25).cpu() for _ in range(2)]
+        share = float((masks[0] == 0).float().mean())
+        # Six standard deviations of a binomial share.
+        expect(abs(share - 0.25) < 0.04, f"dropout(p=0.25) dropped {share:.3f} of 4096 elements")
+        expect(not torch.equal(*masks), "two calls of dropout dropped the same elements")
+        kept = set(masks[0][masks[0] != 0].tolist())
+        expect(all(abs(value - 4 / 3) < 1e-6 for value in kept), f"kept elements are {kept}", why="expected 1 / 0.75")
+
+
+def _usable(target: Target) -> list[int]:
+    """Indices whose generators are apart: one where torch has no indices."""
+    return list(indices(target)) if indexed(target) else [0]
+
+
+@check(
+    "runtime.random.seed_type",
+    Clause(
+        "R3.17",
+        "`manual_seed` takes any seed that torch takes, up to 64 bits.",
+        reason="DeepSpeed adds ranks and offsets to the user's seed.",
+    ),
+)
+def seed_type(target: Target) -> None:
+    with random_state_kept(target):
+        for value in (0, 2**31, 2**63 - 1):
+            target.accelerator.manual_seed(value)
+            first = _draw(target)
+            target.accelerator.manual_seed(value)
+            expect_equal(_draw(target), first, f"numbers drawn after the second manual_seed({value})")
+            expect_type(target.accelerator.initial_seed(), int, "initial_seed()")

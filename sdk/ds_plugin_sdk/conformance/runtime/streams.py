@@ -1,0 +1,479 @@
+"""R4: streams and events. Each ordering is tried on slow work, so that a wait that is missing shows in the values."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from ds_plugin_sdk.conformance.check import Clause, check, expect, expect_equal
+from ds_plugin_sdk.conformance.runtime.support import (
+    MIB,
+    SLOW_SECONDS,
+    current_device_kept,
+    expect_refusal,
+    indices,
+    needs_events,
+    needs_streams,
+    needs_two_devices,
+    slow_work,
+)
+from ds_plugin_sdk.conformance.target import Target
+
+
+def _needs_both(target: Target) -> str | None:
+    return needs_streams(target) or needs_events(target)
+
+
+def _values(target: Target) -> torch.Tensor:
+    """Zeros that are there already."""
+    values = torch.zeros(1 << 10, device=target.device)
+    target.accelerator.synchronize()
+    return values
+
+
+def _seen(values: torch.Tensor) -> set[float]:
+    return set(values.cpu().tolist())
+
+
+@check(
+    "runtime.streams.property",
+    Clause(
+        "R4.1",
+        "`Stream` and `Event` are properties that give a class (or a function that makes one), or None; reading them "
+        "never raises and gives the same each time.",
+        reason="DeepSpeed evaluates them in annotations while it is imported.",
+    ),
+    cases=lambda target: ({"member": member} for member in ("Stream", "Event")),
+)
+def stream_property(target: Target, member: str) -> None:
+    first, again = (getattr(target.accelerator, member) for _ in range(2))
+    expect(first is None or callable(first), f"{member} is {first!r}", why="expected a class or None")
+    expect((first is None) == (again is None), f"{member} is {first!r}, and {again!r} when read again")
+
+
+@check(
+    "runtime.streams.none",
+    Clause(
+        "R4.2",
+        "`stream(None)` is a context that changes nothing; `current_stream()` and `default_stream()`, with an index or "
+        "without, give a stream, or None where there are no streams.",
+        reason="ZeRO enters the context of its side stream, which is None on a synchronous device.",
+    ),
+)
+def stream_none(target: Target) -> None:
+    accelerator = target.accelerator
+    before = accelerator.current_stream()
+    with accelerator.stream(None):
+        expect_equal(accelerator.current_stream(), before, "current_stream() inside stream(None)")
+        made = torch.ones(2, device=target.device)
+    expect_equal(_seen(made), {1.0}, "values computed inside stream(None)")
+    for member in ("current_stream", "default_stream"):
+        for arguments in ((), (None,), *((index,) for index in indices(target))):
+            given = getattr(accelerator, member)(*arguments)
+            what = f"{member}({', '.join(map(str, arguments))}) is {given!r}"
+            expect((given is None) == (accelerator.Stream is None), what, why=f"Stream is {accelerator.Stream!r}")
+
+
+@check(
+    "runtime.streams.surface",
+    Clause(
+        "R4.3",
+        "`Stream()` and `Stream(device=i)` make streams, each another, with `wait_stream`, `wait_event`, "
+        "`synchronize`, `query` and `record_event`.",
+        reason="What ZeRO, offloaded activations and expert parallelism call on them.",
+    ),
+    needs=needs_streams,
+)
+def surface(target: Target) -> None:
+    accelerator = target.accelerator
+    made = [accelerator.Stream(), *(accelerator.Stream(device=index) for index in indices(target))]
+    for stream in made:
+        for method in ("wait_stream", "wait_event", "synchronize", "query", "record_event"):
+            expect(callable(getattr(stream, method, None)), f"{stream!r} has no {method}()")
+    expect(made[0] != accelerator.Stream(), "two calls of Stream() gave one stream")
+    expect(made[0] != accelerator.default_stream(), "Stream() gave the default stream")
+
+
+@check(
+    "runtime.streams.device_of_stream",
+    Clause(
+        "R4.4",
+        "`Stream(device=i)`, `current_stream(i)` and `default_stream(i)` are streams of device `i`.",
+        reason="Work recorded on another device's stream is ordered with nothing.",
+    ),
+    needs=lambda target: needs_streams(target) or needs_two_devices(target),
+)
+def device_of_stream(target: Target) -> None:
+    accelerator = target.accelerator
+    for index in indices(target):
+        given = {
+            f"Stream(device={index})": accelerator.Stream(device=index),
+            f"current_stream({index})": accelerator.current_stream(index),
+            f"default_stream({index})": accelerator.default_stream(index),
+        }
+        for call, stream in given.items():
+            expect_equal(torch.device(stream.device).index, index, f"index of the device of {call}")
+
+
+@check(
+    "runtime.streams.default",
+    Clause(
+        "R4.5",
+        "Outside any context the default stream is current, on every device.",
+        reason="ZeRO lets its side streams wait for `default_stream()` where gradients were computed on it.",
+    ),
+    needs=needs_streams,
+)
+def default(target: Target) -> None:
+    accelerator = target.accelerator
+    for arguments in ((), *((index,) for index in indices(target))):
+        expect_equal(
+            accelerator.current_stream(*arguments),
+            accelerator.default_stream(*arguments),
+            f"current_stream({', '.join(map(str, arguments))}) outside any context",
+        )
+
+
+@check(
+    "runtime.streams.context",
+    Clause(
+        "R4.6",
+        "Inside `stream(s)`, `s` is current; afterwards, also after an exception, the one before. Contexts nest.",
+        reason="ZeRO puts reductions and copies on its side streams by it.",
+    ),
+    needs=needs_streams,
+)
+def context(target: Target) -> None:
+    accelerator = target.accelerator
+    before, outer, inner = accelerator.current_stream(), accelerator.Stream(), accelerator.Stream()
+    with accelerator.stream(outer):
+        expect_equal(accelerator.current_stream(), outer, "current_stream() inside stream(s)")
+        with accelerator.stream(inner):
+            expect_equal(accelerator.current_stream(), inner, "current_stream() inside a nested stream(s)")
+        expect_equal(accelerator.current_stream(), outer, "current_stream() after a nested stream(s)")
+    expect_equal(accelerator.current_stream(), before, "current_stream() after stream(s)")
+    try:
+        with accelerator.stream(outer):
+            raise KeyError("a failing step")
+    except KeyError:
+        expect_equal(accelerator.current_stream(), before, "current_stream() after an exception in stream(s)")
+
+
+@check(
+    "runtime.streams.in_order",
+    Clause(
+        "R4.7",
+        "Work on one stream is done in the order in which it was submitted, copies included.",
+        reason="All of DeepSpeed's code on one stream relies on it, without any wait.",
+    ),
+)
+def in_order(target: Target) -> None:
+    with slow_work(target) as keep_busy:
+        values = torch.zeros(1 << 10, device=target.device)
+        keep_busy()
+        values.fill_(1.0)
+        copied = values.clone()
+        values.fill_(2.0)
+        expect_equal(_seen(copied), {1.0}, "a copy made after fill_(1) and before fill_(2)")
+        expect_equal(_seen(values), {2.0}, "values after fill_(1), a copy and fill_(2)")
+
+
+@check(
+    "runtime.streams.wait_stream",
+    Clause(
+        "R4.8",
+        "After `a.wait_stream(b)`, later work on `a` sees what was submitted to `b` before.",
+        reason="The order between ZeRO's reductions, prefetches and the computation.",
+    ),
+    needs=needs_streams,
+)
+def wait_stream(target: Target) -> None:
+    accelerator = target.accelerator
+    side = accelerator.Stream()
+    for first, second in ((side, accelerator.current_stream()), (accelerator.current_stream(), side)):
+        values = _values(target)
+        with slow_work(target) as keep_busy:
+            with accelerator.stream(first):
+                keep_busy()
+                values.fill_(7.0)
+            second.wait_stream(first)
+            with accelerator.stream(second):
+                copied = values.clone()
+            second.synchronize()
+            seen = _seen(copied)
+        expect_equal(seen, {7.0}, f"values read on {second} after wait_stream({first})")
+
+
+@check(
+    "runtime.streams.synchronize",
+    Clause(
+        "R4.9",
+        "`Stream.synchronize()` returns when the stream's work is done, and `query()` then is True.",
+        reason="Offload waits so before the host reads a gradient.",
+    ),
+    needs=needs_streams,
+)
+def stream_synchronize(target: Target) -> None:
+    accelerator = target.accelerator
+    host, side, values = accelerator.pin_memory(torch.zeros(1 << 10)), accelerator.Stream(), _values(target)
+    with slow_work(target) as keep_busy:
+        with accelerator.stream(side):
+            keep_busy()
+            values.fill_(7.0)
+            host.copy_(values, non_blocking=True)
+        expect_equal(bool(side.query()), False, "query() of a stream with work to do")
+        side.synchronize()
+        expect_equal(set(host.tolist()), {7.0}, "values copied to the host when Stream.synchronize() returned")
+        expect_equal(bool(side.query()), True, "query() of a stream that was waited for")
+
+
+@check(
+    "runtime.streams.wait_event",
+    Clause(
+        "R4.10",
+        "After `event.record(b)` or `b.record_event(event)`, and `a.wait_event(event)` or, with `a` current, "
+        "`event.wait()`, later work on `a` sees what was submitted to `b` before the record.",
+        reason="Prefetched parameters and offloaded activations are waited for so.",
+    ),
+    needs=_needs_both,
+    cases=lambda target: ({"by": by} for by in ("stream.wait_event", "event.wait", "event.record(stream)")),
+)
+def wait_event(target: Target, by: str) -> None:
+    accelerator = target.accelerator
+    first, second = accelerator.Stream(), accelerator.Stream()
+    event, values = accelerator.Event(), _values(target)
+    with slow_work(target) as keep_busy:
+        with accelerator.stream(first):
+            keep_busy()
+            values.fill_(7.0)
+            if by != "event.record(stream)":
+                event.record()
+        if by == "event.record(stream)":
+            event.record(first)
+        with accelerator.stream(second):
+            if by == "event.wait":
+                event.wait()
+            else:
+                second.wait_event(event)
+            copied = values.clone()
+        second.synchronize()
+        seen = _seen(copied)
+    expect_equal(seen, {7.0}, f"values read by a stream that waited for the event ({by})")
+
+
+@check(
+    "runtime.streams.event_done",
+    Clause(
+        "R4.11",
+        "`event.query()` is False until the work before the record is done; `event.synchronize()` returns then.",
+        reason="ZeRO-3 asks how many fetches are still under way, and waits for the oldest.",
+    ),
+    needs=needs_events,
+)
+def event_done(target: Target) -> None:
+    accelerator = target.accelerator
+    event, values = accelerator.Event(), _values(target)
+    host = accelerator.pin_memory(torch.zeros(1 << 10))
+    with slow_work(target) as keep_busy:
+        keep_busy()
+        values.fill_(7.0)
+        host.copy_(values, non_blocking=True)
+        event.record()
+        expect_equal(bool(event.query()), False, "query() of an event behind work to do")
+        event.synchronize()
+        expect_equal(set(host.tolist()), {7.0}, "values copied to the host when Event.synchronize() returned")
+        expect_equal(bool(event.query()), True, "query() of an event that was waited for")
+
+
+@check(
+    "runtime.streams.elapsed_time",
+    Clause(
+        "R4.12",
+        "`start.elapsed_time(end)` is the time between two events of `enable_timing=True` in milliseconds.",
+        reason="DeepSpeed's timers and throughput are computed from it.",
+    ),
+    needs=needs_events,
+)
+def elapsed_time(target: Target) -> None:
+    accelerator = target.accelerator
+    start, end = (accelerator.Event(enable_timing=True) for _ in range(2))
+    accelerator.synchronize()
+    with slow_work(target) as keep_busy:
+        begin = time.perf_counter()
+        start.record()
+        keep_busy()
+        end.record()
+        end.synchronize()
+        host = (time.perf_counter() - begin) * 1000
+    measured = start.elapsed_time(end)
+    expect(
+        0.3 * host <= measured <= 1.05 * host + 1,
+        f"elapsed_time() is {measured:.6g} for work that took {host:.6g} ms by the host's clock",
+        why="expected milliseconds",
+    )
+
+
+@check(
+    "runtime.streams.event_reuse",
+    Clause(
+        "R4.13",
+        "An event can be recorded again; it then stands for the later point.",
+        reason="DeepSpeed's timers record the same pair of events each step.",
+    ),
+    needs=needs_events,
+)
+def event_reuse(target: Target) -> None:
+    event = target.accelerator.Event()
+    event.record()
+    event.synchronize()
+    with slow_work(target) as keep_busy:
+        keep_busy()
+        event.record()
+        expect_equal(bool(event.query()), False, "query() of an event that was recorded again behind work to do")
+        event.synchronize()
+        expect_equal(bool(event.query()), True, "query() after it was waited for")
+
+
+@check(
+    "runtime.streams.record_stream",
+    Clause(
+        "R4.14",
+        "Memory of a tensor on which `record_stream(s)` was called is not given out again before the work of `s` at "
+        "its death is done.",
+        reason="ZeRO calls it on each buffer that a side stream still reads when the host lets go of it.",
+    ),
+    needs=needs_streams,
+)
+def record_stream(target: Target) -> None:
+    accelerator = target.accelerator
+    elements = MIB // 4
+    tensor, side = torch.full((elements,), 1.0, device=target.device), accelerator.Stream()
+    accelerator.synchronize()
+    with slow_work(target) as keep_busy:
+        with accelerator.stream(side):
+            keep_busy()
+            copied = tensor.clone()
+        tensor.record_stream(side)
+        del tensor
+        others = [torch.full((elements,), 9.0, device=target.device) for _ in range(3)]
+        side.synchronize()
+        seen = _seen(copied)
+    del others
+    expect_equal(seen, {1.0}, "values that a recorded stream read after its tensor died")
+
+
+@check(
+    "runtime.streams.host_reads_wait",
+    Clause(
+        "R4.15",
+        "Reading a value on the host (`item`, `tolist`, `cpu`, `bool`) waits for the current stream.",
+        reason="Losses, gradient norms and overflow flags are read so, without any wait.",
+    ),
+    cases=lambda target: ({"by": by} for by in ("item", "tolist", "cpu", "bool")),
+)
+def host_reads_wait(target: Target, by: str) -> None:
+    values = torch.zeros(1, device=target.device)
+    target.accelerator.synchronize()
+    reads: dict[str, Any] = {
+        "item": values.item,
+        "tolist": lambda: values.tolist()[0],
+        "cpu": lambda: float(values.cpu()),
+        "bool": lambda: 7.0 * bool(values),
+    }
+    with slow_work(target) as keep_busy:
+        keep_busy()
+        values.fill_(7.0)
+        seen = reads[by]()
+    expect_equal(seen, 7.0, f"a value read by {by} right after it was written")
+
+
+@check(
+    "runtime.streams.between_devices",
+    Clause(
+        "R4.16",
+        "A copy from one device to another is ordered with the work of both devices' current streams.",
+        reason="Pipeline stages and offloaded states cross devices without explicit waits.",
+    ),
+    needs=needs_two_devices,
+)
+def between_devices(target: Target) -> None:
+    accelerator = target.accelerator
+    with current_device_kept(target):
+        accelerator.set_device(0)
+        values = torch.zeros(1 << 10, device=accelerator.device_name(0))
+        for index in indices(target):
+            accelerator.synchronize(index)
+        with slow_work(target) as keep_busy:
+            keep_busy()
+            values.fill_(1.0)
+            there = values.to(accelerator.device_name(1))
+            values.fill_(2.0)
+            seen = _seen(there)
+    expect_equal(seen, {1.0}, "a copy on device 1 made between fill_(1) and fill_(2) on device 0")
+
+
+@check(
+    "runtime.streams.timing_needs_both",
+    Clause(
+        "R4.17",
+        "`elapsed_time` of an event that was not recorded raises.",
+        reason="A timer that was never started must not report a time.",
+    ),
+    needs=needs_events,
+)
+def timing_needs_both(target: Target) -> None:
+    start, end = (target.accelerator.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    start.synchronize()
+    kinds = (RuntimeError, ValueError)
+    expect_refusal(lambda: start.elapsed_time(end), kinds, "elapsed_time() of an event that was not recorded")
+
+
+@check(
+    "runtime.streams.switches_device",
+    Clause(
+        "R4.18",
+        "`stream(s)` with a stream of another device makes that device current, and the former one afterwards.",
+        reason="As in torch.cuda; expert parallelism makes `Stream(device=i)` and enters it.",
+    ),
+    needs=lambda target: needs_streams(target) or needs_two_devices(target),
+)
+def switches_device(target: Target) -> None:
+    accelerator = target.accelerator
+    with current_device_kept(target):
+        accelerator.set_device(0)
+        with accelerator.stream(accelerator.Stream(device=1)):
+            expect_equal(accelerator.current_device(), 1, "current_device() inside stream(Stream(device=1))")
+        expect_equal(accelerator.current_device(), 0, "current_device() after stream(Stream(device=1))")
+
+
+@check(
+    "runtime.streams.apart",
+    Clause(
+        "R4.19",
+        "Work on one stream does not wait for work on another that was submitted before it.",
+        reason="Otherwise communication never overlaps computation; it is what streams are for.",
+    ),
+    needs=needs_streams,
+)
+def apart(target: Target) -> None:
+    accelerator = target.accelerator
+    slow, quick = accelerator.Stream(), accelerator.Stream()
+    with slow_work(target) as keep_busy:
+        with accelerator.stream(slow):
+            for _ in range(4):
+                keep_busy()
+        begin = time.perf_counter()
+        with accelerator.stream(quick):
+            torch.zeros(1, device=target.device).fill_(1.0)
+        quick.synchronize()
+        seconds = time.perf_counter() - begin
+        still_busy = not slow.query()
+    expect(
+        still_busy and seconds < 3 * SLOW_SECONDS,
+        f"a quick piece of work took {seconds * 1000:.0f} ms while another stream was busy for "
+        f"{4000 * SLOW_SECONDS:.0f} ms",
+        why="streams wait for each other",
+    )

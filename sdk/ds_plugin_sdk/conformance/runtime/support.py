@@ -1,0 +1,145 @@
+"""What the checks of the runtime share: device indices, work that takes a while, and things put back as they were."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from ds_plugin_sdk import simulator
+from ds_plugin_sdk.conformance.check import expect
+from ds_plugin_sdk.conformance.target import Target
+from ds_plugin_sdk.errors import InvalidAcceleratorError
+
+# How long slow work lasts: long against what a busy machine keeps a thread waiting, short for who waits for it.
+SLOW_SECONDS = 0.06
+_PIECES = 3
+
+MIB = 1 << 20
+
+
+def indexed(target: Target) -> bool:
+    """Whether torch numbers devices of this type. It does not number the CPU."""
+    return torch.empty(0, device=target.device_type).device.index is not None
+
+
+def indices(target: Target) -> range:
+    """Indices of the target's devices."""
+    return range(int(target.accelerator.device_count()))
+
+
+def place(target: Target, index: int) -> torch.device:
+    """Where torch says that a tensor of a device lies."""
+    return torch.device(target.device_type, index) if indexed(target) else torch.device(target.device_type)
+
+
+def needs_streams(target: Target) -> str | None:
+    return None if target.accelerator.Stream is not None else "the accelerator declares no streams (Stream is None)"
+
+
+def needs_events(target: Target) -> str | None:
+    return None if target.accelerator.Event is not None else "the accelerator declares no events (Event is None)"
+
+
+def needs_indices(target: Target) -> str | None:
+    return None if indexed(target) else f"torch does not number devices of type '{target.device_type}'"
+
+
+def needs_two_devices(target: Target) -> str | None:
+    count = len(indices(target))
+    return needs_indices(target) or (None if count > 1 else f"the accelerator declares {count} device")
+
+
+@contextlib.contextmanager
+def current_device_kept(target: Target) -> Iterator[None]:
+    """Afterwards the same device is current as before."""
+    before = target.accelerator.current_device()
+    try:
+        yield
+    finally:
+        target.accelerator.set_device(before)
+
+
+@contextlib.contextmanager
+def random_state_kept(target: Target) -> Iterator[None]:
+    """Afterwards the host's and all devices' generators are as before."""
+    host = torch.get_rng_state()
+    states = [target.accelerator.get_rng_state(index) for index in indices(target)]
+    try:
+        yield
+    finally:
+        for index, state in enumerate(states):
+            target.accelerator.set_rng_state(state, index)
+        torch.set_rng_state(host)
+
+
+@contextlib.contextmanager
+def slow_work(target: Target) -> Iterator[Callable[[], None]]:
+    """Gives a function that keeps the current stream of the device busy for about `SLOW_SECONDS`.
+
+    A simulated device is told to be slow. On any other the work is a chain of matrix products, as long as it takes.
+    """
+    with contextlib.ExitStack() as stack:
+        yield _delayed(target, stack) or _products(target)
+        target.accelerator.synchronize()
+
+
+def _delayed(target: Target, stack: contextlib.ExitStack) -> Callable[[], None] | None:
+    if simulator.installed_name() != target.device_type:
+        return None
+    target.accelerator.synchronize()
+    try:
+        stack.enter_context(simulator.delay(int(SLOW_SECONDS / _PIECES * 1e6)))
+    except InvalidAcceleratorError:  # the vendor's own runtime, which cannot be told
+        return None
+
+    def keep_busy() -> None:
+        piece = torch.empty(1, device=target.accelerator.current_device_name())
+        for _ in range(_PIECES):
+            piece.fill_(0)
+
+    return keep_busy
+
+
+def _products(target: Target) -> Callable[[], None]:
+    device = target.accelerator.current_device_name()
+    matrix = torch.full((1024, 1024), 1e-3, device=device)
+
+    def submit(count: int) -> None:
+        for _ in range(count):
+            torch.mm(matrix, matrix)
+
+    submit(1)
+    count, seconds = 1, 0.0
+    while seconds < SLOW_SECONDS / 4:
+        count *= 2
+        target.accelerator.synchronize()
+        begin = time.perf_counter()
+        submit(count)
+        target.accelerator.synchronize()
+        seconds = time.perf_counter() - begin
+    count = max(1, int(count * SLOW_SECONDS / seconds))
+    return lambda: submit(count)
+
+
+def expect_refusal(
+    call: Callable[[], Any], kinds: type[Exception] | tuple[type[Exception], ...], what: str, *, why: str = ""
+) -> None:
+    """Fail unless `call` raises one of `kinds`; `what` names the call."""
+    names = " or ".join(kind.__name__ for kind in (kinds if isinstance(kinds, tuple) else (kinds,)))
+    try:
+        given = call()
+    except kinds:
+        return
+    except Exception as error:
+        expect(False, f"{what} raised {type(error).__name__}: {error}", why=f"expected {names}")
+        return
+    expect(False, f"{what} was accepted and gave {given!r}", why=why or f"expected {names}")
+
+
+def expect_type(value: Any, kind: type, what: str) -> None:
+    """Fail unless a value is exactly of a type, so that True is no int."""
+    expect(type(value) is kind, f"{what} is {value!r} of type {type(value).__name__}", why=f"expected {kind.__name__}")
