@@ -7,8 +7,10 @@ in what a wrong answer leaves out. Conformance runs every one of them.
 from __future__ import annotations
 
 from ds_plugin_sdk.hosts.deepspeed.front_ends.front_end import FrontEnd, Result
+from ds_plugin_sdk.hosts.deepspeed.front_ends.inference import INFERENCE
 from ds_plugin_sdk.hosts.deepspeed.front_ends.optimizers import OPTIMIZERS
+from ds_plugin_sdk.hosts.deepspeed.front_ends.training import TRAINING
 
-FRONT_ENDS: tuple[FrontEnd, ...] = (*OPTIMIZERS,)
+FRONT_ENDS: tuple[FrontEnd, ...] = (*OPTIMIZERS, *TRAINING, *INFERENCE)
 
 __all__ = ["FRONT_ENDS", "FrontEnd", "Result"]
