@@ -35,7 +35,7 @@ static_assert(TORCH_FEATURE_VERSION == TORCH_TARGET_VERSION, "include ds_kernels
 // DS_KERNELS_IMPL(CPU | CUDA | XPU | PrivateUse1, m) { m.impl(...); }
 #define DS_KERNELS_IMPL(dispatch_key, m) STABLE_TORCH_LIBRARY_IMPL(ds_plugin, dispatch_key, m)
 
-// For functions that take a TensorList and return nothing; TORCH_BOX for all others.
+// For functions that take a TensorList and return nothing or one Tensor; TORCH_BOX for all others.
 #define DS_KERNELS_BOX(function) (&::ds_kernels::detail::Boxed<(function)>::call)
 
 // Throws what Python sees as RuntimeError("ds_plugin::<op>: <message>"). `op` is the op's name; the message's parts
@@ -171,7 +171,7 @@ T unbox(StableIValue value) {
 template <auto function>
 struct Boxed;
 
-template <class... Args, void (*function)(Args...)>
+template <class Result, class... Args, Result (*function)(Args...)>
 struct Boxed<function> {
   static void call(StableIValue* stack, uint64_t arguments, uint64_t) {
     if (arguments != sizeof...(Args)) throw std::runtime_error("ds_plugin: the schema does not fit the kernel");
@@ -180,7 +180,11 @@ struct Boxed<function> {
 
   template <size_t... I>
   static void call_on(StableIValue* stack, std::index_sequence<I...>) {
-    function(unbox<std::decay_t<Args>>(stack[I])...);
+    if constexpr (std::is_void_v<Result>) {
+      function(unbox<std::decay_t<Args>>(stack[I])...);
+    } else {
+      stack[0] = torch::stable::detail::from(function(unbox<std::decay_t<Args>>(stack[I])...));
+    }
   }
 };
 

@@ -21,6 +21,9 @@ class Slices {
 
   int64_t units() const { return first_unit_.back(); }
 
+  // The number of the first unit of `tensor`; of the one behind the last tensor, units().
+  int64_t first_unit(size_t tensor) const { return first_unit_[tensor]; }
+
   // Calls `body(tensor, begin, end)` for the slices that units [first, last) consist of.
   template <class Body>
   void visit(int64_t first, int64_t last, Body body) const {

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from ds_plugin_sdk.optim.adagrad import FusedAdagrad
 from ds_plugin_sdk.optim.adam import FusedAdam
+from ds_plugin_sdk.optim.lamb import FusedLamb
 from ds_plugin_sdk.optim.lion import FusedLion
 
-__all__ = ["FusedAdagrad", "FusedAdam", "FusedLion"]
+__all__ = ["FusedAdagrad", "FusedAdam", "FusedLamb", "FusedLion"]

@@ -1,0 +1,155 @@
+"""LAMB."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from ds_plugin_sdk.ops.lamb import lamb_
+from ds_plugin_sdk.optim._fused import FusedOptimizer, check_options
+
+
+class FusedLamb(FusedOptimizer):
+    """LAMB, DeepSpeed's or the paper's; the formula is that of `ds_plugin_sdk.ops.lamb.lamb_`.
+
+    Args:
+        params: parameters or parameter groups, float32, bfloat16 or float16 (float64 by the reference).
+        lr: learning rate.
+        betas: decay of the moments.
+        eps: added to the denominator.
+        weight_decay: decay of the parameters.
+        max_grad_norm: if not 0, gradients are scaled down so that the norm of all of them together is no larger.
+        max_coeff: upper limit of the trust ratio; None is 10, and infinity for the paper's form.
+        min_coeff: lower limit of the trust ratio; None is 0.01, and 0 for the paper's form.
+        paper: algorithm 2 of You et al. 2020 rather than DeepSpeed's form: moments are corrected before they are
+            divided, and the trust ratio has no limits.
+        eps_inside_sqrt: add eps to the second moment rather than to its square root.
+        bias_correction: correct for the moments' start at zero.
+        state_dtype: dtype of the moments: `torch.float32`, or None for that of each parameter.
+
+    Raises:
+        ValueError: an option is out of range.
+    """
+
+    FAMILY: ClassVar[str] = "lamb"
+    STATES: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        max_grad_norm: float = 0.0,
+        max_coeff: float | None = None,
+        min_coeff: float | None = None,
+        paper: bool = False,
+        eps_inside_sqrt: bool = False,
+        bias_correction: bool = True,
+        state_dtype: torch.dtype | None = None,
+    ) -> None:
+        max_coeff = max_coeff if max_coeff is not None else math.inf if paper else 10.0
+        min_coeff = min_coeff if min_coeff is not None else 0.0 if paper else 0.01
+        check_options("FusedLamb", lr=lr, eps=eps, weight_decay=weight_decay, betas=betas, min_coeff=min_coeff)
+        check_options("FusedLamb", max_grad_norm=max_grad_norm)
+        if not max_coeff >= min_coeff:
+            raise ValueError(f"FusedLamb: max_coeff={max_coeff}; expected at least min_coeff={min_coeff}")
+        defaults: dict[str, Any] = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "max_grad_norm": max_grad_norm,
+            "max_coeff": max_coeff,
+            "min_coeff": min_coeff,
+            "paper": paper,
+            "eps_inside_sqrt": eps_inside_sqrt,
+            "bias_correction": bias_correction,
+            "state_dtype": state_dtype,
+        }
+        super().__init__(params, defaults)
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._scale = 1.0
+        self._grad_norm: float | None = None
+        self._ratios: dict[Tensor, Tensor] = {}
+
+    @torch.no_grad()
+    def step(
+        self, closure: Callable[[], Any] | None = None, *, scale: float = 1.0, grad_norm: float | Tensor | None = None
+    ) -> Any:
+        """Update every parameter that has a gradient.
+
+        Args:
+            closure: computes the loss again and returns it.
+            scale: the loss scale that gradients are divided by.
+            grad_norm: L2 norm of all gradients together as they are, loss scale included, if it is known; where a group
+                clips and it is not, it is computed, which reads every gradient once more.
+
+        Returns:
+            What the closure returned, or None.
+
+        Raises:
+            InvalidTensorError: a gradient or state does not fit its parameter; the group's tensors of that dtype were
+                not modified.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._ratios.clear()
+        self._scale, self._grad_norm = scale, None if grad_norm is None else float(grad_norm)
+        super().step()
+        return loss
+
+    def get_lamb_coeffs(self) -> list[float]:
+        """The trust ratios of the last step, one for each parameter that had a gradient, in the groups' order."""
+        params = [param for group in self.param_groups for param in group["params"] if param in self._ratios]
+        return [self._ratios[param].item() for param in params]
+
+    def _update(
+        self,
+        group: dict[str, Any],
+        params: list[Tensor],
+        grads: list[Tensor],
+        states: list[list[Tensor]],
+        steps: list[int],
+    ) -> None:
+        exp_avgs, exp_avg_sqs = states
+        ratios = lamb_(
+            params,
+            grads,
+            exp_avgs,
+            exp_avg_sqs,
+            steps,
+            lr=group["lr"],
+            betas=group["betas"],
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            min_coeff=group["min_coeff"],
+            max_coeff=group["max_coeff"],
+            grad_scale=self._scale * self._clip(group["max_grad_norm"]),
+            eps_inside_sqrt=group["eps_inside_sqrt"],
+            bias_correction=group["bias_correction"],
+            correct_inside=group["paper"],
+        )
+        self._ratios.update(zip(params, ratios.unbind(), strict=True))
+
+    def _clip(self, max_grad_norm: float) -> float:
+        """What gradients have to be divided by, beyond the loss scale, for their norm not to exceed the largest."""
+        if max_grad_norm == 0:
+            return 1.0
+        if self._grad_norm is None:
+            params = [param for group in self.param_groups for param in group["params"]]
+            grads = [param.grad for param in params if param.grad is not None]
+            self._grad_norm = float(torch.nn.utils.get_total_norm(grads))
+        # The 1e-6 is that of DeepSpeed's front end.
+        return max(1.0, (self._grad_norm / self._scale + 1e-6) / max_grad_norm)
