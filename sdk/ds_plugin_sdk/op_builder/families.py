@@ -17,6 +17,7 @@ FAMILIES = {
     "cpu_adagrad": "adagrad",
     "cpu_lion": "lion",
     "fused_lion": "lion",
+    "fused_lamb": "lamb",
 }
 
 _modules: dict[str, str] = {}
