@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ds_plugin_sdk import jit, op_builder, registry
 from ds_plugin_sdk.errors import OpError, UnknownAcceleratorError
-from ds_plugin_sdk.op_builder import OpBuilder, ReferenceOpBuilder
+from ds_plugin_sdk.op_builder import CombinedOpBuilder, OpBuilder, ReferenceOpBuilder
 from ds_plugin_sdk.settings import settings
 
 
@@ -35,7 +35,7 @@ def builders_of(plugin: str, ops: Sequence[str] = ()) -> list[OpBuilder]:
         )
     accelerator = registry.load(registry.only(installed[plugin]))
     classes = op_builder.builders(accelerator.op_builders, accelerator.device_name()).values()
-    found = [cls() for cls in classes if not issubclass(cls, ReferenceOpBuilder)]
+    found = [cls() for cls in classes if not issubclass(cls, ReferenceOpBuilder | CombinedOpBuilder)]
     unknown = set(ops) - {builder.name for builder in found} - {builder.build_spec().name for builder in found}
     if unknown:
         raise OpError(

@@ -13,7 +13,7 @@ import pluggy
 from ds_plugin_sdk import jit, op_builder, registry
 from ds_plugin_sdk.accelerator import DeepSpeedAccelerator
 from ds_plugin_sdk.errors import BuildError, SdkError, ToolchainError
-from ds_plugin_sdk.op_builder import NotImplementedBuilder, OpBuilder, ReferenceOpBuilder
+from ds_plugin_sdk.op_builder import CombinedOpBuilder, NotImplementedBuilder, OpBuilder, ReferenceOpBuilder
 from ds_plugin_sdk.provenance import Record
 from ds_plugin_sdk.registry import hookspecs
 from ds_plugin_sdk.settings import settings
@@ -44,7 +44,8 @@ class OpStatus:
 
     Attributes:
         name: DeepSpeed's op name.
-        origin: ``prebuilt``, ``cache``, ``compiles`` (at first use), ``reference``, ``not offered`` or ``broken``.
+        origin: ``prebuilt``, ``cache``, ``compiles`` (at first use), ``reference``, ``combined`` (of several
+            families), ``not offered`` or ``broken``.
         provider: distribution that provides it.
         reason: why this and not a better one.
     """
@@ -92,10 +93,8 @@ def collect() -> Facts:
 def status(builder: type[OpBuilder]) -> OpStatus:
     """Where one op would come from now. Compiles nothing, writes nothing."""
     op = builder()
-    if issubclass(builder, NotImplementedBuilder):
-        return OpStatus(op.name, "not offered", "-", "neither the plugin nor the SDK implements it")
-    if issubclass(builder, ReferenceOpBuilder):
-        return OpStatus(op.name, "reference", op.owner(), "the plugin has no native kernel for this op")
+    if isinstance(op, NotImplementedBuilder | CombinedOpBuilder | ReferenceOpBuilder):
+        return _without_code(op)
     try:
         spec = op.build_spec()
         artifact = jit.find(spec)
@@ -107,6 +106,15 @@ def status(builder: type[OpBuilder]) -> OpStatus:
         return OpStatus(op.name, "compiles", op.owner(), f"at first use: {reason}")
     except (BuildError, SdkError) as error:
         return OpStatus(op.name, "broken", op.owner(), str(error))
+
+
+def _without_code(op: OpBuilder) -> OpStatus:
+    """Where an op without sources of its own comes from."""
+    if isinstance(op, NotImplementedBuilder):
+        return OpStatus(op.name, "not offered", "-", "neither the plugin nor the SDK implements it")
+    if isinstance(op, CombinedOpBuilder):
+        return OpStatus(op.name, "combined", op.owner(), f"made of {', '.join(op.families())}")
+    return OpStatus(op.name, "reference", op.owner(), "the plugin has no native kernel for this op")
 
 
 def summarise(records: Iterable[Record]) -> list[RunRow]:

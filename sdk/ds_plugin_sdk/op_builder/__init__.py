@@ -2,6 +2,7 @@
 
 lookup     DeepSpeed's builder name -> builder class
 builder    OpBuilder: sources and flags -> prebuilt, cache, compiler or reference
+combined   ops that are several families at once
 kinds      C++, CUDA and SYCL builders
 families   op name -> the SDK's torch ops
 host       the SDK's own builders, for host tensors
@@ -15,6 +16,7 @@ from ds_plugin_sdk.op_builder.builder import (
     ReferenceOpBuilder,
     add_prebuilt,
 )
+from ds_plugin_sdk.op_builder.combined import CombinedOpBuilder
 from ds_plugin_sdk.op_builder.families import module_for, register_modules
 from ds_plugin_sdk.op_builder.kinds import CppOpBuilder, CUDAOpBuilder, SYCLOpBuilder
 from ds_plugin_sdk.op_builder.lookup import (
@@ -33,6 +35,7 @@ __all__ = [
     "HOST_BUILDERS",
     "OPTIONAL_BUILDERS",
     "CUDAOpBuilder",
+    "CombinedOpBuilder",
     "CppOpBuilder",
     "NotImplementedBuilder",
     "OpBuilder",

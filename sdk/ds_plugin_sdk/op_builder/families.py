@@ -18,6 +18,15 @@ FAMILIES = {
     "cpu_lion": "lion",
     "fused_lion": "lion",
     "fused_lamb": "lamb",
+    "quantizer": "quantizer",
+    # Families that DeepSpeed asks for only as parts of its inference module; their op names are our own.
+    "norm": "norm",
+    "softmax": "softmax",
+    "activation": "activation",
+    "rotary": "rotary",
+    "residual": "residual",
+    "linear": "linear",
+    "attention": "attention",
 }
 
 _modules: dict[str, str] = {}

@@ -14,6 +14,7 @@ from typing import Any
 
 from ds_plugin_sdk.op_builder import families
 from ds_plugin_sdk.op_builder.builder import NotImplementedBuilder, OpBuilder, ReferenceOpBuilder
+from ds_plugin_sdk.op_builder.combined import COMBINED, CombinedOpBuilder
 
 # The package of builders that work on host tensors whatever the accelerator is.
 HOST_BUILDERS = "ds_plugin_sdk.op_builder.host"
@@ -57,8 +58,8 @@ def borrow_from(lender: Lender) -> None:
 def find(class_name: str, package: str | None, device_type: str) -> type[Any]:
     """The builder class of a name such as ``FusedAdamBuilder``.
 
-    A plugin's own builder comes first, then the SDK's for host tensors, then the reference, then what a host lends; the
-    last is a class whose ``load()`` raises `OpNotImplementedError`.
+    A plugin's own builder comes first, then the SDK's for host tensors, then an op that is made of several families,
+    then the reference, then what a host lends; the last is a class whose ``load()`` raises `OpNotImplementedError`.
     """
     own = None if package is None else _builders_of(package).get(class_name)
     if own is not None:
@@ -67,6 +68,8 @@ def find(class_name: str, package: str | None, device_type: str) -> type[Any]:
     if host is not None and (device_type == "cpu" or class_name.startswith("CPU")):
         return host
     name = op_name(class_name)
+    if name in COMBINED:
+        return _derived(CombinedOpBuilder, class_name, name, device_type)
     if families.of(name) is not None:
         return _derived(ReferenceOpBuilder, class_name, name)
     lent = (lender(class_name, device_type) for lender in _lenders)
@@ -144,5 +147,6 @@ def _names_of(package: str) -> Iterator[str]:
 
 
 @functools.cache
-def _derived(base: type[OpBuilder], class_name: str, name: str) -> type[OpBuilder]:
-    return type(class_name, (base,), {"NAME": name, "__module__": base.__module__, "__doc__": base.__doc__})
+def _derived(base: type[OpBuilder], class_name: str, name: str, device_type: str = "") -> type[OpBuilder]:
+    members = {"NAME": name, "DEVICE_TYPE": device_type, "__module__": base.__module__, "__doc__": base.__doc__}
+    return type(class_name, (base,), members)

@@ -1,0 +1,87 @@
+// Layer norm and RMS norm, row by row. Compiled once per instruction-set level, without torch.
+//
+// A row is gathered as floats first, where it is not float already or has terms to be added; then two passes over it,
+// which lies in the first-level cache, give mean and variance without cancellation.
+#include "norm_loops.h"
+#include "by_dtype.h"
+#include "row.h"
+
+namespace ds_kernels::cpu {
+namespace {
+
+template <class Element>
+const Element* row_of(const void* rows, int64_t row, int64_t columns) {
+  return rows ? static_cast<const Element*>(rows) + row * columns : nullptr;
+}
+
+// The elements of a row as floats: s in NormRows.
+template <class Element>
+const float* gather(const NormRows& n, int64_t row, float* scratch) {
+  const Element* input = row_of<Element>(n.input, row, n.columns);
+  const Element* residual = row_of<Element>(n.residual, row, n.columns);
+  const Element* input_bias = row_of<Element>(n.input_bias, 0, 0);
+  Element* sum = const_cast<Element*>(row_of<Element>(n.sum, row, n.columns));
+  if constexpr (sizeof(Element) == sizeof(float)) {
+    if (!residual && !input_bias) return input;
+  }
+  for_each_vector(n.columns, [=](int64_t i, auto memory) {
+    Floats x = memory.load(input + i);
+    if (residual) x += memory.load(residual + i);
+    if (input_bias) x += memory.load(input_bias + i);
+    if (sum) memory.store(sum + i, x);
+    memory.store(scratch + i, x);
+  });
+  return scratch;
+}
+
+// output = (row - mean) * factor * weight + bias
+template <class Element>
+void finish(const NormRows& n, int64_t row, const float* x, float mean, float factor) {
+  const Element* weight = row_of<Element>(n.weight, 0, 0);
+  const Element* bias = row_of<Element>(n.bias, 0, 0);
+  Element* output = const_cast<Element*>(row_of<Element>(n.output, row, n.columns));
+  for_each_vector(n.columns, [=](int64_t i, auto memory) {
+    Floats y = (memory.load(x + i) - mean) * factor * memory.load(weight + i);
+    if (bias) y += memory.load(bias + i);
+    memory.store(output + i, y);
+  });
+}
+
+template <class Element>
+struct LayerNorm {
+  static void run(const NormRows& rows, int64_t first, int64_t last, float* scratch) {
+    const NormRows n = rows;  // a copy, which the compiler knows the stores do not change
+    for (int64_t row = first; row < last; ++row) {
+      const float* x = gather<Element>(n, row, scratch);
+      const float mean = sum_over(n.columns, [=](int64_t i, auto memory) { return memory.load(x + i); }) / n.columns;
+      const float variance = sum_over(n.columns, [=](int64_t i, auto memory) {
+                               const Floats difference = memory.load(x + i) - mean;
+                               return difference * difference;
+                             }) / n.columns;
+      finish<Element>(n, row, x, mean, 1.f / square_root(variance + n.eps));
+    }
+  }
+};
+
+template <class Element>
+struct RmsNorm {
+  static void run(const NormRows& rows, int64_t first, int64_t last, float* scratch) {
+    const NormRows n = rows;
+    for (int64_t row = first; row < last; ++row) {
+      const float* x = gather<Element>(n, row, scratch);
+      const float mean_square = sum_over(n.columns, [=](int64_t i, auto memory) {
+                                  const Floats value = memory.load(x + i);
+                                  return value * value;
+                                }) / n.columns;
+      finish<Element>(n, row, x, 0.f, 1.f / square_root(mean_square + n.eps));
+    }
+  }
+};
+
+}  // namespace
+
+inline namespace DS_KERNELS_CPU_LEVEL {
+extern const NormLoops norm_loops{by_dtype<LayerNorm>, by_dtype<RmsNorm>};
+}
+
+}  // namespace ds_kernels::cpu

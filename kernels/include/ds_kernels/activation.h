@@ -1,0 +1,37 @@
+// Activations, one element or one vector of elements at a time. No torch, no operating system.
+//
+//   relu       max(x, 0)
+//   gelu       x/2 (1 + erf(x / sqrt 2))                                        (Hendrycks & Gimpel 2016)
+//   gelu_tanh  x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))                    (its approximation there)
+//   silu       x / (1 + e^-x)
+//
+// NaN stays NaN; where x is infinite and its factor zero, the result is NaN, as torch's.
+#pragma once
+
+#include <ds_kernels/vec_math.h>
+
+namespace ds_kernels {
+
+// In the order of ds_plugin_sdk.ops.linear.ACTIVATIONS.
+enum class Activation : int { Identity, Relu, Gelu, GeluTanh, Silu };
+constexpr int kActivations = 5;
+
+inline namespace DS_KERNELS_CPU_LEVEL {
+
+template <Activation activation, class Real>
+DS_KERNELS_INLINE Real activate(Real x) {
+  if constexpr (activation == Activation::Relu) {
+    return zero_if_negative(x);
+  } else if constexpr (activation == Activation::Gelu) {
+    return 0.5f * x * (1.f + error_function(x * 0x1.6a09e6p-1f));
+  } else if constexpr (activation == Activation::GeluTanh) {
+    return 0.5f * x * (1.f + hyperbolic_tangent(0x1.988454p-1f * (x + 0.044715f * x * x * x)));
+  } else if constexpr (activation == Activation::Silu) {
+    return x / (1.f + exponential(-x));
+  } else {
+    return x;
+  }
+}
+
+}  // namespace DS_KERNELS_CPU_LEVEL
+}  // namespace ds_kernels

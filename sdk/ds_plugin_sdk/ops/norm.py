@@ -1,0 +1,211 @@
+"""Layer norm and RMS norm for inference, with what is added before them.
+
+``ds_plugin::layer_norm``, ``pre_layer_norm``, ``post_layer_norm``, ``rms_norm`` and ``pre_rms_norm``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ds_plugin_sdk.ops import _library, _tensors
+
+
+def layer_norm(input: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:
+    """``(x - mean) / sqrt(variance + eps) * weight + bias`` over the last dimension (Ba et al. 2016).
+
+    The variance is that of the row itself, divided by its length. Arithmetic is in float32 (float64 for float64
+    tensors), rounded once, as in all ops of this module.
+
+    Args:
+        input: x, ``[..., columns]``: float32, bfloat16, float16 (float64 by the reference alone).
+        weight, bias: ``[columns]``, the dtype of input.
+        eps: added to the variance.
+
+    Returns:
+        A new contiguous tensor of input's shape and dtype.
+
+    Raises:
+        InvalidTensorError: shapes, dtypes or devices do not fit.
+    """
+    result: Tensor = _library.call("layer_norm", input, weight, bias, eps)
+    return result
+
+
+def post_layer_norm(
+    input: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float = 1e-5,
+    *,
+    input_bias: Tensor | None = None,
+) -> Tensor:
+    """`layer_norm` of ``input + residual + input_bias``.
+
+    Args:
+        residual: shape and dtype of input.
+        input_bias: ``[columns]``, the dtype of input; nothing is added if None.
+
+    The rest is as in `layer_norm`.
+    """
+    result: Tensor = _library.call("post_layer_norm", input, residual, input_bias, weight, bias, eps)
+    return result
+
+
+def pre_layer_norm(
+    input: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float = 1e-5,
+    *,
+    input_bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`post_layer_norm` and the sum that it is of, which a later layer adds to: ``(normalised, sum)``.
+
+    The norm is taken of the sum before that is rounded. Arguments as in `post_layer_norm`.
+    """
+    result: tuple[Tensor, Tensor] = _library.call("pre_layer_norm", input, residual, input_bias, weight, bias, eps)
+    return result
+
+
+def rms_norm(input: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
+    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension (Zhang & Sennrich 2019).
+
+    Arguments, result and errors as in `layer_norm`.
+    """
+    result: Tensor = _library.call("rms_norm", input, weight, eps)
+    return result
+
+
+def pre_rms_norm(input: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
+    """`rms_norm` of ``input + residual``, and that sum: ``(normalised, sum)``, as in `pre_layer_norm`."""
+    result: tuple[Tensor, Tensor] = _library.call("pre_rms_norm", input, residual, weight, eps)
+    return result
+
+
+@torch.no_grad()
+def layer_norm_reference(input: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """``ds_plugin::layer_norm`` in plain torch, on any device."""
+    _check("layer_norm", input, weight, bias=bias)
+    return _layer_norm(input.to(_tensors.working(input)), weight, bias, eps)
+
+
+@torch.no_grad()
+def post_layer_norm_reference(
+    input: Tensor, residual: Tensor, input_bias: Tensor | None, weight: Tensor, bias: Tensor, eps: float
+) -> Tensor:
+    """``ds_plugin::post_layer_norm`` in plain torch, on any device."""
+    _check("post_layer_norm", input, weight, residual=residual, input_bias=input_bias, bias=bias)
+    return _layer_norm(_sum(input, residual, input_bias), weight, bias, eps)
+
+
+@torch.no_grad()
+def pre_layer_norm_reference(
+    input: Tensor, residual: Tensor, input_bias: Tensor | None, weight: Tensor, bias: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """``ds_plugin::pre_layer_norm`` in plain torch, on any device."""
+    _check("pre_layer_norm", input, weight, residual=residual, input_bias=input_bias, bias=bias)
+    total = _sum(input, residual, input_bias)
+    return _layer_norm(total, weight, bias, eps), _rounded(total, input)
+
+
+@torch.no_grad()
+def rms_norm_reference(input: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """``ds_plugin::rms_norm`` in plain torch, on any device."""
+    _check("rms_norm", input, weight)
+    return _rms_norm(input.to(_tensors.working(input)), weight, eps)
+
+
+@torch.no_grad()
+def pre_rms_norm_reference(input: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """``ds_plugin::pre_rms_norm`` in plain torch, on any device."""
+    _check("pre_rms_norm", input, weight, residual=residual)
+    total = _sum(input, residual, None)
+    return _rms_norm(total, weight, eps), _rounded(total, input)
+
+
+def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    centred = x - x.mean(dim=-1, keepdim=True)
+    variance = (centred * centred).mean(dim=-1, keepdim=True)
+    return _rounded(centred * torch.rsqrt(variance + eps) * weight.to(x.dtype) + bias.to(x.dtype), weight)
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return _rounded(x * torch.rsqrt((x * x).mean(dim=-1, keepdim=True) + eps) * weight.to(x.dtype), weight)
+
+
+def _sum(input: Tensor, residual: Tensor, input_bias: Tensor | None) -> Tensor:
+    dtype = _tensors.working(input)
+    total = input.to(dtype) + residual.to(dtype)
+    return total if input_bias is None else total + input_bias.to(dtype)
+
+
+def _rounded(x: Tensor, like: Tensor) -> Tensor:
+    """A new contiguous tensor, which the op may return."""
+    return x.to(like.dtype, memory_format=torch.contiguous_format, copy=True)
+
+
+def _check(op: str, input: Tensor, weight: Tensor, **others: Tensor | None) -> None:
+    _tensors.check_first(op, "input", input)
+    columns = input.shape[-1:]
+    _tensors.check(op, "weight", weight, input, columns)
+    for name, tensor in others.items():
+        _tensors.check(op, name, tensor, input, input.shape if name == "residual" else columns)
+
+
+def _fake_layer_norm(input: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    _check("layer_norm", input, weight, bias=bias)
+    return input.new_empty(input.shape)
+
+
+def _fake_post_layer_norm(
+    input: Tensor, residual: Tensor, input_bias: Tensor | None, weight: Tensor, bias: Tensor, eps: float
+) -> Tensor:
+    _check("post_layer_norm", input, weight, residual=residual, input_bias=input_bias, bias=bias)
+    return input.new_empty(input.shape)
+
+
+def _fake_pre_layer_norm(
+    input: Tensor, residual: Tensor, input_bias: Tensor | None, weight: Tensor, bias: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    _check("pre_layer_norm", input, weight, residual=residual, input_bias=input_bias, bias=bias)
+    return input.new_empty(input.shape), input.new_empty(input.shape)
+
+
+def _fake_rms_norm(input: Tensor, weight: Tensor, eps: float) -> Tensor:
+    _check("rms_norm", input, weight)
+    return input.new_empty(input.shape)
+
+
+def _fake_pre_rms_norm(input: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    _check("pre_rms_norm", input, weight, residual=residual)
+    return input.new_empty(input.shape), input.new_empty(input.shape)
+
+
+_WITH_RESIDUAL = "Tensor input, Tensor residual, Tensor? input_bias, Tensor weight, Tensor bias, float eps"
+
+_library.define(
+    "layer_norm(Tensor input, Tensor weight, Tensor bias, float eps) -> Tensor",
+    reference=layer_norm_reference,
+    fake=_fake_layer_norm,
+)
+_library.define(
+    f"post_layer_norm({_WITH_RESIDUAL}) -> Tensor", reference=post_layer_norm_reference, fake=_fake_post_layer_norm
+)
+_library.define(
+    f"pre_layer_norm({_WITH_RESIDUAL}) -> (Tensor, Tensor)",
+    reference=pre_layer_norm_reference,
+    fake=_fake_pre_layer_norm,
+)
+_library.define(
+    "rms_norm(Tensor input, Tensor weight, float eps) -> Tensor", reference=rms_norm_reference, fake=_fake_rms_norm
+)
+_library.define(
+    "pre_rms_norm(Tensor input, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)",
+    reference=pre_rms_norm_reference,
+    fake=_fake_pre_rms_norm,
+)
+
+__all__ = ["layer_norm", "post_layer_norm", "pre_layer_norm", "pre_rms_norm", "rms_norm"]

@@ -1,0 +1,273 @@
+"""Additions to a residual, and the small matrix ops of DeepSpeed's inference module.
+
+``ds_plugin::residual_add_bias_``, ``moe_res_matmul_``, ``einsum_sec_sm_ecm`` and ``pad_transform``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ds_plugin_sdk.ops import _library, _tensors
+from ds_plugin_sdk.ops._multi_tensor import mark_modified
+
+# What a flash-attention kernel takes: sizes of a head, and a multiple of the sequence.
+_HEAD_SIZES = (32, 64, 128)
+_SEQUENCE_MULTIPLE = 128
+
+
+def residual_add_bias_(
+    residual: Tensor,
+    hidden: Tensor,
+    attention: Tensor | None = None,
+    attention_bias: Tensor | None = None,
+    final_bias: Tensor | None = None,
+    *,
+    scale: float = 1.0,
+    scale_attention: bool = False,
+) -> Tensor:
+    """Add to a residual, in place; returns `residual`. A term that is None is zero::
+
+        residual <- hidden + scale * (residual + attention_bias + final_bias) + attention
+        residual <- hidden + scale * (residual + attention_bias + final_bias + attention)      if scale_attention
+
+    With tensor parallelism over n ranks `scale` is 1 / n, so that a sum over the ranks has the terms once. Arithmetic
+    is in float32 (float64 for float64 tensors), rounded once. Autograd does not record it.
+
+    Args:
+        residual: ``[..., columns]``: float32, bfloat16, float16 (float64 by the reference alone).
+        hidden, attention: shape and dtype of residual.
+        attention_bias, final_bias: ``[columns]``, the dtype of residual.
+
+    Raises:
+        InvalidTensorError: shapes, dtypes, devices or memory do not fit; nothing was modified.
+    """
+    _library.call("residual_add_bias_", residual, hidden, attention, attention_bias, final_bias, scale, scale_attention)
+    mark_modified([residual])
+    return residual
+
+
+def moe_res_matmul_(output: Tensor, residual: Tensor, coefficients: Tensor) -> Tensor:
+    """Mix a mixture of experts with its residual expert, in place; returns `output`::
+
+        output <- output * coefficients[columns:] + residual * coefficients[:columns]
+
+    the same for every token (Rajbhandari et al. 2022: residual MoE). Arithmetic as in `residual_add_bias_`.
+
+    Args:
+        output: ``[..., columns]``: float32, bfloat16, float16 (float64 by the reference alone).
+        residual: shape and dtype of output.
+        coefficients: ``[2 * columns]``, the dtype of output.
+
+    Raises:
+        InvalidTensorError: shapes, dtypes, devices or memory do not fit; nothing was modified.
+    """
+    _library.call("moe_res_matmul_", output, residual, coefficients)
+    mark_modified([output])
+    return output
+
+
+def einsum_sec_sm_ecm(dispatch: Tensor, tokens: Tensor) -> Tensor:
+    """Hand tokens to experts: ``result[e, c, m] = sum over s of dispatch[s, e, c] * tokens[s, m]``.
+
+    A matrix product, which the device's own library computes.
+
+    Args:
+        dispatch: ``[tokens, experts, capacity]``: float32, bfloat16, float16, float64.
+        tokens: ``[tokens, width]``, the dtype of dispatch.
+
+    Returns:
+        ``[experts, capacity, width]``, the dtype of dispatch.
+
+    Raises:
+        InvalidTensorError: shapes, dtypes or devices do not fit.
+    """
+    result: Tensor = _library.call("einsum_sec_sm_ecm", dispatch, tokens)
+    return result
+
+
+def pad_transform(
+    query: Tensor, key: Tensor, value: Tensor, heads: int, pad_sequence: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Split heads and pad with zeros, as a flash-attention kernel wants its arguments.
+
+    Args:
+        query, key, value: ``[batch, tokens, heads * head_dim]``, head_dim up to 128; key and value may have another
+            number of tokens. Any dtype of this module.
+        heads: number of heads.
+        pad_sequence: pad tokens to a multiple of 128 too.
+
+    Returns:
+        Three tensors ``[batch, heads, tokens, head_dim]``, head_dim padded to 32, 64 or 128.
+
+    Raises:
+        InvalidTensorError: shapes, dtypes or devices do not fit, or head_dim is larger.
+    """
+    result: tuple[Tensor, Tensor, Tensor] = _library.call("pad_transform", query, key, value, heads, pad_sequence)
+    return result
+
+
+@torch.no_grad()
+def residual_add_bias_reference(
+    residual: Tensor,
+    hidden: Tensor,
+    attention: Tensor | None,
+    attention_bias: Tensor | None,
+    final_bias: Tensor | None,
+    scale: float,
+    scale_attention: bool,
+) -> None:
+    """``ds_plugin::residual_add_bias_`` in plain torch, on any device."""
+    _check_residual(residual, hidden, attention, attention_bias, final_bias)
+    _tensors.check_written("residual_add_bias_", "residual", residual)
+    dtype = _tensors.working(residual)
+    scaled, total = residual.to(dtype), hidden.to(dtype)
+    for term in (attention_bias, final_bias, attention if scale_attention else None):
+        if term is not None:
+            scaled = scaled + term.to(dtype)
+    if attention is not None and not scale_attention:
+        total = total + attention.to(dtype)
+    residual.copy_(total + scale * scaled)
+
+
+@torch.no_grad()
+def moe_res_matmul_reference(output: Tensor, residual: Tensor, coefficients: Tensor) -> None:
+    """``ds_plugin::moe_res_matmul_`` in plain torch, on any device."""
+    _check_moe(output, residual, coefficients)
+    _tensors.check_written("moe_res_matmul_", "output", output)
+    dtype = _tensors.working(output)
+    of_residual, of_output = coefficients.to(dtype).chunk(2)
+    output.copy_(output.to(dtype) * of_output + residual.to(dtype) * of_residual)
+
+
+@torch.no_grad()
+def einsum_sec_sm_ecm_reference(dispatch: Tensor, tokens: Tensor) -> Tensor:
+    """``ds_plugin::einsum_sec_sm_ecm``: one matrix product, on any device."""
+    shape = _check_einsum(dispatch, tokens)
+    return (dispatch.flatten(1).t() @ tokens).reshape(shape)
+
+
+@torch.no_grad()
+def pad_transform_reference(
+    query: Tensor, key: Tensor, value: Tensor, heads: int, pad_sequence: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``ds_plugin::pad_transform``: copies only, on any device."""
+    shapes = _check_pad(query, key, value, heads, pad_sequence)
+    return tuple(  # type: ignore[return-value]  # three of three
+        _padded(tensor, heads, shape) for tensor, shape in zip((query, key, value), shapes, strict=True)
+    )
+
+
+def _padded(tensor: Tensor, heads: int, shape: tuple[int, ...]) -> Tensor:
+    batch, tokens, width = tensor.shape
+    split = tensor.reshape(batch, tokens, heads, width // heads).transpose(1, 2)
+    padding = (0, shape[3] - split.shape[3], 0, shape[2] - split.shape[2])
+    return functional.pad(split, padding).clone(memory_format=torch.contiguous_format)
+
+
+def _check_residual(
+    residual: Tensor,
+    hidden: Tensor,
+    attention: Tensor | None,
+    attention_bias: Tensor | None,
+    final_bias: Tensor | None,
+) -> None:
+    op = "residual_add_bias_"
+    _tensors.check_first(op, "residual", residual)
+    for name, tensor in (("hidden", hidden), ("attention", attention)):
+        _tensors.check(op, name, tensor, residual, residual.shape)
+    for name, tensor in (("attention_bias", attention_bias), ("final_bias", final_bias)):
+        _tensors.check(op, name, tensor, residual, residual.shape[-1:])
+
+
+def _check_moe(output: Tensor, residual: Tensor, coefficients: Tensor) -> None:
+    op = "moe_res_matmul_"
+    _tensors.check_first(op, "output", output)
+    _tensors.check(op, "residual", residual, output, output.shape)
+    _tensors.check(op, "coefficients", coefficients, output, [2 * output.shape[-1]])
+
+
+def _check_einsum(dispatch: Tensor, tokens: Tensor) -> tuple[int, int, int]:
+    op = "einsum_sec_sm_ecm"
+    _tensors.check_first(op, "dispatch", dispatch)
+    if dispatch.dim() != 3:
+        raise _library.invalid(op, f"dispatch has shape {list(dispatch.shape)}; expected [tokens, experts, capacity]")
+    width = tokens.shape[1] if tokens.dim() == 2 else 0
+    _tensors.check(op, "tokens", tokens, dispatch, [dispatch.shape[0], width])
+    return dispatch.shape[1], dispatch.shape[2], width
+
+
+def _check_pad(
+    query: Tensor, key: Tensor, value: Tensor, heads: int, pad_sequence: bool
+) -> tuple[tuple[int, ...], ...]:
+    """The shapes of the results."""
+    op = "pad_transform"
+    _tensors.check_first(op, "query", query)
+    if query.dim() != 3 or heads <= 0 or query.shape[2] % heads or query.shape[2] > heads * _HEAD_SIZES[-1]:
+        raise _library.invalid(
+            op,
+            f"query has shape {list(query.shape)}, for {heads} heads; expected [batch, tokens, heads * head_dim], "
+            f"head_dim up to {_HEAD_SIZES[-1]}",
+        )
+    batch, _, width = query.shape
+    tokens = key.shape[1] if key.dim() == 3 else 0
+    for name, tensor in (("key", key), ("value", value)):
+        _tensors.check(op, name, tensor, query, [batch, tokens, width])
+    head_size = next(size for size in _HEAD_SIZES if size * heads >= width)
+    multiple = _SEQUENCE_MULTIPLE if pad_sequence else 1
+    return tuple(
+        (batch, heads, -(-tensor.shape[1] // multiple) * multiple, head_size) for tensor in (query, key, value)
+    )
+
+
+def _fake_residual(
+    residual: Tensor,
+    hidden: Tensor,
+    attention: Tensor | None,
+    attention_bias: Tensor | None,
+    final_bias: Tensor | None,
+    scale: float,
+    scale_attention: bool,
+) -> None:
+    _check_residual(residual, hidden, attention, attention_bias, final_bias)
+
+
+def _fake_moe(output: Tensor, residual: Tensor, coefficients: Tensor) -> None:
+    _check_moe(output, residual, coefficients)
+
+
+def _fake_einsum(dispatch: Tensor, tokens: Tensor) -> Tensor:
+    return dispatch.new_empty(_check_einsum(dispatch, tokens))
+
+
+def _fake_pad(
+    query: Tensor, key: Tensor, value: Tensor, heads: int, pad_sequence: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    shapes = _check_pad(query, key, value, heads, pad_sequence)
+    return tuple(query.new_empty(shape) for shape in shapes)  # type: ignore[return-value]  # three of three
+
+
+_library.define(
+    "residual_add_bias_(Tensor(a!) residual, Tensor hidden, Tensor? attention, Tensor? attention_bias, "
+    "Tensor? final_bias, float scale, bool scale_attention) -> ()",
+    reference=residual_add_bias_reference,
+    fake=_fake_residual,
+)
+_library.define(
+    "moe_res_matmul_(Tensor(a!) output, Tensor residual, Tensor coefficients) -> ()",
+    reference=moe_res_matmul_reference,
+    fake=_fake_moe,
+)
+_library.define(
+    "einsum_sec_sm_ecm(Tensor dispatch, Tensor tokens) -> Tensor",
+    reference=einsum_sec_sm_ecm_reference,
+    fake=_fake_einsum,
+)
+_library.define(
+    "pad_transform(Tensor query, Tensor key, Tensor value, int heads, bool pad_sequence) -> (Tensor, Tensor, Tensor)",
+    reference=pad_transform_reference,
+    fake=_fake_pad,
+)
+
+__all__ = ["einsum_sec_sm_ecm", "moe_res_matmul_", "pad_transform", "residual_add_bias_"]
