@@ -19,13 +19,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
+from ds_plugin_sdk.conformance.outcome import LEVELS, Level
 from ds_plugin_sdk.conformance.target import Target
 from ds_plugin_sdk.errors import SdkError
-
-Level = Literal["runtime", "ops", "training", "distributed"]
-LEVELS: tuple[Level, ...] = ("runtime", "ops", "training", "distributed")
 
 Parameters = Mapping[str, str]
 CheckFunction = Callable[..., None]

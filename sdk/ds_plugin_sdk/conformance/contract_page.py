@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ds_plugin_sdk.conformance import suite
-from ds_plugin_sdk.conformance.check import LEVELS, Check, Level
+from ds_plugin_sdk.conformance.check import Check
+from ds_plugin_sdk.conformance.outcome import LEVELS, Level
 
 _HEAD = """\
 # The contract between a plugin, DeepSpeed and its users

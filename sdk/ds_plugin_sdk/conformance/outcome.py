@@ -9,6 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+Level = Literal["runtime", "ops", "training", "distributed"]
+LEVELS: tuple[Level, ...] = ("runtime", "ops", "training", "distributed")
+
 Verdict = Literal["passed", "failed", "crashed", "timed out", "skipped", "expected failure", "unexpected pass"]
 
 # In the order in which reports name them.

@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 
-from ds_plugin_sdk.conformance.check import LEVELS, Check, declared
+from ds_plugin_sdk.conformance.check import Check, declared
+from ds_plugin_sdk.conformance.outcome import LEVELS
 
 
 def checks() -> tuple[Check, ...]:

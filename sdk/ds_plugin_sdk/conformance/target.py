@@ -11,7 +11,7 @@ import torch
 
 from ds_plugin_sdk import op_builder, registry
 from ds_plugin_sdk.accelerator import DeepSpeedAccelerator
-from ds_plugin_sdk.errors import UnknownAcceleratorError
+from ds_plugin_sdk.errors import PluginError, UnknownAcceleratorError
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,7 @@ class Target:
             accelerator, plugin = _class_of(name)(), None
         else:
             candidate = _installed(name)
+            _expect_available(candidate)
             accelerator, plugin = registry.load(candidate), candidate.manifest
         if isinstance(accelerator, DeepSpeedAccelerator):
             registry.set_accelerator(accelerator)
@@ -79,6 +80,17 @@ def _with_defect(target: Target, name: str) -> Target:
     from ds_plugin_sdk.conformance import mutants
 
     return dataclasses.replace(mutants.find(name).install(target), name=f"{target.name}@{name}")
+
+
+def _expect_available(candidate: registry.Candidate) -> None:
+    probe = candidate.probe()
+    if probe.state != "available":
+        raise PluginError(
+            "the plugin's device cannot be used here",
+            plugin=candidate.name,
+            why=f"its probe says: {probe}",
+            hint="run this where the device is; `sdk list --explain` says what is found",
+        )
 
 
 def _class_of(name: str) -> Any:

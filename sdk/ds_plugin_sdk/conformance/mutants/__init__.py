@@ -11,8 +11,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 
-from ds_plugin_sdk.conformance.check import LEVELS
 from ds_plugin_sdk.conformance.mutants.mutant import Mutant, declared
+from ds_plugin_sdk.conformance.outcome import LEVELS
 from ds_plugin_sdk.errors import UnknownAcceleratorError
 
 __all__ = ["Mutant", "all_mutants", "find"]

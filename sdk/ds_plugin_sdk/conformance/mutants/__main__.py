@@ -11,9 +11,9 @@ import time
 from collections.abc import Iterable, Sequence
 
 from ds_plugin_sdk.conformance import suite
-from ds_plugin_sdk.conformance.check import LEVELS
 from ds_plugin_sdk.conformance.mutants import Mutant, all_mutants
 from ds_plugin_sdk.conformance.mutants.hunt import Hunt, hunt, idle
+from ds_plugin_sdk.conformance.outcome import LEVELS
 from ds_plugin_sdk.conformance.selection import matches
 
 

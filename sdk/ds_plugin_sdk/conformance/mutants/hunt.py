@@ -42,7 +42,7 @@ class Hunt:
 
 
 def hunt(mutants: Sequence[Mutant], jobs: int, tell: Callable[[Hunt], None]) -> list[Hunt]:
-    """Try each mutant, `jobs` at a time, and `tell` of each as it ends; then each killer on the target without defect."""
+    """Try each mutant, `jobs` at a time, and `tell` of each when it ends; then the killers on sound targets."""
     found: list[Hunt] = []
     with ThreadPoolExecutor(jobs) as pool:
         for each in pool.map(_hunt, mutants):

@@ -18,7 +18,8 @@ from typing import Any
 
 from ds_plugin_sdk import registry
 from ds_plugin_sdk.accelerator import DeepSpeedAccelerator
-from ds_plugin_sdk.conformance.check import LEVELS, Level, clause_order
+from ds_plugin_sdk.conformance.check import clause_order
+from ds_plugin_sdk.conformance.outcome import LEVELS, Level
 from ds_plugin_sdk.conformance.target import Target
 
 # An accelerator on the simulated device: for defects of streams, events and device memory.

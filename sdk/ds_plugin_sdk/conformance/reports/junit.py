@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from xml.etree import ElementTree
 
-from ds_plugin_sdk.conformance.check import LEVELS
-from ds_plugin_sdk.conformance.outcome import Outcome, Report, explain
+from ds_plugin_sdk.conformance.outcome import LEVELS, Outcome, Report, explain
 
 # What XML 1.0 cannot say.
 _FORBIDDEN = {code: "?" for code in range(32) if chr(code) not in "\t\n\r"}
