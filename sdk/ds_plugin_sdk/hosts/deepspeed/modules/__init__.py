@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from types import ModuleType
 
-_NAMES = ("cpu_adagrad", "cpu_adam", "cpu_lion", "fused_adam", "fused_lamb", "fused_lion")
+_NAMES = ("cpu_adagrad", "cpu_adam", "cpu_lion", "fused_adam", "fused_lamb", "fused_lion", "quantizer")
 
 MODULES = {name: f"{__name__}.{name}" for name in _NAMES}
 

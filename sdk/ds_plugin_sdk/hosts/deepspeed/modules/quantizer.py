@@ -40,10 +40,13 @@ def quantize(input_vals: Tensor, groups: int, num_bits: int, quant_type: int) ->
         quant_type: `Symmetric` or `Asymmetric`.
 
     Returns:
-        Levels, int8, shape of the input (last dimension halved with 4 bits); params, float32 ``[groups, 1]`` or, if
-        asymmetric, ``[groups, 2]``.
+        Levels, int8, shape of the input (last dimension halved with 4 bits); params, float32 ``[groups]`` or, if
+        asymmetric, ``[groups, 2]``. DeepSpeed's CUDA op gives ``[groups, 1]``, gathers that into a flat tensor, and
+        looks at the number of elements alone; gloo refuses to gather a matrix into a flat tensor.
     """
-    return list(quantizer.quantize(input_vals, groups=groups, bits=num_bits, symmetric=_is_symmetric(quant_type)))
+    symmetric = _is_symmetric(quant_type)
+    levels, params = quantizer.quantize(input_vals, groups=groups, bits=num_bits, symmetric=symmetric)
+    return [levels, params.flatten() if symmetric else params]
 
 
 def dequantize(quantized_data: Tensor, params: Tensor, groups: int, num_bits: int, quant_type: int) -> Tensor:
