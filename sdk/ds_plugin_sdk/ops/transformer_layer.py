@@ -1,0 +1,345 @@
+"""A whole transformer layer, forward and backward, with what lies between spelled out: what is kept, and what is not.
+
+DeepSpeed's functions and `ds_plugin_sdk.nn.TransformerLayer` both are these two. Matrix products are torch's, and so is
+attention where nothing is dropped from it; the rest is `ds_plugin_sdk.ops.transformer`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ds_plugin_sdk.errors import InvalidTensorError
+from ds_plugin_sdk.ops import _library
+from ds_plugin_sdk.ops.transformer import new_seed
+
+OP = "transformer layer"
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What a layer is, beside its weights.
+
+    Attributes:
+        heads: of the attention; divides the hidden size.
+        attn_dropout: share of the attention's weights that is dropped in training.
+        hidden_dropout: the same of what each half of the layer adds to its input.
+        eps: added to the variance in the norms.
+        pre_layer_norm: norms stand before attention and feed-forward, not after.
+        tanh: gelu by the tanh formula, not by the error function.
+        attn_dropout_checkpoint: keep the attention's weights before dropout only, and drop again in the backward pass.
+        normalize_invertible: do not keep the input of a norm, but regain it from the output. No element of a norm's
+            weight may be 0.
+        gelu_checkpoint: do not keep the output of gelu, but compute it again.
+        seed: layers that differ in it drop other elements; what they drop also follows `torch.manual_seed`.
+    """
+
+    heads: int
+    attn_dropout: float = 0.0
+    hidden_dropout: float = 0.0
+    eps: float = 1e-12
+    pre_layer_norm: bool = True
+    tanh: bool = True
+    attn_dropout_checkpoint: bool = False
+    normalize_invertible: bool = False
+    gelu_checkpoint: bool = False
+    seed: int = 0
+
+    def in_evaluation(self) -> Layer:
+        """The layer without dropout; and without inverting, since memory is not short where nothing is trained."""
+        return replace(self, attn_dropout=0.0, hidden_dropout=0.0, normalize_invertible=False)
+
+
+class Weights(NamedTuple):
+    """A layer's parameters, of one dtype, in DeepSpeed's order and by its names. H hidden size, I intermediate size."""
+
+    attn_qkvw: Tensor  # [3 H, H]: queries, keys, values
+    attn_qkvb: Tensor  # [3 H]
+    attn_ow: Tensor  # [H, H]
+    attn_ob: Tensor  # [H]
+    attn_nw: Tensor  # [H]: the norm between attention and feed-forward
+    attn_nb: Tensor  # [H]
+    inter_w: Tensor  # [I, H]
+    inter_b: Tensor  # [I]
+    output_w: Tensor  # [H, I]
+    output_b: Tensor  # [H]
+    norm_w: Tensor  # [H]: the first norm if norms stand before, else the last
+    norm_b: Tensor  # [H]
+
+
+class Kept(NamedTuple):
+    """What the backward pass wants of the forward pass. A tensor without elements where nothing is kept."""
+
+    qkv: Tensor  # [B, S, 3 H]
+    probs: Tensor  # softmax [B, heads, S, S]; or where torch's attention ran, what it keeps: [B, heads, S]
+    dropped: Tensor  # the same after dropout; `probs` itself if it is to be made again
+    context: Tensor  # [B, S, H], the attention's result
+    attn_sum: Tensor  # [B, S, H], input of the norm between attention and feed-forward
+    attn_normed: Tensor  # [B, S, H], its output
+    inter: Tensor  # [B, S, I], input of bias and gelu
+    gelu: Tensor  # [B, S, I], output of gelu; `inter` itself if it is to be made again
+    normed: Tensor  # [B, S, H]: output of the norm before attention, or input of the last norm
+    seeds: Tensor  # int64 [3]: of the attention's dropout and of the two halves'
+    attn_mean: Tensor  # [B, S] of the norm between attention and feed-forward
+    attn_rstd: Tensor
+    mean: Tensor  # [B, S] of the other norm
+    rstd: Tensor
+
+
+def forward(layer: Layer, input: Tensor, mask: Tensor | None, weights: Weights) -> tuple[Tensor, Kept]:
+    """The layer's result, ``[B, S, H]``, and what `backward` wants.
+
+    Norms before (x the input, A the attention of heads with scores ``q k^T / sqrt(H / heads) + mask``)::
+
+        r = x + dropout(A(LN(x)) attn_ow^T + attn_ob)
+        y = r + dropout(gelu(LN(r) inter_w^T + inter_b) output_w^T + output_b)
+
+    Norms after::
+
+        f = LN(x + dropout(A(x) attn_ow^T + attn_ob))
+        y = LN(f + dropout(gelu(f inter_w^T + inter_b) output_w^T + output_b))
+
+    Args:
+        layer: what it is.
+        input: ``[B, S, H]``: float32, bfloat16, float16, float64.
+        mask: added to the scores; broadcasts to ``[B, heads, S, S]``, the dtype of input.
+        weights: of the dtype of input.
+
+    Raises:
+        InvalidTensorError: shapes or dtypes do not fit, or a norm that is to be inverted has a weight of 0.
+    """
+    _check(layer, input, mask, weights)
+    nothing = input.new_empty(0)
+    attn_p, p = layer.attn_dropout, layer.hidden_dropout
+    # The sum of two seeds may wrap around, which does no harm.
+    seeds = new_seed(3, input.device) + layer.seed if attn_p or p else nothing.new_zeros(3, dtype=torch.int64)
+    normed, mean, rstd = input, nothing, nothing
+    if layer.pre_layer_norm:
+        normed, _, mean, rstd = _norm(input, None, None, weights.norm_w, weights.norm_b, None, 0.0, layer.eps)
+    qkv = torch.addmm(weights.attn_qkvb, _rows(normed), weights.attn_qkvw.t()).view(*input.shape[:2], -1)
+    context, probs, dropped = _attend(layer, qkv, mask, seeds[0], attn_p)
+    attention = (_rows(context) @ weights.attn_ow.t()).view_as(input)
+    attn_normed, attn_sum, attn_mean, attn_rstd = _norm(
+        attention, weights.attn_ob, input, weights.attn_nw, weights.attn_nb, seeds[1], p, layer.eps
+    )
+    inter = (_rows(attn_normed) @ weights.inter_w.t()).view(*input.shape[:2], -1)
+    gelu = _library.call("fused_bias_gelu", inter, weights.inter_b, layer.tanh)
+    hidden = (_rows(gelu) @ weights.output_w.t()).view_as(input)
+    if layer.pre_layer_norm:
+        output = _library.call("dropout_add", hidden, weights.output_b, attn_sum, seeds[2], p)
+    else:
+        output, normed, mean, rstd = _norm(
+            hidden, weights.output_b, attn_normed, weights.norm_w, weights.norm_b, seeds[2], p, layer.eps
+        )
+    if layer.gelu_checkpoint:
+        gelu = inter
+    if layer.attn_dropout_checkpoint:
+        dropped = probs
+    if layer.normalize_invertible:
+        attn_sum = nothing
+        normed = normed if layer.pre_layer_norm else nothing
+    return output, Kept(
+        qkv,
+        probs,
+        dropped,
+        context,
+        attn_sum,
+        attn_normed,
+        inter,
+        gelu,
+        normed,
+        seeds,
+        attn_mean,
+        attn_rstd,
+        mean,
+        rstd,
+    )
+
+
+def backward(
+    layer: Layer,
+    grad_output: Tensor,
+    output: Tensor | None,
+    kept: Kept,
+    input: Tensor | None,
+    mask: Tensor | None,
+    weights: Weights,
+) -> tuple[Tensor, Weights]:
+    """The gradients of input and of all weights; arguments as `forward` had and gave them.
+
+    Args:
+        grad_output: ``[B, S, H]``.
+        output: the layer's result; wanted only if norms stand after and are to be inverted.
+        input: wanted unless norms stand before and are to be inverted.
+    """
+    attn_p, p, invert = layer.attn_dropout, layer.hidden_dropout, layer.normalize_invertible
+    grad_output = grad_output.contiguous()
+    norm_w: Tensor | None = None
+    norm_b: Tensor | None = None
+    if layer.pre_layer_norm:
+        grad_hidden, output_b = _library.call("dropout_add_backward", grad_output, kept.seeds[2], p, True)
+        residual = grad_output
+    else:
+        residual, grad_hidden, norm_w, norm_b, output_b = _norm_backward(
+            *(grad_output, None, output if invert else kept.normed, None if invert else kept.mean, kept.rstd),
+            *(weights.norm_w, weights.norm_b, kept.seeds[2], p, True),
+        )
+    # Feed-forward.
+    gelu = kept.gelu
+    if layer.gelu_checkpoint:
+        gelu = _library.call("fused_bias_gelu", kept.inter, weights.inter_b, layer.tanh)
+    grad_rows = _rows(grad_hidden)
+    output_w = grad_rows.t() @ _rows(gelu)
+    del gelu
+    grad_inter, inter_b = _library.call(
+        "fused_bias_gelu_backward",
+        *((grad_rows @ weights.output_w).view_as(kept.inter), kept.inter, weights.inter_b, layer.tanh),
+    )
+    inter_w = _rows(grad_inter).t() @ _rows(kept.attn_normed)
+    if layer.pre_layer_norm:
+        grad_normed, grad_sum = (_rows(grad_inter) @ weights.inter_w).view_as(grad_output), residual
+    else:
+        grad_normed, grad_sum = _add_product(residual, grad_inter, weights.inter_w), None
+    residual, grad_attention, attn_nw, attn_nb, attn_ob = _norm_backward(
+        *(grad_normed, grad_sum, kept.attn_normed if invert else kept.attn_sum, None if invert else kept.attn_mean),
+        *(kept.attn_rstd, weights.attn_nw, weights.attn_nb, kept.seeds[1], p, True),
+    )
+    # Attention.
+    attn_ow = _rows(grad_attention).t() @ _rows(kept.context)
+    grad_context = (_rows(grad_attention) @ weights.attn_ow).view_as(grad_output)
+    grad_qkv = _attend_backward(layer, grad_context, kept, mask, attn_p)
+    normed = kept.normed if layer.pre_layer_norm else input
+    assert normed is not None
+    attn_qkvw, attn_qkvb = _rows(grad_qkv).t() @ _rows(normed), _rows(grad_qkv).sum(dim=0)
+    if layer.pre_layer_norm:
+        grad_input, _, norm_w, norm_b, _ = _norm_backward(
+            *((_rows(grad_qkv) @ weights.attn_qkvw).view_as(grad_output), residual, normed if invert else input),
+            *(None if invert else kept.mean, kept.rstd, weights.norm_w, weights.norm_b, None, 0.0, False),
+        )
+    else:
+        grad_input = _add_product(residual, grad_qkv, weights.attn_qkvw)
+    assert norm_w is not None and norm_b is not None
+    return grad_input, Weights(
+        *(attn_qkvw, attn_qkvb, attn_ow, attn_ob, attn_nw, attn_nb),
+        *(inter_w, inter_b, output_w, output_b, norm_w, norm_b),
+    )
+
+
+# ---------------------------------------------------------------------------------- attention
+
+
+def _attend(layer: Layer, qkv: Tensor, mask: Tensor | None, seed: Tensor, p: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The attention's result, ``[B, S, H]``, and what is kept of it."""
+    q, k, v = _heads(layer, qkv)
+    if p == 0 and qkv.device.type == "cpu":
+        context, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=_full(mask))
+        return _merged(context), sums, sums
+    scores = q @ k.transpose(2, 3)
+    dropped, probs = _library.call("masked_softmax_dropout", scores, mask, 1 / math.sqrt(q.shape[-1]), seed, p)
+    return _merged(dropped @ v), probs if p else dropped, dropped
+
+
+def _attend_backward(layer: Layer, grad_context: Tensor, kept: Kept, mask: Tensor | None, p: float) -> Tensor:
+    """The gradient of queries, keys and values, ``[B, S, 3 H]``."""
+    q, k, v = _heads(layer, kept.qkv)
+    grad = grad_context.view(*grad_context.shape[:2], layer.heads, -1).transpose(1, 2)
+    if p == 0 and grad_context.device.type == "cpu":
+        context = kept.context.view(*grad_context.shape[:2], layer.heads, -1).transpose(1, 2)
+        grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, context, kept.probs, 0.0, False, attn_mask=_full(mask)
+        )
+    else:
+        dropped = kept.dropped
+        if layer.attn_dropout_checkpoint and p:
+            dropped = _library.call("dropout_add", kept.probs, None, None, kept.seeds[0], p)
+        grad_v = dropped.transpose(2, 3) @ grad
+        del dropped
+        scale = 1 / math.sqrt(q.shape[-1])
+        grad_scores = _library.call(
+            "masked_softmax_dropout_backward", grad @ v.transpose(2, 3), kept.probs, scale, kept.seeds[0], p
+        )
+        grads = (grad_scores @ k, grad_scores.transpose(2, 3) @ q, grad_v)
+    return torch.stack([grad.transpose(1, 2) for grad in grads], dim=2).flatten(2)
+
+
+def _heads(layer: Layer, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values, ``[B, heads, S, head_dim]``, views."""
+    q, k, v = qkv.view(*qkv.shape[:2], 3, layer.heads, -1).permute(2, 0, 3, 1, 4)
+    return q, k, v
+
+
+def _merged(context: Tensor) -> Tensor:
+    return context.transpose(1, 2).flatten(2)
+
+
+def _full(mask: Tensor | None) -> Tensor | None:
+    """A mask with four dimensions."""
+    return None if mask is None else mask[(None,) * (4 - mask.dim())]
+
+
+# ---------------------------------------------------------------------------------- parts
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+def _norm(*arguments: Tensor | float | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    result: tuple[Tensor, Tensor, Tensor, Tensor] = _library.call("dropout_add_layer_norm", *arguments)
+    return result
+
+
+def _norm_backward(*arguments: Tensor | float | None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """As the op, but the gradient of its input always has elements."""
+    total, dropped, *grads = _library.call("dropout_add_layer_norm_backward", *arguments)
+    *_, p, _ = arguments
+    return total, dropped if p else total, *grads
+
+
+def _add_product(residual: Tensor, grad: Tensor, weight: Tensor) -> Tensor:
+    return torch.addmm(_rows(residual), _rows(grad), weight).view_as(residual)
+
+
+def _check(layer: Layer, input: Tensor, mask: Tensor | None, weights: Weights) -> None:
+    if input.dim() != 3 or input.shape[-1] % layer.heads:
+        raise InvalidTensorError(
+            f"input has shape {list(input.shape)}",
+            op=OP,
+            why=f"expected [batch, sequence, hidden], a hidden size that {layer.heads} heads divide",
+        )
+    hidden, inter = input.shape[-1], weights.inter_w.shape[0]
+    shapes: tuple[tuple[int, ...], ...] = (
+        *((3 * hidden, hidden), (3 * hidden,), (hidden, hidden), (hidden,), (hidden,), (hidden,)),
+        *((inter, hidden), (inter,), (hidden, inter), (hidden,), (hidden,), (hidden,)),
+    )
+    for name, weight, shape in zip(Weights._fields, weights, shapes, strict=True):
+        if weight.shape != shape or weight.dtype != input.dtype or weight.device != input.device:
+            raise InvalidTensorError(
+                f"{name} is {weight.dtype} {list(weight.shape)} on {weight.device}",
+                op=OP,
+                why=f"expected {input.dtype} {list(shape)} on {input.device}, as input is",
+            )
+    batch, sequence = input.shape[:2]
+    full = (batch, layer.heads, sequence, sequence)
+    if mask is not None:
+        fits = mask.dim() <= 4 and all(
+            size in (1, wanted) for size, wanted in zip(reversed(mask.shape), reversed(full), strict=False)
+        )
+        if not fits or mask.dtype != input.dtype or mask.device != input.device:
+            raise InvalidTensorError(
+                f"the mask is {mask.dtype} {list(mask.shape)} on {mask.device}",
+                op=OP,
+                why=f"expected {input.dtype} on {input.device}, and a shape that broadcasts to {list(full)}",
+            )
+    inverted = (weights.attn_nw, weights.norm_w) if layer.normalize_invertible else ()
+    if any(bool((weight == 0).any()) for weight in inverted):
+        raise InvalidTensorError(
+            "a norm with a weight of 0 cannot be inverted", op=OP, hint="train without normalize_invertible"
+        )
+
+
+__all__ = ["Kept", "Layer", "Weights", "backward", "forward"]
