@@ -35,6 +35,7 @@ RANK = {
     "report": 7,
     "scaffold": 8,
     "optim": 7,
+    "nn": 7,
     "hosts": 7,
     "conformance": 8,
     "bench": 9,
