@@ -17,6 +17,8 @@ FAMILIES = {
     "cpu_adagrad": "adagrad",
     "cpu_lion": "lion",
     "fused_lion": "lion",
+    "transformer": "transformer",
+    "stochastic_transformer": "transformer",
     "fused_lamb": "lamb",
     "quantizer": "quantizer",
     # Families that DeepSpeed asks for only as parts of its inference module; their op names are our own.
