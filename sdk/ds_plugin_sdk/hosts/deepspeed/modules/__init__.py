@@ -9,7 +9,17 @@ from __future__ import annotations
 
 from types import ModuleType
 
-_NAMES = ("cpu_adagrad", "cpu_adam", "cpu_lion", "fused_adam", "fused_lamb", "fused_lion", "quantizer")
+_NAMES = (
+    "cpu_adagrad",
+    "cpu_adam",
+    "cpu_lion",
+    "fused_adam",
+    "fused_lamb",
+    "fused_lion",
+    "quantizer",
+    "stochastic_transformer",
+    "transformer",
+)
 
 MODULES = {name: f"{__name__}.{name}" for name in _NAMES}
 
