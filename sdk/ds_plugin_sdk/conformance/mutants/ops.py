@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ds_plugin_sdk import op_builder
 from ds_plugin_sdk.conformance import op_info
+from ds_plugin_sdk.conformance.mutants import front_ends  # noqa: F401  # declares its own
 from ds_plugin_sdk.conformance.mutants.mutant import mutant
 from ds_plugin_sdk.conformance.target import Target
 

@@ -1,0 +1,213 @@
+"""Defects of what DeepSpeed calls on an op: names, order of arguments, what is written in place."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_plugin_sdk.conformance.mutants.mutant import mutant
+from ds_plugin_sdk.conformance.target import Target
+
+Function = Callable[..., Any]
+
+
+def module(target: Target, op: str, name: str, function: Function) -> Target:
+    """Put a defective function into the module that DeepSpeed gets for an op.
+
+    Args:
+        function: ``function(sound, *arguments)``.
+    """
+    functions = importlib.import_module(f"ds_plugin_sdk.hosts.deepspeed.modules.{op}")
+    setattr(functions, name, functools.partial(function, getattr(functions, name)))
+    return target
+
+
+def _copies(tensors: Any) -> Any:
+    if isinstance(tensors, Tensor):
+        return tensors.clone()
+    return [_copies(each) for each in tensors] if isinstance(tensors, list | tuple) else tensors
+
+
+def _on_copies(sound: Function, *arguments: Any) -> Any:
+    return sound(*_copies(arguments))
+
+
+# ---- optimizers ------------------------------------------------------------------------------------------------------
+@mutant("module.fused_adam_on_copies", "O7.1", "ops", only="/FusedAdam")
+def fused_adam_on_copies(target: Target) -> Target:
+    """multi_tensor_adam steps copies; DeepSpeed goes on with the old parameters."""
+    return module(target, "fused_adam", "multi_tensor_adam", _on_copies)
+
+
+@mutant("module.fused_adam_lists_swapped", "O7.1", "ops", only="/FusedAdam")
+def fused_adam_lists_swapped(target: Target) -> Target:
+    """multi_tensor_adam expects parameters before gradients."""
+
+    def function(sound: Function, chunk: int, flag: Tensor, lists: list[Any], *rest: Any) -> Any:
+        return sound(chunk, flag, [lists[1], lists[0], *lists[2:]], *rest)
+
+    return module(target, "fused_adam", "multi_tensor_adam", function)
+
+
+@mutant("module.cpu_adam_forgets_step", "O7.1", "ops", only="/DeepSpeedCPUAdam")
+def cpu_adam_forgets_step(target: Target) -> Target:
+    """adam_update takes every step for the first."""
+    return module(target, "cpu_adam", "adam_update", lambda sound, key, step, *rest: sound(key, 1, *rest))
+
+
+@mutant("module.cpu_adagrad_no_decay", "O7.1", "ops", only="/DeepSpeedCPUAdagrad")
+def cpu_adagrad_no_decay(target: Target) -> Target:
+    """adagrad_update ignores the weight decay."""
+    return module(target, "cpu_adagrad", "adagrad_update", lambda sound, *a: sound(*a[:4], 0.0, *a[5:]))
+
+
+@mutant("module.fused_lion_missing", "O7.1", "ops", only="/FusedLion")
+def fused_lion_missing(target: Target) -> Target:
+    """The module has no multi_tensor_lion."""
+    del importlib.import_module("ds_plugin_sdk.hosts.deepspeed.modules.fused_lion").multi_tensor_lion
+    return target
+
+
+@mutant("module.lamb_ratio_not_clamped", "O7.1", "ops", only="/FusedLamb")
+def lamb_ratio_not_clamped(target: Target) -> Target:
+    """lamb lets the trust ratio grow without bound."""
+    return module(target, "fused_lamb", "lamb", lambda sound, *a: sound(*a[:8], 1e9, 0.0, *a[10:]))
+
+
+@mutant("module.lamb_returns_nothing_useful", "O7.1", "ops", only="/FusedLamb")
+def lamb_returns_one(target: Target) -> Target:
+    """lamb returns a trust ratio of 1, whatever it used."""
+
+    def function(sound: Function, *arguments: Any) -> Tensor:
+        return torch.ones_like(sound(*arguments))
+
+    return module(target, "fused_lamb", "lamb", function)
+
+
+# ---- transformer layer -----------------------------------------------------------------------------------------------
+@mutant("module.transformer_pre_for_post", "O7.1", "ops", only="post_layer_norm")
+def transformer_pre_for_post(target: Target) -> Target:
+    """The layer normalizes before its halves, whatever it was created for."""
+
+    def function(sound: Function, *arguments: Any) -> Any:
+        return sound(*arguments[:9], True, *arguments[10:])
+
+    return module(target, "transformer", "create_transformer_layer_fp32", function)
+
+
+# ---- quantizer, random-LTD, spatial ----------------------------------------------------------------------------------
+@mutant("module.quantizer_truncates", "O7.1", "ops", only="/CUDAQuantizer")
+def quantizer_truncates(target: Target) -> Target:
+    """The stored step is that of a range of 255 instead of 256 steps."""
+
+    def function(sound: Function, *arguments: Any) -> Any:
+        codes, widths = sound(*arguments)
+        return [codes, widths * 256 / 255]
+
+    return module(target, "quantizer", "quantize", function)
+
+
+@mutant("module.nibbles_swapped", "O7.1", "ops", only="/DeQuantizer.4bit")
+def nibbles_swapped(target: Target) -> Target:
+    """The first of two values is looked for in the low half of the byte."""
+
+    def function(sound: Function, codes: Tensor, *rest: Any) -> Any:
+        return sound((codes << 4) | (codes >> 4), *rest)
+
+    return module(target, "quantizer", "dequantize_int4_to_half_experimental", function)
+
+
+@mutant("module.tokens_not_sorted", "O7.1", "ops", only="/sample_tokens")
+def tokens_not_sorted(target: Target) -> Target:
+    """token_sort_ leaves the indices as they were drawn."""
+    return module(target, "random_ltd", "token_sort_", lambda sound, indices, length: indices)
+
+
+@mutant("module.tokens_added", "O7.1", "ops", only="/GatherTokens")
+def tokens_added(target: Target) -> Target:
+    """token_scatter_ adds where it should overwrite."""
+
+    def function(sound: Function, everything: Tensor, *rest: Any) -> Tensor:
+        before = everything.clone()
+        written: Tensor = sound(everything, *rest)
+        return written.add_(before * (written != before))
+
+    return module(target, "random_ltd", "token_scatter_", function)
+
+
+@mutant("module.nhwc_second_bias_forgotten", "O7.1", "ops", only="/nhwc_bias_add")
+def nhwc_other_forgotten(target: Target) -> Target:
+    """nhwc_bias_add_bias_add forgets the second bias."""
+
+    def function(sound: Function, x: Tensor, bias: Tensor, other: Tensor, other_bias: Tensor) -> Any:
+        return sound(x, bias, other, torch.zeros_like(other_bias))
+
+    return module(target, "spatial_inference", "nhwc_bias_add_bias_add", function)
+
+
+@mutant("module.bytes_copied", "O7.1", "ops", only="/cast_to_byte_tensor")
+def bytes_copied(target: Target) -> Target:
+    """cast_to_byte_tensor gives a copy, which does not follow the tensor."""
+    return module(target, "utils", "cast_to_byte_tensor", lambda sound, tensor: sound(tensor).clone())
+
+
+# ---- inference -------------------------------------------------------------------------------------------------------
+def _inference(target: Target, name: str, function: Function) -> Target:
+    return module(target, "transformer_inference", name, function)
+
+
+@mutant("module.residual_returned_only", "O7.1", "ops", only="/ResidualAddOp")
+def residual_returned_only(target: Target) -> Target:
+    """residual_add_bias returns the sum and leaves the residual as it was."""
+    return _inference(target, "residual_add_bias_fp32", _on_copies)
+
+
+@mutant("module.moe_returned_only", "O7.1", "ops", only="/MoEResMatmulOp")
+def moe_returned_only(target: Target) -> Target:
+    """moe_res_matmul returns the sum and leaves the output as it was."""
+    return _inference(target, "moe_res_matmul", _on_copies)
+
+
+@mutant("module.gelu_for_relu", "O7.1", "ops", only="/MLPGemmOp")
+def gelu_for_relu(target: Target) -> Target:
+    """mlp_gemm is GELU whatever activation it is asked for, as with DeepSpeed's own fallback."""
+
+    def function(sound: Function, *arguments: Any) -> Any:
+        return sound(*arguments[:14], 1, *arguments[15:])
+
+    return _inference(target, "mlp_gemm_fp32", function)
+
+
+@mutant("module.norm_without_bias", "O7.1", "ops", only="/QKVGemmOp")
+def norm_without_bias(target: Target) -> Target:
+    """qkv_gemm normalizes without the shift."""
+
+    def function(sound: Function, *arguments: Any) -> Any:
+        return sound(*arguments[:5], torch.zeros_like(arguments[5]), *arguments[6:])
+
+    return _inference(target, "qkv_gemm_fp32", function)
+
+
+@mutant("module.cache_not_remembered", "O7.1", "ops", only="/SoftmaxContextOp")
+def cache_not_remembered(target: Target) -> Target:
+    """Every call of softmax_context starts the cache anew."""
+
+    def function(sound: Function, *arguments: Any) -> Any:
+        return sound(*arguments[:16], True, *arguments[17:])
+
+    return _inference(target, "softmax_context_fp32", function)
+
+
+@mutant("module.weights_not_transposed", "O7.1", "ops", only="/LinearOp")
+def weights_not_transposed(target: Target) -> Target:
+    """linear_layer takes [out, in] weights for [in, out]."""
+
+    def function(sound: Function, *arguments: Any) -> Any:
+        return sound(*arguments[:6], False, *arguments[7:])
+
+    return _inference(target, "linear_layer_fp32", function)
