@@ -74,6 +74,20 @@ def test_a_forked_child_is_refused_and_ends_in_peace(run: Run) -> None:
 
 
 @pytest.mark.compiler
+def test_a_child_forked_before_use_can_use_the_device(run: Run) -> None:
+    program = INSTALL + (
+        "import os\n"
+        "assert torch.zap.device_count() == 2\n"
+        "child = os.fork()\n"
+        "assert not torch.zap._is_in_bad_fork()\n"
+        "assert torch.ones(3, device='zap').sum().item() == 3\n"
+        "if child:\n"
+        "    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0\n"
+    )
+    run("-W", "ignore", "-c", program, PYTHONWARNINGS="ignore")
+
+
+@pytest.mark.compiler
 def test_data_loader_workers_and_pinned_memory(run: Run) -> None:
     program = INSTALL + (
         "from torch.utils.data import DataLoader, TensorDataset\n"

@@ -40,16 +40,18 @@ class DeviceModule(ModuleType):
 
     Args:
         name: torch's name of the device.
+        forked: tells whether this process is a fork that cannot use the device, given the id of that which started it.
     """
 
     StreamContext = StreamContext
     stream = StreamContext
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, forked: Callable[[int], bool]) -> None:
         super().__init__(f"torch.{name}", f"Device '{name}'.")
         self.device_type = name
         self.device = self._device_context()
         self._pid = os.getpid()
+        self._forked = forked
         # Threads of streams must not outlive what they work on.
         atexit.register(self._finish)
 
@@ -112,7 +114,7 @@ class DeviceModule(ModuleType):
         return True
 
     def _is_in_bad_fork(self) -> bool:
-        return os.getpid() != self._pid
+        return self._forked(self._pid)
 
     def _lazy_call(self, function: Callable[[], Any]) -> None:
         function()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import re
 import threading
 from collections.abc import Iterator
@@ -149,6 +150,15 @@ def _set_delay(microseconds: int) -> None:
     set_delay(microseconds)
 
 
+def _forked(started_by: int) -> bool:
+    """Whether this process is a fork that cannot use the device: any fork, where the runtime does not say more."""
+    forked: Any = getattr(_runtime, "runtime_forked", None)
+    if forked is None:
+        return os.getpid() != started_by
+    forked.restype = ctypes.c_bool
+    return bool(forked())
+
+
 def _register(name: str, collectives: str) -> DeviceModule:
     import torch
 
@@ -156,7 +166,7 @@ def _register(name: str, collectives: str) -> DeviceModule:
 
     backends: Any = torch.utils
     backends.rename_privateuse1_backend(name)
-    module = DeviceModule(name)
+    module = DeviceModule(name, _forked)
     torch._register_device_module(name, module)  # type: ignore[no-untyped-call]
     backends.generate_methods_for_privateuse1_backend(for_storage=True)
     if torch.distributed.is_available():

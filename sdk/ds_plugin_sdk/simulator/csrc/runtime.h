@@ -25,6 +25,10 @@ extern "C" RUNTIME_API const char* runtime_start(const char* name, int devices, 
 // function; it makes a missing wait show as a wrong result each time rather than once a month.
 extern "C" RUNTIME_API void runtime_set_delay(std::int64_t microseconds);
 
+// Whether this process is a child by fork() of one that used the device, and cannot use it. Without this function every
+// forked child counts as one.
+extern "C" RUNTIME_API bool runtime_forked();
+
 namespace runtime {
 
 // ---------------------------------------------------------------------------------------------------------- devices

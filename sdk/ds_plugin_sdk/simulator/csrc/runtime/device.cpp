@@ -19,7 +19,7 @@ Config& mutable_config() {
 }
 
 thread_local int device_of_thread = 0;
-std::atomic<bool> is_forked{false};
+std::atomic<bool> is_used{false}, is_forked{false};
 
 // "<NAME>_VISIBLE_DEVICES", as launchers set it.
 std::string visible_devices_variable() {
@@ -43,6 +43,8 @@ int count_listed(const std::string& list, int devices) {
 }  // namespace
 
 const Config& config() { return mutable_config(); }
+
+void use() noexcept { is_used = true; }
 
 bool forked() noexcept { return is_forked; }
 
@@ -70,12 +72,14 @@ void set_device(int device) {
 
 }  // namespace runtime
 
+extern "C" bool runtime_forked() { return runtime::forked(); }
+
 extern "C" const char* runtime_start(const char* name, int devices, std::size_t bytes_per_device) {
   static std::string failure;
   try {
     runtime::reserve_memory(devices, bytes_per_device);
     runtime::mutable_config() = {name, devices, bytes_per_device};
-    pthread_atfork(nullptr, nullptr, [] { runtime::is_forked = true; });
+    pthread_atfork(nullptr, nullptr, [] { runtime::is_forked = runtime::is_used.load(); });
     return nullptr;
   } catch (const std::exception& error) {
     failure = error.what();

@@ -20,6 +20,9 @@ const Config& config();
 // Reserves the address space of all devices; throws if the system refuses.
 void reserve_memory(int devices, std::size_t bytes_per_device);
 
+// Says that this process uses the device from now on: it has given work to a stream.
+void use() noexcept;
+
 // Whether this process is a child by fork() of one that used the device. Threads do not survive a fork, so neither do
 // streams: as on hardware, such a child cannot use the device.
 bool forked() noexcept;

@@ -118,6 +118,7 @@ std::vector<Queue*> queues_of(int device) {
 void submit(Stream stream, Task task) {
   if (forked())
     throw std::runtime_error(config().name + ": this process is a fork of one that used the device; start it with spawn");
+  use();
   queue(stream).submit(std::move(task));
 }
 
