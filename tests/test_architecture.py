@@ -21,6 +21,7 @@ SOURCES = [
 RANK = {
     "errors": 0,
     "paths": 0,
+    "nvml": 0,
     "settings": 1,
     "provenance": 2,
     "ops": 2,

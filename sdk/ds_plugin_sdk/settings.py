@@ -119,8 +119,12 @@ class Settings:
     cxxflags = Setting[tuple[str, ...]]("CXXFLAGS", _words, (), "extra C++ compiler arguments")
     ldflags = Setting[tuple[str, ...]]("LDFLAGS", _words, (), "extra linker arguments")
     cuda_home = Setting[Path | None]("CUDA_HOME", _path, None, "folder of the CUDA toolkit")
+    nvcc = Setting[tuple[str, ...]]("PYTORCH_NVCC", _words, (), "CUDA compiler, as torch reads it: 'ccache nvcc', say")
     cuda_arch_list = Setting[str | None](
         "TORCH_CUDA_ARCH_LIST", str, None, "CUDA architectures to compile for, as torch reads it"
+    )
+    cuda_visible_devices = Setting[str | None](
+        "CUDA_VISIBLE_DEVICES", str, None, "GPUs that this process may use, as CUDA reads it"
     )
     build_ops = Setting[bool]("DS_BUILD_OPS", _flag, False, "1: put compiled kernels inside the wheel being built")
 

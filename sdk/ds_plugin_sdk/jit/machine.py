@@ -21,11 +21,19 @@ STABLE_TORCH_MACRO = f"0x{STABLE_TORCH[0]:02X}{STABLE_TORCH[1]:02X}000000000000"
 
 @dataclass(frozen=True)
 class Torch:
-    """An installed torch: its package folder, version, and whether its C++ uses libstdc++'s new ABI."""
+    """An installed torch.
+
+    Attributes:
+        root: its package folder.
+        version: such as ``2.11.0+cu130``.
+        cxx11_abi: whether its C++ uses libstdc++'s new ABI.
+        cuda_release: the CUDA that it was built for, such as (13, 0); None if for none.
+    """
 
     root: Path
     version: str
     cxx11_abi: bool
+    cuda_release: tuple[int, int] | None = None
 
     @property
     def include_dirs(self) -> tuple[Path, ...]:
@@ -84,11 +92,15 @@ def find_torch() -> Torch:
     if found is None or not found.origin:
         raise ToolchainError("torch is not installed", why="kernels are built against it", hint="pip install torch")
     root = Path(found.origin).parent
-    version = re.search(r"__version__\s*=\s*['\"]([^'\"]+)", _read(root / "version.py"))
+    facts = _read(root / "version.py")
+    version = re.search(r"__version__\s*=\s*['\"]([^'\"]+)", facts)
     if version is None:
         raise ToolchainError("torch's version is unknown", why=f"{root}/version.py does not tell it")
     config = _read(root / "share" / "cmake" / "Torch" / "TorchConfig.cmake")
-    return Torch(root, version[1], "_GLIBCXX_USE_CXX11_ABI=0" not in config)
+    cuda = re.search(r"^cuda\b.*=\s*['\"](\d+)\.(\d+)", facts, re.MULTILINE)
+    return Torch(
+        root, version[1], "_GLIBCXX_USE_CXX11_ABI=0" not in config, (int(cuda[1]), int(cuda[2])) if cuda else None
+    )
 
 
 def _read(path: Path) -> str:

@@ -54,6 +54,7 @@ class BuildSpec:
         prebuilt_dirs: folders that may hold ``<name>/<name>.so``, built earlier by `build_into`.
         roots: (token, folder) pairs. Paths below a folder are written as ``$token/...`` in keys, so that one cache
             serves several checkouts and virtual environments; headers below it are the op's own.
+        portable: to be run on other machines too: nothing is chosen by what this one has.
 
     Raises:
         ValueError: a name that could not be a folder's name, or two units that would share an object file.
@@ -70,6 +71,7 @@ class BuildSpec:
     kind: Kind = "torch_library"
     prebuilt_dirs: tuple[Path, ...] = ()
     roots: tuple[tuple[str, Path], ...] = ()
+    portable: bool = False
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):

@@ -6,6 +6,7 @@ They name absolute inputs and outputs relative to the build folder, in which the
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import re
 import shlex
@@ -14,9 +15,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from ds_plugin_sdk import nvml
 from ds_plugin_sdk.errors import ToolchainError
 from ds_plugin_sdk.jit.compiler import Compiler, identify
-from ds_plugin_sdk.jit.machine import STABLE_TORCH_MACRO, Machine
+from ds_plugin_sdk.jit.machine import STABLE_TORCH_MACRO, Machine, Torch, find_torch
 from ds_plugin_sdk.jit.spec import BuildSpec, Source
 from ds_plugin_sdk.settings import settings
 
@@ -139,10 +141,37 @@ class CudaToolchain(Toolchain):
         self._host = CxxToolchain()
 
     def find(self) -> Mapping[str, Compiler]:
-        return {"nvcc": self.nvcc(), "cxx": self._host.compiler()}
+        return {"nvcc": self.fitting_nvcc(find_torch()), "cxx": self._host.compiler()}
+
+    def fitting_nvcc(self, torch: Torch) -> Compiler:
+        """`nvcc`, if what it makes runs with `torch`: kernels and torch share the CUDA runtime of the process.
+
+        Raises:
+            ToolchainError: there is no nvcc, or it is too old, or of another CUDA generation.
+        """
+        nvcc = self.nvcc()
+        release = tuple(map(int, re.findall(r"\d+", nvcc.version)[:2]))
+        wanted = torch.cuda_release[0] if torch.cuda_release else _OLDEST_NVCC[0]
+        suffix = "" if wanted >= 13 else f"-cu{wanted}"
+        hint = (
+            f"set CUDA_HOME to a CUDA {wanted} toolkit, `module load cuda/{wanted}` on a cluster, "
+            f"or `pip install 'nvidia-cuda-nvcc{suffix}=={wanted}.*'`"
+        )
+        if release and release < _OLDEST_NVCC:
+            oldest = ".".join(map(str, _OLDEST_NVCC))
+            raise ToolchainError(
+                f"nvcc {nvcc.version} is too old", why=f"{nvcc.path}; at least {oldest} is needed", hint=hint
+            )
+        if release and torch.cuda_release and release[0] != torch.cuda_release[0]:
+            raise ToolchainError(
+                f"nvcc {nvcc.version} does not fit torch {torch.version}",
+                why=f"{nvcc.path} makes code for CUDA {release[0]}, torch was built for CUDA {torch.cuda_release[0]}",
+                hint=hint,
+            )
+        return nvcc
 
     def nvcc(self) -> Compiler:
-        """nvcc of ``CUDA_HOME``, else on PATH, else of pip's nvidia packages, else of /usr/local/cuda."""
+        """nvcc of ``PYTORCH_NVCC``, else of ``CUDA_HOME``, on PATH, of pip's nvidia packages, of /usr/local/cuda."""
         for place in self._places():
             if shutil.which(place):
                 return identify([str(place)])
@@ -154,17 +183,26 @@ class CudaToolchain(Toolchain):
 
     @staticmethod
     def _places() -> Iterable[str | Path]:
+        if settings.nvcc:
+            yield next((word for word in settings.nvcc if Path(word).name not in _LAUNCHERS), settings.nvcc[0])
+            return
         if settings.cuda_home is not None:
             yield settings.cuda_home / "bin" / "nvcc"
             return
         yield "nvcc"
-        packages = importlib.util.find_spec("nvidia")
-        for folder in (packages.submodule_search_locations or ()) if packages else ():
-            yield from sorted(Path(folder).glob("*/bin/nvcc"), reverse=True)
+        for folder in _pip_folders():
+            yield folder / "bin" / "nvcc"
         yield "/usr/local/cuda/bin/nvcc"
 
+    @staticmethod
+    def _launcher() -> list[str]:
+        """What compiles through nvcc: that of ``PYTORCH_NVCC="ccache nvcc"``, else ccache if it is there."""
+        if settings.nvcc:
+            return [word for word in settings.nvcc if Path(word).name in _LAUNCHERS]
+        return ["ccache"] if shutil.which("ccache") else []
+
     def identity(self, spec: BuildSpec) -> dict[str, object]:
-        return {**super().identity(spec), "cuda_archs": gencode(spec.nvcc_args, settings.cuda_arch_list)}
+        return {**super().identity(spec), "cuda_archs": gencode(spec.nvcc_args, cuda_archs(spec.portable))}
 
     def flags(self, spec: BuildSpec, machine: Machine) -> list[str]:
         return [
@@ -177,22 +215,24 @@ class CudaToolchain(Toolchain):
             *definitions(spec, machine),
             *HALF_OPERATORS,
             *includes(spec, machine),
-            *gencode(spec.nvcc_args, settings.cuda_arch_list),
+            *self._headers(),
+            *gencode(spec.nvcc_args, cuda_archs(spec.portable)),
             *machine.target.resolve(spec.nvcc_args),
         ]
 
     def compile_command(self, source: Source, spec: BuildSpec, machine: Machine) -> list[str]:
         if source.path.suffix == ".cu":
             args = [*self.flags(spec, machine), *machine.target.resolve(source.args), *outputs(source)]
-            return [*self.nvcc().command, *args]
+            return [*self._launcher(), *self.fitting_nvcc(machine.torch).command, *args]
         command = self._host.compile_command(source, spec, machine)
         position = len(self._host.compiler().command)
         return [*command[:position], "-DUSE_CUDA", *self._headers(), *command[position:]]
 
     def link_command(self, spec: BuildSpec, machine: Machine) -> list[str]:
         return [
-            *self.nvcc().command,
+            *self.fitting_nvcc(machine.torch).command,
             "-shared",
+            *self._runtime(),
             "--forward-unknown-opts",
             *self._host_compiler(),
             *(f"{source.stem}.o" for source in spec.sources),
@@ -209,11 +249,58 @@ class CudaToolchain(Toolchain):
         return ["-ccbin", next((word for word in command if Path(word).name not in _LAUNCHERS), command[0])]
 
     def _headers(self) -> list[str]:
-        """Where the host compiler finds cuda_runtime.h. nvcc on PATH may be a script outside its toolkit."""
-        for home in (self.nvcc().path.parent.parent, Path("/usr/local/cuda")):
+        """Where compilers find cuda_runtime.h."""
+        for home in self._homes():
             if (home / "include" / "cuda_runtime.h").exists():
                 return ["-isystem", str(home / "include")]
         return []
+
+    def _runtime(self) -> list[str]:
+        """The shared CUDA runtime, so that kernels use the one that torch has loaded: one runtime in a process.
+
+        By its file: pip's packages lack the name that -lcudart looks for.
+        """
+        for folder in (home / lib for home in self._homes() for lib in ("lib64", "lib")):
+            found = sorted(folder.glob("libcudart.so*"))
+            if found:
+                return ["--cudart=none", str(found[0])]
+        return ["--cudart=shared"]
+
+    def _homes(self) -> Iterable[Path]:
+        """Folders with CUDA's include and lib. nvcc on PATH may be a script outside its toolkit, or pip's."""
+        yield self.nvcc().path.parent.parent
+        if settings.cuda_home is None and not settings.nvcc:
+            yield Path("/usr/local/cuda")
+        yield from _pip_folders()
+
+
+# CUDA 12.0 is the first whose compiler knows Hopper, and the oldest that torch 2.11 was built for.
+_OLDEST_NVCC = (12, 0)
+
+
+def _pip_folders() -> list[Path]:
+    """Folders of pip's nvidia packages, the newest CUDA first."""
+    packages = importlib.util.find_spec("nvidia")
+    folders = (packages.submodule_search_locations or ()) if packages else ()
+    return sorted((path for folder in folders for path in Path(folder).glob("*") if path.is_dir()), reverse=True)
+
+
+def cuda_archs(portable: bool) -> str | None:
+    """The architectures to compile for: ``TORCH_CUDA_ARCH_LIST``, else those of this machine's GPUs.
+
+    Args:
+        portable: for other machines too. Then, and where no GPU is seen, the answer is None without the variable.
+    """
+    return settings.cuda_arch_list if settings.cuda_arch_list or portable else _archs_here()
+
+
+@functools.cache
+def _archs_here() -> str | None:
+    try:
+        capabilities = {gpu.capability for gpu in nvml.ask().gpus}
+    except nvml.NvmlError:
+        return None
+    return " ".join(f"{major}.{minor}" for major, minor in sorted(capabilities)) or None
 
 
 _LAUNCHERS = frozenset({"ccache", "sccache", "distcc", "icecc"})

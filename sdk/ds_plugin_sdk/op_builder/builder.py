@@ -177,6 +177,7 @@ class OpBuilder:
             kind=self.KIND,
             prebuilt_dirs=(package / "prebuilt", *_prebuilt.values()),
             roots=tuple({"kernels": kernels_root(), "plugin": package}.items()),
+            portable=portable,
         )
 
     def compile_units(self, portable: bool) -> tuple[Source, ...]:

@@ -30,7 +30,8 @@ class CppOpBuilder(OpBuilder):
 class CUDAOpBuilder(CppOpBuilder):
     """An op in CUDA C++: ``.cu`` files by nvcc, the others by the host compiler.
 
-    Architectures come from ``nvcc_args()``, else from ``TORCH_CUDA_ARCH_LIST``; else there is code for every major one.
+    Architectures come from ``nvcc_args()``, else from ``TORCH_CUDA_ARCH_LIST``, else from this machine's GPUs; in a
+    wheel, and where there is no GPU, there is code for every major one.
     """
 
     TOOLCHAIN: ClassVar[str] = "cuda"

@@ -1,0 +1,131 @@
+"""NVIDIA's GPUs as the driver's management library (NVML) lists them.
+
+NVML creates no CUDA context, so a process that has asked it can still fork, and it is there wherever the driver is.
+Called through ctypes: no package is needed. Nothing happens at import.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_LIBRARY = "libnvidia-ml.so.1"
+_NAME_BYTES = 96
+_DRIVER_NOT_LOADED = 9
+
+
+class NvmlError(Exception):
+    """NVML cannot be asked. `absent`: because there is no driver, rather than a driver that does not work."""
+
+    def __init__(self, message: str, absent: bool) -> None:
+        super().__init__(message)
+        self.absent = absent
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU of this machine.
+
+    Attributes:
+        name: such as ``NVIDIA H200``.
+        uuid: such as ``GPU-8d6f...``.
+        capability: CUDA compute capability, such as (9, 0).
+    """
+
+    name: str
+    uuid: str
+    capability: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Driver:
+    """What the driver says.
+
+    Attributes:
+        version: such as ``580.95.05``.
+        cuda: the newest CUDA it runs, such as (13, 0).
+        gpus: all GPUs of this machine, hidden ones too.
+    """
+
+    version: str
+    cuda: tuple[int, int]
+    gpus: tuple[Gpu, ...]
+
+
+def ask(library: str = _LIBRARY) -> Driver:
+    """The driver's answers.
+
+    Args:
+        library: another library that answers like NVML, for tests.
+
+    Raises:
+        NvmlError: there is no driver, or it does not answer.
+    """
+    try:
+        nvml = ctypes.CDLL(library)
+    except OSError as error:
+        raise NvmlError(f"{library} is not there: no NVIDIA driver is installed", absent=True) from error
+    _call(nvml, "nvmlInit_v2")
+    try:
+        count, cuda = ctypes.c_uint(), ctypes.c_int()
+        _call(nvml, "nvmlDeviceGetCount_v2", ctypes.byref(count))
+        _call(nvml, "nvmlSystemGetCudaDriverVersion_v2", ctypes.byref(cuda))
+        version = _text(nvml, "nvmlSystemGetDriverVersion")
+        gpus = tuple(_gpu(nvml, index) for index in range(count.value))
+        return Driver(version, (cuda.value // 1000, cuda.value % 1000 // 10), gpus)
+    finally:
+        nvml.nvmlShutdown()
+
+
+def visible(gpus: Sequence[Gpu], variable: str | None) -> int:
+    """How many GPUs a process sees under ``CUDA_VISIBLE_DEVICES``, by CUDA's rules.
+
+    Args:
+        gpus: all GPUs of the machine.
+        variable: the variable's text; None if it is unset. Numbers and (beginnings of) UUIDs; what follows a wrong
+            entry is hidden too, and a MIG instance counts as a device.
+    """
+    if variable is None:
+        return len(gpus)
+    seen: list[str] = []
+    for entry in (word.strip() for word in variable.split(",")):
+        device = _device(gpus, entry)
+        if device is None:
+            break
+        if device in seen:  # CUDA then shows no device at all
+            return 0
+        seen.append(device)
+    return len(seen)
+
+
+def _device(gpus: Sequence[Gpu], entry: str) -> str | None:
+    if entry.isdecimal():
+        return gpus[int(entry)].uuid if int(entry) < len(gpus) else None
+    if entry.startswith("MIG-"):
+        return entry
+    matching = [gpu.uuid for gpu in gpus if entry.startswith("GPU-") and gpu.uuid.startswith(entry)]
+    return matching[0] if len(matching) == 1 else None
+
+
+def _gpu(nvml: ctypes.CDLL, index: int) -> Gpu:
+    handle, major, minor = ctypes.c_void_p(), ctypes.c_int(), ctypes.c_int()
+    _call(nvml, "nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(index), ctypes.byref(handle))
+    _call(nvml, "nvmlDeviceGetCudaComputeCapability", handle, ctypes.byref(major), ctypes.byref(minor))
+    name, uuid = _text(nvml, "nvmlDeviceGetName", handle), _text(nvml, "nvmlDeviceGetUUID", handle)
+    return Gpu(name, uuid, (major.value, minor.value))
+
+
+def _text(nvml: ctypes.CDLL, function: str, *args: object) -> str:
+    buffer = ctypes.create_string_buffer(_NAME_BYTES)
+    _call(nvml, function, *args, buffer, ctypes.c_uint(_NAME_BYTES))
+    return buffer.value.decode()
+
+
+def _call(nvml: ctypes.CDLL, function: str, *args: object) -> None:
+    code = int(getattr(nvml, function)(*args))
+    if code:
+        nvml.nvmlErrorString.restype = ctypes.c_char_p
+        text = nvml.nvmlErrorString(code)
+        message = f"{function} says: {text.decode() if text else f'error {code}'}"
+        raise NvmlError(message, absent=code == _DRIVER_NOT_LOADED)
