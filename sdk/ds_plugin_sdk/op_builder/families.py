@@ -15,6 +15,7 @@ FAMILIES = {
     "cpu_adam": "adam",
     "fused_adam": "adam",
     "cpu_adagrad": "adagrad",
+    "fused_adagrad": "adagrad",  # on a device; DeepSpeed has no such op
     "cpu_lion": "lion",
     "fused_lion": "lion",
     "transformer": "transformer",

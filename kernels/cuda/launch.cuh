@@ -1,0 +1,43 @@
+// Launching a kernel, with its failure reported. Nothing here waits for the device.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+#include "stream.h"
+
+namespace ds_kernels::cuda {
+
+inline void check(cudaError_t error, const char* what) {
+  if (error == cudaSuccess) return;
+  cudaGetLastError();  // it has been noticed: the next caller must not find it
+  throw std::runtime_error(std::string("CUDA error in ") + what + ": " + cudaGetErrorString(error));
+}
+
+namespace detail {
+template <class T>
+struct Identity {
+  using type = T;
+};
+}  // namespace detail
+
+// Runs `kernel` with `blocks` x `rows` blocks of `threads`. Arguments are converted to the kernel's own types.
+template <class... Parameters>
+void launch(const char* op, void (*kernel)(Parameters...), dim3 blocks, unsigned threads, Stream stream,
+            const typename detail::Identity<Parameters>::type&... arguments) {
+  if (blocks.x == 0 || blocks.y == 0) return;
+#ifdef DS_KERNELS_CUDA_ON_HOST
+  on_host::run(kernel, blocks, threads, arguments...);
+  (void)op, (void)stream;
+#else
+  void* pointers[] = {const_cast<void*>(static_cast<const void*>(&arguments))...};
+  check(cudaLaunchKernel(reinterpret_cast<const void*>(kernel), blocks, dim3(threads), pointers, 0,
+                         static_cast<cudaStream_t>(stream)),
+        op);
+#endif
+}
+
+}  // namespace ds_kernels::cuda

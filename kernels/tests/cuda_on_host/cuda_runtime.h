@@ -1,0 +1,248 @@
+// Runs CUDA kernels on the host, where there is no GPU: what it takes of CUDA's language and runtime for our .cu files,
+// in place of CUDA's own header. It is for tests: indices, tails, reductions and numbers are those of the GPU, speed is
+// not.
+//
+// Blocks run one after the other. The threads of a block are fibers, which take turns at __syncthreads() and at what
+// synchronises a warp; a barrier that some thread never reaches is an error and not a deadlock.
+//
+//     g++ -x c++ -DDS_KERNELS_CUDA_ON_HOST -Ikernels/tests/cuda_on_host ... kernels/cuda/adam.cu
+#pragma once
+
+#include <ucontext.h>
+
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#ifndef DS_KERNELS_CUDA_ON_HOST
+#error "this header is for -DDS_KERNELS_CUDA_ON_HOST"
+#endif
+
+#define __global__
+#define __device__
+#define __host__
+#define __forceinline__ inline
+#define __shared__ static
+#define __grid_constant__
+#define __launch_bounds__(...)
+#define __align__(bytes) alignas(bytes)
+
+// ---- types -----------------------------------------------------------------------------------------------------
+
+struct dim3 {
+  unsigned x, y, z;
+  constexpr dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
+};
+struct alignas(8) uint2 {
+  uint32_t x, y;
+};
+struct alignas(16) uint4 {
+  uint32_t x, y, z, w;
+};
+
+enum cudaError_t { cudaSuccess, cudaErrorUnknown };
+inline cudaError_t cudaGetLastError() { return cudaSuccess; }
+inline const char* cudaGetErrorString(cudaError_t) { return "unknown"; }
+
+// ---- a block of threads ----------------------------------------------------------------------------------------
+
+namespace on_host {
+
+constexpr int kWarp = 32;
+constexpr size_t kStackBytes = 256 << 10;
+
+enum class State { runnable, at_warp, at_block, done };
+
+struct Fiber {
+  ucontext_t context;
+  std::unique_ptr<char[]> stack{new char[kStackBytes]};
+  State state = State::done;
+  int shuffles = 0;
+  uint64_t slot[2];  // what it offers to the shuffle under way, and to the one before
+};
+
+struct Block {
+  ucontext_t scheduler;
+  std::vector<std::unique_ptr<Fiber>> fibers;
+  std::function<void()> kernel;
+  int threads = 0, current = 0;
+};
+
+inline Block block;
+inline dim3 thread_index, block_index, block_dimensions, grid_dimensions;
+
+[[noreturn]] inline void die(const char* what) {
+  std::fprintf(stderr, "CUDA on host: %s (block %u, thread %d)\n", what, block_index.x, block.current);
+  std::abort();
+}
+
+inline Fiber& current() { return *block.fibers[block.current]; }
+
+inline void enter() {
+  block.kernel();
+  current().state = State::done;
+  swapcontext(&current().context, &block.scheduler);
+}
+
+inline void wait(State state) {
+  const int me = block.current;
+  current().state = state;
+  swapcontext(&current().context, &block.scheduler);
+  block.current = me;  // the scheduler has set thread_index with it
+}
+
+inline void resume(int thread) {
+  block.current = thread;
+  thread_index = dim3(static_cast<unsigned>(thread), 0, 0);
+  swapcontext(&block.scheduler, &current().context);
+}
+
+// Lets the threads [first, last) go on if all of them that still run wait for each other. Whether any did.
+inline bool release(int first, int last, State state) {
+  int waiting = 0;
+  for (int i = first; i < last; ++i) {
+    const State now = block.fibers[i]->state;
+    if (now != state && now != State::done) return false;
+    waiting += now == state;
+  }
+  for (int i = first; i < last; ++i) {
+    if (block.fibers[i]->state == state) block.fibers[i]->state = State::runnable;
+  }
+  return waiting > 0;
+}
+
+inline void start(int threads) {
+  while (static_cast<int>(block.fibers.size()) < threads) block.fibers.push_back(std::make_unique<Fiber>());
+  block.threads = threads;
+  for (int i = 0; i < threads; ++i) {
+    Fiber& fiber = *block.fibers[i];
+    getcontext(&fiber.context);
+    fiber.context.uc_stack.ss_sp = fiber.stack.get();
+    fiber.context.uc_stack.ss_size = kStackBytes;
+    fiber.context.uc_link = nullptr;
+    makecontext(&fiber.context, enter, 0);
+    fiber.state = State::runnable;
+    fiber.shuffles = 0;
+  }
+}
+
+inline void run_block() {
+  for (;;) {
+    bool ran = false, all_done = true;
+    for (int i = 0; i < block.threads; ++i) {
+      if (block.fibers[i]->state == State::runnable) resume(i), ran = true;
+      all_done = all_done && block.fibers[i]->state == State::done;
+    }
+    if (all_done) return;
+    for (int i = 0; i < block.threads; i += kWarp) {
+      ran |= release(i, i + kWarp < block.threads ? i + kWarp : block.threads, State::at_warp);
+    }
+    ran |= release(0, block.threads, State::at_block);
+    if (!ran) die("a barrier that not all threads reach");
+  }
+}
+
+template <class... Parameters, class... Arguments>
+void run(void (*kernel)(Parameters...), dim3 blocks, unsigned threads, const Arguments&... arguments) {
+  block_dimensions = dim3(threads);
+  grid_dimensions = blocks;
+  block.kernel = [&] { kernel(arguments...); };
+  for (unsigned y = 0; y < blocks.y; ++y) {
+    for (unsigned x = 0; x < blocks.x; ++x) {
+      block_index = dim3(x, y, 0);
+      start(static_cast<int>(threads));
+      run_block();
+    }
+  }
+}
+
+// The value that the thread of another lane offers; one's own where that lane has no thread or has ended.
+template <class T>
+T shuffle(T value, int lane) {
+  static_assert(sizeof(T) <= 8, "one register or two");
+  const int me = block.current, parity = current().shuffles++ & 1;
+  std::memcpy(&current().slot[parity], &value, sizeof(T));
+  wait(State::at_warp);
+  const int other = me / kWarp * kWarp + lane;
+  if (lane >= kWarp || other >= block.threads || block.fibers[other]->state == State::done) return value;
+  std::memcpy(&value, &block.fibers[other]->slot[parity], sizeof(T));
+  return value;
+}
+
+// ---- half precision, one bit pattern at a time -------------------------------------------------------------------
+
+inline float widen_float16(uint16_t half) {
+  const int exponent = (half & 0x7fff) >> 10, fraction = half & 0x3ff;
+  float magnitude = exponent ? std::ldexp(1024.f + fraction, exponent - 25) : std::ldexp(1.f * fraction, -24);
+  if (exponent == 31) magnitude = fraction ? NAN : INFINITY;
+  return half & 0x8000 ? -magnitude : magnitude;
+}
+
+// Rounds to nearest even, as the current rounding mode has it.
+inline uint16_t narrow_float16(float x) {
+  const uint16_t sign = std::signbit(x) ? 0x8000 : 0;
+  const float magnitude = std::fabs(x);
+  if (x != x) return sign | 0x7fff;
+  if (magnitude >= 65520.f) return sign | 0x7c00;
+  int exponent = magnitude > 0 ? std::ilogb(magnitude) : -15;
+  if (exponent < -14) exponent = -14;
+  const auto steps = static_cast<uint32_t>(std::nearbyint(std::ldexp(magnitude, 10 - exponent)));
+  // A mantissa of 2048 carries into the exponent by itself.
+  return static_cast<uint16_t>(sign | (steps < 1024 ? steps : ((exponent + 14) << 10) + steps));
+}
+
+}  // namespace on_host
+
+#define threadIdx (::on_host::thread_index)
+#define blockIdx (::on_host::block_index)
+#define blockDim (::on_host::block_dimensions)
+#define gridDim (::on_host::grid_dimensions)
+
+// ---- what kernels call -----------------------------------------------------------------------------------------
+
+inline void __syncthreads() { on_host::wait(on_host::State::at_block); }
+inline void __syncwarp(unsigned = 0xffffffffu) { on_host::wait(on_host::State::at_warp); }
+
+template <class T>
+T __shfl_sync(unsigned, T value, int lane) {
+  return on_host::shuffle(value, lane);
+}
+template <class T>
+T __shfl_xor_sync(unsigned, T value, int mask) {
+  return on_host::shuffle(value, (on_host::block.current % on_host::kWarp) ^ mask);
+}
+template <class T>
+T __shfl_down_sync(unsigned, T value, int delta) {
+  return on_host::shuffle(value, on_host::block.current % on_host::kWarp + delta);
+}
+
+inline float __uint_as_float(uint32_t bits) {
+  float x;
+  std::memcpy(&x, &bits, 4);
+  return x;
+}
+inline uint32_t __float_as_uint(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  return bits;
+}
+inline float rsqrtf(float x) { return 1.f / std::sqrt(x); }
+inline float __expf(float x) { return std::exp(x); }
+inline int __float2int_rn(float x) { return static_cast<int>(std::nearbyint(x)); }
+template <class T>
+T __ldg(const T* from) {
+  return *from;
+}
+template <class T>
+T atomicAdd(T* to, T value) {
+  const T before = *to;
+  *to = before + value;
+  return before;
+}
+inline uint32_t __umulhi(uint32_t a, uint32_t b) { return static_cast<uint32_t>((uint64_t(a) * b) >> 32); }

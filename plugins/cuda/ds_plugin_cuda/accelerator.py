@@ -1,0 +1,79 @@
+"""`CUDA_Accelerator`: NVIDIA GPUs as a DeepSpeed device."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar
+
+import torch
+
+from ds_plugin_cuda import nvtx
+from ds_plugin_sdk import TorchAccelerator
+
+# Compute capabilities from which the hardware computes in a type: IEEE half at full rate, bfloat16.
+_HALF, _BFLOAT16 = (7, 0), (8, 0)
+
+
+class CUDA_Accelerator(TorchAccelerator):
+    """NVIDIA GPUs by ``torch.cuda``. Making one creates no CUDA context: a process can still fork."""
+
+    device_type: ClassVar[str] = "cuda"
+    communication_backend: ClassVar[str] = "nccl"
+    op_builders: ClassVar[str] = "ds_plugin_cuda.op_builder"
+    visible_devices_env: ClassVar[str] = "CUDA_VISIBLE_DEVICES"
+    exported_envs: ClassVar[tuple[str, ...]] = ("NCCL_", "CUDA_", "TORCH_NCCL_")
+    supports_nvtx_domain: ClassVar[bool] = True
+
+    # ------------------------------------------------------------------ data types
+    def supported_dtypes(self) -> list[torch.dtype]:
+        """float32; float16 from Volta on; bfloat16 from Ampere on. Without a GPU, what current ones have."""
+        capability = torch.cuda.get_device_capability() if self.is_available() else _BFLOAT16
+        half = [torch.float16] if capability >= _HALF else []
+        return [torch.float32, *([torch.bfloat16] if capability >= _BFLOAT16 else []), *half]
+
+    def is_triton_supported(self) -> bool:
+        """From Ampere on, where DeepSpeed's Triton kernels were written for."""
+        return self.is_available() and torch.cuda.get_device_capability() >= _BFLOAT16
+
+    # ------------------------------------------------------------------ graphs
+    def is_current_stream_capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
+    def create_graph(self) -> torch.cuda.CUDAGraph:
+        return torch.cuda.CUDAGraph()
+
+    def capture_to_graph(self, graph: Any, pool: Any = None, stream: Any = None) -> AbstractContextManager[Any]:
+        return torch.cuda.graph(graph, pool, stream)
+
+    def replay_graph(self, graph: Any) -> None:
+        graph.replay()
+
+    # ------------------------------------------------------------------ memory
+    def total_memory(self, device_index: int | None = None) -> int:
+        return int(torch.cuda.get_device_properties(self.device(device_index)).total_memory)
+
+    # ------------------------------------------------------------------ profiling
+    def range_push(self, msg: str, domain: str | None = None, category: str | None = None) -> int:
+        """Open a range in NVTX; Nsight shows each domain apart, and a category as an attribute of its ranges."""
+        return nvtx.push(msg, domain, category)
+
+    def range_pop(self, domain: str | None = None) -> int:
+        return nvtx.pop(domain)
+
+    # ------------------------------------------------------------------ page-locked host memory
+    def register_host_memory(self, address: int, num_bytes: int) -> bool:
+        """Let the GPU reach host memory that somebody else has locked; True once that is so."""
+        _check(_runtime().cudaHostRegister(address, num_bytes, 0))
+        return True
+
+    def unregister_host_memory(self, address: int) -> None:
+        """Undo `register_host_memory`; raises if that fails, so that the memory is kept."""
+        _check(_runtime().cudaHostUnregister(address))
+
+
+def _runtime() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch gives no type
+
+
+def _check(error: Any) -> None:
+    torch.cuda.check_error(int(error))
