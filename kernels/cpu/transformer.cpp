@@ -1,0 +1,372 @@
+// What a transformer layer does between its matrix products, row by row. Compiled once per instruction-set level,
+// without torch.
+//
+// A row is read from memory once; what a loop reads again of it lies in the first-level cache then.
+#include "transformer_loops.h"
+
+#include <ds_kernels/transformer.h>
+
+#include "by_dtype.h"
+#include "row.h"
+
+namespace ds_kernels::cpu {
+namespace {
+
+// ---- reaching rows ---------------------------------------------------------------------------------------------
+
+template <class Element>
+const Element* row_of(const void* rows, int64_t row, int64_t columns) {
+  return rows ? static_cast<const Element*>(rows) + row * columns : nullptr;
+}
+template <class Element>
+Element* row_of(void* rows, int64_t row, int64_t columns) {
+  return rows ? static_cast<Element*>(rows) + row * columns : nullptr;
+}
+
+// Loads what this loop has loaded or stored before: fetching ahead would only cost.
+template <class Element>
+DS_KERNELS_INLINE Floats load_again(WholeVector, const Element* from) {
+  return load(from);
+}
+template <class Element>
+DS_KERNELS_INLINE Floats load_again(PartVector part, const Element* from) {
+  return part.load(from);
+}
+
+template <class Memory>
+DS_KERNELS_INLINE void add_to(Memory memory, float* sums, Floats x) {
+  memory.store(sums, load_again(memory, sums) + x);
+}
+
+// ---- dropout and sum -------------------------------------------------------------------------------------------
+
+template <class Element, bool dropping>
+void add_row(const SumRows& s, int64_t row) {
+  const Element* input = row_of<Element>(s.input, row, s.columns);
+  const Element* bias = row_of<Element>(s.bias, 0, 0);
+  const Element* residual = row_of<Element>(s.residual, row, s.columns);
+  Element* sum = row_of<Element>(s.sum, row, s.columns);
+  for_each_kept_vector<dropping>(s.columns, s.dropout, row, [=](int64_t i, auto memory, auto kept) {
+    Floats x = memory.load(input + i);
+    if (bias) x += load_again(memory, bias + i);
+    x = kept(x);
+    if (residual) x += memory.load(residual + i);
+    memory.store(sum + i, x);
+  });
+}
+
+template <class Element>
+struct DropoutAdd {
+  static void run(const SumRows& rows, int64_t first, int64_t last) {
+    const SumRows s = rows;  // a copy, which the compiler knows the stores do not change
+    for (int64_t row = first; row < last; ++row) s.dropping ? add_row<Element, true>(s, row) : add_row<Element, false>(s, row);
+  }
+};
+
+template <class Element, bool dropping>
+void drop_gradient(const DropoutGradRows& g, int64_t row, float* sums) {
+  const Element* grad_output = row_of<Element>(g.grad_output, row, g.columns);
+  Element* grad_input = row_of<Element>(g.grad_input, row, g.columns);
+  for_each_kept_vector<dropping>(g.columns, g.dropout, row, [=](int64_t i, auto memory, auto kept) {
+    const Floats grad = kept(memory.load(grad_output + i));
+    memory.store(grad_input + i, grad);
+    if (sums) add_to(memory, sums + i, grad);
+  });
+}
+
+template <class Element>
+struct DropoutAddBackward {
+  static void run(const DropoutGradRows& rows, int64_t first, int64_t last, float* sums) {
+    const DropoutGradRows g = rows;
+    for (int64_t row = first; row < last; ++row) {
+      g.dropping ? drop_gradient<Element, true>(g, row, sums) : drop_gradient<Element, false>(g, row, sums);
+    }
+  }
+};
+
+// ---- layer norm ------------------------------------------------------------------------------------------------
+
+// Normalises x and stores the row's mean and 1 / sqrt(variance + eps).
+template <class Element>
+void normalise_row(const NormRows& n, int64_t row, const Element* x) {
+  const int64_t columns = n.sum.columns;
+  const float count = static_cast<float>(columns > 0 ? columns : 1);
+  // The sum was read or written just now, the input was not.
+  const bool known = n.sum.sum != nullptr;
+  const float mean = sum_over(columns, [=](int64_t i, auto memory) {
+                       return known ? load_again(memory, x + i) : memory.load(x + i);
+                     }) / count;
+  const float variance = sum_over(columns, [=](int64_t i, auto memory) {
+                           const Floats difference = load_again(memory, x + i) - mean;
+                           return difference * difference;
+                         }) / count;
+  const float rstd = 1.f / square_root(variance + n.eps);
+  n.mean[row] = mean;
+  n.rstd[row] = rstd;
+  const Element* weight = row_of<Element>(n.weight, 0, 0);
+  const Element* bias = row_of<Element>(n.bias, 0, 0);
+  Element* output = row_of<Element>(n.output, row, columns);
+  for_each_vector(columns, [=](int64_t i, auto memory) {
+    const Floats normal = (load_again(memory, x + i) - mean) * rstd;
+    memory.store(output + i, normal * load_again(memory, weight + i) + load_again(memory, bias + i));
+  });
+}
+
+template <class Element>
+struct TrainingNorm {
+  static void run(const NormRows& rows, int64_t first, int64_t last) {
+    const NormRows n = rows;
+    for (int64_t row = first; row < last; ++row) {
+      if (n.sum.sum) n.sum.dropping ? add_row<Element, true>(n.sum, row) : add_row<Element, false>(n.sum, row);
+      normalise_row(n, row, row_of<Element>(n.sum.sum ? n.sum.sum : n.sum.input, row, n.sum.columns));
+    }
+  }
+};
+
+// A row's elements as the norm had them before weight and bias.
+template <class Element, bool inverted>
+struct Normal {
+  const Element *rows, *weight, *bias;
+  float mean, rstd;
+
+  template <class Memory>
+  DS_KERNELS_INLINE Floats operator()(int64_t i, Memory memory, Floats row) const {
+    if constexpr (inverted) {
+      return (row - load_again(memory, bias + i)) / load_again(memory, weight + i);
+    } else {
+      return (row - mean) * rstd;
+    }
+  }
+};
+
+template <class Element, bool inverted, bool dropping>
+void norm_gradient(const NormGradRows& g, int64_t row, float* sums) {
+  const int64_t columns = g.columns;
+  const Element* grad_output = row_of<Element>(g.grad_output, row, columns);
+  const Element* grad_sum = row_of<Element>(g.grad_sum, row, columns);
+  const Element* rows = row_of<Element>(g.rows, row, columns);
+  const Element* weight = row_of<Element>(g.weight, 0, 0);
+  Element* grad_total = row_of<Element>(g.grad_total, row, columns);
+  Element* grad_input = row_of<Element>(g.grad_input, row, columns);
+  const Normal<Element, inverted> normal{rows, weight, row_of<Element>(g.bias, 0, 0), inverted ? 0.f : g.mean[row],
+                                         g.rstd[row]};
+  float *weight_sums = sums, *bias_sums = sums + columns, *input_sums = sums + 2 * columns;
+  Floats total_g{}, total_gn{};
+  for_each_vector(columns, [&](int64_t i, auto memory) {
+    const Floats grad = memory.load(grad_output + i), n = normal(i, memory, memory.load(rows + i));
+    add_to(memory, weight_sums + i, grad * n);
+    add_to(memory, bias_sums + i, grad);
+    // Beyond the row's end the gradient is 0, but an inverted element would be 0 / 0.
+    const Floats g_weight = grad * load_again(memory, weight + i);
+    total_g += g_weight;
+    total_gn += within(memory, g_weight * n, 0.f);
+  });
+  const float count = static_cast<float>(columns > 0 ? columns : 1), rstd = normal.rstd;
+  const float mean_g = sum_of(total_g) / count, mean_gn = sum_of(total_gn) / count;
+  for_each_kept_vector<dropping>(columns, g.dropout, row, [=](int64_t i, auto memory, auto kept) {
+    const Floats g_weight = load_again(memory, grad_output + i) * load_again(memory, weight + i);
+    const Floats n = normal(i, memory, load_again(memory, rows + i));
+    Floats grad = layer_norm_slope(g_weight, n, mean_g, mean_gn, rstd);
+    if (grad_sum) grad += memory.load(grad_sum + i);
+    memory.store(grad_total + i, grad);
+    if constexpr (dropping) {
+      grad = kept(grad);
+      memory.store(grad_input + i, grad);
+    }
+    add_to(memory, input_sums + i, grad);
+  });
+}
+
+template <class Element>
+struct TrainingNormBackward {
+  static void run(const NormGradRows& rows, int64_t first, int64_t last, float* sums) {
+    const NormGradRows g = rows;
+    const auto one = g.mean ? (g.dropping ? norm_gradient<Element, false, true> : norm_gradient<Element, false, false>)
+                            : (g.dropping ? norm_gradient<Element, true, true> : norm_gradient<Element, true, false>);
+    for (int64_t row = first; row < last; ++row) one(g, row, sums);
+  }
+};
+
+// ---- bias and gelu ---------------------------------------------------------------------------------------------
+
+template <class Element, Activation activation>
+void gelu_row(const GeluRows& g, int64_t row) {
+  const Element* input = row_of<Element>(g.input, row, g.columns);
+  const Element* bias = row_of<Element>(g.bias, 0, 0);
+  Element* output = row_of<Element>(g.output, row, g.columns);
+  for_each_vector(g.columns, [=](int64_t i, auto memory) {
+    Floats x = memory.load(input + i);
+    if (bias) x += load_again(memory, bias + i);
+    memory.store(output + i, activate<activation>(x));
+  });
+}
+
+template <class Element>
+struct BiasGelu {
+  static void run(const GeluRows& rows, int64_t first, int64_t last) {
+    const GeluRows g = rows;
+    const auto one = g.tanh ? gelu_row<Element, Activation::GeluTanh> : gelu_row<Element, Activation::Gelu>;
+    for (int64_t row = first; row < last; ++row) one(g, row);
+  }
+};
+
+template <class Element, bool tanh>
+void gelu_gradient(const GeluGradRows& g, int64_t row, float* sums) {
+  const Element* grad_output = row_of<Element>(g.grad_output, row, g.columns);
+  const Element* input = row_of<Element>(g.input, row, g.columns);
+  const Element* bias = row_of<Element>(g.bias, 0, 0);
+  Element* grad_input = row_of<Element>(g.grad_input, row, g.columns);
+  for_each_vector(g.columns, [=](int64_t i, auto memory) {
+    Floats x = memory.load(input + i);
+    if (bias) x += load_again(memory, bias + i);
+    const Floats grad = memory.load(grad_output + i) * (tanh ? gelu_tanh_slope(x) : gelu_slope(x));
+    memory.store(grad_input + i, grad);
+    if (bias) add_to(memory, sums + i, grad);
+  });
+}
+
+template <class Element>
+struct BiasGeluBackward {
+  static void run(const GeluGradRows& rows, int64_t first, int64_t last, float* sums) {
+    const GeluGradRows g = rows;
+    for (int64_t row = first; row < last; ++row) {
+      g.tanh ? gelu_gradient<Element, true>(g, row, sums) : gelu_gradient<Element, false>(g, row, sums);
+    }
+  }
+};
+
+// ---- softmax ---------------------------------------------------------------------------------------------------
+
+// Where the mask's row begins for each row of the scores, one after the other.
+class MaskRows {
+ public:
+  MaskRows(const SoftmaxRows& s, int64_t row) : s_(s) {
+    for (int d = kLeadingDimensions - 1; d >= 0; --d) {
+      index_[d] = row % s.sizes[d];
+      offset_ += index_[d] * s.mask_strides[d];
+      row /= s.sizes[d];
+    }
+  }
+
+  int64_t offset() const { return offset_; }
+
+  void next() {
+    for (int d = kLeadingDimensions - 1; d >= 0; --d) {
+      offset_ += s_.mask_strides[d];
+      if (++index_[d] < s_.sizes[d]) return;
+      offset_ -= s_.sizes[d] * s_.mask_strides[d];
+      index_[d] = 0;
+    }
+  }
+
+ private:
+  const SoftmaxRows& s_;
+  int64_t index_[kLeadingDimensions] = {};
+  int64_t offset_ = 0;
+};
+
+// Leaves e^(score - largest score) in `scratch`, and gives what it is to be multiplied by.
+template <class Element>
+float exponentials(const SoftmaxRows& s, int64_t row, const Element* mask, float* scratch) {
+  const Element* scores = row_of<Element>(s.scores, row, s.columns);
+  const bool one = s.mask_is_one;
+  const float scale = s.scale, added = mask && one ? PartVector{1}.load(mask)[0] : 0.f;
+  const float top = maximum_over(s.columns, [=](int64_t i, auto memory) {
+    Floats x = memory.load(scores + i) * scale + added;
+    if (mask && !one) x += memory.load(mask + i);
+    memory.store(scratch + i, x);
+    return x;
+  });
+  // Where every score is -inf, all results are 0.
+  const float shift = top == -__builtin_inff() ? 0.f : top;
+  const float sum = sum_over(s.columns, [=](int64_t i, auto memory) {
+    const Floats power = exponential(load_again(memory, scratch + i) - shift);
+    memory.store(scratch + i, power);
+    return power;
+  });
+  return sum == 0 ? 0.f : 1.f / sum;
+}
+
+template <class Element, bool dropping>
+void softmax_row(const SoftmaxRows& s, int64_t row, float factor, const float* scratch) {
+  Element* probs = row_of<Element>(s.probs, row, s.columns);
+  Element* output = row_of<Element>(s.output, row, s.columns);
+  for_each_kept_vector<dropping>(s.columns, s.dropout, row, [=](int64_t i, auto memory, auto kept) {
+    const Floats p = load_again(memory, scratch + i) * factor;
+    if constexpr (dropping) memory.store(probs + i, p);
+    memory.store(output + i, kept(p));
+  });
+}
+
+template <class Element>
+struct MaskedSoftmaxDropout {
+  static void run(const SoftmaxRows& rows, int64_t first, int64_t last, float* scratch) {
+    const SoftmaxRows s = rows;
+    if (first >= last) return;
+    MaskRows mask_rows(s, first);
+    for (int64_t row = first; row < last; ++row, mask_rows.next()) {
+      const Element* mask = s.mask ? static_cast<const Element*>(s.mask) + mask_rows.offset() : nullptr;
+      const float factor = exponentials<Element>(s, row, mask, scratch);
+      s.dropping ? softmax_row<Element, true>(s, row, factor, scratch)
+                 : softmax_row<Element, false>(s, row, factor, scratch);
+    }
+  }
+};
+
+template <class Element, bool dropping>
+void softmax_gradient(const SoftmaxGradRows& g, int64_t row, float* scratch) {
+  const Element* grad_output = row_of<Element>(g.grad_output, row, g.columns);
+  const Element* probs = row_of<Element>(g.probs, row, g.columns);
+  Element* grad_scores = row_of<Element>(g.grad_scores, row, g.columns);
+  const float scale = g.scale;
+  Floats sums{};
+  for_each_kept_vector<dropping>(g.columns, g.dropout, row, [&](int64_t i, auto memory, auto kept) {
+    const Floats product = kept(memory.load(grad_output + i)) * memory.load(probs + i);
+    memory.store(scratch + i, product);
+    sums += product;  // 0 beyond the row's end
+  });
+  const float sum = sum_of(sums);
+  for_each_vector(g.columns, [=](int64_t i, auto memory) {
+    const Floats p = load_again(memory, probs + i);
+    memory.store(grad_scores + i, (load_again(memory, scratch + i) - p * sum) * scale);
+  });
+}
+
+template <class Element>
+struct MaskedSoftmaxDropoutBackward {
+  static void run(const SoftmaxGradRows& rows, int64_t first, int64_t last, float* scratch) {
+    const SoftmaxGradRows g = rows;
+    const auto one = g.dropping ? softmax_gradient<Element, true> : softmax_gradient<Element, false>;
+    for (int64_t row = first; row < last; ++row) one(g, row, scratch);
+  }
+};
+
+// ---- sums of columns -------------------------------------------------------------------------------------------
+
+template <class Element>
+struct StoreSum {
+  static void run(const float* rows, int64_t count, int64_t distance, int64_t columns, void* to) {
+    auto* sums = static_cast<Element*>(to);
+    for_each_vector(columns, [=](int64_t i, auto memory) {
+      Floats sum{};
+      for (int64_t row = 0; row < count; ++row) sum += load_again(memory, rows + row * distance + i);
+      memory.store(sums + i, sum);
+    });
+  }
+};
+
+}  // namespace
+
+inline namespace DS_KERNELS_CPU_LEVEL {
+extern const TransformerLoops transformer_loops{by_dtype<DropoutAdd>,
+                                                by_dtype<DropoutAddBackward>,
+                                                by_dtype<TrainingNorm>,
+                                                by_dtype<TrainingNormBackward>,
+                                                by_dtype<BiasGelu>,
+                                                by_dtype<BiasGeluBackward>,
+                                                by_dtype<MaskedSoftmaxDropout>,
+                                                by_dtype<MaskedSoftmaxDropoutBackward>,
+                                                by_dtype<StoreSum>};
+}
+
+}  // namespace ds_kernels::cpu
