@@ -57,11 +57,11 @@ int64_t check_params(const char* op, const Tensor& levels, const Tensor& params,
   check_dtype(op, "params", params, ScalarType::Float, "float32");
   DS_KERNELS_CHECK(params.device() == levels.device(), op, "params is on another device; expected that of levels");
   DS_KERNELS_CHECK(levels.dim() > 0, op, "levels has no dimension; expected at least one");
-  const int64_t columns = symmetric ? 1 : 2, numbers = params.numel();
-  DS_KERNELS_CHECK(numbers > 0 && numbers % columns == 0, op, "params has ", numbers, " elements; expected ", columns,
-                   " for each group");
-  check_groups(op, "levels", levels.numel(), "groups", numbers / columns);
-  return numbers / columns;
+  const int64_t columns = symmetric ? 1 : 2;
+  DS_KERNELS_CHECK(params.dim() == 2 && params.size(0) > 0 && params.size(1) == columns, op, "params has shape ",
+                   text_of(params.sizes()), "; expected [groups, ", columns, "]");
+  check_groups(op, "levels", levels.numel(), "groups", params.size(0));
+  return params.size(0);
 }
 
 // ---- tensors ---------------------------------------------------------------------------------------------------------

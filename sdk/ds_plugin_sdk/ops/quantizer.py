@@ -56,7 +56,7 @@ def dequantize(
 
     Args:
         levels: int8, as `quantize` gives them.
-        params: float32 of ``groups`` elements, or twice as many if not symmetric: as `quantize` gives them.
+        params: float32 of shape ``(groups, 1)``, or ``(groups, 2)`` if not symmetric, as `quantize` gives them.
         bits, symmetric: as in `quantize`.
         dtype: of the result: float32, bfloat16 or float16.
 
@@ -120,7 +120,7 @@ def quantized_reduce(
 
     Args:
         levels: int8, the devices' levels one after the other.
-        params: float32, the devices' params one after the other.
+        params: float32, the devices' params one after the other: one or two columns, as in `dequantize`.
         out_groups: number of groups of the sum.
         devices: number of devices.
         bits, symmetric: as in `quantize`, of what is given and of what is returned.
@@ -274,9 +274,8 @@ def _quantize_groups(x: Tensor, bits: int, symmetric: bool) -> tuple[Tensor, Ten
 
 def _dequantize_groups(levels: Tensor, params: Tensor, symmetric: bool) -> Tensor:
     """The values, float32, of a matrix of levels whose rows are groups."""
-    columns = params.reshape(levels.shape[0], 1 if symmetric else 2)
-    values = levels.float() * columns[:, :1]
-    return values if symmetric else values + columns[:, 1:]
+    values = levels.float() * params[:, :1]
+    return values if symmetric else values + params[:, 1:]
 
 
 def _pack(levels: Tensor, bits: int) -> Tensor:
@@ -364,13 +363,12 @@ def _check_params(op: str, levels: Tensor, params: Tensor, bits: int, symmetric:
     _fail_unless(levels.dim() > 0, op, "levels has no dimension; expected at least one")
     columns = 1 if symmetric else 2
     _fail_unless(
-        params.numel() > 0 and params.numel() % columns == 0,
+        params.dim() == 2 and params.shape[0] > 0 and params.shape[1] == columns,
         op,
-        f"params has {params.numel()} elements; expected {columns} for each group",
+        f"params has shape {list(params.shape)}; expected [groups, {columns}]",
     )
-    groups = params.numel() // columns
-    _check_groups(op, "levels", levels.numel(), groups)
-    return groups
+    _check_groups(op, "levels", levels.numel(), params.shape[0])
+    return params.shape[0]
 
 
 def _check_dequantize(levels: Tensor, params: Tensor, bits: int, symmetric: bool, dtype: torch.dtype) -> int:

@@ -63,9 +63,14 @@ def _dequantize(
     levels: Tensor, params: Tensor, groups: int, num_bits: int, quant_type: int, dtype: torch.dtype
 ) -> Tensor:
     symmetric = _is_symmetric(quant_type)
-    # Only the params of the first groups count, as on a GPU.
-    used = params.flatten()[: groups * (1 if symmetric else 2)]
-    return quantizer.dequantize(levels, used, bits=num_bits, symmetric=symmetric, dtype=dtype)
+    return quantizer.dequantize(
+        levels, _rows(params, groups, symmetric), bits=num_bits, symmetric=symmetric, dtype=dtype
+    )
+
+
+def _rows(params: Tensor, groups: int, symmetric: bool) -> Tensor:
+    """Params of any shape as the op takes them, a row for each group."""
+    return params.reshape(-1, 1 if symmetric else 2)[:groups]
 
 
 def swizzle_quant(
@@ -112,7 +117,7 @@ def quantized_reduction(
     symmetric = _is_symmetric(quant_type)
     levels, params = quantizer.quantized_reduce(
         input_vals,
-        input_scales.flatten()[: in_groups * (1 if symmetric else 2)],
+        _rows(input_scales, in_groups, symmetric),
         out_groups=out_groups,
         devices=devices_per_node,
         bits=num_bits,
@@ -136,7 +141,7 @@ def dequantize_int8_to_half_experimental(
     return quantizer.dequantize_range(data_in, scale_buffer, min_val_buffer, group_size=group_size, bits=8)
 
 
-# ---- quantization in place: DeepSpeed up to 0.18 -----------------------------------------------------------------------
+# ---- quantization in place: DeepSpeed up to 0.18 ---------------------------------------------------------------------
 def _fake_quantize(vals: Tensor, groups: int, bits: int, *, symmetric: bool, stochastic: bool) -> Tensor:
     noise = torch.rand(vals.shape, device=vals.device) if stochastic else None
     quantizer.fake_quantize_(vals, groups=groups, bits=bits, symmetric=symmetric, noise=noise)
