@@ -1,0 +1,191 @@
+// Loops of attention over a cache. Compiled once per instruction-set level, without torch.
+#include "attention_loops.h"
+
+namespace ds_kernels::cpu {
+namespace {
+
+template <class Element>
+struct Attention {
+  static void append(const AttentionTask& task, int64_t b, int64_t h) {
+    const int64_t bytes = task.head_dim * sizeof(Element);
+    for (int64_t t = 0; t < task.total - task.past; ++t) {
+      __builtin_memcpy(static_cast<Element*>(task.key_cache) + task.key_cache_strides.at(b, h, task.past + t),
+                       static_cast<const Element*>(task.key) + task.key_strides.at(b, h, t), bytes);
+      __builtin_memcpy(static_cast<Element*>(task.value_cache) + task.value_cache_strides.at(b, h, task.past + t),
+                       static_cast<const Element*>(task.value) + task.value_strides.at(b, h, t), bytes);
+    }
+  }
+
+  // Adds to the scores of positions [first, first + count) what one query adds there.
+  template <class Bias>
+  static void add_mask(const AttentionTask& task, float* scores, int64_t offset, int64_t first, int64_t count) {
+    const auto* mask = static_cast<const Bias*>(task.mask) + offset + first * task.mask_strides[3];
+    if (task.mask_strides[3] == 1) {
+      for_each_vector(count, [=](int64_t p, auto memory) {
+        memory.store(scores + p, memory.load(scores + p) + memory.load(mask + p));
+      });
+    } else {
+      // All positions have one value.
+      float value[kLanes];
+      store(value, load_one(mask));
+      for (int64_t p = 0; p < count; ++p) scores[p] += value[0];
+    }
+  }
+
+  template <class Bias>
+  static Floats load_one(const Bias* from) {
+    return PartVector{1}.load(from);
+  }
+
+  static void add_bias(const AttentionTask& task, float* scores, int64_t b, int64_t h, int64_t t, int64_t first,
+                       int64_t count) {
+    const Range allowed = range(task, t);
+    if (task.alibi) {
+      // From the last position that counts: a row's softmax does not see the difference, and small biases are exact.
+      for (int64_t p = 0; p < count; ++p) scores[p] += task.alibi[h] * static_cast<float>(first + p - allowed.end + 1);
+    }
+    const int64_t offset = b * task.mask_strides[0] + h * task.mask_strides[1] + t * task.mask_strides[2];
+    switch (task.mask_kind) {
+      case Mask::Bool: {
+        const auto* mask = static_cast<const uint8_t*>(task.mask) + offset;
+        for (int64_t p = 0; p < count; ++p) {
+          if (!mask[(first + p) * task.mask_strides[3]]) scores[p] = kNever;
+        }
+        break;
+      }
+      case Mask::Float: add_mask<float>(task, scores, offset, first, count); break;
+      case Mask::Element: add_mask<Element>(task, scores, offset, first, count); break;
+      default: break;
+    }
+    for (int64_t p = 0; p < count && first + p < allowed.begin; ++p) scores[p] = kNever;
+    for (int64_t p = count; p-- > 0 && first + p >= allowed.end;) scores[p] = kNever;
+  }
+
+  struct Range {
+    int64_t begin, end;
+  };
+
+  // The positions that causality and window leave to a token's query.
+  static Range range(const AttentionTask& task, int64_t t) {
+    const int64_t own = task.total - task.tokens + t;
+    return {task.window && own - task.window + 1 > 0 ? own - task.window + 1 : 0, task.causal ? own + 1 : task.total};
+  }
+
+  // One part of the positions of one key's head, for all queries of its group.
+  static void attend(const AttentionTask& task, int64_t b, int64_t kv, int64_t part) {
+    if (part + 1 == task.parts) append(task, b, kv);
+    const int64_t head_dim = task.head_dim, group = task.group();
+    float* partial = task.partial + ((b * task.kv_heads + kv) * task.parts + part) * task.partial_size();
+    const int64_t begin = part * task.part;
+    const int64_t end = part + 1 == task.parts ? task.total : begin + task.part;
+    for (int64_t g = 0; g < group; ++g) {
+      for (int64_t t = 0; t < task.tokens; ++t) {
+        Running running{kNever, 0, partial + 2};
+        for (int64_t i = 0; i < head_dim; ++i) running.result[i] = 0;
+        query(task, running, b, kv, kv * group + g, t, begin, end);
+        partial[0] = running.top;
+        partial[1] = running.sum;
+        partial += 2 + head_dim;
+      }
+    }
+  }
+
+  static void query(const AttentionTask& task, Running& running, int64_t b, int64_t kv, int64_t h, int64_t t,
+                    int64_t begin, int64_t end) {
+    constexpr int64_t kHeadDim = 1024;  // the binding sees to it
+    const int64_t head_dim = task.head_dim;
+    float query[kHeadDim], scores[kPositions];
+    const auto* from = static_cast<const Element*>(task.query) + task.query_strides.at(b, h, t);
+    const float scale = task.scale;
+    for_each_vector(head_dim, [&](int64_t i, auto memory) { memory.store(query + i, memory.load(from + i) * scale); });
+    const Range allowed = range(task, t);
+    begin = begin > allowed.begin ? begin : allowed.begin;
+    end = end < allowed.end ? end : allowed.end;
+    const auto* keys = static_cast<const Element*>(task.key_cache) + task.key_cache_strides.at(b, kv, 0);
+    const auto* values = static_cast<const Element*>(task.value_cache) + task.value_cache_strides.at(b, kv, 0);
+    const int64_t key_stride = task.key_cache_strides.token, value_stride = task.value_cache_strides.token;
+    for (int64_t first = begin; first < end; first += kPositions) {
+      const int64_t count = end - first < kPositions ? end - first : kPositions;
+      for (int64_t p = 0; p < count; ++p) scores[p] = dot(query, keys + (first + p) * key_stride, head_dim);
+      add_bias(task, scores, b, h, t, first, count);
+      const float faded = weigh(running, scores, count);
+      add_values(running.result, faded, scores, count, values + first * value_stride, value_stride, head_dim);
+    }
+  }
+
+  static void finish(const AttentionTask& task, int64_t b, int64_t kv) {
+    const int64_t head_dim = task.head_dim, group = task.group(), size = task.partial_size();
+    float* first = task.partial + (b * task.kv_heads + kv) * task.parts * size;
+    for (int64_t g = 0; g < group; ++g) {
+      for (int64_t t = 0; t < task.tokens; ++t) {
+        float* at = first + (g * task.tokens + t) * (2 + head_dim);
+        Running running{at[0], at[1], at + 2};
+        for (int64_t part = 1; part < task.parts; ++part) {
+          float* other = at + part * size;
+          merge(running, {other[0], other[1], other + 2}, head_dim);
+        }
+        const float scale = running.sum == 0 ? 1.f : 1.f / running.sum;
+        auto* output = static_cast<Element*>(task.output) +
+                       ((b * task.tokens + t) * task.heads + kv * group + g) * head_dim;
+        for_each_vector(head_dim, [&](int64_t i, auto memory) {
+          memory.store(output + i, memory.load(running.result + i) * scale);
+        });
+      }
+    }
+  }
+
+  static void bias(const AttentionTask& task, int64_t heads, float* to, int64_t row) {
+    const int64_t t = row % task.tokens, h = row / task.tokens % heads, b = row / task.tokens / heads;
+    auto* target = to + row * task.total;
+    for (int64_t first = 0; first < task.total; first += kPositions) {
+      const int64_t count = task.total - first < kPositions ? task.total - first : kPositions;
+      for (int64_t p = 0; p < count; ++p) target[first + p] = 0;
+      add_bias(task, target + first, b, h, t, first, count);
+    }
+  }
+};
+
+// Calls `body(Attention<Element>{})` for elements of `dtype`.
+template <class Body>
+void for_dtype(Dtype dtype, Body body) {
+  switch (dtype) {
+    case Dtype::BFloat16: return body(Attention<BFloat16>{});
+    case Dtype::Float16: return body(Attention<Float16>{});
+    default: return body(Attention<float>{});
+  }
+}
+
+void attend(Dtype dtype, const AttentionTask& task, int64_t begin, int64_t end) {
+  for_dtype(dtype, [&](auto attention) {
+    for (int64_t item = begin; item < end; ++item) {
+      const int64_t row = item / task.parts;
+      attention.attend(task, row / task.kv_heads, row % task.kv_heads, item % task.parts);
+    }
+  });
+}
+
+void finish(Dtype dtype, const AttentionTask& task, int64_t begin, int64_t end) {
+  for_dtype(dtype, [&](auto attention) {
+    for (int64_t row = begin; row < end; ++row) attention.finish(task, row / task.kv_heads, row % task.kv_heads);
+  });
+}
+
+void append(Dtype dtype, const AttentionTask& task, int64_t begin, int64_t end) {
+  for_dtype(dtype, [&](auto attention) {
+    for (int64_t row = begin; row < end; ++row) attention.append(task, row / task.kv_heads, row % task.kv_heads);
+  });
+}
+
+void bias(Dtype dtype, const AttentionTask& task, int64_t heads, float* to, int64_t begin, int64_t end) {
+  for_dtype(dtype, [&](auto attention) {
+    for (int64_t row = begin; row < end; ++row) attention.bias(task, heads, to, row);
+  });
+}
+
+}  // namespace
+
+inline namespace DS_KERNELS_CPU_LEVEL {
+extern const AttentionLoops attention_loops{attend, finish, append, bias};
+}
+
+}  // namespace ds_kernels::cpu

@@ -1,0 +1,100 @@
+// Attention of a few queries over a run of keys and values, by blocks with a running maximum. No torch, no operating
+// system.
+//
+//   scores = q k + bias        weights = e^(scores - max)        result = sum(weights v) / sum(weights)
+//
+// The running maximum is that of Milakov and Gimelshein 2018; parts of a row are merged as Dao et al. 2023 do.
+#pragma once
+
+#include <ds_kernels/vec_math.h>
+
+namespace ds_kernels {
+inline namespace DS_KERNELS_CPU_LEVEL {
+
+// Positions whose scores wait together.
+constexpr int64_t kPositions = 128;
+
+constexpr float kNever = -__builtin_inff();
+
+// What a query knows after some positions: `sum` and `result` are relative to e^top.
+struct Running {
+  float top, sum;
+  float* result;  // [head_dim]
+};
+
+// e^(a - top), where nothing was seen yet 0.
+DS_KERNELS_INLINE float relative(float a, float top) { return a == kNever ? 0.f : exponential(a - top); }
+
+// Merges what another query's part, relative to its own top, has seen.
+inline void merge(Running& into, const Running& other, int64_t head_dim) {
+  const float top = into.top > other.top ? into.top : other.top;
+  const float a = relative(into.top, top), b = relative(other.top, top);
+  into.sum = into.sum * a + other.sum * b;
+  into.top = top;
+  for_each_vector(head_dim, [&](int64_t i, auto memory) {
+    memory.store(into.result + i, memory.load(into.result + i) * a + memory.load(other.result + i) * b);
+  });
+}
+
+// `query . key` for elements of any storage type.
+template <class Element>
+DS_KERNELS_INLINE float dot(const float* query, const Element* key, int64_t head_dim) {
+  Floats sum{}, other{};
+  int64_t i = 0;
+  for (; i + 2 * kLanes <= head_dim; i += 2 * kLanes) {
+    sum += load(query + i) * load(key + i);
+    other += load(query + i + kLanes) * load(key + i + kLanes);
+  }
+  for_each_vector(head_dim - i, [&](int64_t k, auto memory) {
+    sum += memory.load(query + i + k) * memory.load(key + i + k);
+  });
+  return sum_of(sum + other);
+}
+
+// Turns `count` scores into weights e^(score - top), with a top that knows them; gives by how much less what was summed
+// before now weighs.
+inline float weigh(Running& running, float* scores, int64_t count) {
+  float top = running.top;
+  bool broken = false;
+  for (int64_t p = 0; p < count; ++p) {
+    top = scores[p] > top ? scores[p] : top;
+    broken |= scores[p] != scores[p];
+  }
+  if (top == kNever && !broken) {
+    for (int64_t p = 0; p < count; ++p) scores[p] = 0;
+    return 1;
+  }
+  const float faded = relative(running.top, top);
+  Floats sums{};
+  for_each_vector(count, [&](int64_t p, auto memory) {
+    memory.store(scores + p, exponential(memory.load(scores + p) - top));
+    sums += memory.load(scores + p);  // lanes beyond the last score are loaded as zeros
+  });
+  running.top = top;
+  running.sum = running.sum * faded + sum_of(sums);
+  return faded;
+}
+
+// result <- faded result + sum over positions of weight * value
+template <class Element>
+DS_KERNELS_INLINE void add_values(float* result, float faded, const float* weights, int64_t count, const Element* values,
+                                  int64_t stride, int64_t head_dim) {
+  constexpr int kTile = 4;
+  int64_t i = 0;
+  for (; i + kTile * kLanes <= head_dim; i += kTile * kLanes) {
+    Floats sums[kTile];
+    for (int k = 0; k < kTile; ++k) sums[k] = load(result + i + k * kLanes) * faded;
+    for (int64_t p = 0; p < count; ++p) {
+      for (int k = 0; k < kTile; ++k) sums[k] += weights[p] * load(values + p * stride + i + k * kLanes);
+    }
+    for (int k = 0; k < kTile; ++k) store(result + i + k * kLanes, sums[k]);
+  }
+  for_each_vector(head_dim - i, [&](int64_t k, auto memory) {
+    Floats sum = memory.load(result + i + k) * faded;
+    for (int64_t p = 0; p < count; ++p) sum += weights[p] * memory.load(values + p * stride + i + k);
+    memory.store(result + i + k, sum);
+  });
+}
+
+}  // namespace DS_KERNELS_CPU_LEVEL
+}  // namespace ds_kernels
