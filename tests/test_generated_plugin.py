@@ -47,10 +47,9 @@ def test_it_is_listed_and_chosen(environment: dict[str, str]) -> None:
     assert "<- chosen" in line
 
 
-@pytest.mark.timeout(600)
-def test_its_own_tests_are_green(environment: dict[str, str]) -> None:
+def run_its_pytest(environment: dict[str, str], *arguments: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments],
         cwd=environment["PROJECT"],
         env=environment,
         capture_output=True,
@@ -59,7 +58,20 @@ def test_its_own_tests_are_green(environment: dict[str, str]) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert " passed" in done.stdout
-    assert "skipped" not in done.stdout
+    return done.stdout
+
+
+@pytest.mark.timeout(600)
+def test_its_own_tests_are_green(environment: dict[str, str]) -> None:
+    assert "skipped" not in run_its_pytest(environment, "tests")
+
+
+@pytest.mark.timeout(600)
+def test_its_pytest_run_checks_conformance(environment: dict[str, str]) -> None:
+    """Some of each level; all of it is `sdk conformance zap`."""
+    said = run_its_pytest(environment, "-v", "-m", "conformance", "-k", "runtime.streams or ops.accuracy/adam_")
+    assert "conformance::runtime.streams.wait_event PASSED" in said
+    assert "conformance::ops.accuracy/adam_/bfloat16 PASSED" in said
 
 
 def test_it_builds_as_a_wheel_and_an_sdist(environment: dict[str, str], tmp_path: Path) -> None:

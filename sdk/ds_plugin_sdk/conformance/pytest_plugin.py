@@ -48,7 +48,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "conformance: a case of the conformance suite")
     for level in LEVELS:
         config.addinivalue_line("markers", f"conformance_{level}: a case of the level {level}")
-    config.pluginmanager.register(_Suite(name, _levels(config)), "ds-conformance-suite")
+    asked = config.getoption("--ds-conformance") is not None
+    config.pluginmanager.register(_Suite(name, _levels(config), asked), "ds-conformance-suite")
 
 
 def _name(config: pytest.Config) -> str | None:
@@ -67,8 +68,8 @@ def _levels(config: pytest.Config) -> Sequence[str]:
 class _Suite:
     """Adds the items, and holds the runner while they run."""
 
-    def __init__(self, target: str, levels: Sequence[str]) -> None:
-        self._target, self._levels = target, levels
+    def __init__(self, target: str, levels: Sequence[str], asked: bool) -> None:
+        self._target, self._levels, self._asked = target, levels, asked
         self._runner: Runner | None = None
 
     @pytest.hookimpl(tryfirst=True)  # so that -k and -m choose among these items too
@@ -89,7 +90,7 @@ class _Suite:
         if self._runner is not None:
             self._runner.close()
 
-    def _items(self, session: pytest.Session, expectations_file: str | None) -> list[CaseItem]:
+    def _items(self, session: pytest.Session, expectations_file: str | None) -> Sequence[pytest.Item]:
         from ds_plugin_sdk.conformance.expectations import Expectations
         from ds_plugin_sdk.conformance.outcome import LEVELS
         from ds_plugin_sdk.conformance.run import Runner
@@ -98,6 +99,9 @@ class _Suite:
         unknown = [level for level in self._levels if level not in LEVELS]
         if unknown:
             raise pytest.UsageError(f"there is no conformance level '{unknown[0]}'; the levels are {', '.join(LEVELS)}")
+        absent = "" if self._asked else _absent(self._target)
+        if absent:
+            return [AbsentItem.from_parent(session, name="device", reason=absent)]
         expectations = Expectations.of(self._target, Path(expectations_file) if expectations_file else None)
         self._runner = Runner(self._target)
         cases = self._runner.items()
@@ -110,6 +114,26 @@ class _Suite:
         return [
             CaseItem.from_parent(session, case=case, runner=self._runner, expectations=expectations) for case in chosen
         ]
+
+
+def _absent(target: str) -> str:
+    """Why a plugin's device is not on this machine, as its probe says; empty where it is."""
+    from ds_plugin_sdk import registry
+
+    candidates = registry.scan().get(target)
+    probe = registry.only(candidates).probe() if candidates else None
+    return str(probe) if probe is not None and probe.state == "absent" else ""
+
+
+class AbsentItem(pytest.Item):
+    """Says, as a skip, that the device is not here: the ordinary state of a vendor's laptop."""
+
+    def __init__(self, *, reason: str, **more: Any) -> None:
+        super().__init__(nodeid=f"conformance::{more['name']}", **more)
+        self._reason = reason
+
+    def runtest(self) -> None:
+        pytest.skip(self._reason)
 
 
 class _CaseFailedError(Exception):

@@ -64,6 +64,7 @@ void adam_(const TensorList& params, const TensorList& grads, const TensorList& 
   const runtime::Stream stream = runtime::current_stream(params[0].tensor());
   const AdamOptions options{lr, beta1, beta2, eps, weight_decay, adamw, bias_correction};
   for (size_t i = 0; i < tensors.size(); ++i) {
+    if (tensors.numels()[i] == 0) continue;  // an empty tensor has no address in the device's memory
     const AdamStep step = adam_step(options, steps[steps.size() == 1 ? 0 : i]);
     switch (tensors.dtype(0)) {
       case Dtype::BFloat16: launch_for<BFloat16>(tensors, i, step, stream); break;
