@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Sequence
 
 from ds_plugin_sdk.conformance import suite
 from ds_plugin_sdk.conformance.check import Check
@@ -34,8 +35,16 @@ def render() -> str:
 
 
 def _level(level: Level, checks: Iterable[Check]) -> str:
-    clauses = "\n".join(_clause(check) for check in checks)
-    return f"## Level `{level}`\n\n{_LEVELS[level]}\n\n{clauses}" if clauses else ""
+    chapters = "\n".join(
+        _chapter(number, list(group))
+        for number, group in itertools.groupby(checks, key=lambda check: check.clause.number.partition(".")[0])
+    )
+    return f"## Level `{level}`\n\n{_LEVELS[level]}\n\n{chapters}" if chapters else ""
+
+
+def _chapter(number: str, checks: Sequence[Check]) -> str:
+    subjects = ", ".join(dict.fromkeys(check.name.split(".")[1].replace("_", " ") for check in checks))
+    return "\n".join([f"### {number}: {subjects}\n", *map(_clause, checks)])
 
 
 def _clause(check: Check) -> str:

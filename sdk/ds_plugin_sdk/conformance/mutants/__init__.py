@@ -1,7 +1,7 @@
 """Seeded defects: the proof that each check sees what it is there to see. ``make mutants`` runs them.
 
-Modules ``runtime``, ``ops``, ``training`` and ``distributed`` declare them; `ds_plugin_sdk.conformance.mutants.mutant`
-says how. A target with one is named ``<target>@<mutant>``, everywhere a target is named:
+The modules of this package declare them; `ds_plugin_sdk.conformance.mutants.mutant` says how. A target with one is
+named ``<target>@<mutant>``, everywhere a target is named:
 
     sdk conformance cpu@adam.no_bias_correction
 """
@@ -9,20 +9,22 @@ says how. A target with one is named ``<target>@<mutant>``, everywhere a target 
 from __future__ import annotations
 
 import importlib
-import importlib.util
+import pkgutil
 
 from ds_plugin_sdk.conformance.mutants.mutant import Mutant, declared
-from ds_plugin_sdk.conformance.outcome import LEVELS
 from ds_plugin_sdk.errors import UnknownAcceleratorError
 
 __all__ = ["Mutant", "all_mutants", "find"]
 
+# The modules that declare no mutants.
+_MACHINERY = frozenset({"__main__", "hunt", "mutant", "simulated"})
+
 
 def all_mutants() -> tuple[Mutant, ...]:
     """Every mutant, in the order of levels and clauses."""
-    for level in LEVELS:
-        if importlib.util.find_spec(f"{__name__}.{level}") is not None:
-            importlib.import_module(f"{__name__}.{level}")
+    for module in pkgutil.iter_modules(__path__):
+        if module.name not in _MACHINERY:
+            importlib.import_module(f"{__name__}.{module.name}")
     return declared()
 
 

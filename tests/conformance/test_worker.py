@@ -1,0 +1,140 @@
+"""Each case in a process that may die: what is reported of it, and that the others go on."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ds_plugin_sdk.conformance.outcome import Failure, Item, Outcome, explain
+from ds_plugin_sdk.conformance.run import Runner
+from ds_plugin_sdk.errors import ConformanceError
+
+HERE = Path(__file__).resolve().parent
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> Iterator[dict[str, Outcome]]:
+    """Every case of the misfit's own checks, run in one go."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(HERE), prepend=os.pathsep)
+        with Runner("misfit:Misfit") as runner:
+            items = [item for item in runner.items() if item.check.startswith("runtime.misfit.")]
+            yield {item.id.removeprefix("runtime.misfit."): runner.run(item) for item in items}
+
+
+def failure(outcome: Outcome) -> Failure:
+    assert outcome.failure is not None
+    return outcome.failure
+
+
+@pytest.mark.parametrize(
+    ("case", "verdict"),
+    [
+        ("passes", "passed"),
+        ("differs", "failed"),
+        ("raises", "failed"),
+        ("refuses", "failed"),
+        ("exits", "failed"),
+        ("crashes/one", "crashed"),
+        ("crashes/two/float32", "crashed"),
+        ("leaves", "crashed"),
+        ("hangs", "timed out"),
+        ("hangs_in_native_code", "timed out"),
+        ("skipped", "skipped"),
+        ("cannot_say", "failed"),
+        ("shares_a_process/1", "passed"),
+        ("shares_a_process/2", "passed"),
+        ("alone/1", "passed"),
+        ("alone/2", "passed"),
+        ("counts", "passed"),
+    ],
+)
+def test_every_end_is_told_apart_and_costs_one_case(outcomes: dict[str, Outcome], case: str, verdict: str) -> None:
+    assert outcomes[case].verdict == verdict, outcomes[case]
+
+
+def test_no_other_case_ran(outcomes: dict[str, Outcome]) -> None:
+    assert len(outcomes) == 17
+
+
+def test_a_difference_is_told_with_values_and_place(outcomes: dict[str, Outcome]) -> None:
+    told = failure(outcomes["differs"])
+    assert (told.what, told.why, told.hint) == ("devices: 1", "expected 2", "count them again")
+    assert told.where.startswith(f"{HERE / 'misfit.py'}:") and told.where.endswith(" in differs")
+    assert told.traceback == ""
+    assert told.output == "what the check printed"
+
+
+def test_an_exception_is_told_with_its_traceback_from_the_check_on(outcomes: dict[str, Outcome]) -> None:
+    told = failure(outcomes["raises"])
+    assert told.what == "AttributeError: 'Misfit' object has no attribute 'no_such_member'"
+    assert "target.accelerator.no_such_member()" in told.traceback
+    assert "worker.py" not in told.traceback
+
+
+def test_an_error_of_the_sdk_keeps_its_parts(outcomes: dict[str, Outcome]) -> None:
+    told = failure(outcomes["refuses"])
+    assert (told.what, told.why, told.hint) == ("InvalidTensorError: a tensor is wrong", "it is empty", "fill it")
+
+
+def test_a_crash_is_told_with_signal_output_and_stack(outcomes: dict[str, Outcome]) -> None:
+    told = failure(outcomes["crashes/one"])
+    assert told.what == "the process ended by signal SIGSEGV"
+    assert told.output.startswith("last words\nFatal Python error: Segmentation fault")
+    assert "in crashes" in told.output
+    assert "worker.py" not in told.output
+
+
+def test_an_exit_is_told_with_its_status_though_a_child_lives_on(outcomes: dict[str, Outcome]) -> None:
+    assert failure(outcomes["leaves"]).what == "the process ended with status 0"
+    assert outcomes["leaves"].seconds < 10
+
+
+@pytest.mark.parametrize("case", ["hangs", "hangs_in_native_code"])
+def test_a_hang_is_told_with_the_stack(outcomes: dict[str, Outcome], case: str) -> None:
+    told = failure(outcomes[case])
+    assert told.what == "no answer within 1.5 s"
+    assert f"in {case}" in told.output
+
+
+def test_a_skip_names_the_declaration(outcomes: dict[str, Outcome]) -> None:
+    assert outcomes["skipped"].reason == "the accelerator declares that it is a misfit"
+
+
+def test_a_failure_in_full_says_all_that_is_needed(outcomes: dict[str, Outcome]) -> None:
+    lines = explain(outcomes["differs"], "misfit:Misfit").splitlines()
+    assert lines[0] == "failed: runtime.misfit.differs"
+    assert [line.split(maxsplit=1)[0] for line in lines[1:]] == [
+        "R99.2", "because", "found", "why", "to", "check", "output", "again"
+    ]  # fmt: skip
+    assert lines[-1].endswith("sdk conformance misfit:Misfit -k runtime.misfit.differs")
+
+
+def test_a_timeout_may_be_given() -> None:
+    item = Item("runtime.misfit.hangs", "runtime.misfit.hangs", "runtime", {}, "R99.8", "", "", timeout=1000)
+    start = time.monotonic()
+    with Runner("misfit:Misfit", timeout=0.5) as runner:
+        outcome = runner.run(item)
+    assert outcome.verdict == "timed out"
+    assert time.monotonic() - start < 60
+
+
+@pytest.mark.parametrize(
+    ("target", "says"),
+    [
+        ("nope", "there is no such plugin"),
+        ("nope:Nope", "No module named 'nope'"),
+        ("misfit:Nope", "has no attribute 'Nope'"),
+        ("misfit:Broken", "the driver is too old"),
+        ("misfit:Dying", "the process ended with status 7"),
+        ("cpu@nope", "there is no mutant 'nope'"),
+    ],
+)
+def test_a_target_that_cannot_be_had_is_an_error_and_no_failure(target: str, says: str) -> None:
+    with Runner(target) as runner, pytest.raises(ConformanceError, match="the target cannot be used") as caught:
+        runner.items()
+    assert says in str(caught.value)
