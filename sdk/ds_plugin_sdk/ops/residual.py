@@ -12,9 +12,9 @@ from torch.nn import functional
 from ds_plugin_sdk.ops import _library, _tensors
 from ds_plugin_sdk.ops._multi_tensor import mark_modified
 
-# What a flash-attention kernel takes: sizes of a head, and a multiple of the sequence.
+# What DeepSpeed's flash attention takes: sizes of a head, each for heads that are smaller; and so many keys.
 _HEAD_SIZES = (32, 64, 128)
-_SEQUENCE_MULTIPLE = 128
+_KEYS = 128
 
 
 def residual_add_bias_(
@@ -87,25 +87,28 @@ def einsum_sec_sm_ecm(dispatch: Tensor, tokens: Tensor) -> Tensor:
     return result
 
 
-def pad_transform(
-    query: Tensor, key: Tensor, value: Tensor, heads: int, pad_sequence: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Split heads and pad with zeros, as a flash-attention kernel wants its arguments.
+def pad_transform(query: Tensor, key: Tensor, value: Tensor, heads: int, pad: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Split heads and, if told so, pad with zeros, as DeepSpeed's flash attention wants its arguments.
 
     Args:
-        query, key, value: ``[batch, tokens, heads * head_dim]``, head_dim up to 128; key and value may have another
-            number of tokens. Any dtype of this module.
+        query, key, value: ``[batch, tokens, heads * head_dim]``; key and value may have another number of tokens. Any
+            dtype of this module.
         heads: number of heads.
-        pad_sequence: pad tokens to a multiple of 128 too.
+        pad: pad head_dim to 32, 64 or 128 (see `padded_head_dim`), and keys and values to 128 tokens.
 
     Returns:
-        Three tensors ``[batch, heads, tokens, head_dim]``, head_dim padded to 32, 64 or 128.
+        Three new tensors ``[batch, heads, tokens, head_dim]``.
 
     Raises:
-        InvalidTensorError: shapes, dtypes or devices do not fit, or head_dim is larger.
+        InvalidTensorError: shapes, dtypes or devices do not fit, or there is more than padding can reach.
     """
-    result: tuple[Tensor, Tensor, Tensor] = _library.call("pad_transform", query, key, value, heads, pad_sequence)
+    result: tuple[Tensor, Tensor, Tensor] = _library.call("pad_transform", query, key, value, heads, pad)
     return result
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """The size to which DeepSpeed pads a head: the next larger of 32, 64 and 128, though 32 would fit 32."""
+    return next((size for size in _HEAD_SIZES if head_dim < size), _HEAD_SIZES[-1])
 
 
 @torch.no_grad()
@@ -150,10 +153,10 @@ def einsum_sec_sm_ecm_reference(dispatch: Tensor, tokens: Tensor) -> Tensor:
 
 @torch.no_grad()
 def pad_transform_reference(
-    query: Tensor, key: Tensor, value: Tensor, heads: int, pad_sequence: bool
+    query: Tensor, key: Tensor, value: Tensor, heads: int, pad: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``ds_plugin::pad_transform``: copies only, on any device."""
-    shapes = _check_pad(query, key, value, heads, pad_sequence)
+    shapes = _check_pad(query, key, value, heads, pad)
     return tuple(  # type: ignore[return-value]  # three of three
         _padded(tensor, heads, shape) for tensor, shape in zip((query, key, value), shapes, strict=True)
     )
@@ -198,27 +201,27 @@ def _check_einsum(dispatch: Tensor, tokens: Tensor) -> tuple[int, int, int]:
     return dispatch.shape[1], dispatch.shape[2], width
 
 
-def _check_pad(
-    query: Tensor, key: Tensor, value: Tensor, heads: int, pad_sequence: bool
-) -> tuple[tuple[int, ...], ...]:
+def _check_pad(query: Tensor, key: Tensor, value: Tensor, heads: int, pad: bool) -> tuple[tuple[int, ...], ...]:
     """The shapes of the results."""
     op = "pad_transform"
     _tensors.check_first(op, "query", query)
-    if query.dim() != 3 or heads <= 0 or query.shape[2] % heads or query.shape[2] > heads * _HEAD_SIZES[-1]:
+    if query.dim() != 3 or heads <= 0 or query.shape[2] % heads:
         raise _library.invalid(
-            op,
-            f"query has shape {list(query.shape)}, for {heads} heads; expected [batch, tokens, heads * head_dim], "
-            f"head_dim up to {_HEAD_SIZES[-1]}",
+            op, f"query has shape {list(query.shape)}, for {heads} heads; expected [batch, tokens, heads * head_dim]"
         )
-    batch, _, width = query.shape
-    tokens = key.shape[1] if key.dim() == 3 else 0
+    batch, queries, width = query.shape
+    keys = key.shape[1] if key.dim() == 3 else 0
     for name, tensor in (("key", key), ("value", value)):
-        _tensors.check(op, name, tensor, query, [batch, tokens, width])
-    head_size = next(size for size in _HEAD_SIZES if size * heads >= width)
-    multiple = _SEQUENCE_MULTIPLE if pad_sequence else 1
-    return tuple(
-        (batch, heads, -(-tensor.shape[1] // multiple) * multiple, head_size) for tensor in (query, key, value)
-    )
+        _tensors.check(op, name, tensor, query, [batch, keys, width])
+    head_dim = width // heads
+    if not pad:
+        return (batch, heads, queries, head_dim), *[(batch, heads, keys, head_dim)] * 2
+    if head_dim > _HEAD_SIZES[-1] or keys > _KEYS:
+        raise _library.invalid(
+            op, f"there are {keys} keys of {head_dim} elements; expected at most {_KEYS} of {_HEAD_SIZES[-1]} to pad"
+        )
+    padded = padded_head_dim(head_dim)
+    return (batch, heads, queries, padded), *[(batch, heads, _KEYS, padded)] * 2
 
 
 def _fake_residual(
@@ -241,10 +244,8 @@ def _fake_einsum(dispatch: Tensor, tokens: Tensor) -> Tensor:
     return dispatch.new_empty(_check_einsum(dispatch, tokens))
 
 
-def _fake_pad(
-    query: Tensor, key: Tensor, value: Tensor, heads: int, pad_sequence: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    shapes = _check_pad(query, key, value, heads, pad_sequence)
+def _fake_pad(query: Tensor, key: Tensor, value: Tensor, heads: int, pad: bool) -> tuple[Tensor, Tensor, Tensor]:
+    shapes = _check_pad(query, key, value, heads, pad)
     return tuple(query.new_empty(shape) for shape in shapes)  # type: ignore[return-value]  # three of three
 
 
@@ -265,9 +266,9 @@ _library.define(
     fake=_fake_einsum,
 )
 _library.define(
-    "pad_transform(Tensor query, Tensor key, Tensor value, int heads, bool pad_sequence) -> (Tensor, Tensor, Tensor)",
+    "pad_transform(Tensor query, Tensor key, Tensor value, int heads, bool pad) -> (Tensor, Tensor, Tensor)",
     reference=pad_transform_reference,
     fake=_fake_pad,
 )
 
-__all__ = ["einsum_sec_sm_ecm", "moe_res_matmul_", "pad_transform", "residual_add_bias_"]
+__all__ = ["einsum_sec_sm_ecm", "moe_res_matmul_", "pad_transform", "padded_head_dim", "residual_add_bias_"]

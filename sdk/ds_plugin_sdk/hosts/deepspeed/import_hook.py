@@ -19,10 +19,11 @@ from typing import Any
 
 HOST = "deepspeed.accelerator.real_accelerator"
 
-# Right after the module on the left was executed, the function on the right is called with it. The second line is
-# how the op builders come to know the functions DeepSpeed calls on an op, without knowing this host.
+# Right after the module on the left was executed, the function on the right is called with it. The last line is how the
+# op builders come to know the functions DeepSpeed calls on an op, without knowing this host.
 _AFTER = {
     HOST: "ds_plugin_sdk.hosts.deepspeed.adopt:adopt",
+    "deepspeed.inference.engine": "ds_plugin_sdk.hosts.deepspeed.injection:explain",
     "ds_plugin_sdk.op_builder": "ds_plugin_sdk.hosts.deepspeed.modules:register",
 }
 

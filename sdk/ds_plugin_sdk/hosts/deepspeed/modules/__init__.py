@@ -19,6 +19,7 @@ _NAMES = (
     "quantizer",
     "stochastic_transformer",
     "transformer",
+    "transformer_inference",
 )
 
 MODULES = {name: f"{__name__}.{name}" for name in _NAMES}

@@ -1,0 +1,70 @@
+"""Says what to do where DeepSpeed's kernel injection does not fit a model.
+
+``init_inference(replace_with_kernel_inject=True)`` puts layers into the model that were written for the transformers of
+their time. Where those have moved on, the layers fail, on every device, before or between calls of kernels, with an
+`AttributeError` deep inside. The engine's doors are wrapped, so that its user reads what happened and what works.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from ds_plugin_sdk.errors import OpError
+
+# The last release of transformers whose models the injected layers fit, and models that they do not fit there either.
+_LAST_FITTING = (4, 43)
+_NEVER_FITTING = frozenset({"llama", "mistral", "internlm"})
+
+# What it looks like when two interfaces do not fit. Wrong shapes and values are the caller's, and stay as they are.
+_MISFITS = (AssertionError, AttributeError, KeyError, NotImplementedError, TypeError)
+
+
+def explain(engine: ModuleType) -> None:
+    """Wrap the doors of ``InferenceEngine``.
+
+    Args:
+        engine: ``deepspeed.inference.engine``, executed.
+    """
+    for name in ("_apply_injection_policy", "forward", "_generate"):
+        method = getattr(engine.InferenceEngine, name, None)
+        if method is not None:
+            setattr(engine.InferenceEngine, name, _explaining(method))
+
+
+def _explaining(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def explaining(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except _MISFITS as error:
+            model = getattr(getattr(self.module, "config", None), "model_type", type(self.module).__name__)
+            if not getattr(self._config, "replace_with_kernel_inject", False) or _fits(model):
+                raise
+            raise OpError(
+                "DeepSpeed's kernel injection does not fit this model",
+                op="transformer_inference",
+                why=f"its layers for '{model}' are written for transformers up to 4.43.4"
+                f"{', where they fail too' if model in _NEVER_FITTING else ''}; here is {_transformers()}; "
+                f"{type(error).__name__}: {error}",
+                hint="the same kernels serve today's transformers through ds_plugin_sdk.integrations.transformers; "
+                "leave out replace_with_kernel_inject",
+            ) from error
+
+    return explaining
+
+
+def _fits(model: str) -> bool:
+    version = _transformers()
+    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+    return model not in _NEVER_FITTING and numbers <= _LAST_FITTING
+
+
+def _transformers() -> str:
+    try:
+        return importlib.metadata.version("transformers")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
