@@ -76,7 +76,7 @@ def _layer(pre_layer_norm: bool, stochastic: bool, device: torch.device) -> Iter
     mask = torch.zeros(_BATCH, 1, 1, _LENGTH)
     mask[1, ..., 9:] = -10000.0
     x, cotangent = _numbers(_BATCH, _LENGTH, _HIDDEN), _numbers(_BATCH, _LENGTH, _HIDDEN, seed=1)
-    given = x.to(device).requires_grad_()
+    given = x.clone().to(device).requires_grad_()
     output = layer(given, mask.to(device))
     output = output[0] if isinstance(output, tuple) else output
     torch.autograd.backward(output, cotangent.to(device))
@@ -154,7 +154,7 @@ def _tokens(device: torch.device) -> Iterator[Result]:
     for batch_first in (True, False):
         everything, part = _numbers(2, 7, 8), _numbers(2, 3, 8, seed=1)
         turn = _same if batch_first else _length_first
-        all_, some = (turn(t).to(device).requires_grad_() for t in (everything, part))
+        all_, some = (turn(t).clone().to(device).requires_grad_() for t in (everything, part))
         _, gathered = utils.GatherTokens.apply(all_, indices.to(device), batch_first)
         yield Result("gathered tokens", gathered.detach(), turn(everything.gather(1, rows)).double(), 0.0)
         scattered = utils.ScatterTokens.apply(all_, some, indices.to(device), batch_first)
