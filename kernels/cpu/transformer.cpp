@@ -321,14 +321,14 @@ void softmax_gradient(const SoftmaxGradRows& g, int64_t row, float* scratch) {
   const float scale = g.scale;
   Floats sums{};
   for_each_kept_vector<dropping>(g.columns, g.dropout, row, [&](int64_t i, auto memory, auto kept) {
-    const Floats product = kept(memory.load(grad_output + i)) * memory.load(probs + i);
-    memory.store(scratch + i, product);
-    sums += product;  // 0 beyond the row's end
+    const Floats grad = kept(memory.load(grad_output + i));
+    memory.store(scratch + i, grad);
+    sums += grad * memory.load(probs + i);  // 0 beyond the row's end
   });
   const float sum = sum_of(sums);
   for_each_vector(g.columns, [=](int64_t i, auto memory) {
-    const Floats p = load_again(memory, probs + i);
-    memory.store(grad_scores + i, (load_again(memory, scratch + i) - p * sum) * scale);
+    const Floats grad = load_again(memory, scratch + i) - sum;
+    memory.store(grad_scores + i, load_again(memory, probs + i) * grad * scale);
   });
 }
 

@@ -438,8 +438,8 @@ def masked_softmax_dropout_backward_reference(
     _check_dropout("masked_softmax_dropout_backward", grad_output, seed, p)
     check("masked_softmax_dropout_backward", "probs", probs, grad_output, grad_output.shape)
     weights = probs.to(working(probs))
-    grad = _dropped(grad_output.to(weights.dtype), seed, p) * weights
-    return _contiguous(scale * (grad - weights * grad.sum(dim=-1, keepdim=True)), grad_output)
+    grad = _dropped(grad_output.to(weights.dtype), seed, p)
+    return _contiguous(scale * weights * (grad - (grad * weights).sum(dim=-1, keepdim=True)), grad_output)
 
 
 def _fake_softmax(
@@ -570,11 +570,12 @@ def _check_norm_backward(
     for name, statistic in (("mean", mean), ("rstd", rstd)):
         if statistic is None:
             continue
-        if statistic.dtype != working(grad_output) or statistic.shape != grad_output.shape[:-1]:
+        wanted = (working(grad_output), grad_output.shape[:-1], grad_output.device)
+        if (statistic.dtype, statistic.shape, statistic.device) != wanted:
             raise invalid(
                 op,
-                f"{name} is {statistic.dtype} {list(statistic.shape)}; "
-                f"expected {working(grad_output)} {list(grad_output.shape[:-1])}",
+                f"{name} is {statistic.dtype} {list(statistic.shape)} on {statistic.device}; "
+                f"expected {wanted[0]} {list(wanted[1])} on {wanted[2]}",
             )
     if mean is None and norm_bias is None:
         raise invalid(op, "mean and norm_bias are missing; expected one of them")

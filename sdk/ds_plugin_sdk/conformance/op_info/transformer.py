@@ -1,0 +1,390 @@
+"""What a transformer layer does between its matrix products, forward and backward.
+
+Which elements a dropout keeps is no matter of formulas: the masks are those of `ds_plugin_sdk.ops._philox`, whose
+generator has published answers of its own to meet. Where a norm is taken of a sum that was rounded, the samples are
+multiples of 1/8 and one half is dropped, so that the sum is exact in every dtype.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_plugin_sdk.conformance.op_info.op_info import Kind, Make, OpInfo, Sample
+from ds_plugin_sdk.ops import _library, _philox, transformer
+
+# Rows and columns around vectors, blocks of random numbers, and parts of sums over rows.
+_SHAPES = ((1, 1), (2, 3), (3, 16), (2, 17), (3, 63), (2, 2, 64), (3, 65), (2, 130), (70, 257))
+_BERT = (8, 64, 768)
+
+
+# ---- formulas --------------------------------------------------------------------------------------------------------
+def _kept(x: Tensor, seed: Tensor | None, p: float) -> Tensor:
+    if p == 0:
+        return x
+    assert seed is not None
+    rows = math.prod(x.shape[:-1])
+    return torch.where(_philox.keep(seed, rows, x.shape[-1], p).view(x.shape), x / (1 - p), 0.0)
+
+
+def _plus(x: Tensor, y: Tensor | None) -> Tensor:
+    return x if y is None else x + y
+
+
+def _column_sums(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1]).sum(dim=0)
+
+
+def _nothing(x: Tensor) -> Tensor:
+    return x.new_empty(0)
+
+
+def _dropout_add(
+    input: Tensor, residual: Tensor | None, bias: Tensor | None, p: float, seed: Tensor | None
+) -> tuple[Tensor]:
+    return (_plus(_kept(_plus(input, bias), seed, p), residual),)
+
+
+def _dropout_add_backward(grad_output: Tensor, seed: Tensor | None, p: float, bias: bool) -> tuple[Tensor, Tensor]:
+    grad = _kept(grad_output, seed, p)
+    return grad, _column_sums(grad) if bias else _nothing(grad)
+
+
+def _norm(
+    input: Tensor,
+    weight: Tensor,
+    norm_bias: Tensor,
+    residual: Tensor | None,
+    bias: Tensor | None,
+    p: float,
+    seed: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, ...]:
+    (total,) = _dropout_add(input, residual, bias, p, seed)
+    centred = total - total.mean(dim=-1, keepdim=True)
+    variance = (centred**2).mean(dim=-1, keepdim=True)
+    normed = centred / torch.sqrt(variance + eps) * weight + norm_bias
+    return (normed,) if residual is None and bias is None and p == 0 else (normed, total)
+
+
+def _norm_backward(
+    grad_output: Tensor,
+    grad_sum: Tensor | None,
+    rows: Tensor,
+    mean: Tensor | None,
+    rstd: Tensor,
+    weight: Tensor,
+    norm_bias: Tensor | None,
+    seed: Tensor | None,
+    p: float,
+    bias: bool,
+) -> tuple[Tensor, ...]:
+    rstd = rstd.unsqueeze(-1)
+    if mean is None:
+        assert norm_bias is not None
+        normal = (rows - norm_bias) / weight
+    else:
+        normal = (rows - mean.unsqueeze(-1)) * rstd
+    g = grad_output * weight
+    total = rstd * (g - g.mean(dim=-1, keepdim=True) - normal * (g * normal).mean(dim=-1, keepdim=True))
+    total = _plus(total, grad_sum)
+    dropped = _kept(total, seed, p)
+    return (
+        total,
+        dropped if p else _nothing(total),
+        _column_sums(grad_output * normal),
+        _column_sums(grad_output),
+        _column_sums(dropped) if bias else _nothing(total),
+    )
+
+
+def _gelu(input: Tensor, bias: Tensor | None, tanh: bool) -> tuple[Tensor]:
+    s = _plus(input, bias)
+    if tanh:
+        return (s / 2 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (s + 0.044715 * s**3))),)
+    return (s / 2 * (1 + torch.erf(s / math.sqrt(2))),)
+
+
+def _gelu_backward(grad_output: Tensor, input: Tensor, bias: Tensor | None, tanh: bool) -> tuple[Tensor, Tensor]:
+    # From 40 on the slope is 0 or 1 in float64 too, and its terms do not overflow.
+    s = _plus(input, bias).clamp(-40, 40)
+    if tanh:
+        t = torch.tanh(math.sqrt(2 / math.pi) * (s + 0.044715 * s**3))
+        slope = (1 + t) / 2 + s / 2 * (1 - t**2) * math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * s**2)
+    else:
+        slope = (1 + torch.erf(s / math.sqrt(2))) / 2 + s * torch.exp(-(s**2) / 2) / math.sqrt(2 * math.pi)
+    grad = grad_output * slope
+    return grad, _nothing(grad) if bias is None else _column_sums(grad)
+
+
+def _softmax(scores: Tensor, mask: Tensor | None, scale: float, p: float, seed: Tensor | None) -> tuple[Tensor]:
+    x = _plus(scale * scores, mask)
+    # Where all is -inf, nothing is attended to.
+    nowhere = (x == -torch.inf).all(dim=-1, keepdim=True)
+    probs = torch.where(nowhere, 0.0, torch.softmax(torch.where(nowhere, 0.0, x), dim=-1))
+    return (_kept(probs, seed, p),)
+
+
+def _softmax_backward(grad_output: Tensor, probs: Tensor, scale: float, seed: Tensor | None, p: float) -> tuple[Tensor]:
+    grad = _kept(grad_output, seed, p)
+    return (scale * probs * (grad - (grad * probs).sum(dim=-1, keepdim=True)),)
+
+
+# ---- samples ---------------------------------------------------------------------------------------------------------
+def _eighths(make: Make, *shape: int) -> Tensor:
+    """Multiples of 1/8 from -2 to 2."""
+    return (make.integers(-16, 17, *shape) / 8).to(make.dtype)
+
+
+def _seed(make: Make) -> Tensor:
+    return make.integers(-(2**62), 2**62, 1)
+
+
+Tensors = dict[str, Any]
+Variant = tuple[str, Callable[[Make, tuple[int, ...]], Tensors]]
+
+
+def _samples(*variants: Variant) -> Callable[[Make], Iterator[Sample]]:
+    """No elements, then each variant in each shape, then the shape of BERT's layers."""
+
+    def samples(make: Make) -> Iterator[Sample]:
+        def sample(shape: tuple[int, ...], variant: Variant, kind: Kind) -> Sample:
+            return Sample(f"{list(shape)}, {variant[0]}", variant[1](make, shape), kind)
+
+        yield sample((0, 5), variants[0], "empty")
+        for variant in variants:
+            for shape in _SHAPES:
+                yield sample(shape, variant, "random")
+        yield sample(_BERT, variants[0], "real")
+
+    return samples
+
+
+def _sums(p: float, bias: bool, residual: bool, norm: bool = False) -> Callable[[Make, tuple[int, ...]], Tensors]:
+    def arguments(make: Make, shape: tuple[int, ...]) -> Tensors:
+        columns = shape[-1]
+        tensors: Tensors = {"input": _eighths(make, *shape)}
+        if norm:
+            tensors |= {"weight": make.signed(columns), "norm_bias": make.normal(columns)}
+        return tensors | {
+            "residual": _eighths(make, *shape) if residual else None,
+            "bias": _eighths(make, columns) if bias else None,
+            "p": p,
+            "seed": _seed(make) if p else None,
+            **({"eps": 1e-5} if norm else {}),
+        }
+
+    return arguments
+
+
+def _sum_grads(p: float, bias: bool) -> Callable[[Make, tuple[int, ...]], Tensors]:
+    return lambda make, shape: {
+        "grad_output": make.normal(*shape),
+        "seed": _seed(make) if p else None,
+        "p": p,
+        "bias": bias,
+    }
+
+
+def _norm_grads(p: float, bias: bool, grad_sum: bool, inverted: bool) -> Callable[[Make, tuple[int, ...]], Tensors]:
+    def arguments(make: Make, shape: tuple[int, ...]) -> Tensors:
+        exact = torch.float32
+        return {
+            "grad_output": make.normal(*shape),
+            "grad_sum": make.normal(*shape) if grad_sum else None,
+            "rows": make.normal(*shape),
+            "mean": None if inverted else make.normal(*shape[:-1], scale=0.1, dtype=exact),
+            "rstd": make.positive(*shape[:-1], dtype=exact),
+            "weight": make.signed(shape[-1]),
+            "norm_bias": make.normal(shape[-1]) if inverted else None,
+            "seed": _seed(make) if p else None,
+            "p": p,
+            "bias": bias,
+        }
+
+    return arguments
+
+
+def _gelus(tanh: bool, bias: bool, scale: float = 2.0) -> Callable[[Make, tuple[int, ...]], Tensors]:
+    return lambda make, shape: {
+        "input": make.normal(*shape, scale=scale),
+        "bias": make.normal(shape[-1]) if bias else None,
+        "tanh": tanh,
+    }
+
+
+def _gelu_grads(tanh: bool, bias: bool, scale: float = 2.0) -> Callable[[Make, tuple[int, ...]], Tensors]:
+    return lambda make, shape: {"grad_output": make.normal(*shape), **_gelus(tanh, bias, scale)(make, shape)}
+
+
+def _softmaxes(p: float, mask: str) -> Callable[[Make, tuple[int, ...]], Tensors]:
+    """Masks: ``none``, ``keys`` (one row for all), ``rows`` (one number for each row), ``full`` with an empty row."""
+
+    def arguments(make: Make, shape: tuple[int, ...]) -> Tensors:
+        masks: dict[str, Tensor | None] = {"none": None, "keys": make.normal(shape[-1])}
+        masks["rows"] = make.normal(*shape[:-1], 1)
+        full = torch.where(make.integers(0, 4, *shape) == 0, -torch.inf, 0.0).to(make.dtype)
+        if full.numel():
+            full.view(-1, shape[-1])[-1] = -torch.inf
+        masks["full"] = full
+        return {
+            "scores": make.normal(*shape, scale=3),
+            "mask": masks[mask],
+            "scale": 0.5,
+            "p": p,
+            "seed": _seed(make) if p else None,
+        }
+
+    return arguments
+
+
+def _softmax_grads(p: float) -> Callable[[Make, tuple[int, ...]], Tensors]:
+    return lambda make, shape: {
+        "grad_output": make.normal(*shape),
+        "probs": torch.softmax(make.normal(*shape, dtype=torch.float32), dim=-1).to(make.dtype),
+        "scale": 0.5,
+        "seed": _seed(make) if p else None,
+        "p": p,
+    }
+
+
+# ---- descriptions ----------------------------------------------------------------------------------------------------
+def _call(name: str) -> Callable[..., Any]:
+    """The face of an op that has none, because autograd alone calls it."""
+    return lambda **arguments: _library.call(name, *arguments.values())
+
+
+def _norm_face(input: Tensor, *others: Any, **arguments: Any) -> tuple[Tensor, ...]:
+    """The face without the sum where that is the input itself."""
+    output, total = transformer.dropout_add_layer_norm(input, *others, **arguments)
+    return (output,) if total is input else (output, total)
+
+
+def _in_order(*names: str) -> Callable[[Mapping[str, Any]], list[Any]]:
+    return lambda arguments: [arguments[name] for name in names]
+
+
+# Sums over a row or over rows lose digits where their terms cancel.
+_ATOL = {torch.float32: 2e-5, torch.bfloat16: 2e-5, torch.float16: 2e-5}
+_RTOL = {torch.float32: 1e-5, torch.bfloat16: 2**-8, torch.float16: 2**-11 + 1e-5}
+# A gradient meets several roundings on its way: of what the forward pass kept, and of what it is made from.
+_GRADIENTS = {torch.float32: 2e-5, torch.bfloat16: 2**-6, torch.float16: 2**-9}
+
+
+def _describe(
+    name: str,
+    formula: Callable[..., tuple[Tensor, ...]],
+    samples: Callable[[Make], Iterator[Sample]],
+    differentiable: tuple[str, ...] = (),
+    schema: tuple[str, ...] = (),
+    face: Callable[..., Any] | None = None,
+) -> OpInfo:
+    """An op; without a face the derivative of one."""
+    return OpInfo(
+        name,
+        "transformer",
+        face or _call(name),
+        formula,
+        samples,
+        differentiable=differentiable,
+        rtol=_RTOL,
+        atol=_ATOL,
+        gradient_rtol=_GRADIENTS,
+        gradient_atol=_GRADIENTS,
+        broadcasts=("mask", "seed"),
+        schema_arguments=_in_order(*schema) if schema else None,
+    )
+
+
+OPS = (
+    _describe(
+        "dropout_add",
+        _dropout_add,
+        _samples(
+            ("bias, residual, half dropped", _sums(0.5, True, True)),
+            ("bias, a tenth dropped", _sums(0.1, True, False)),
+            ("residual alone", _sums(0.0, False, True)),
+        ),
+        ("input", "residual", "bias"),
+        ("input", "bias", "residual", "seed", "p"),
+        transformer.dropout_add,
+    ),
+    _describe(
+        "dropout_add_backward",
+        _dropout_add_backward,
+        _samples(
+            ("bias, a tenth dropped", _sum_grads(0.1, True)),
+            ("a tenth dropped", _sum_grads(0.1, False)),
+            ("bias", _sum_grads(0.0, True)),
+        ),
+    ),
+    _describe(
+        "dropout_add_layer_norm",
+        _norm,
+        _samples(
+            ("bias, residual, half dropped", _sums(0.5, True, True, norm=True)),
+            ("half dropped", _sums(0.5, False, False, norm=True)),
+            ("bias, residual", _sums(0.0, True, True, norm=True)),
+            ("norm alone", _sums(0.0, False, False, norm=True)),
+        ),
+        ("input", "weight", "norm_bias", "residual", "bias"),
+        ("input", "bias", "residual", "weight", "norm_bias", "seed", "p", "eps"),
+        _norm_face,
+    ),
+    _describe(
+        "dropout_add_layer_norm_backward",
+        _norm_backward,
+        _samples(
+            ("bias, sum, a tenth dropped", _norm_grads(0.1, True, True, False)),
+            ("inverted, bias, a tenth dropped", _norm_grads(0.1, True, False, True)),
+            ("inverted, sum", _norm_grads(0.0, False, True, True)),
+            ("norm alone", _norm_grads(0.0, False, False, False)),
+        ),
+    ),
+    _describe(
+        "fused_bias_gelu",
+        _gelu,
+        _samples(
+            ("tanh, bias", _gelus(True, True)),
+            ("erf, bias", _gelus(False, True)),
+            ("tanh", _gelus(True, False)),
+            ("erf, large", _gelus(False, False, 1e4)),
+            ("tanh, large", _gelus(True, True, 1e4)),
+        ),
+        ("input", "bias"),
+        face=transformer.fused_bias_gelu,
+    ),
+    _describe(
+        "fused_bias_gelu_backward",
+        _gelu_backward,
+        _samples(
+            ("tanh, bias", _gelu_grads(True, True)),
+            ("erf, bias", _gelu_grads(False, True)),
+            ("tanh", _gelu_grads(True, False)),
+            ("erf, large", _gelu_grads(False, False, 1e4)),
+            ("tanh, large", _gelu_grads(True, True, 1e4)),
+        ),
+    ),
+    _describe(
+        "masked_softmax_dropout",
+        _softmax,
+        _samples(
+            ("mask of keys, a tenth dropped", _softmaxes(0.1, "keys")),
+            ("mask of rows", _softmaxes(0.0, "rows")),
+            ("full mask, half dropped", _softmaxes(0.5, "full")),
+            ("scores alone", _softmaxes(0.0, "none")),
+        ),
+        ("scores",),
+        ("scores", "mask", "scale", "seed", "p"),
+        transformer.masked_softmax_dropout,
+    ),
+    _describe(
+        "masked_softmax_dropout_backward",
+        _softmax_backward,
+        _samples(("a tenth dropped", _softmax_grads(0.1)), ("nothing dropped", _softmax_grads(0.0))),
+    ),
+)
