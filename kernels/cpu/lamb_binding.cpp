@@ -11,9 +11,9 @@ namespace {
 constexpr const char* kOp = "lamb_";
 enum Lists { kParams, kGrads, kExpAvgs, kExpAvgSqs, kCopies };
 
-// Units that pass through the first loop before the second one turns to them: 16 M elements, whose parameters and states
-// a large last-level cache still holds.
-constexpr int64_t kBatch = 16 * 1024;
+// Units of tensors that pass through the first loop before the second one turns to them: 2 M elements, whose parameters
+// and states a last-level cache of 32 MB still holds. A larger tensor is read from memory twice.
+constexpr int64_t kBatch = 2 * 1024;
 
 MultiTensor checked(const TensorList& params, const TensorList& grads, const TensorList& exp_avgs,
                     const TensorList& exp_avg_sqs, const TensorList& copies) {

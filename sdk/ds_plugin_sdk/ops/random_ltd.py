@@ -1,0 +1,303 @@
+"""Random layerwise token dropping (Yao et al. 2022): which tokens a layer sees, and their way there and back.
+
+``ds_plugin::token_sort_``, ``token_gather``, ``token_scatter_``, ``mask_gather_bert`` and ``mask_gather_gpt``. Elements
+are moved, not computed with: results are exact, and data may be of any dtype.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_plugin_sdk.ops import _library
+from ds_plugin_sdk.ops._multi_tensor import check_memory, mark_modified
+
+
+def token_sort_(indices: Tensor, seq_len: int) -> Tensor:
+    """Sort every row of token indices, in place.
+
+    Args:
+        indices: int32 ``[layers, batch, reserved]`` (or any number of dimensions), each in ``[0, seq_len)``; they may
+            repeat.
+        seq_len: tokens of the whole sequence.
+
+    Returns:
+        `indices`, ascending along the last dimension.
+
+    Raises:
+        InvalidTensorError: dtype or shape does not fit, or an index is out of range; nothing was modified.
+    """
+    _library.call("token_sort_", indices, seq_len)
+    mark_modified([indices])
+    return indices
+
+
+def token_gather(activations: Tensor, indices: Tensor, batch_first: bool = True) -> Tensor:
+    """The chosen tokens of each sequence: ``output[b, i] = activations[b, indices[b, i]]``. Differentiable.
+
+    Args:
+        activations: ``[batch, sequence, channels]``, or ``[sequence, batch, channels]`` if not `batch_first`.
+        indices: int32 ``[batch, reserved]``, each in ``[0, sequence)``.
+        batch_first: the order of the first two dimensions.
+
+    Returns:
+        A new contiguous tensor, ``[batch, reserved, channels]`` or ``[reserved, batch, channels]``.
+
+    Raises:
+        InvalidTensorError: shapes, dtypes or devices do not fit, or an index is out of range.
+    """
+    result: Tensor = _library.call("token_gather", activations, indices, batch_first)
+    return result
+
+
+def token_scatter_(
+    all_activations: Tensor, layer_activations: Tensor, indices: Tensor, batch_first: bool = True
+) -> Tensor:
+    """Put tokens back: ``all_activations[b, indices[b, i]] = layer_activations[b, i]``, in place; the rest stays.
+
+    Tokens are overwritten, not added to. Autograd does not record it.
+
+    Args:
+        all_activations: ``[batch, sequence, channels]``, or ``[sequence, batch, channels]`` if not `batch_first`.
+        layer_activations: the same with ``reserved`` instead of ``sequence``, of the same dtype.
+        indices: int32 ``[batch, reserved]``, each in ``[0, sequence)``. Of a row's equal indices one wins.
+        batch_first: the order of the first two dimensions.
+
+    Returns:
+        `all_activations`.
+
+    Raises:
+        InvalidTensorError: shapes, dtypes, devices or memory do not fit, or an index is out of range; nothing was
+            modified.
+    """
+    _library.call("token_scatter_", all_activations, layer_activations, indices, batch_first)
+    mark_modified([all_activations])
+    return all_activations
+
+
+def mask_gather_bert(mask: Tensor, indices: Tensor) -> Tensor:
+    """Attention masks of the chosen tokens: ``output[l, b, 0, i, j] = mask[b, 0, indices[l, b, i], indices[l, b, j]]``.
+
+    Args:
+        mask: ``[batch, 1, sequence, sequence]``.
+        indices: int32 ``[layers, batch, reserved]``, each in ``[0, sequence)``.
+
+    Returns:
+        A new contiguous tensor, ``[layers, batch, 1, reserved, reserved]``.
+
+    Raises:
+        InvalidTensorError: shapes, dtypes or devices do not fit, or an index is out of range.
+    """
+    result: Tensor = _library.call("mask_gather_bert", mask, indices)
+    return result
+
+
+def mask_gather_gpt(mask: Tensor, reserved: int) -> Tensor:
+    """The causal mask of a shorter sequence: the upper left corner, ``mask[:, :, :reserved, :reserved]``.
+
+    Args:
+        mask: ``[batch, 1, sequence, sequence]``.
+        reserved: length of the shorter sequence, at most ``sequence``.
+
+    Returns:
+        A new contiguous tensor, ``[batch, 1, reserved, reserved]``.
+
+    Raises:
+        InvalidTensorError: shapes do not fit.
+    """
+    result: Tensor = _library.call("mask_gather_gpt", mask, reserved)
+    return result
+
+
+# ---- references ------------------------------------------------------------------------------------------------------
+@torch.no_grad()
+def token_sort_reference(indices: Tensor, seq_len: int) -> None:
+    """``ds_plugin::token_sort_`` in plain torch, on any device."""
+    _check_sort(indices)
+    check_memory("token_sort_", {"indices": [indices]}, ("indices",))
+    _check_range("token_sort_", indices, seq_len)
+    indices.copy_(indices.sort(dim=-1).values)
+
+
+@torch.no_grad()
+def token_gather_reference(activations: Tensor, indices: Tensor, batch_first: bool) -> Tensor:
+    """``ds_plugin::token_gather`` in plain torch, on any device."""
+    _check_tokens("token_gather", "activations", activations, indices, batch_first)
+    _check_range("token_gather", indices, activations.shape[1 if batch_first else 0])
+    return activations[_places(indices, batch_first)].contiguous()
+
+
+@torch.no_grad()
+def token_scatter_reference(
+    all_activations: Tensor, layer_activations: Tensor, indices: Tensor, batch_first: bool
+) -> None:
+    """``ds_plugin::token_scatter_`` in plain torch, on any device."""
+    _check_scatter(all_activations, layer_activations, indices, batch_first)
+    tensors = {"all_activations": [all_activations], "layer_activations": [layer_activations]}
+    check_memory("token_scatter_", tensors, ("all_activations",))
+    _check_range("token_scatter_", indices, all_activations.shape[1 if batch_first else 0])
+    all_activations[_places(indices, batch_first)] = layer_activations
+
+
+@torch.no_grad()
+def mask_gather_bert_reference(mask: Tensor, indices: Tensor) -> Tensor:
+    """``ds_plugin::mask_gather_bert`` in plain torch, on any device."""
+    _check_bert(mask, indices)
+    _check_range("mask_gather_bert", indices, mask.shape[-1])
+    long = indices.long()
+    batch = torch.arange(mask.shape[0], device=mask.device).view(1, -1, 1, 1)
+    return mask[batch, 0, long[..., :, None], long[..., None, :]].unsqueeze(2).contiguous()
+
+
+@torch.no_grad()
+def mask_gather_gpt_reference(mask: Tensor, reserved: int) -> Tensor:
+    """``ds_plugin::mask_gather_gpt`` in plain torch, on any device."""
+    _check_gpt(mask, reserved)
+    return mask[:, :, :reserved, :reserved].clone(memory_format=torch.contiguous_format)
+
+
+def _places(indices: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
+    """Where tokens lie among the first two dimensions of activations."""
+    batch = torch.arange(indices.shape[0], device=indices.device)
+    tokens = indices.long()
+    return (batch[:, None], tokens) if batch_first else (tokens.t(), batch)
+
+
+# ---- checks ----------------------------------------------------------------------------------------------------------
+def _check_indices(op: str, indices: Tensor, dimensions: int) -> None:
+    if indices.dtype != torch.int32:
+        raise _library.invalid(op, "indices have another dtype; expected int32")
+    if indices.dim() != dimensions:
+        raise _library.invalid(op, f"indices has {indices.dim()} dimensions; expected {dimensions}")
+
+
+def _check_range(op: str, indices: Tensor, seq_len: int) -> None:
+    if indices.numel() and not 0 <= int(indices.min()) <= int(indices.max()) < seq_len:
+        raise _library.invalid(
+            op, f"indices has an entry that is no token; expected at least 0 and less than {seq_len}"
+        )
+
+
+def _check_sort(indices: Tensor) -> None:
+    if indices.dtype != torch.int32:
+        raise _library.invalid("token_sort_", "indices have another dtype; expected int32")
+    if indices.dim() == 0:
+        raise _library.invalid("token_sort_", "indices has no dimensions; expected [..., reserved]")
+
+
+def _check_tokens(op: str, name: str, activations: Tensor, indices: Tensor, batch_first: bool) -> None:
+    _check_indices(op, indices, 2)
+    if activations.device != indices.device:
+        raise _library.invalid(op, f"indices is on another device than {name}; expected all tensors on one")
+    if activations.dim() != 3:
+        raise _library.invalid(op, f"{name} has {activations.dim()} dimensions; expected 3")
+    batch = activations.shape[0 if batch_first else 1]
+    if indices.shape[0] != batch:
+        raise _library.invalid(
+            op, f"indices has {indices.shape[0]} rows; expected {batch}, one for each sequence of {name}"
+        )
+
+
+def _check_scatter(all_activations: Tensor, layer_activations: Tensor, indices: Tensor, batch_first: bool) -> None:
+    op = "token_scatter_"
+    _check_tokens(op, "all_activations", all_activations, indices, batch_first)
+    if layer_activations.device != indices.device:
+        raise _library.invalid(
+            op, "layer_activations is on another device than all_activations; expected all tensors on one"
+        )
+    if layer_activations.dtype != all_activations.dtype:
+        raise _library.invalid(op, "layer_activations have another dtype; expected that of all_activations")
+    expected = _gathered_shape(all_activations, indices, batch_first)
+    if layer_activations.shape != expected:
+        raise _library.invalid(
+            op, f"layer_activations has shape {list(layer_activations.shape)}; expected {list(expected)}"
+        )
+
+
+def _check_mask(op: str, mask: Tensor) -> None:
+    if mask.dim() != 4 or mask.shape[1] != 1 or mask.shape[2] != mask.shape[3]:
+        raise _library.invalid(op, f"mask has shape {list(mask.shape)}; expected [batch, 1, sequence, sequence]")
+
+
+def _check_bert(mask: Tensor, indices: Tensor) -> None:
+    op = "mask_gather_bert"
+    _check_mask(op, mask)
+    _check_indices(op, indices, 3)
+    if mask.device != indices.device:
+        raise _library.invalid(op, "indices is on another device than mask; expected all tensors on one")
+    if indices.shape[1] != mask.shape[0]:
+        raise _library.invalid(
+            op, f"indices has shape {list(indices.shape)}; expected [layers, {mask.shape[0]}, reserved], as mask"
+        )
+
+
+def _check_gpt(mask: Tensor, reserved: int) -> None:
+    _check_mask("mask_gather_gpt", mask)
+    if not 0 <= reserved <= mask.shape[3]:
+        raise _library.invalid(
+            "mask_gather_gpt", f"reserved is {reserved}; expected at least 0 and at most {mask.shape[3]}, as mask"
+        )
+
+
+def _gathered_shape(activations: Tensor, indices: Tensor, batch_first: bool) -> torch.Size:
+    batch, reserved = indices.shape
+    channels = activations.shape[2]
+    return torch.Size((batch, reserved, channels) if batch_first else (reserved, batch, channels))
+
+
+# ---- tracing and derivatives -----------------------------------------------------------------------------------------
+def _fake_sort(indices: Tensor, seq_len: int) -> None:
+    _check_sort(indices)
+
+
+def _fake_gather(activations: Tensor, indices: Tensor, batch_first: bool) -> Tensor:
+    _check_tokens("token_gather", "activations", activations, indices, batch_first)
+    return activations.new_empty(_gathered_shape(activations, indices, batch_first))
+
+
+def _fake_bert(mask: Tensor, indices: Tensor) -> Tensor:
+    _check_bert(mask, indices)
+    layers, batch, reserved = indices.shape
+    return mask.new_empty(layers, batch, 1, reserved, reserved)
+
+
+def _fake_gpt(mask: Tensor, reserved: int) -> Tensor:
+    _check_gpt(mask, reserved)
+    return mask.new_empty(mask.shape[0], 1, reserved, reserved)
+
+
+def _setup_gather(ctx: Any, inputs: tuple[Tensor, Tensor, bool], output: Tensor) -> None:
+    activations, indices, ctx.batch_first = inputs
+    ctx.shape = activations.shape
+    ctx.save_for_backward(indices)
+
+
+def _gather_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    """Each token's gradient goes back to its place; those of a token that was taken twice are added."""
+    (indices,) = ctx.saved_tensors
+    result = grad.new_zeros(ctx.shape)
+    return result.index_put_(_places(indices, ctx.batch_first), grad, accumulate=True), None, None
+
+
+_library.define("token_sort_(Tensor(a!) indices, int seq_len) -> ()", reference=token_sort_reference, fake=_fake_sort)
+_library.define(
+    "token_gather(Tensor activations, Tensor indices, bool batch_first) -> Tensor",
+    reference=token_gather_reference,
+    fake=_fake_gather,
+    autograd=_library.Autograd(_gather_backward, _setup_gather),
+)
+_library.define(
+    "token_scatter_(Tensor(a!) all_activations, Tensor layer_activations, Tensor indices, bool batch_first) -> ()",
+    reference=token_scatter_reference,
+    fake=_check_scatter,
+)
+_library.define(
+    "mask_gather_bert(Tensor mask, Tensor indices) -> Tensor", reference=mask_gather_bert_reference, fake=_fake_bert
+)
+_library.define(
+    "mask_gather_gpt(Tensor mask, int reserved) -> Tensor", reference=mask_gather_gpt_reference, fake=_fake_gpt
+)
+
+__all__ = ["mask_gather_bert", "mask_gather_gpt", "token_gather", "token_scatter_", "token_sort_"]
