@@ -22,6 +22,9 @@ FAMILIES = {
     "stochastic_transformer": "transformer",
     "fused_lamb": "lamb",
     "quantizer": "quantizer",
+    "random_ltd": "random_ltd",
+    "spatial_inference": "spatial",
+    "utils": "utils",
     # Families that DeepSpeed asks for only as parts of its inference module; their op names are our own.
     "norm": "norm",
     "softmax": "softmax",

@@ -45,7 +45,7 @@ def unflatten(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     sizes = [tensor.numel() for tensor in like]
     if flat.dim() != 1 or flat.numel() != sum(sizes):
         raise invalid("unflatten", f"flat has shape {list(flat.shape)}; expected [{sum(sizes)}], as many as in like")
-    return [part.view(tensor.shape) for part, tensor in zip(flat.split(sizes), like, strict=True)]
+    return [part.view(tensor.shape) for part, tensor in zip(flat.split_with_sizes(sizes), like, strict=True)]
 
 
 @overload

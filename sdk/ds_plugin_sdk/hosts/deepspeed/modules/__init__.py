@@ -17,9 +17,12 @@ _NAMES = (
     "fused_lamb",
     "fused_lion",
     "quantizer",
+    "random_ltd",
+    "spatial_inference",
     "stochastic_transformer",
     "transformer",
     "transformer_inference",
+    "utils",
 )
 
 MODULES = {name: f"{__name__}.{name}" for name in _NAMES}
