@@ -22,10 +22,14 @@ from typing import IO, TYPE_CHECKING, Any
 from ds_plugin_sdk.settings import child_environment
 
 if TYPE_CHECKING:
+    from ds_plugin_sdk.conformance.check import NonconformanceError
     from ds_plugin_sdk.conformance.target import Target
 
 _MARK = "conformance-result: "
 _LAST_LINES = 30
+
+# What came of a rank: its exit status (None: it was killed because it took too long), its results, its last output.
+Outcome = tuple[int | None, list[Any], str]
 
 # What an enclosing launcher may have said does not concern these programs.
 _ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
@@ -62,9 +66,9 @@ def run(
         NonconformanceError: a rank failed, or took too long; with the end of what it printed.
     """
     outcomes = run_to_the_end(program, target, *arguments, timeout=timeout, ranks=ranks, environment=environment)
-    for rank, (code, results, output) in enumerate(outcomes):
-        if code != 0 and _failed_first(rank, [code for code, _, _ in outcomes]):
-            _fail(rank, ranks, code, timeout, results, output)
+    failure = failure_of(outcomes, timeout)
+    if failure is not None:
+        raise failure
     return [results for _, results, _ in outcomes]
 
 
@@ -75,8 +79,13 @@ def run_to_the_end(
     timeout: float,
     ranks: int = 1,
     environment: Mapping[str, str] | None = None,
-) -> list[tuple[int | None, list[Any], str]]:
-    """As `run`, but for programs that may fail: each rank's exit status (None: killed), results and output."""
+    until: int | None = None,
+) -> list[Outcome]:
+    """As `run`, but for programs that may fail.
+
+    Args:
+        until: the rank with whose end all are ended; None: all are waited for.
+    """
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8")) for _ in range(ranks)]
         port = _free_port()
@@ -90,7 +99,7 @@ def run_to_the_end(
             )
             for rank in range(ranks)
         ]
-        codes = _wait(processes, timeout)
+        codes = _wait(processes, processes if until is None else [processes[until]], timeout)
         return [(code, *_read(file)) for code, file in zip(codes, files, strict=True)]
 
 
@@ -124,10 +133,12 @@ def _process(command: Sequence[str], file: IO[str], environment: dict[str, str])
         process.wait()
 
 
-def _wait(processes: Sequence[subprocess.Popen[str]], timeout: float) -> list[int | None]:
+def _wait(
+    processes: Sequence[subprocess.Popen[str]], awaited: Sequence[subprocess.Popen[str]], timeout: float
+) -> list[int | None]:
     """Exit statuses; None for those that were still running in the end. Python prints the stacks of those."""
     end = time.monotonic() + timeout
-    while time.monotonic() < end and any(process.poll() is None for process in processes):
+    while time.monotonic() < end and any(process.poll() is None for process in awaited):
         time.sleep(0.02)
     late = [process for process in processes if process.poll() is None]
     for process in late:
@@ -146,20 +157,22 @@ def _read(file: IO[str]) -> tuple[list[Any], str]:
     return results, "\n".join(rest[-_LAST_LINES:])
 
 
-def _failed_first(rank: int, codes: Sequence[int | None]) -> bool:
-    """A rank that failed by itself says more than one that waited for it in vain, or was killed by a signal."""
-    by_themselves = [other for other, code in enumerate(codes) if code is not None and code > 0]
-    failed = by_themselves or [other for other, code in enumerate(codes) if code != 0]
-    return rank == failed[0]
+def failure_of(outcomes: Sequence[Outcome], timeout: float) -> NonconformanceError | None:
+    """What went wrong, if anything, in the words of the rank that knows best.
 
-
-def _fail(rank: int, ranks: int, code: int | None, timeout: float, results: list[Any], output: str) -> None:
+    A rank that failed by itself says more than one that waited for it in vain, or was killed by a signal.
+    """
     from ds_plugin_sdk.conformance.check import NonconformanceError
 
-    who = f"rank {rank} of {ranks}" if ranks > 1 else "the process"
+    failed = [rank for rank, (code, _, _) in enumerate(outcomes) if code != 0]
+    if not failed:
+        return None
+    rank = min(failed, key=lambda rank: (outcomes[rank][0] or 0) <= 0)
+    code, results, output = outcomes[rank]
+    who = f"rank {rank} of {len(outcomes)}" if len(outcomes) > 1 else "the process"
     how = f"did not end within {timeout:g} s" if code is None else f"ended with status {code}"
     said = [result["failure"] for result in results if isinstance(result, dict) and "failure" in result]
-    raise NonconformanceError(f"{who} {how}" + (f": {said[-1]}" if said else ""), why=f"it printed last:\n{output}")
+    return NonconformanceError(said[-1] if said else f"{who} {how}", why=f"{who} printed last:\n{output}")
 
 
 def _free_port() -> int:

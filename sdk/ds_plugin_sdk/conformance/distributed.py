@@ -1,0 +1,341 @@
+"""Level ``distributed``: the collectives that DeepSpeed uses, by two ranks on the target's device and backend.
+
+collectives    D1 to D5   values
+order          D6         streams, groups, the life of a process group
+failures       D7         a rank that dies, a rank that does not come
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Iterable, Sequence
+
+from ds_plugin_sdk.conformance import programs
+from ds_plugin_sdk.conformance.check import Clause, NonconformanceError, Parameters, check, expect
+from ds_plugin_sdk.conformance.runtime.support import indexed, needs_streams
+from ds_plugin_sdk.conformance.target import Target
+
+_SECONDS = 240.0
+
+# A rank that does not come at all is waited for so long before the other counts as hanging.
+_LATE_SECONDS = 60.0
+
+# After these a rank gives up a collective: where all is well, and where another rank is not.
+_PATIENCE, _SHORT_PATIENCE = 60.0, 5.0
+
+_Cases = Callable[[Target], Iterable[Parameters]]
+
+# The tasks of the program with their cases, and what came of them on each target.
+_planned: dict[str, _Cases] = {}
+_results: dict[str, dict[str, NonconformanceError | None]] = {}
+
+
+def _once(target: Target) -> Iterable[Parameters]:
+    return ({},)
+
+
+def _declared(*more: str) -> _Cases:
+    """A case for each declared dtype that training reduces, and for some more."""
+
+    def cases(target: Target) -> Iterable[Parameters]:
+        names = [str(dtype).removeprefix("torch.") for dtype in target.dtypes]
+        return [{"dtype": name} for name in (*names, *more)]
+
+    return cases
+
+
+def _needs_two_ranks(target: Target) -> str | None:
+    count = int(target.accelerator.device_count())
+    return f"two ranks need two devices; the accelerator declares {count}" if indexed(target) and count < 2 else None
+
+
+def _collective(
+    task: str,
+    number: str,
+    text: str,
+    reason: str,
+    *,
+    cases: _Cases = _once,
+    needs: Callable[[Target], str | None] = lambda target: None,
+) -> None:
+    """Declare a check that runs one task of `ds_plugin_sdk.conformance.programs.collectives`."""
+    _planned[task] = cases
+    check(
+        f"distributed.collectives.{task}",
+        Clause(number, text, reason),
+        cases=cases,
+        needs=lambda target: _needs_two_ranks(target) or needs(target),
+        timeout=2 * _SECONDS,
+    )(functools.partial(_expect_done, task))
+
+
+def _expect_done(task: str, target: Target, **parameters: str) -> None:
+    """Take the task's result from a run of all; those that come after a failure are run together once more."""
+    results = _results.setdefault(target.name, {})
+    wanted = _key(task, parameters)
+    while wanted not in results:
+        results.update(_run([task for task in _tasks(target) if _key(*task) not in results], target))
+    failure = results[wanted]
+    if failure is not None:
+        raise failure
+
+
+def _tasks(target: Target) -> list[tuple[str, Parameters]]:
+    left_out = {"on_a_side_stream"} if needs_streams(target) else set()
+    return [(task, each) for task, cases in _planned.items() if task not in left_out for each in cases(target)]
+
+
+def _run(tasks: Sequence[tuple[str, Parameters]], target: Target) -> dict[str, NonconformanceError | None]:
+    """What came of the tasks that two ranks did in turn, up to the first that failed. Starting ranks takes longest."""
+    outcomes = programs.run_to_the_end("collectives", target, *_arguments(_PATIENCE, tasks), ranks=2, timeout=_SECONDS)
+    count = min(sum("done" in result for result in results) for _, results, _ in outcomes)
+    done: dict[str, NonconformanceError | None] = {_key(*task): None for task in tasks[:count]}
+    failed = {} if count == len(tasks) else {_key(*tasks[count]): programs.failure_of(outcomes, _SECONDS)}
+    return {**done, **failed}
+
+
+def _arguments(patience: float, tasks: Sequence[tuple[str, Parameters]]) -> tuple[str, str]:
+    return str(patience), json.dumps([[task, dict(parameters)] for task, parameters in tasks])
+
+
+def _key(task: str, parameters: Parameters) -> str:
+    return json.dumps([task, dict(parameters)])
+
+
+# ------------------------------------------------------------------------------------------------------ D1: reductions
+_collective(
+    "all_reduce",
+    "D1.1",
+    "`all_reduce` with SUM, MAX, MIN and PRODUCT gives every rank the result.",
+    "Gradients (SUM), norms and overflow flags (MAX), steps of a schedule (MIN).",
+    cases=lambda target: ({"op": op} for op in ("SUM", "MAX", "MIN", "PRODUCT")),
+)
+_collective(
+    "all_reduce_average",
+    "D1.2",
+    "`all_reduce` with AVG gives the mean, or raises where the backend has no AVG; it never gives the sum.",
+    "DeepCompile averages its profiles so.",
+)
+_collective(
+    "all_reduce_dtype",
+    "D1.3",
+    "`all_reduce` takes every dtype that the accelerator declares, and int64, int32 and uint8.",
+    "Gradients in the model's dtype, counters and overflow flags.",
+    cases=_declared("int64", "int32", "uint8"),
+)
+_collective(
+    "all_reduce_large",
+    "D1.4",
+    "`all_reduce` of millions of elements, of any number, is right in each of them.",
+    "Buckets of gradients have 5e8 elements by default, and an odd rest.",
+)
+_collective(
+    "all_reduce_empty",
+    "D1.5",
+    "`all_reduce` of no elements returns, and leaves the group usable.",
+    "A rank may own no elements of a small parameter.",
+)
+_collective(
+    "asynchronous",
+    "D1.6",
+    "With `async_op=True` a collective gives a work handle; after `wait()` the result is there for the current stream, "
+    "and once synchronized `is_completed()` is True.",
+    "ZeRO starts several and waits later.",
+)
+_collective(
+    "reduce",
+    "D1.7",
+    "`reduce` gives the root the sum.",
+    "ZeRO-1 and 2 without reduce_scatter reduce each gradient to its owner.",
+)
+_collective(
+    "reduce_scatter",
+    "D1.8",
+    "`reduce_scatter` of a list gives each rank its sum.",
+    "ZeRO-3 on backends without the form on one tensor.",
+)
+_collective(
+    "reduce_scatter_tensor",
+    "D1.9",
+    "`reduce_scatter_tensor` gives each rank its part of the sum, in every declared dtype.",
+    "How ZeRO-2 and 3 reduce gradients.",
+    cases=_declared(),
+)
+
+# --------------------------------------------------------------------------------- D2: broadcast, gather and scatter
+_collective(
+    "broadcast",
+    "D2.1",
+    "`broadcast` gives every rank the root's values, from any root, in every declared dtype, int64 and uint8.",
+    "The engine broadcasts the model's parameters at its start; inference broadcasts RNG states as bytes.",
+    cases=_declared("int64", "uint8"),
+)
+_collective(
+    "objects",
+    "D2.2",
+    "`broadcast_object_list` and `all_gather_object` bring Python objects.",
+    "Checkpoint tags and configurations are agreed on so.",
+)
+_collective("gather", "D2.3", "`gather` gives the root every rank's tensor, in order.", "Logging and evaluation.")
+_collective("scatter", "D2.4", "`scatter` gives each rank its tensor of the root's list.", "Part of `deepspeed.comm`.")
+
+# ------------------------------------------------------------------------------------------------------ D3: all gather
+_collective(
+    "all_gather",
+    "D3.1",
+    "`all_gather` gives every rank each rank's tensor, in order.",
+    "Partitioned parameters and activations are put together so.",
+)
+_collective(
+    "all_gather_into_tensor",
+    "D3.2",
+    "`all_gather_into_tensor` gives every rank all parts in one tensor, in order, in every declared dtype.",
+    "How ZeRO-3 fetches parameters, and ZeRO-1 and 2 the updated ones.",
+    cases=_declared(),
+)
+_collective(
+    "all_gather_in_place",
+    "D3.3",
+    "`all_gather_into_tensor` takes a part of its output as input.",
+    "ZeRO-1 and 2 gather a flat buffer of which each rank has updated its part.",
+)
+_collective(
+    "coalesced",
+    "D3.4",
+    "Several collectives inside torch's coalescing manager are all done when it is waited for; a backend that has no "
+    "such thing raises when it is entered.",
+    "ZeRO-3 fetches the parameters of a block so.",
+)
+
+# ------------------------------------------------------------------------------------------------------ D4: all to all
+_collective(
+    "all_to_all_single",
+    "D4.1",
+    "`all_to_all_single` exchanges equal parts.",
+    "Mixture of experts and sequence parallelism (Ulysses).",
+)
+_collective(
+    "all_to_all_uneven",
+    "D4.2",
+    "`all_to_all_single` takes sizes for each rank, zero among them.",
+    "Experts get as many tokens as chose them.",
+)
+_collective("all_to_all", "D4.3", "`all_to_all` exchanges the tensors of a list.", "Part of `deepspeed.comm`.")
+
+# -------------------------------------------------------------------------------------------------- D5: point to point
+_collective(
+    "send_and_receive",
+    "D5.1",
+    "`send` and `recv` bring tensors in the order in which they were sent.",
+    "Pipeline stages pass activations and gradients on.",
+)
+_collective(
+    "both_ways",
+    "D5.2",
+    "`isend` and `irecv`, alone and through `batch_isend_irecv`, bring their tensors once waited for.",
+    "Pipeline stages and ring attention exchange with both neighbours at once.",
+)
+
+# ----------------------------------------------------------------------------------------- D6: order, groups, life span
+_collective(
+    "barrier",
+    "D6.1",
+    "No rank leaves `barrier` before the last has entered it.",
+    "One rank writes a checkpoint or compiles an op, the others wait.",
+)
+_collective(
+    "ordered",
+    "D6.2",
+    "A collective sees what was submitted to the current stream before it, and what is submitted after it sees its "
+    "result.",
+    "No wait stands between the backward pass and the reduction.",
+)
+_collective(
+    "on_a_side_stream",
+    "D6.3",
+    "The same holds for a collective inside `stream(s)`, with `wait_stream` before and after.",
+    "ZeRO's `overlap_comm`.",
+    needs=needs_streams,
+)
+_collective(
+    "groups",
+    "D6.4",
+    "`new_group` makes groups of some ranks, also a second one of all; a collective concerns its group alone.",
+    "Data, tensor, expert and pipeline parallelism have groups of their own.",
+)
+_collective(
+    "parallel_module",
+    "D6.5",
+    "`DistributedDataParallel` on the device gives the mean of the ranks' gradients.",
+    "What users compare DeepSpeed with; it uses futures of works and bucket views.",
+)
+_collective(
+    "device_kept",
+    "D6.6",
+    "A collective leaves the current device.",
+    "What is allocated next belongs on this rank's device.",
+)
+_collective(
+    "again",
+    "D6.7",
+    "After `destroy_process_group` a process group can be made again.",
+    "Elastic training and notebooks do so.",
+)
+
+
+@check(
+    "distributed.ranks.end",
+    Clause(
+        "D6.8",
+        "A rank that ends without `destroy_process_group` ends with status 0.",
+        reason="Most scripts never destroy it; the launcher takes any other status for a failure.",
+    ),
+    needs=_needs_two_ranks,
+    timeout=2 * _SECONDS,
+)
+def end(target: Target) -> None:
+    programs.run("collectives", target, *_arguments(_PATIENCE, [("ends_by_itself", {})]), ranks=2, timeout=_SECONDS)
+
+
+# -------------------------------------------------------------------------------------------------------- D7: failures
+def _expect_error(target: Target, task: str) -> None:
+    arguments = _arguments(_SHORT_PATIENCE, [(task, {})])
+    code, results, output = programs.run_to_the_end(
+        "collectives", target, *arguments, ranks=2, timeout=_LATE_SECONDS, until=0
+    )[0]
+    expect(
+        code is not None,
+        f"the surviving rank hangs: it was killed after {_LATE_SECONDS:g} s",
+        why=f"its collectives have a timeout of {_SHORT_PATIENCE:g} s; it printed last:\n{output}",
+    )
+    failure = next((result for result in results if "failure" in result), {"failure": output, "own": code == 0})
+    expect(not failure["own"], f"the surviving rank ended with status {code}: {failure['failure']}")
+
+
+@check(
+    "distributed.ranks.death",
+    Clause(
+        "D7.1",
+        "Where a rank dies, a collective of another ends in an error within the group's timeout; it does not hang.",
+        reason="The launcher then ends the job, and a scheduler can start it again.",
+    ),
+    needs=_needs_two_ranks,
+    timeout=_SECONDS,
+)
+def death(target: Target) -> None:
+    _expect_error(target, "a_rank_dies")
+
+
+@check(
+    "distributed.ranks.lateness",
+    Clause(
+        "D7.2",
+        "Where a rank does not come, a collective of another ends in an error after the group's timeout.",
+        reason="Two ranks that disagree about what comes next are found so, and not by the budget they burn.",
+    ),
+    needs=_needs_two_ranks,
+    timeout=_SECONDS,
+)
+def lateness(target: Target) -> None:
+    _expect_error(target, "a_rank_is_late")
