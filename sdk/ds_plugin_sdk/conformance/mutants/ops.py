@@ -2,45 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ds_plugin_sdk import op_builder
-from ds_plugin_sdk.conformance import op_info
-from ds_plugin_sdk.conformance.mutants import front_ends  # noqa: F401  # declares its own
+from ds_plugin_sdk.conformance.mutants import front_ends, model_ops  # noqa: F401  # declare their own
+from ds_plugin_sdk.conformance.mutants.kernels import Kernel, fake, kernel
 from ds_plugin_sdk.conformance.mutants.mutant import mutant
 from ds_plugin_sdk.conformance.target import Target
-
-Kernel = Callable[..., Any]
-
-# A registration lasts as long as its library object.
-_registrations: list[Any] = []
-
-
-def kernel(target: Target, op: str, function: Kernel) -> Target:
-    """Register a defective kernel for the target's device over the one that is there.
-
-    Args:
-        function: ``function(sound, *arguments)``, the arguments in the schema's order; ``sound(*arguments)`` computes
-            what is right.
-    """
-    info = op_info.find(op)
-    op_builder.load_kernels(info.family, target.device_type)
-    sound = getattr(torch.ops.ds_plugin_reference, op).default
-    library: Any = torch.library.Library("ds_plugin", "IMPL")  # type: ignore[no-untyped-call]  # torch does not say
-    library.impl(op, lambda *arguments: function(sound, *arguments), "CPU", allow_override=True)
-    _registrations.append(library)
-    return target
-
-
-def fake(target: Target, op: str, function: Kernel) -> Target:
-    """Register a defective fake kernel over the one that is there."""
-    assert op_info.find(op)  # whose module defines the op
-    torch.library.register_fake(f"ds_plugin::{op}", function, allow_override=True)
-    return target
 
 
 # ---- numbers: Adam ---------------------------------------------------------------------------------------------------
