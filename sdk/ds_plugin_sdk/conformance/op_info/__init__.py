@@ -10,6 +10,7 @@ import importlib
 import pkgutil
 
 from ds_plugin_sdk.conformance.op_info.op_info import Make, OpInfo, Sample, close_to
+from ds_plugin_sdk.errors import OpError
 
 __all__ = ["Make", "OpInfo", "Sample", "close_to", "find", "infos"]
 
@@ -23,5 +24,12 @@ def infos() -> tuple[OpInfo, ...]:
 
 
 def find(name: str) -> OpInfo:
-    """The description of an op."""
-    return next(op for op in infos() if op.name == name)
+    """The description of an op.
+
+    Raises:
+        OpError: there is none.
+    """
+    for op in infos():
+        if op.name == name:
+            return op
+    raise OpError("this op is not described", op=name, hint=f"add it to a module of {__name__}")
