@@ -1,7 +1,8 @@
 // Layer norm and RMS norm, row by row. Compiled once per instruction-set level, without torch.
 //
-// A row is gathered as floats first, where it is not float already or has terms to be added; then two passes over it,
-// which lies in the first-level cache, give mean and variance without cancellation.
+// A row is gathered as floats first, where it is not float already or has terms to be added. Two passes over it, which
+// lies in the first-level cache then, give mean and variance. The second one finds what rounding took from the mean as
+// well, and corrects both for it (Chan, Golub & LeVeque 1983): rows far from zero lose no digits.
 #include "norm_loops.h"
 #include "by_dtype.h"
 #include "row.h"
@@ -34,14 +35,14 @@ const float* gather(const NormRows& n, int64_t row, float* scratch) {
   return scratch;
 }
 
-// output = (row - mean) * factor * weight + bias
+// output = ((row - centre) * factor + shift) * weight + bias
 template <class Element>
-void finish(const NormRows& n, int64_t row, const float* x, float mean, float factor) {
+void finish(const NormRows& n, int64_t row, const float* x, float centre, float factor, float shift) {
   const Element* weight = row_of<Element>(n.weight, 0, 0);
   const Element* bias = row_of<Element>(n.bias, 0, 0);
   Element* output = const_cast<Element*>(row_of<Element>(n.output, row, n.columns));
   for_each_vector(n.columns, [=](int64_t i, auto memory) {
-    Floats y = (memory.load(x + i) - mean) * factor * memory.load(weight + i);
+    Floats y = ((memory.load(x + i) - centre) * factor + shift) * memory.load(weight + i);
     if (bias) y += memory.load(bias + i);
     memory.store(output + i, y);
   });
@@ -53,12 +54,16 @@ struct LayerNorm {
     const NormRows n = rows;  // a copy, which the compiler knows the stores do not change
     for (int64_t row = first; row < last; ++row) {
       const float* x = gather<Element>(n, row, scratch);
-      const float mean = sum_over(n.columns, [=](int64_t i, auto memory) { return memory.load(x + i); }) / n.columns;
-      const float variance = sum_over(n.columns, [=](int64_t i, auto memory) {
-                               const Floats difference = memory.load(x + i) - mean;
-                               return difference * difference;
-                             }) / n.columns;
-      finish<Element>(n, row, x, mean, 1.f / square_root(variance + n.eps));
+      const float centre = sum_over(n.columns, [=](int64_t i, auto memory) { return memory.load(x + i); }) / n.columns;
+      Floats differences{};
+      const float squares = sum_over(n.columns, [=, &differences](int64_t i, auto memory) {
+        const Floats difference = within(memory, memory.load(x + i) - centre, 0.f);
+        differences += difference;
+        return difference * difference;
+      });
+      const float error = sum_of(differences) / n.columns;
+      const float factor = 1.f / square_root(squares / n.columns - error * error + n.eps);
+      finish<Element>(n, row, x, centre, factor, -error * factor);
     }
   }
 };
@@ -69,11 +74,11 @@ struct RmsNorm {
     const NormRows n = rows;
     for (int64_t row = first; row < last; ++row) {
       const float* x = gather<Element>(n, row, scratch);
-      const float mean_square = sum_over(n.columns, [=](int64_t i, auto memory) {
-                                  const Floats value = memory.load(x + i);
-                                  return value * value;
-                                }) / n.columns;
-      finish<Element>(n, row, x, 0.f, 1.f / square_root(mean_square + n.eps));
+      const float squares = sum_over(n.columns, [=](int64_t i, auto memory) {
+        const Floats value = memory.load(x + i);
+        return value * value;
+      });
+      finish<Element>(n, row, x, 0.f, 1.f / square_root(squares / n.columns + n.eps), 0.f);
     }
   }
 };

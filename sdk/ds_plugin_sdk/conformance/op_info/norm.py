@@ -1,0 +1,102 @@
+"""Layer norm and RMS norm, with what is added before them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_plugin_sdk.conformance.op_info.op_info import Kind, Make, OpInfo, Sample
+from ds_plugin_sdk.ops import norm
+
+_EPS = 1e-5
+# Around every vector width; more than one share of work.
+_SHAPES = ((1, 1), (2, 3), (3, 15), (2, 16), (2, 17), (3, 63), (1, 2, 65), (70, 257))
+_REAL = ((4, 768), (2, 7, 4096))
+
+
+def _layer_norm(input: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor]:
+    centred = input - input.mean(dim=-1, keepdim=True)
+    return (centred / torch.sqrt((centred**2).mean(dim=-1, keepdim=True) + eps) * weight + bias,)
+
+
+def _post_layer_norm(
+    input: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float, input_bias: Tensor | None
+) -> tuple[Tensor]:
+    return _layer_norm(_sum(input, residual, input_bias), weight, bias, eps)
+
+
+def _pre_layer_norm(
+    input: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float, input_bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    total = _sum(input, residual, input_bias)
+    return *_layer_norm(total, weight, bias, eps), total
+
+
+def _rms_norm(input: Tensor, weight: Tensor, eps: float) -> tuple[Tensor]:
+    return (input / torch.sqrt((input**2).mean(dim=-1, keepdim=True) + eps) * weight,)
+
+
+def _pre_rms_norm(input: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return *_rms_norm(input + residual, weight, eps), input + residual
+
+
+def _sum(input: Tensor, residual: Tensor, input_bias: Tensor | None) -> Tensor:
+    return input + residual if input_bias is None else input + residual + input_bias
+
+
+def _samples(names: Sequence[str]) -> Callable[[Make], Iterator[Sample]]:
+    """Calls of an op with the tensors `names` beside its input."""
+
+    def samples(make: Make) -> Iterator[Sample]:
+        def sample(label: str, kind: Kind, input: Tensor, omit: str = "") -> Sample:
+            columns = input.shape[-1]
+            shapes = {name: input.shape if name == "residual" else (columns,) for name in names}
+            tensors = {name: None if name == omit else make.signed(*shape) for name, shape in shapes.items()}
+            return Sample(label, {"input": input, **tensors, "eps": _EPS}, kind)
+
+        yield sample("no rows", "empty", make.normal(0, 16))
+        yield sample("no columns", "empty", make.normal(3, 0))
+        for shape in _SHAPES:
+            yield sample(f"shape {list(shape)}", "adversarial", make.normal(*shape))
+        if "input_bias" in names:
+            yield sample("no input bias", "random", make.normal(3, 40), omit="input_bias")
+        if "residual" not in names:  # there the sum itself, in float32, loses what is looked for
+            yield sample("far from zero", "adversarial", make.normal(3, 200) + 100)
+        yield sample("tiny", "adversarial", make.normal(3, 200, scale=1e-4))
+        yield sample("constant", "adversarial", torch.full((2, 70), 3.0).to(make.dtype))
+        for shape in _REAL:
+            yield sample(f"hidden size {shape[-1]}", "real", make.normal(*shape))
+
+    return samples
+
+
+def _with_residual(arguments: Mapping[str, Any]) -> Sequence[Any]:
+    return [arguments[name] for name in ("input", "residual", "input_bias", "weight", "bias", "eps")]
+
+
+# Sums over a row, in float32, reach the result before it is rounded.
+_ATOL = {torch.float32: 5e-6, torch.bfloat16: 5e-6, torch.float16: 5e-6}
+
+
+def _info(function: Callable[..., Any], formula: Callable[..., tuple[Any, ...]], *names: str) -> OpInfo:
+    return OpInfo(
+        name=function.__name__,
+        family="norm",
+        function=function,
+        formula=formula,
+        samples=_samples(names),
+        atol=_ATOL,
+        schema_arguments=_with_residual if "input_bias" in names else None,
+    )
+
+
+OPS = (
+    _info(norm.layer_norm, _layer_norm, "weight", "bias"),
+    _info(norm.post_layer_norm, _post_layer_norm, "residual", "weight", "bias", "input_bias"),
+    _info(norm.pre_layer_norm, _pre_layer_norm, "residual", "weight", "bias", "input_bias"),
+    _info(norm.rms_norm, _rms_norm, "weight"),
+    _info(norm.pre_rms_norm, _pre_rms_norm, "residual", "weight"),
+)

@@ -1,0 +1,152 @@
+"""Additions to a residual, and the small matrix ops of DeepSpeed's inference module."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_plugin_sdk.conformance.op_info.op_info import Kind, Make, OpInfo, Sample
+from ds_plugin_sdk.ops import residual as ops
+
+# Around every vector width; more than one share of work.
+_SHAPES = ((1, 1), (2, 3), (3, 15), (2, 16), (2, 17), (1, 2, 65), (70, 257))
+
+
+# ---- residual_add_bias_ and moe_res_matmul_ --------------------------------------------------------------------------
+def _residual_add_bias(
+    residual: Tensor,
+    hidden: Tensor,
+    attention: Tensor | None,
+    attention_bias: Tensor | None,
+    final_bias: Tensor | None,
+    scale: float,
+    scale_attention: bool,
+) -> tuple[Tensor]:
+    zero = torch.zeros((), dtype=residual.dtype)
+    a, ab, fb = (zero if term is None else term for term in (attention, attention_bias, final_bias))
+    scaled = residual + ab + fb + (a if scale_attention else zero)
+    return (hidden + scale * scaled + (zero if scale_attention else a),)
+
+
+_TERMS = ("attention", "attention_bias", "final_bias")
+
+
+def _residual_samples(make: Make) -> Iterator[Sample]:
+    def sample(label: str, kind: Kind, shape: tuple[int, ...], omit: tuple[str, ...] = (), **options: Any) -> Sample:
+        shapes = {"residual": shape, "hidden": shape, "attention": shape}
+        shapes |= {"attention_bias": shape[-1:], "final_bias": shape[-1:]}
+        tensors = {name: None if name in omit else make.signed(*size) for name, size in shapes.items()}
+        return Sample(label, {**tensors, "scale": 1.0, "scale_attention": False, **options}, kind)
+
+    yield sample("no rows", "empty", (0, 16))
+    for shape in _SHAPES:
+        yield sample(f"shape {list(shape)}", "adversarial", shape, scale=0.25, scale_attention=True)
+    for omit in ((), *((term,) for term in _TERMS), _TERMS):
+        for scale_attention in (False, True):
+            label = f"without {', '.join(omit) or 'nothing'}, {'all' if scale_attention else 'not all'} scaled"
+            yield sample(label, "random", (3, 40), omit, scale=0.5, scale_attention=scale_attention)
+    yield sample("gpt2", "real", (2, 7, 768), scale=0.5, scale_attention=True)
+
+
+def _moe_res_matmul(output: Tensor, residual: Tensor, coefficients: Tensor) -> tuple[Tensor]:
+    of_residual, of_output = coefficients.chunk(2)
+    return (output * of_output + residual * of_residual,)
+
+
+def _moe_samples(make: Make) -> Iterator[Sample]:
+    def sample(label: str, kind: Kind, shape: tuple[int, ...]) -> Sample:
+        output, residual = make.signed(*shape), make.signed(*shape)
+        return Sample(label, {"output": output, "residual": residual, "coefficients": make.signed(2 * shape[-1])}, kind)
+
+    yield sample("no rows", "empty", (0, 16))
+    for shape in _SHAPES:
+        yield sample(f"shape {list(shape)}", "adversarial", shape)
+    yield sample("hidden size 1024", "real", (2, 9, 1024))
+
+
+# ---- einsum_sec_sm_ecm and pad_transform -----------------------------------------------------------------------------
+def _einsum(dispatch: Tensor, tokens: Tensor) -> tuple[Tensor]:
+    return (torch.einsum("sec,sm->ecm", dispatch, tokens),)
+
+
+def _einsum_samples(make: Make) -> Iterator[Sample]:
+    sizes = {"random": (7, 2, 3, 5), "adversarial": (1, 1, 1, 1), "real": (64, 8, 16, 256)}
+    yield Sample("no tokens", {"dispatch": make.normal(0, 2, 3), "tokens": make.normal(0, 4)}, "empty")
+    for kind, (s, e, c, m) in sizes.items():
+        arguments = {"dispatch": make.normal(s, e, c), "tokens": make.normal(s, m)}
+        yield Sample(f"{s} tokens", arguments, kind)  # type: ignore[arg-type]  # the keys are kinds
+
+
+def _pad_transform(query: Tensor, key: Tensor, value: Tensor, heads: int, pad: bool) -> tuple[list[Tensor]]:
+    results = []
+    for tensor, keys in ((query, False), (key, True), (value, True)):
+        batch, tokens, width = tensor.shape
+        split = tensor.reshape(batch, tokens, heads, width // heads).transpose(1, 2)
+        length, head_dim = (128 if keys and pad else tokens), width // heads
+        if pad:
+            head_dim = 32 if head_dim < 32 else 64 if head_dim < 64 else 128
+        padded = tensor.new_zeros(batch, heads, length, head_dim)
+        padded[:, :, :tokens, : split.shape[3]] = split
+        results.append(padded)
+    return (results,)
+
+
+def _pad_samples(make: Make) -> Iterator[Sample]:
+    def sample(
+        label: str, kind: Kind, batch: int, queries: int, keys: int, heads: int, head_dim: int, pad: bool
+    ) -> Sample:
+        width = heads * head_dim
+        tensors = {"query": make.normal(batch, queries, width)}
+        tensors |= {name: make.normal(batch, keys, width) for name in ("key", "value")}
+        return Sample(label, {**tensors, "heads": heads, "pad": pad}, kind)
+
+    yield sample("an empty batch", "empty", 0, 3, 4, 2, 8, False)
+    yield sample("not padded", "random", 2, 3, 4, 2, 8, False)
+    for head_dim in (1, 31, 32, 40, 64, 128):
+        yield sample(f"heads of {head_dim}", "adversarial", 2, 5, 7, 3, head_dim, True)
+    yield sample("clip", "real", 2, 77, 77, 8, 40, True)
+
+
+_RESIDUAL = OpInfo(
+    name="residual_add_bias_",
+    family="residual",
+    function=ops.residual_add_bias_,
+    formula=_residual_add_bias,
+    samples=_residual_samples,
+    written=("residual",),
+    # A sum of terms of size 2 each.
+    atol={torch.float32: 2e-6, torch.bfloat16: 2e-6, torch.float16: 2e-6},
+)
+
+OPS = (
+    _RESIDUAL,
+    dataclasses.replace(
+        _RESIDUAL,
+        name="moe_res_matmul_",
+        function=ops.moe_res_matmul_,
+        formula=_moe_res_matmul,
+        samples=_moe_samples,
+        written=("output",),
+    ),
+    OpInfo(
+        name="einsum_sec_sm_ecm",
+        family="residual",
+        function=ops.einsum_sec_sm_ecm,
+        formula=_einsum,
+        samples=_einsum_samples,
+        # torch's own matrix product, which may round its sums' parts.
+        atol={torch.float32: 2e-5, torch.bfloat16: 2e-3, torch.float16: 2e-3},
+        broadcasts=("dispatch", "tokens"),  # capacity and width belong to one of them alone
+    ),
+    OpInfo(
+        name="pad_transform",
+        family="residual",
+        function=ops.pad_transform,
+        formula=_pad_transform,
+        samples=_pad_samples,
+    ),
+)

@@ -1,0 +1,74 @@
+"""Softmax of attention scores."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_plugin_sdk.conformance.op_info.op_info import Kind, Make, OpInfo, Sample
+from ds_plugin_sdk.ops import softmax as ops
+
+_TAILS = (1, 3, 15, 16, 17, 33, 100)
+
+
+def _softmax(
+    scores: Tensor, mask: Tensor | None, alibi: Tensor | None, scale: float, causal: bool, window: int
+) -> tuple[Tensor]:
+    queries, keys = scores.shape[2:]
+    x = scores * scale
+    x = x if mask is None else x + mask
+    x = x if alibi is None else x + alibi
+    distance = torch.arange(keys - queries, keys).unsqueeze(1) - torch.arange(keys)
+    forbidden = (distance < 0) & causal | ((distance >= window) if window else torch.tensor(False))
+    weights = torch.softmax(x.masked_fill(forbidden, -torch.inf), dim=-1)
+    nothing = (forbidden | (x == -torch.inf)).all(dim=-1, keepdim=True)
+    return (weights.masked_fill(nothing, 0.0),)
+
+
+def _samples(make: Make) -> Iterator[Sample]:
+    yield _sample("no keys", "empty", make.normal(2, 3, 4, 0))
+    yield _sample("no queries", "empty", make.normal(2, 3, 0, 5))
+    yield _sample("mask and alibi", "random", make.normal(2, 2, 3, 5), make.normal(2, 1, 1, 5), make.normal(1, 2, 1, 5))
+    for keys in _TAILS:
+        yield _sample(f"{keys} keys", "adversarial", make.normal(1, 2, 3, keys, scale=3.0), scale=0.3)
+    for queries, window in ((7, 0), (3, 0), (1, 0), (7, 3), (9, 2)):
+        label = f"causal, {queries} queries of 7 keys, window {window}"
+        yield _sample(label, "adversarial", make.normal(2, 2, queries, 7), causal=True, window=window)
+    masked = torch.zeros(2, 1, 4, 20)
+    masked[0, 0, 1, 3:] = masked[1, 0, 2] = -torch.inf
+    yield _sample("rows of -inf", "adversarial", make.normal(2, 3, 4, 20), masked)
+    yield _sample(
+        "a mask for each row", "random", make.normal(2, 3, 4, 20), make.normal(2, 3, 4, 20, dtype=torch.float32)
+    )
+    yield _sample("large scores", "adversarial", make.normal(1, 2, 3, 40, scale=1e4))
+    yield _sample("a prompt of 128", "real", make.normal(2, 12, 128, 128), causal=True, scale=0.125)
+    yield _sample("one token of 1000", "real", make.normal(4, 12, 1, 1000), make.normal(4, 1, 1, 1000), scale=0.125)
+
+
+def _sample(
+    label: str, kind: Kind, scores: Tensor, mask: Tensor | None = None, alibi: Tensor | None = None, **options: Any
+) -> Sample:
+    defaults = {"scale": 1.0, "causal": False, "window": 0}
+    return Sample(label, {"scores": scores, "mask": mask, "alibi": alibi, **defaults, **options}, kind)
+
+
+def _schema_arguments(arguments: Mapping[str, Any]) -> Sequence[Any]:
+    return list(arguments.values())
+
+
+_SOFTMAX = OpInfo(
+    name="softmax",
+    family="softmax",
+    function=ops.softmax,
+    formula=_softmax,
+    samples=_samples,
+    # An error of the exponent's argument is relative to the result, and the argument is up to 4e4.
+    rtol={torch.float32: 5e-6, torch.bfloat16: 2**-8 + 5e-6, torch.float16: 2**-11 + 5e-6},
+    schema_arguments=_schema_arguments,
+)
+
+OPS = (_SOFTMAX, dataclasses.replace(_SOFTMAX, name="softmax_", function=ops.softmax_, written=("scores",)))
