@@ -1,0 +1,169 @@
+"""Random layerwise token dropping: elements are moved, so results are exact."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ds_plugin_sdk.conformance.op_info.op_info import Kind, Make, OpInfo, Sample
+from ds_plugin_sdk.ops import random_ltd
+
+_EXACT = {torch.float32: 0.0, torch.bfloat16: 0.0, torch.float16: 0.0}
+
+# (batch, sequence, reserved, channels)
+_SIZES: dict[str, tuple[Kind, tuple[int, int, int, int]]] = {
+    "empty": ("empty", (2, 5, 0, 3)),
+    "one token": ("adversarial", (1, 1, 1, 1)),
+    "all tokens": ("adversarial", (2, 7, 7, 5)),
+    "odd": ("adversarial", (3, 33, 17, 131)),
+    "bert large": ("real", (2, 512, 128, 1024)),
+}
+
+
+# ---- formulas --------------------------------------------------------------------------------------------------------
+def _sort(*, indices: Tensor, seq_len: int) -> tuple[Tensor]:
+    rows = [sorted(row) for row in indices.reshape(-1, indices.shape[-1]).tolist()] if indices.numel() else []
+    return (torch.tensor(rows, dtype=indices.dtype).reshape(indices.shape),)
+
+
+def _gather(*, activations: Tensor, indices: Tensor, batch_first: bool) -> tuple[Tensor]:
+    x = activations if batch_first else activations.transpose(0, 1)
+    rows = torch.stack([sequence[row.long()] for sequence, row in zip(x, indices, strict=True)])
+    return (rows if batch_first else rows.transpose(0, 1),)
+
+
+def _scatter(
+    *, all_activations: Tensor, layer_activations: Tensor, indices: Tensor, batch_first: bool
+) -> tuple[Tensor]:
+    result = all_activations.clone()
+    view = result if batch_first else result.transpose(0, 1)
+    tokens = layer_activations if batch_first else layer_activations.transpose(0, 1)
+    for b, row in enumerate(indices.tolist()):
+        for i, token in enumerate(row):
+            view[b, token] = tokens[b, i]
+    return (result,)
+
+
+def _bert(*, mask: Tensor, indices: Tensor) -> tuple[Tensor]:
+    """Of each layer and sequence the rows and columns that are left."""
+    layers = [
+        torch.stack([mask[b, :, row.long()][:, :, row.long()] for b, row in enumerate(layer)]) for layer in indices
+    ]
+    return (torch.stack(layers),)
+
+
+def _gpt(*, mask: Tensor, reserved: int) -> tuple[Tensor]:
+    return (mask[:, :, :reserved, :reserved],)
+
+
+# ---- samples ---------------------------------------------------------------------------------------------------------
+def _indices(make: Make, *shape: int, sequence: int) -> Tensor:
+    """Different tokens in each row, in no order."""
+    *rows, reserved = shape
+    order = torch.rand(*rows, sequence, generator=make.generator).argsort(dim=-1)
+    return order[..., :reserved].to(torch.int32)
+
+
+def _sort_samples(make: Make) -> Iterator[Sample]:
+    for label, (kind, (batch, sequence, reserved, _)) in _SIZES.items():
+        if label == "one token":
+            yield Sample("two tokens", {"indices": torch.tensor([[1, 0]], dtype=torch.int32), "seq_len": 2}, kind)
+            continue
+        indices = _indices(make, 3, batch, reserved, sequence=sequence)
+        if label == "odd":
+            indices[0, 0] = 32  # one token again and again
+        yield Sample(label, {"indices": indices, "seq_len": sequence}, kind)
+
+
+def _gather_samples(make: Make) -> Iterator[Sample]:
+    for label, (kind, (batch, sequence, reserved, channels)) in _SIZES.items():
+        indices = _indices(make, batch, reserved, sequence=sequence)
+        for name, shape in _orders(batch, sequence, channels).items():
+            arguments = {"activations": make.normal(*shape), "indices": indices, "batch_first": name == "batch first"}
+            yield Sample(f"{label}, {name}", arguments, kind)
+
+
+def _scatter_samples(make: Make) -> Iterator[Sample]:
+    for label, (kind, (batch, sequence, reserved, channels)) in _SIZES.items():
+        indices = _indices(make, batch, reserved, sequence=sequence)
+        chosen = _orders(batch, reserved, channels)
+        for name, shape in _orders(batch, sequence, channels).items():
+            arguments = {
+                "all_activations": make.normal(*shape),
+                "layer_activations": make.normal(*chosen[name]),
+                "indices": indices,
+                "batch_first": name == "batch first",
+            }
+            yield Sample(f"{label}, {name}", arguments, kind)
+
+
+def _bert_samples(make: Make) -> Iterator[Sample]:
+    for label, (kind, (batch, sequence, reserved, _)) in _SIZES.items():
+        indices = _indices(make, 2, batch, reserved, sequence=sequence)
+        yield Sample(label, {"mask": make.normal(batch, 1, sequence, sequence), "indices": indices}, kind)
+
+
+def _gpt_samples(make: Make) -> Iterator[Sample]:
+    for label, (kind, (batch, sequence, reserved, _)) in _SIZES.items():
+        yield Sample(label, {"mask": make.normal(batch, 1, sequence, sequence), "reserved": reserved}, kind)
+
+
+def _orders(batch: int, sequence: int, channels: int) -> dict[str, tuple[int, int, int]]:
+    return {"batch first": (batch, sequence, channels), "sequence first": (sequence, batch, channels)}
+
+
+OPS = (
+    OpInfo(
+        name="token_sort_",
+        family="random_ltd",
+        function=random_ltd.token_sort_,
+        formula=_sort,
+        samples=_sort_samples,
+        written=("indices",),
+    ),
+    OpInfo(
+        name="token_gather",
+        family="random_ltd",
+        function=random_ltd.token_gather,
+        formula=_gather,
+        samples=_gather_samples,
+        differentiable=("activations",),
+        rtol=_EXACT,
+        atol=_EXACT,
+        broadcasts=("activations", "indices"),
+        any_dtype=("activations",),
+    ),
+    OpInfo(
+        name="token_scatter_",
+        family="random_ltd",
+        function=random_ltd.token_scatter_,
+        formula=_scatter,
+        samples=_scatter_samples,
+        written=("all_activations",),
+        rtol=_EXACT,
+        atol=_EXACT,
+    ),
+    OpInfo(
+        name="mask_gather_bert",
+        family="random_ltd",
+        function=random_ltd.mask_gather_bert,
+        formula=_bert,
+        samples=_bert_samples,
+        rtol=_EXACT,
+        atol=_EXACT,
+        broadcasts=("indices",),
+        any_dtype=("mask",),
+    ),
+    OpInfo(
+        name="mask_gather_gpt",
+        family="random_ltd",
+        function=random_ltd.mask_gather_gpt,
+        formula=_gpt,
+        samples=_gpt_samples,
+        rtol=_EXACT,
+        atol=_EXACT,
+        any_dtype=("mask",),
+    ),
+)

@@ -1,0 +1,36 @@
+"""Tensors as one run of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ds_plugin_sdk.conformance.op_info.op_info import Make, OpInfo, Sample
+from ds_plugin_sdk.ops import utils
+
+
+def _flatten(*, tensors: list[Tensor]) -> tuple[Tensor]:
+    return (torch.cat([tensor.reshape(-1) for tensor in tensors]),)
+
+
+def _samples(make: Make) -> Iterator[Sample]:
+    yield Sample("empty", {"tensors": [make.normal(0), make.normal(3, 0)]}, "empty")
+    yield Sample("one", {"tensors": [make.normal(5)]}, "adversarial")
+    yield Sample("several", {"tensors": [make.normal(3, 4), make.normal(), make.normal(0), make.normal(17)]})
+    yield Sample("gpt2 attention", {"tensors": [make.normal(768), make.normal(768, 2304), make.normal(2304)]}, "real")
+
+
+OPS = (
+    OpInfo(
+        name="flatten",
+        family="utils",
+        function=utils.flatten,
+        formula=_flatten,
+        samples=_samples,
+        rtol=dict.fromkeys((torch.float32, torch.bfloat16, torch.float16), 0.0),
+        atol=dict.fromkeys((torch.float32, torch.bfloat16, torch.float16), 0.0),
+        any_dtype=("tensors",),
+    ),
+)
