@@ -1,0 +1,100 @@
+"""A layer of transformers' cache with room to spare: appending copies the new tokens, not all that came before."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicLayer
+
+# Room for so many positions more, or for half as many again as there are.
+_LEAST_SPARE = 64
+
+
+class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not typed where types are checked
+    """Keys and values, ``[batch, kv_heads, positions, head_dim]``, at the front of tensors with more room.
+
+    It is a `DynamicLayer` to all who look at it: `keys` and `values` are what was appended.
+    """
+
+    def __init__(self) -> None:
+        self._rooms: dict[str, Tensor] = {}
+        self._lengths = {"keys": 0, "values": 0}
+        super().__init__()
+
+    @property
+    def keys(self) -> Tensor | None:
+        return self._get("keys")
+
+    @keys.setter
+    def keys(self, value: Tensor | None) -> None:
+        self._set("keys", value)
+
+    @property
+    def values(self) -> Tensor | None:
+        return self._get("values")
+
+    @values.setter
+    def values(self, value: Tensor | None) -> None:
+        self._set("values", value)
+
+    def _get(self, name: str) -> Tensor | None:
+        room = self._rooms.get(name)
+        return None if room is None else room[:, :, : self._lengths[name]]
+
+    def _set(self, name: str, value: Tensor | None) -> None:
+        if value is None:
+            self._rooms.pop(name, None)
+            self._lengths[name] = 0
+        else:
+            self._rooms[name] = value
+            self._lengths[name] = value.shape[2]
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
+        self.is_initialized = True
+
+    def get_seq_length(self) -> int:
+        return self._lengths["keys"]
+
+    def make_room(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor, int]:
+        """Tensors with room for more positions, and how many they hold. `advance` says that they were written."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        past, new = self._lengths["keys"], key_states.shape[2]
+        if past + new > self._rooms["keys"].shape[2]:
+            room = past + new + max(_LEAST_SPARE, past // 2)
+            for name, states in (("keys", key_states), ("values", value_states)):
+                batch, heads, _, head_dim = states.shape
+                grown = states.new_zeros((batch, heads, room, head_dim))
+                if past:
+                    grown[:, :, :past] = self._rooms[name][:, :, :past]
+                self._rooms[name] = grown
+        return self._rooms["keys"], self._rooms["values"], past
+
+    def advance(self, tokens: int) -> None:
+        """Count positions that were written behind those held."""
+        self._lengths["keys"] += tokens
+        self._lengths["values"] += tokens
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        keys, values, past = self.make_room(key_states, value_states)
+        total = past + key_states.shape[2]
+        keys[:, :, past:total] = key_states
+        values[:, :, past:total] = value_states
+        self.advance(key_states.shape[2])
+        return keys[:, :, :total], values[:, :, :total]
+
+
+def growing_layer(cache: Cache | None, index: int) -> GrowingLayer | None:
+    """The layer of a cache, exchanged for one that grows if it is a plain one and still empty; None for other kinds."""
+    if cache is None or getattr(cache, "offloading", True):
+        return None
+    if cache.layer_class_to_replicate is DynamicLayer:
+        while len(cache.layers) <= index:
+            cache.layers.append(GrowingLayer())
+    layer = cache.layers[index]
+    if type(layer) is DynamicLayer and not layer.is_initialized:
+        layer = cache.layers[index] = GrowingLayer()
+    return layer if isinstance(layer, GrowingLayer) else None
