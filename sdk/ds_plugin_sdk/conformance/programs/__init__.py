@@ -88,7 +88,7 @@ def run_to_the_end(
     """
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8")) for _ in range(ranks)]
-        port = _free_port()
+        port = free_port()
         processes = [
             stack.enter_context(
                 _process(
@@ -175,7 +175,8 @@ def failure_of(outcomes: Sequence[Outcome], timeout: float) -> NonconformanceErr
     return NonconformanceError(said[-1] if said else f"{who} {how}", why=f"{who} printed last:\n{output}")
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A TCP port of this machine that nobody listens at."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port: int = free.getsockname()[1]

@@ -1,0 +1,416 @@
+"""Every collective that DeepSpeed uses, on tensors of the device: one of two ranks.
+
+Its arguments are the seconds after which a collective gives up, and a list, in JSON, of tasks with their parameters:
+``[["all_reduce", {"op": "SUM"}], ...]``. It gives ``{"done": index}`` after each, or ``{"failure": ...}`` and ends, for
+the ranks no longer agree on what comes next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from ds_plugin_sdk.conformance.check import NonconformanceError, expect, expect_equal
+from ds_plugin_sdk.conformance.programs import free_port, give
+from ds_plugin_sdk.conformance.runtime.support import current_device_kept, slow_work
+from ds_plugin_sdk.conformance.target import Target
+from ds_plugin_sdk.settings import settings
+
+# torch's stubs lack half of what is there.
+dist: Any = torch.distributed
+
+# How long a rank is too late that does not come at all.
+LATE_SECONDS = 120.0
+
+Task = Callable[..., None]
+_tasks: dict[str, Task] = {}
+
+
+def _task(function: Task) -> Task:
+    _tasks[function.__name__] = function
+    return function
+
+
+class _Rank:
+    """What the tasks know of this process."""
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.other = 1 - self.rank
+        self.device = target.accelerator.current_device_name()
+
+    def tensor(self, *values: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype).to(self.device)
+
+    @property
+    def mine(self) -> torch.Tensor:
+        """1 on rank 0, 2 on rank 1."""
+        return self.tensor(self.rank + 1.0)
+
+
+def _values(tensor: torch.Tensor) -> list[float]:
+    values: list[float] = tensor.float().cpu().tolist()
+    return values
+
+
+# ---------------------------------------------------------------------------------------------------------- reductions
+@_task
+def all_reduce(it: _Rank, op: str) -> None:
+    values = it.tensor(it.rank + 1.0, -3.0 * (it.rank + 1), 0.5)
+    expected = {"SUM": [3, -9, 1], "MAX": [2, -3, 0.5], "MIN": [1, -6, 0.5], "PRODUCT": [2, 18, 0.25]}[op]
+    dist.all_reduce(values, op=getattr(dist.ReduceOp, op))
+    expect_equal(_values(values), expected, f"all_reduce({op}) of [1, -3, 0.5] and [2, -6, 0.5]")
+
+
+@_task
+def all_reduce_average(it: _Rank) -> None:
+    values = it.tensor(1.0 + it.rank, 4.0)
+    try:
+        dist.all_reduce(values, op=dist.ReduceOp.AVG)
+    except (RuntimeError, ValueError):  # gloo has none, and says so
+        return
+    expect_equal(_values(values), [1.5, 4.0], "all_reduce(AVG) of [1, 4] and [2, 4]")
+
+
+@_task
+def all_reduce_dtype(it: _Rank, dtype: str) -> None:
+    values = it.tensor(1 + it.rank, 64, 0, dtype=getattr(torch, dtype))
+    dist.all_reduce(values)
+    expect_equal(_values(values), [3, 128, 0], f"all_reduce of [1, 64, 0] and [2, 64, 0] in {dtype}")
+    expect_equal(str(values.dtype), f"torch.{dtype}", "its dtype")
+
+
+@_task
+def all_reduce_large(it: _Rank) -> None:
+    count = 3_000_001  # more than any buffer, and no multiple of anything
+    values = torch.arange(count, device=it.device).remainder_(1000).float() * (it.rank + 1)
+    dist.all_reduce(values)
+    expected = torch.arange(count).remainder_(1000).float() * 3
+    wrong = int((values.cpu() != expected).sum())
+    expect_equal(wrong, 0, f"wrong elements of {count} after all_reduce")
+
+
+@_task
+def all_reduce_empty(it: _Rank) -> None:
+    dist.all_reduce(torch.empty(0, device=it.device))
+    values = it.mine
+    dist.all_reduce(values)
+    expect_equal(_values(values), [3], "all_reduce after one of no elements")
+
+
+@_task
+def asynchronous(it: _Rank) -> None:
+    first, second = it.mine, it.mine * 10
+    works = [dist.all_reduce(values, async_op=True) for values in (first, second)]
+    for work in works:
+        expect(work is not None, "all_reduce(async_op=True) gave None", why="expected a work handle")
+        work.wait()
+    expect_equal(_values(first) + _values(second), [3, 30], "two asynchronous all_reduce after wait()")
+    it.target.accelerator.synchronize()
+    expect_equal([bool(work.is_completed()) for work in works], [True, True], "is_completed() after wait()")
+
+
+@_task
+def reduce(it: _Rank) -> None:
+    for root in range(it.size):
+        values = it.mine
+        dist.reduce(values, root)
+        if it.rank == root:
+            expect_equal(_values(values), [3], f"reduce to rank {root}")
+
+
+@_task
+def reduce_scatter(it: _Rank) -> None:
+    out = it.tensor(0.0)
+    dist.reduce_scatter(out, [it.tensor(1.0 + it.rank), it.tensor(10.0 + it.rank)])
+    expect_equal(_values(out), [[3.0], [21.0]][it.rank], f"reduce_scatter on rank {it.rank}")
+
+
+@_task
+def reduce_scatter_tensor(it: _Rank, dtype: str) -> None:
+    out = torch.zeros(2, dtype=getattr(torch, dtype), device=it.device)
+    source = it.tensor(1, 2, 3, 4, dtype=getattr(torch, dtype)) * (it.rank + 1)
+    dist.reduce_scatter_tensor(out, source)
+    expect_equal(_values(out), [[3.0, 6.0], [9.0, 12.0]][it.rank], f"reduce_scatter_tensor in {dtype}, rank {it.rank}")
+
+
+# ---------------------------------------------------------------------------------------- broadcast, gather and scatter
+@_task
+def broadcast(it: _Rank, dtype: str) -> None:
+    for root in range(it.size):
+        values = it.tensor(5 * it.rank + 1, 7, dtype=getattr(torch, dtype))
+        dist.broadcast(values, root)
+        expect_equal(_values(values), [5 * root + 1, 7], f"broadcast of {dtype} from rank {root}")
+
+
+@_task
+def objects(it: _Rank) -> None:
+    named = [{"rank": 1, "name": "one"}, "x"] if it.rank == 1 else [None, None]
+    dist.broadcast_object_list(named, 1)
+    expect_equal(named, [{"rank": 1, "name": "one"}, "x"], "broadcast_object_list from rank 1")
+    gathered = [None] * it.size
+    dist.all_gather_object(gathered, {"rank": it.rank})
+    expect_equal(gathered, [{"rank": 0}, {"rank": 1}], "all_gather_object")
+
+
+@_task
+def gather(it: _Rank) -> None:
+    parts = [it.tensor(0.0) for _ in range(it.size)] if it.rank == 1 else None
+    dist.gather(it.mine, parts, 1)
+    if parts is not None:
+        expect_equal([_values(part) for part in parts], [[1], [2]], "gather to rank 1")
+
+
+@_task
+def scatter(it: _Rank) -> None:
+    out = it.tensor(0.0)
+    dist.scatter(out, [it.tensor(5.0), it.tensor(6.0)] if it.rank == 1 else None, 1)
+    expect_equal(_values(out), [5.0 + it.rank], f"scatter from rank 1, on rank {it.rank}")
+
+
+@_task
+def all_gather(it: _Rank) -> None:
+    parts = [it.tensor(0.0, 0.0) for _ in range(it.size)]
+    dist.all_gather(parts, it.tensor(it.rank, it.rank + 10.0))
+    expect_equal([_values(part) for part in parts], [[0, 10], [1, 11]], "all_gather")
+
+
+@_task
+def all_gather_into_tensor(it: _Rank, dtype: str) -> None:
+    out = torch.zeros(4, dtype=getattr(torch, dtype), device=it.device)
+    dist.all_gather_into_tensor(out, it.tensor(it.rank + 1, it.rank + 10, dtype=getattr(torch, dtype)))
+    expect_equal(_values(out), [1, 10, 2, 11], f"all_gather_into_tensor in {dtype}")
+
+
+@_task
+def all_gather_in_place(it: _Rank) -> None:
+    flat = torch.zeros(4, device=it.device)
+    mine = flat.narrow(0, 2 * it.rank, 2)
+    mine.fill_(it.rank + 1.0)
+    dist.all_gather_into_tensor(flat, mine)
+    expect_equal(_values(flat), [1, 1, 2, 2], "all_gather_into_tensor from a part of its output")
+
+
+@_task
+def coalesced(it: _Rank) -> None:
+    outs = [torch.zeros(2, device=it.device) for _ in range(3)]
+    with contextlib.ExitStack() as stack:
+        context = dist._coalescing_manager(device=torch.device(it.device), async_ops=True)
+        try:
+            manager = stack.enter_context(context)
+        except RuntimeError:  # gloo has none, and says so; torch would go on to collect what shall be coalesced
+            dist.distributed_c10d._world.pg_coalesce_state.clear()
+            return
+        for index, out in enumerate(outs):
+            dist.all_gather_into_tensor(out, it.tensor(it.rank + 10.0 * index))
+    manager.wait()
+    expect_equal([_values(out) for out in outs], [[0, 1], [10, 11], [20, 21]], "three coalesced all_gather_into_tensor")
+
+
+# ------------------------------------------------------------------------------------------- all to all, point to point
+@_task
+def all_to_all_single(it: _Rank) -> None:
+    out = torch.zeros(4, device=it.device)
+    dist.all_to_all_single(out, it.tensor(1, 2, 3, 4) + 10 * it.rank)
+    expect_equal(_values(out), [[1, 2, 11, 12], [3, 4, 13, 14]][it.rank], f"all_to_all_single on rank {it.rank}")
+
+
+@_task
+def all_to_all_uneven(it: _Rank) -> None:
+    out = torch.zeros([3, 1][it.rank], device=it.device)
+    source = [it.tensor(1, 2), it.tensor(3, 4)][it.rank]
+    dist.all_to_all_single(out, source, [[1, 2], [1, 0]][it.rank], [[1, 1], [2, 0]][it.rank])
+    expect_equal(_values(out), [[1, 3, 4], [2]][it.rank], f"all_to_all_single with uneven splits on rank {it.rank}")
+
+
+@_task
+def all_to_all(it: _Rank) -> None:
+    parts = [it.tensor(0.0), it.tensor(0.0)]
+    dist.all_to_all(parts, [it.tensor(2.0 * it.rank), it.tensor(2.0 * it.rank + 1)])
+    expect_equal([_values(part) for part in parts], [[it.rank], [it.rank + 2]], f"all_to_all on rank {it.rank}")
+
+
+@_task
+def send_and_receive(it: _Rank) -> None:
+    if it.rank == 0:
+        dist.send(it.tensor(7.0), 1)
+        dist.send(it.tensor(8.0), 1)
+        return
+    got = it.tensor(0.0)
+    for expected in (7, 8):
+        dist.recv(got, 0)
+        expect_equal(_values(got), [expected], "a value received from rank 0")
+
+
+@_task
+def both_ways(it: _Rank) -> None:
+    got = it.tensor(0.0)
+    sent = it.mine
+    operations = [dist.P2POp(dist.isend, sent, it.other), dist.P2POp(dist.irecv, got, it.other)]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    expect_equal(_values(got), [it.other + 1], "what batch_isend_irecv brought")
+    work = dist.isend(sent, it.other) if it.rank == 0 else dist.irecv(got.zero_(), it.other)
+    work.wait()
+    if it.rank == 1:
+        expect_equal(_values(got), [1], "what irecv brought")
+
+
+# -------------------------------------------------------------------------------------------------- groups and ordering
+@_task
+def barrier(it: _Rank) -> None:
+    dist.barrier()
+    begin = time.perf_counter()
+    if it.rank == 1:
+        time.sleep(0.5)
+    dist.barrier()
+    it.target.accelerator.synchronize()
+    waited = time.perf_counter() - begin
+    expect(waited > 0.4, f"rank {it.rank} left a barrier after {waited:.2f} s", why="the other entered after 0.5 s")
+
+
+@_task
+def groups(it: _Rank) -> None:
+    alone = [dist.new_group([rank]) for rank in range(it.size)]
+    both = dist.new_group([1, 0])
+    values = it.mine
+    dist.all_reduce(values, group=alone[it.rank])
+    expect_equal(_values(values), [it.rank + 1], "all_reduce in a group of this rank alone")
+    dist.all_reduce(values, group=both)
+    expect_equal(_values(values), [3], "all_reduce in a second group of both ranks")
+    for group in (both, *alone):
+        if dist.get_rank(group) >= 0:
+            dist.destroy_process_group(group)
+
+
+@_task
+def ordered(it: _Rank) -> None:
+    values = torch.zeros(1 << 10, device=it.device)
+    it.target.accelerator.synchronize()
+    with slow_work(it.target) as keep_busy:
+        keep_busy()
+        values.fill_(1.0 + it.rank)
+        dist.all_reduce(values)
+        values.mul_(2)
+        seen = set(_values(values))
+    expect_equal(seen, {6.0}, "values filled, reduced and doubled on the current stream")
+
+
+@_task
+def on_a_side_stream(it: _Rank) -> None:
+    accelerator = it.target.accelerator
+    values, side = torch.zeros(1 << 10, device=it.device), accelerator.Stream()
+    accelerator.synchronize()
+    with slow_work(it.target) as keep_busy:
+        keep_busy()
+        values.fill_(1.0 + it.rank)
+        side.wait_stream(accelerator.current_stream())
+        with accelerator.stream(side):
+            dist.all_reduce(values)
+        accelerator.current_stream().wait_stream(side)
+        seen = set(_values(values))
+    expect_equal(seen, {3.0}, "values reduced on a side stream, as ZeRO overlaps")
+
+
+@_task
+def parallel_module(it: _Rank) -> None:
+    torch.manual_seed(0)
+    layer, twin = torch.nn.Linear(4, 3), torch.nn.Linear(4, 3)
+    twin.load_state_dict(layer.state_dict())
+    ids = None if torch.device(it.device).index is None else [torch.device(it.device).index]
+    parallel = torch.nn.parallel.DistributedDataParallel(layer.to(it.device), device_ids=ids)
+    x = torch.arange(8.0).view(2, 4) / 8
+    torch.autograd.backward(parallel(x[it.rank : it.rank + 1].to(it.device)).square().mean())
+    torch.autograd.backward(twin(x).square().mean())
+    assert layer.weight.grad is not None
+    assert twin.weight.grad is not None
+    worst = float((layer.weight.grad.cpu() - twin.weight.grad).abs().max())
+    expect(worst < 1e-5, f"gradients of DistributedDataParallel are off by {worst:g}", why="expected the mean of both")
+
+
+@_task
+def device_kept(it: _Rank) -> None:
+    with current_device_kept(it.target):
+        before = it.target.accelerator.current_device_name()
+        dist.all_reduce(it.mine)
+        after = it.target.accelerator.current_device_name()
+    expect_equal(after, before, "current_device_name() after a collective")
+
+
+@_task
+def again(it: _Rank) -> None:
+    # At another port: a rank that is quicker would find the store that is about to end.
+    port = [free_port() if it.rank == 0 else None]
+    dist.broadcast_object_list(port, 0)
+    dist.destroy_process_group()
+    backend = it.target.accelerator.communication_backend_name()
+    dist.init_process_group(backend, f"tcp://127.0.0.1:{port[0]}", rank=it.rank, world_size=it.size)
+    values = it.mine
+    dist.all_reduce(values)
+    expect_equal(_values(values), [3], "all_reduce after the process group was destroyed and made again")
+
+
+# ------------------------------------------------------------------------------------------------------------- failures
+@_task
+def a_rank_dies(it: _Rank) -> None:
+    if it.rank == 1:
+        os._exit(0)  # without a word, as when the system kills it
+    time.sleep(0.5)
+    values = it.mine
+    dist.all_reduce(values)
+    it.target.accelerator.synchronize()
+    expect(False, f"all_reduce with a rank that died gave {_values(values)}", why="expected an error")
+
+
+@_task
+def a_rank_is_late(it: _Rank) -> None:
+    if it.rank == 1:
+        time.sleep(LATE_SECONDS)
+        os._exit(0)
+    values = it.mine
+    dist.all_reduce(values)
+    it.target.accelerator.synchronize()
+    expect(False, f"all_reduce with a rank that did not come gave {_values(values)}", why="expected an error")
+
+
+@_task
+def ends_by_itself(it: _Rank) -> None:
+    values = it.mine
+    dist.all_reduce(values)
+    expect_equal(_values(values), [3], "all_reduce")
+
+
+def main() -> None:
+    target = Target.find(sys.argv[1])
+    patience, tasks = float(sys.argv[2]), json.loads(sys.argv[3])
+    torch.set_num_threads(1)
+    target.accelerator.set_device(settings.local_rank)
+    backend = target.accelerator.communication_backend_name()
+    dist.init_process_group(backend, timeout=timedelta(seconds=patience))
+    it = _Rank(target)
+    for index, (name, parameters) in enumerate(tasks):
+        try:
+            _tasks[name](it, **parameters)
+        except Exception as error:
+            traceback.print_exc()
+            own = isinstance(error, NonconformanceError)
+            give({"failure": str(error) if own else f"{type(error).__name__}: {error}", "own": own})
+            sys.stdout.flush()
+            os._exit(1)  # threads of the backend may wait for the other rank for ever
+        give({"done": index})
+    if [name for name, _ in tasks] != ["ends_by_itself"]:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
