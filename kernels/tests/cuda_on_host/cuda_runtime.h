@@ -8,6 +8,7 @@
 //     g++ -x c++ -DDS_KERNELS_CUDA_ON_HOST -Ikernels/tests/cuda_on_host ... kernels/cuda/adam.cu
 #pragma once
 
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <cmath>
@@ -50,6 +51,21 @@ enum cudaError_t { cudaSuccess, cudaErrorUnknown };
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 inline const char* cudaGetErrorString(cudaError_t) { return "unknown"; }
 
+enum cudaMemcpyKind { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost };
+inline cudaError_t cudaMalloc(void** pointer, size_t bytes) {
+  *pointer = std::aligned_alloc(256, (bytes + 255) / 256 * 256);
+  return cudaSuccess;
+}
+inline cudaError_t cudaFree(void* pointer) {
+  std::free(pointer);
+  return cudaSuccess;
+}
+inline cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind) {
+  std::memcpy(to, from, bytes);
+  return cudaSuccess;
+}
+inline cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }
+
 // ---- a block of threads ----------------------------------------------------------------------------------------
 
 namespace on_host {
@@ -59,8 +75,11 @@ constexpr size_t kStackBytes = 256 << 10;
 
 enum class State { runnable, at_warp, at_block, done };
 
+// Where a fiber goes on. A jump takes nanoseconds; swapcontext asks the system for the signal mask, twice.
+using Place = jmp_buf;
+
 struct Fiber {
-  ucontext_t context;
+  Place place;
   std::unique_ptr<char[]> stack{new char[kStackBytes]};
   State state = State::done;
   int shuffles = 0;
@@ -68,7 +87,7 @@ struct Fiber {
 };
 
 struct Block {
-  ucontext_t scheduler;
+  Place scheduler;
   std::vector<std::unique_ptr<Fiber>> fibers;
   std::function<void()> kernel;
   int threads = 0, current = 0;
@@ -84,23 +103,42 @@ inline dim3 thread_index, block_index, block_dimensions, grid_dimensions;
 
 inline Fiber& current() { return *block.fibers[block.current]; }
 
-inline void enter() {
-  block.kernel();
-  current().state = State::done;
-  swapcontext(&current().context, &block.scheduler);
+__attribute__((noinline)) inline void go(Place& from, Place& to) {
+  if (!_setjmp(from)) _longjmp(to, 1);
 }
 
 inline void wait(State state) {
   const int me = block.current;
   current().state = state;
-  swapcontext(&current().context, &block.scheduler);
+  go(current().place, block.scheduler);
   block.current = me;  // the scheduler has set thread_index with it
+}
+
+// A fiber runs the thread of its index in one block after the other.
+inline void live() {
+  for (;;) {
+    wait(State::done);
+    block.kernel();
+  }
 }
 
 inline void resume(int thread) {
   block.current = thread;
   thread_index = dim3(static_cast<unsigned>(thread), 0, 0);
-  swapcontext(&block.scheduler, &current().context);
+  go(block.scheduler, current().place);
+}
+
+// Makes a fiber, up to its first wait.
+__attribute__((noinline)) inline void add_fiber() {
+  block.fibers.push_back(std::make_unique<Fiber>());
+  block.current = static_cast<int>(block.fibers.size()) - 1;
+  ucontext_t context;
+  getcontext(&context);
+  context.uc_stack.ss_sp = current().stack.get();
+  context.uc_stack.ss_size = kStackBytes;
+  context.uc_link = nullptr;
+  makecontext(&context, live, 0);
+  if (!_setjmp(block.scheduler)) setcontext(&context);
 }
 
 // Lets the threads [first, last) go on if all of them that still run wait for each other. Whether any did.
@@ -118,17 +156,11 @@ inline bool release(int first, int last, State state) {
 }
 
 inline void start(int threads) {
-  while (static_cast<int>(block.fibers.size()) < threads) block.fibers.push_back(std::make_unique<Fiber>());
+  while (static_cast<int>(block.fibers.size()) < threads) add_fiber();
   block.threads = threads;
   for (int i = 0; i < threads; ++i) {
-    Fiber& fiber = *block.fibers[i];
-    getcontext(&fiber.context);
-    fiber.context.uc_stack.ss_sp = fiber.stack.get();
-    fiber.context.uc_stack.ss_size = kStackBytes;
-    fiber.context.uc_link = nullptr;
-    makecontext(&fiber.context, enter, 0);
-    fiber.state = State::runnable;
-    fiber.shuffles = 0;
+    block.fibers[i]->state = State::runnable;
+    block.fibers[i]->shuffles = 0;
   }
 }
 

@@ -1,0 +1,238 @@
+// The CUDA launchers of every family against the formulas in double: on a GPU, built by nvcc, or on the host, built with
+// cuda_on_host.
+#include <cuda_runtime.h>
+
+#include <cmath>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <random>
+#include <vector>
+
+#include "../cuda/adagrad_launch.h"
+#include "../cuda/adam_launch.h"
+#include "../cuda/lion_launch.h"
+#include "check.h"
+
+using namespace ds_kernels;
+
+namespace {
+
+const char* name_of(Dtype dtype) {
+  return dtype == Dtype::Float32 ? "float32" : dtype == Dtype::BFloat16 ? "bfloat16" : "float16";
+}
+
+// ---- arrays on the device ----------------------------------------------------------------------------------------
+
+double widen(Dtype dtype, const unsigned char* at) {
+  if (dtype == Dtype::Float32) {
+    float x;
+    std::memcpy(&x, at, 4);
+    return x;
+  }
+  uint16_t bits;
+  std::memcpy(&bits, at, 2);
+  if (dtype == Dtype::BFloat16) {
+    const uint32_t wide = uint32_t(bits) << 16;
+    float x;
+    std::memcpy(&x, &wide, 4);
+    return x;
+  }
+  const int exponent = (bits & 0x7fff) >> 10, fraction = bits & 0x3ff;
+  const double magnitude = exponent ? std::ldexp(1024 + fraction, exponent - 25) : std::ldexp(fraction, -24);
+  return bits & 0x8000 ? -magnitude : magnitude;
+}
+
+// Stores a float that the dtype holds exactly: one with few mantissa bits.
+void put(Dtype dtype, unsigned char* at, float x) {
+  uint32_t wide;
+  std::memcpy(&wide, &x, 4);
+  const uint16_t brain = static_cast<uint16_t>(wide >> 16);
+  const uint16_t half = static_cast<uint16_t>((wide >> 16 & 0x8000) | (wide >> 13 & 0x3ff) |
+                                              ((wide >> 23 & 0xff) - 112) << 10);
+  if (dtype == Dtype::Float32) std::memcpy(at, &x, 4);
+  if (dtype == Dtype::BFloat16) std::memcpy(at, &brain, 2);
+  if (dtype == Dtype::Float16) std::memcpy(at, &half, 2);
+}
+
+// A tensor's memory: `offset` elements from an aligned address, with guard bytes before and behind.
+class Array {
+ public:
+  Array(Dtype dtype, int64_t count, int offset) : dtype_(dtype), count_(count), begin_(kGuardBytes + offset * size()) {
+    host_.assign(begin_ + count * size() + kGuardBytes, kGuard);
+    cudaMalloc(&device_, host_.size());
+  }
+  ~Array() { cudaFree(device_); }
+  Array(const Array&) = delete;
+  Array& operator=(const Array&) = delete;
+
+  void set(int64_t i, float x) { put(dtype_, host_.data() + begin_ + i * size(), x); }
+  double operator[](int64_t i) const { return widen(dtype_, host_.data() + begin_ + i * size()); }
+  void to_device() { cudaMemcpy(device_, host_.data(), host_.size(), cudaMemcpyHostToDevice); }
+  void from_device() { cudaMemcpy(host_.data(), device_, host_.size(), cudaMemcpyDeviceToHost); }
+  void* data() const { return static_cast<char*>(device_) + begin_; }
+
+  bool guards_hold() const {
+    for (size_t i = 0; i < host_.size(); ++i) {
+      const bool inside = i >= begin_ && i < begin_ + count_ * size();
+      if (!inside && host_[i] != kGuard) return false;
+    }
+    return true;
+  }
+
+  // The distance of neighbouring values at x.
+  double unit(double x) const {
+    const int mantissa = dtype_ == Dtype::Float32 ? 23 : dtype_ == Dtype::BFloat16 ? 7 : 10;
+    return std::ldexp(1, std::ilogb(std::max(std::abs(x), 1e-4)) - mantissa);
+  }
+
+ private:
+  static constexpr unsigned char kGuard = 0xa5;
+  static constexpr size_t kGuardBytes = 256;
+
+  size_t size() const { return dtype_ == Dtype::Float32 ? 4 : 2; }
+
+  Dtype dtype_;
+  int64_t count_;
+  size_t begin_;
+  std::vector<unsigned char> host_;
+  void* device_ = nullptr;
+};
+
+// ---- multi-tensor ops --------------------------------------------------------------------------------------------
+
+struct Mix {
+  Dtype params;
+  bool float_grads, float_states;
+
+  Dtype of(size_t list) const { return list == 0 || !(list == 1 ? float_grads : float_states) ? params : Dtype::Float32; }
+};
+
+const Mix kMixes[] = {{Dtype::Float32, true, true},   {Dtype::BFloat16, false, false}, {Dtype::BFloat16, false, true},
+                      {Dtype::BFloat16, true, false}, {Dtype::BFloat16, true, true},   {Dtype::Float16, false, false},
+                      {Dtype::Float16, false, true},  {Dtype::Float16, true, false},   {Dtype::Float16, true, true}};
+
+struct Case {
+  const char* name;
+  std::vector<int64_t> numels;
+  int offset;  // elements by which the first list is off an aligned address
+};
+
+std::vector<Case> cases() {
+  std::vector<int64_t> many(300);  // more than a launch takes
+  for (size_t i = 0; i < many.size(); ++i) many[i] = static_cast<int64_t>(i % 23);
+  return {{"tails", {1, 3, 4, 7, 8, 9, 255, 257, 2047, 2049}, 0},
+          {"chunks", {0, 4095, 4096, 4097, 8192 + 5, 0, 1}, 0},
+          {"not aligned", {1, 17, 4097, 5000}, 1},
+          {"many", many, 0}};
+}
+
+// One element in double: of each list, changed in place, given the tensor's index.
+using Formula = std::function<void(std::vector<double>& x, size_t tensor)>;
+using Launcher = std::function<void(const cuda::TensorLists&, const Mix&)>;
+
+void check_multi_tensor(const char* op, size_t lists, const Case& which, const Mix& mix, const Launcher& launcher,
+                        const Formula& formula) {
+  std::mt19937 random(7);
+  std::vector<std::unique_ptr<Array>> arrays;
+  cuda::TensorLists tensors{lists, &which.numels, {}};
+  for (size_t list = 0; list < lists; ++list) {
+    for (const int64_t numel : which.numels) {
+      arrays.push_back(std::make_unique<Array>(mix.of(list), numel, list == 0 ? which.offset : 0));
+      for (int64_t i = 0; i < numel; ++i) {
+        const float size = std::ldexp(1.f + static_cast<float>(random() % 64) / 64, static_cast<int>(random() % 4) - 3);
+        arrays.back()->set(i, list >= 2 || random() % 2 ? size : -size);  // second moments are not negative
+      }
+      arrays.back()->to_device();
+      tensors.data.push_back(arrays.back()->data());
+    }
+  }
+  std::vector<std::vector<double>> expected, before;
+  const size_t count = which.numels.size();
+  for (size_t tensor = 0; tensor < count; ++tensor) {
+    for (int64_t i = 0; i < which.numels[tensor]; ++i) {
+      std::vector<double> x(lists);
+      for (size_t list = 0; list < lists; ++list) x[list] = (*arrays[list * count + tensor])[i];
+      before.push_back(x);
+      formula(x, tensor);
+      expected.push_back(x);
+    }
+  }
+  launcher(tensors, mix);
+  CHECK(cudaDeviceSynchronize() == cudaSuccess, "%s", op);
+  for (auto& array : arrays) array->from_device();
+  size_t next = 0;
+  for (size_t tensor = 0; tensor < count; ++tensor) {
+    for (int64_t i = 0; i < which.numels[tensor]; ++i, ++next) {
+      for (size_t list = 0; list < lists; ++list) {
+        const Array& array = *arrays[list * count + tensor];
+        const double want = expected[next][list];
+        // Half a unit for the rounding, and a few of float32, of the larger of new and old, for the arithmetic.
+        const double scale = std::max(std::abs(want), std::abs(before[next][list]));
+        const double allowed = (mix.of(list) == Dtype::Float32 ? 0 : 0.5 * array.unit(want)) + 1e-6 * scale;
+        CHECK(std::abs(array[i] - want) <= allowed, "%s %s %s: list %zu, tensor %zu, element %lld: %.9g, expected %.9g",
+              op, which.name, name_of(mix.params), list, tensor, static_cast<long long>(i), array[i], want);
+      }
+    }
+  }
+  for (auto& array : arrays) CHECK(array->guards_hold(), "%s %s %s", op, which.name, name_of(mix.params));
+}
+
+void check_adam(const Case& which, const Mix& mix, bool adamw) {
+  const AdamOptions options{0.01, 0.9, 0.99, 1e-8, 0.1, adamw, true};
+  std::vector<AdamStep> steps;  // one each: 3, 4, 5, 3 ...
+  for (size_t i = 0; i < which.numels.size(); ++i) steps.push_back(adam_step(options, 3 + static_cast<int64_t>(i % 3)));
+  check_multi_tensor(
+      "adam_", 4, which, mix,
+      [&](const cuda::TensorLists& tensors, const Mix& m) {
+        cuda::adam_update(tensors, m.params, m.float_grads, m.float_states, steps, nullptr);
+      },
+      [&](std::vector<double>& x, size_t tensor) {
+        const double t = 3 + static_cast<double>(tensor % 3), c1 = 1 - std::pow(0.9, t), c2 = 1 - std::pow(0.99, t);
+        const double g = adamw ? x[1] : x[1] + 0.1 * x[0];
+        const double decayed = adamw ? x[0] - 0.01 * 0.1 * x[0] : x[0];
+        x[2] = 0.9 * x[2] + 0.1 * g;
+        x[3] = 0.99 * x[3] + 0.01 * g * g;
+        x[0] = decayed - 0.01 / c1 * x[2] / (std::sqrt(x[3]) / std::sqrt(c2) + 1e-8);
+      });
+}
+
+void check_adagrad(const Case& which, const Mix& mix) {
+  check_multi_tensor(
+      "adagrad_", 3, which, mix,
+      [](const cuda::TensorLists& tensors, const Mix& m) {
+        cuda::adagrad_update(tensors, m.params, m.float_grads, m.float_states, {0.01f, 1e-8f, 0.1f}, nullptr);
+      },
+      [](std::vector<double>& x, size_t) {
+        const double g = x[1] + 0.1 * x[0];
+        x[2] += g * g;
+        x[0] -= 0.01 * g / (std::sqrt(x[2]) + 1e-8);
+      });
+}
+
+void check_lion(const Case& which, const Mix& mix) {
+  check_multi_tensor(
+      "lion_", 3, which, mix,
+      [](const cuda::TensorLists& tensors, const Mix& m) {
+        cuda::lion_update(tensors, m.params, m.float_grads, m.float_states, lion_step(0.01, 0.75, 0.99, 0.1), nullptr);
+      },
+      [](std::vector<double>& x, size_t) {
+        const double c = 0.75 * x[2] + 0.25 * x[1];  // exact in float32 too: the sign of a sum that cancels
+        x[0] -= 0.01 * 0.1 * x[0] + 0.01 * (c > 0 ? 1 : c < 0 ? -1 : 0);
+        x[2] = 0.99 * x[2] + 0.01 * x[1];
+      });
+}
+
+}  // namespace
+
+int main() {
+  for (const Case& which : cases()) {
+    for (const Mix& mix : kMixes) {
+      check_adam(which, mix, true);
+      check_adam(which, mix, false);
+      check_adagrad(which, mix);
+      check_lion(which, mix);
+    }
+  }
+  return report();
+}
