@@ -13,6 +13,8 @@ from ds_plugin_sdk.conformance.outcome import Failure, Item, Outcome, explain
 from ds_plugin_sdk.conformance.run import Runner
 from ds_plugin_sdk.errors import ConformanceError
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).resolve().parent
 
 

@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ds_plugin_sdk.cli.console import errors, output, table
 from ds_plugin_sdk.conformance.expectations import Expectations
-from ds_plugin_sdk.conformance.outcome import BROKEN, HOLDS, UNUSABLE, Item, Outcome, Report, explain
+from ds_plugin_sdk.conformance.outcome import BROKEN, HOLDS, LEVELS, UNUSABLE, Item, Outcome, Report, explain
 from ds_plugin_sdk.conformance.reports import difference, junit, page, summary
 from ds_plugin_sdk.conformance.run import Runner
 from ds_plugin_sdk.conformance.selection import Selection
@@ -48,6 +48,9 @@ def conformance(
     contract: bool = typer.Option(False, "--contract", help="Print the contract page, run nothing."),
 ) -> None:
     """Check a plugin against the contract. Exit status 0: it holds; 1: it does not; 2: wrong use; 3: nothing ran."""
+    unknown = [each for each in level if each not in LEVELS]
+    if unknown:
+        raise typer.BadParameter(f"there is no level '{unknown[0]}'; the levels are {', '.join(LEVELS)}")
     selection = Selection(level, op, dtype, pattern)
     try:
         if contract:
@@ -69,7 +72,7 @@ def conformance(
 
 def _list(runner: Runner, selection: Selection) -> int:
     items = selection.of(runner.items())
-    rows = [[item.id, item.clause, item.text, item.skip and f"skipped: it {item.skip}"] for item in items]
+    rows = [[item.id, item.clause, item.text, item.skip and f"skipped: {item.skip}"] for item in items]
     table(f"Cases of {runner.target}", ["case", "clause", "which says", ""], rows)
     return HOLDS
 

@@ -44,7 +44,10 @@ def _serve(name: str, connection: Connection) -> None:
         target = Target.find(name)
         checks = {check.name: check for check in suite.checks()}
     except Exception as error:
-        _send(connection, {"error": dataclasses.asdict(describe(error))})
+        failure = describe(error)
+        if isinstance(error, SdkError) and error.__cause__ is None:  # it says by itself what is wrong
+            failure = dataclasses.replace(failure, what=error.what, traceback="")
+        _send(connection, {"error": dataclasses.asdict(failure)})
         return
     gc.collect()
     gc.freeze()  # what is there by now is no garbage of any check, and need not be looked through each time
