@@ -1,0 +1,318 @@
+"""The transformer layer against plain torch, in float64 and in the dtypes that people train in."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from ds_plugin_sdk.errors import InvalidTensorError
+from ds_plugin_sdk.nn import TransformerLayer
+from ds_plugin_sdk.op_builder import load_kernels
+
+HIDDEN, HEADS, INTER, BATCH = 48, 4, 80, 3
+OPTIONS = ("attn_dropout_checkpoint", "normalize_invertible", "gelu_checkpoint")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DS_PLUGIN_CACHE_DIR", str(tmp_path_factory.mktemp("transformer")))
+        patch.setenv("DS_PLUGIN_FALLBACK", "0")
+        load_kernels("transformer", "cpu")
+
+
+def make(dtype: torch.dtype = torch.float64, **options: Any) -> TransformerLayer:
+    """A layer whose biases and norms are not what they are at first."""
+    torch.manual_seed(0)
+    layer = TransformerLayer(HIDDEN, HEADS, INTER, initializer_range=0.2, dtype=torch.float64, **options)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+    return layer.to(dtype)
+
+
+def inputs(tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Input, mask of keys, and gradient of the output."""
+    generator = torch.Generator().manual_seed(1)
+    x, grad = (torch.randn(BATCH, tokens, HIDDEN, generator=generator).to(dtype) for _ in range(2))
+    mask = torch.where(torch.rand(BATCH, 1, 1, tokens, generator=generator) < 0.2, -10000.0, 0.0).to(dtype)
+    mask[..., 0] = 0
+    return x, mask, grad
+
+
+def plain(layer: TransformerLayer, x: Tensor, mask: Tensor | None) -> Tensor:
+    """The layer without dropout, in torch's own functions."""
+    w = layer
+
+    def norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return functional.layer_norm(x, (HIDDEN,), weight, bias, layer.layer.eps)
+
+    def attention(x: Tensor) -> Tensor:
+        q, k, v = (
+            t.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+            for t in functional.linear(x, w.attn_qkvw, w.attn_qkvb).chunk(3, dim=-1)
+        )
+        scores = q @ k.transpose(-1, -2) / math.sqrt(HIDDEN // HEADS)
+        scores = scores if mask is None else scores + mask
+        return functional.linear((scores.softmax(-1) @ v).transpose(1, 2).flatten(2), w.attn_ow, w.attn_ob)
+
+    def feed_forward(x: Tensor) -> Tensor:
+        inter = functional.linear(x, w.inter_w, w.inter_b)
+        gelu = functional.gelu(inter, approximate="tanh" if layer.layer.tanh else "none")
+        return functional.linear(gelu, w.output_w, w.output_b)
+
+    if layer.layer.pre_layer_norm:
+        x = x + attention(norm(x, w.norm_w, w.norm_b))
+        return x + feed_forward(norm(x, w.attn_nw, w.attn_nb))
+    x = norm(x + attention(x), w.attn_nw, w.attn_nb)
+    return norm(x + feed_forward(x), w.norm_w, w.norm_b)
+
+
+def train(layer: TransformerLayer, run: Callable[..., Tensor], x: Tensor, mask: Any, grad: Tensor) -> dict[str, Tensor]:
+    """The result and all gradients of a step."""
+    layer.zero_grad()
+    x = x.clone().requires_grad_()
+    result = run(x, mask)
+    result.backward(grad)
+    grads = {name: parameter.grad for name, parameter in layer.named_parameters()}
+    return {"result": result.detach(), "input": x.grad, **grads}
+
+
+def distance(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
+    """The norm of each difference, relative to the norm of what is expected."""
+    return {
+        name: ((value.double() - expected[name].double()).norm() / expected[name].double().norm()).item()
+        for name, value in actual.items()
+    }
+
+
+# Measured: at most 1e-15, 9e-7, 0.012 and 0.0015.
+TOLERANCE = {torch.float64: 1e-13, torch.float32: 3e-6, torch.bfloat16: 0.03, torch.float16: 0.004}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("tokens", [1, 16, 37])
+@pytest.mark.parametrize("pre", [True, False], ids=["pre", "post"])
+@pytest.mark.parametrize("approximate", ["tanh", "none"])
+def test_a_layer_agrees_with_plain_torch(dtype: torch.dtype, tokens: int, pre: bool, approximate: str) -> None:
+    options = {"attn_dropout": 0.0, "hidden_dropout": 0.0, "pre_layer_norm": pre, "approximate": approximate}
+    layer = make(dtype, **options)
+    x, mask, grad = inputs(tokens, dtype)
+    exact = make(torch.float64, **options)
+    exact.load_state_dict(layer.state_dict())
+    expected = train(exact, functools.partial(plain, exact), x.double(), mask.double(), grad.double())
+    actual = train(layer, layer, x, mask, grad)
+    assert all(value.dtype == dtype for value in actual.values())
+    if tokens == 1:  # with one key queries and keys have no gradient
+        for side in (actual, expected):
+            side["attn_qkvw"], side["attn_qkvb"] = side["attn_qkvw"][2 * HIDDEN :], side["attn_qkvb"][2 * HIDDEN :]
+    # A bias of the keys changes no softmax: its gradient is nothing but rounding.
+    for side in (actual, expected):
+        bias = side["attn_qkvb"]
+        side["attn_qkvb"] = bias if tokens == 1 else torch.cat((bias[:HIDDEN], bias[2 * HIDDEN :]))
+    errors = distance(actual, expected)
+    assert max(errors.values()) < TOLERANCE[dtype], errors
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 20, 20), (BATCH, HEADS, 20, 20), (20, 20), (BATCH, 1, 1, 20)], ids=str)
+@pytest.mark.parametrize("p", [0.0, 0.2])
+def test_masks_broadcast(shape: tuple[int, ...], p: float) -> None:
+    layer = make(torch.float32, attn_dropout=p, hidden_dropout=0.0)
+    x, _, grad = inputs(20, torch.float32)
+    mask = torch.randn(shape)
+    results = []
+    for each in (mask, mask.expand(BATCH, HEADS, 20, 20).contiguous()):
+        torch.manual_seed(4)
+        results.append(train(layer, layer, x, each, grad))
+    assert max(distance(*results).values()) < 1e-5
+
+
+def test_evaluation_drops_nothing_and_can_be_differentiated() -> None:
+    layer = make(normalize_invertible=True).eval()
+    x, mask, grad = inputs(16, torch.float64)
+    expected = train(layer, functools.partial(plain, layer), x, mask, grad)
+    assert max(distance(train(layer, layer, x, mask, grad), expected).values()) < 1e-12
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x, mask), expected["result"])
+
+
+# ---------------------------------------------------------------------------------- dropout
+
+
+def every_option() -> Iterator[dict[str, bool]]:
+    for pre in (True, False):
+        yield {"pre_layer_norm": pre}
+        yield from ({"pre_layer_norm": pre, option: True} for option in OPTIONS)
+        yield {"pre_layer_norm": pre, **dict.fromkeys(OPTIONS, True)}
+
+
+@pytest.mark.parametrize(
+    "options", list(every_option()), ids=lambda options: ", ".join(k for k, v in options.items() if v)
+)
+def test_gradients_with_dropout_agree_with_finite_differences(options: dict[str, bool]) -> None:
+    layer = make(attn_dropout=0.2, hidden_dropout=0.3, **options)
+    x, mask, _ = inputs(5, torch.float64)
+    names, values = zip(*layer.named_parameters(), strict=True)
+
+    def step(x: Tensor, *parameters: Tensor) -> Tensor:
+        torch.manual_seed(2)
+        result: Tensor = torch.func.functional_call(layer, dict(zip(names, parameters, strict=True)), (x, mask))
+        return result
+
+    assert torch.autograd.gradcheck(step, (x.requires_grad_(), *values), fast_mode=True)
+
+
+@pytest.mark.parametrize(
+    "options", list(every_option()), ids=lambda options: ", ".join(k for k, v in options.items() if v)
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_not_kept_changes_nothing(options: dict[str, bool], dtype: torch.dtype) -> None:
+    x, mask, grad = inputs(37, dtype)
+    results = []
+    for chosen in (options, {"pre_layer_norm": options["pre_layer_norm"]}):
+        layer = make(dtype, **chosen)
+        torch.manual_seed(6)
+        results.append(train(layer, layer, x, mask, grad))
+    same = torch.equal(results[0]["result"], results[1]["result"])
+    assert same and max(distance(*results).values()) < TOLERANCE[dtype]
+
+
+def test_dropout_follows_the_seed() -> None:
+    layer = make(torch.float32)
+    x, mask, grad = inputs(16, torch.float32)
+    results = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        results.append(train(layer, layer, x, mask, grad))
+    assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
+    assert not torch.equal(results[0]["result"], results[2]["result"])
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_layer_that_is_computed_again_drops_the_same(reentrant: bool) -> None:
+    layer = make(torch.float32)
+    x, mask, grad = inputs(16, torch.float32)
+    results = []
+    for run in (layer, lambda *arguments: checkpoint(layer, *arguments, use_reentrant=reentrant)):
+        torch.manual_seed(9)
+        results.append(train(layer, run, x, mask, grad))
+    assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
+
+
+# ---------------------------------------------------------------------------------- memory
+
+
+def kept_bytes(p: float, **options: Any) -> int:
+    """Bytes that a layer keeps for the backward pass, beside parameters, input and output."""
+    layer = make(torch.float32, attn_dropout=p, hidden_dropout=p, **options)
+    x, mask, _ = inputs(TOKENS, torch.float32)
+    kept: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = layer(x.requires_grad_(), mask)
+    known = {t.untyped_storage().data_ptr() for t in (*layer.parameters(), mask, x, result)}
+    return sum(t.untyped_storage().nbytes() for address, t in kept.items() if address not in known)
+
+
+TOKENS = 64
+HIDDEN_BYTES = BATCH * TOKENS * HIDDEN * 4
+INTER_BYTES = BATCH * TOKENS * INTER * 4
+SCORE_BYTES = BATCH * HEADS * TOKENS * TOKENS * 4
+# Seeds, and mean and deviation of each row in both norms.
+SMALL_BYTES = 24 + 4 * BATCH * TOKENS * 4
+
+
+@pytest.mark.parametrize("pre", [True, False], ids=["pre", "post"])
+def test_a_layer_keeps_what_it_says_and_no_masks(pre: bool) -> None:
+    """Queries, keys and values; context; both sums or norms; the two sides of gelu; scores before and after dropout."""
+    assert kept_bytes(0.1, pre_layer_norm=pre) == 7 * HIDDEN_BYTES + 2 * INTER_BYTES + 2 * SCORE_BYTES + SMALL_BYTES
+
+
+@pytest.mark.parametrize("pre", [True, False], ids=["pre", "post"])
+def test_options_save_memory(pre: bool) -> None:
+    everything = kept_bytes(0.1, pre_layer_norm=pre)
+    saved = {option: everything - kept_bytes(0.1, pre_layer_norm=pre, **{option: True}) for option in OPTIONS}
+    # Norms before: their input is mostly another layer's output, so that what counts is the inner one's.
+    assert saved == {
+        "attn_dropout_checkpoint": SCORE_BYTES,
+        "normalize_invertible": HIDDEN_BYTES if pre else 2 * HIDDEN_BYTES,
+        "gelu_checkpoint": INTER_BYTES,
+    }
+
+
+def test_without_dropout_no_scores_are_kept() -> None:
+    rows = BATCH * HEADS * TOKENS * 4
+    assert kept_bytes(0.0) == 7 * HIDDEN_BYTES + 2 * INTER_BYTES + rows + SMALL_BYTES
+
+
+def allocated(function: Callable[[], Any]) -> tuple[int, Any]:
+    """Bytes that torch's allocator has given out more after a call than before, and what the call returned."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        result = function()
+    return sum(event.self_cpu_memory_usage for event in profile.key_averages()), result
+
+
+@pytest.mark.parametrize("pre", [True, False], ids=["pre", "post"])
+def test_the_allocator_sees_the_saving(pre: bool) -> None:
+    x, mask, _ = inputs(TOKENS, torch.float32)
+    taken = {}
+    for name, options in {"all": {}, "saving": dict.fromkeys(OPTIONS, True)}.items():
+        layer = make(torch.float32, pre_layer_norm=pre, **options)
+        layer(x.requires_grad_(), mask)
+        taken[name], _result = allocated(lambda layer=layer: layer(x, mask))
+    norms = 1 if pre else 2
+    assert taken["all"] - taken["saving"] == SCORE_BYTES + norms * HIDDEN_BYTES + INTER_BYTES
+
+
+# ---------------------------------------------------------------------------------- refusals, state
+
+
+def test_what_cannot_be_right_is_refused() -> None:
+    layer = make(torch.float32)
+    x, mask, _ = inputs(8, torch.float32)
+    with pytest.raises(InvalidTensorError, match="attn_qkvw is torch"):
+        layer(x.double(), mask.double())
+    with pytest.raises(InvalidTensorError, match="the mask is"):
+        layer(x, mask[..., 1:])
+    with pytest.raises(InvalidTensorError, match="input has shape"):
+        layer(x[0], mask)
+    inverted = make(torch.float32, normalize_invertible=True)
+    with torch.no_grad():
+        inverted.attn_nw[3] = 0
+    with pytest.raises(InvalidTensorError, match="weight of 0 cannot be inverted"):
+        inverted(x, mask)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"num_heads": 5}, {"num_heads": 0}, {"attn_dropout": 1.0}, {"hidden_dropout": -0.1}, {"approximate": ""}],
+)
+def test_options_out_of_range_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"TransformerLayer: {next(iter(options))}="):
+        TransformerLayer(48, **{"num_heads": 4, **options})
+
+
+# What torch.compile itself does with every autograd.Function.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_a_layer_compiles() -> None:
+    layer = make(torch.float32)
+    x, mask, grad = inputs(16, torch.float32)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    results = []
+    for run in (layer, compiled):
+        torch.manual_seed(3)
+        results.append(train(layer, run, x, mask, grad))
+    assert max(distance(results[1], results[0]).values()) < 1e-5
