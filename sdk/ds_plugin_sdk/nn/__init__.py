@@ -1,5 +1,25 @@
 """Layers over the SDK's ops, for people without DeepSpeed."""
 
+from ds_plugin_sdk.nn.sparse_attention import SparseSelfAttention
+from ds_plugin_sdk.nn.sparsity import (
+    BigBirdSparsityConfig,
+    BSLongformerSparsityConfig,
+    DenseSparsityConfig,
+    FixedSparsityConfig,
+    LocalSlidingWindowSparsityConfig,
+    SparsityConfig,
+    VariableSparsityConfig,
+)
 from ds_plugin_sdk.nn.transformer import TransformerLayer
 
-__all__ = ["TransformerLayer"]
+__all__ = [
+    "BSLongformerSparsityConfig",
+    "BigBirdSparsityConfig",
+    "DenseSparsityConfig",
+    "FixedSparsityConfig",
+    "LocalSlidingWindowSparsityConfig",
+    "SparseSelfAttention",
+    "SparsityConfig",
+    "TransformerLayer",
+    "VariableSparsityConfig",
+]
