@@ -58,6 +58,14 @@ FUNCTIONS = {
             for dtype in ("fp32", "fp16")
         },
     },
+    **dict.fromkeys(
+        ("transformer", "stochastic_transformer"),
+        {
+            f"{function}_{dtype}": positionals
+            for function, positionals in (("create_transformer_layer", 15), ("forward", 20), ("backward", 33))
+            for dtype in ("fp32", "fp16")
+        },
+    ),
 }
 
 LR, BETAS, EPS, DECAY = 0.01, (0.9, 0.95), 1e-6, 0.1
