@@ -135,7 +135,9 @@ def close_to(
     if actual.numel() == 0:
         return None
     actual, expected = actual.double(), expected.double()
-    scale = expected.abs() if before is None else torch.maximum(expected.abs(), before.double().abs())
+    # What was not finite and has been overwritten allows nothing.
+    replaced = torch.zeros(()) if before is None else before.double().abs().nan_to_num(0.0, 0.0, 0.0)
+    scale = torch.maximum(expected.abs(), replaced)
     excess = (actual - expected).abs() / (rtol * scale.nan_to_num(0.0, 0.0, 0.0) + atol)
     same = (actual == expected) | (actual.isnan() & expected.isnan())
     # What is not finite on one side only is infinitely wrong.
