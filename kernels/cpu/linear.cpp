@@ -32,15 +32,21 @@ DS_KERNELS_INLINE Real activate_by(Number, Real x) {
   return activate<static_cast<Activation>(Number::value)>(x);
 }
 
+// From input `m` on.
+inline const float* inputs_from(const float* input, const Dots& dots, int64_t m) { return input + m * dots.columns; }
+inline ShortInputs inputs_from(const ShortInputs& input, const Dots& dots, int64_t m) {
+  return {input.values + m * dots.columns, input.scales + m * dots.groups};
+}
+
 // `rows` rows, at most kRows, with all inputs, the widest tiles first.
-template <class Weight>
-void dot_rows(const Dots& dots, int64_t rows, int64_t inputs, const Weight* weight, const float* scales,
-              const float* input, float* sums) {
+template <class Weight, class Input>
+void dot_rows(const Dots& dots, int64_t rows, int64_t inputs, const Weight* weight, const float* scales, Input input,
+              float* sums) {
   const auto tiles = [&](auto tile_rows, auto tile_inputs, int64_t m) {
     constexpr int R = decltype(tile_rows)::value, M = decltype(tile_inputs)::value;
     const auto one = [&](auto height, int64_t r) {
       dot_tile<decltype(height)::value, M>(dots, weight + r * dots.stride,
-                                           scales ? scales + r * dots.groups : nullptr, input + m * dots.columns,
+                                           scales ? scales + r * dots.groups : nullptr, inputs_from(input, dots, m),
                                            sums + m * kBlock + r, kBlock);
     };
     int64_t r = 0;
@@ -81,10 +87,16 @@ struct Linear {
     const Dots dots{task.columns, task.stride, task.groups};
     const auto* weight = static_cast<const Weight*>(task.weight);
     for (int64_t r = 0; r < count; r += kRows) {
-      const int64_t row = first + r;
-      dot_rows(dots, count - r < kRows ? count - r : kRows, inputs, weight + row * task.stride,
-               task.scales ? task.scales + row * task.groups : nullptr, task.input + first_input * task.columns,
-               sums + r);
+      const int64_t row = first + r, rows = count - r < kRows ? count - r : kRows;
+      const Weight* from = weight + row * task.stride;
+      const float* scales = task.scales ? task.scales + row * task.groups : nullptr;
+      if constexpr (kShortInputs && sizeof(Weight) == 1) {
+        if (task.shorts.values) {
+          dot_rows(dots, rows, inputs, from, scales, inputs_from(task.shorts, dots, first_input), sums + r);
+          continue;
+        }
+      }
+      dot_rows(dots, rows, inputs, from, scales, inputs_from(task.input, dots, first_input), sums + r);
     }
   }
 
@@ -121,6 +133,19 @@ struct LinearWiden {
     for_each_vector(count, [=](int64_t i, auto memory) { memory.store(to + i, memory.load(elements + i)); });
   }
 };
+
+bool shorten_inputs(const LinearTask& task, int16_t* values, float* scales) {
+  const int64_t width = task.columns / task.groups;
+#ifdef __AVX512F__
+  if (!__builtin_cpu_supports("avx512vnni")) return false;
+#endif
+  if (!kShortInputs || width % kShortStep != 0 || width > kMostShortColumns) return false;
+  for (int64_t group = 0; group < task.inputs * task.groups; ++group) {
+    scales[group] = shorten(task.input + group * width, values + group * width, width);
+    if (scales[group] != scales[group]) return false;
+  }
+  return true;
+}
 
 template <class Element>
 struct LinearDequantize {
@@ -171,8 +196,8 @@ LinearLoop choose_linear(Dtype dtype, bool quantized) {
 }  // namespace
 
 inline namespace DS_KERNELS_CPU_LEVEL {
-extern const LinearLoops linear_loops{choose_linear, by_dtype<LinearWiden>, by_dtype<LinearDequantize>,
-                                      by_dtype<LinearFinish>};
+extern const LinearLoops linear_loops{choose_linear, by_dtype<LinearWiden>, shorten_inputs,
+                                      by_dtype<LinearDequantize>, by_dtype<LinearFinish>};
 }
 
 }  // namespace ds_kernels::cpu

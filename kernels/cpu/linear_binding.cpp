@@ -96,6 +96,14 @@ class Linear {
       input = widened.data();
     }
     task_.input = static_cast<const float*>(input);
+    // float32 is asked for by those who want its accuracy.
+    if (quantized_ && arguments_.dtype() != Dtype::Float32) {
+      shorts_.resize(task_.inputs * task_.columns);
+      short_scales_.resize(task_.inputs * task_.groups);
+      if (loops_.shorten(task_, shorts_.data(), short_scales_.data())) {
+        task_.shorts = {shorts_.data(), short_scales_.data()};
+      }
+    }
     Tensor output = new_tensor(input_, shape());
     task_.output = output.data_ptr();
     const LinearLoop loop = loops_.linear(arguments_.dtype(), quantized_);
@@ -137,6 +145,8 @@ class Linear {
   Tensor weight_;
   OptionalTensor bias_, scales_;
   std::vector<int64_t> shape_;
+  std::vector<int16_t> shorts_;
+  std::vector<float> short_scales_;
   LinearTask task_{};
   bool quantized_ = false;
 };

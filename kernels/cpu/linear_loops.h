@@ -13,6 +13,7 @@ struct LinearTask {
   int64_t stride;      // of a row of weights, in elements
   const float* scales; // [rows, groups] for int8 weights, else null
   int64_t groups;      // 1 without scales
+  ShortInputs shorts;  // the same inputs in 16 bits, for int8 weights; null where they are not to be used
   const void* bias;
   const void* residual;  // [inputs, outputs]
   void* output;          // [inputs, outputs]
@@ -26,6 +27,9 @@ using LinearLoop = void (*)(const LinearTask& task, int64_t begin, int64_t end);
 // `count` elements to floats.
 using WidenLoop = void (*)(const void* from, float* to, int64_t count);
 
+// The inputs of a task in 16 bits; false if they cannot be had here, or have an element that is not finite.
+using ShortenLoop = bool (*)(const LinearTask& task, int16_t* values, float* scales);
+
 // Rows [begin, end) of int8 weights to `to`.
 using DequantizeLoop = void (*)(const LinearTask& task, void* to, int64_t begin, int64_t end);
 
@@ -35,6 +39,7 @@ using FinishLoop = void (*)(const LinearTask& task, const void* sums, int64_t be
 struct LinearLoops {
   LinearLoop (*linear)(Dtype dtype, bool quantized);
   WidenLoop (*widen)(Dtype dtype);
+  ShortenLoop shorten;
   DequantizeLoop (*dequantize)(Dtype dtype);
   FinishLoop (*finish)(Dtype dtype);
 };
