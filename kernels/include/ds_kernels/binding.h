@@ -30,6 +30,10 @@
 
 #include <ds_kernels/config.h>
 
+#ifndef STABLE_TORCH_ERROR_CODE_CHECK  // torch 2.11 has it by another name
+#define STABLE_TORCH_ERROR_CODE_CHECK TORCH_ERROR_CODE_CHECK
+#endif
+
 static_assert(TORCH_FEATURE_VERSION == TORCH_TARGET_VERSION, "include ds_kernels/binding.h before torch's headers");
 
 // DS_KERNELS_IMPL(CPU | CUDA | XPU | PrivateUse1, m) { m.impl(...); }
@@ -90,6 +94,16 @@ class NoGrad {
 // costs as much as the update of a small one; these do not.
 
 using Shape = torch::headeronly::IntHeaderOnlyArrayRef;
+
+// Those of torch 2.11, which has none; later ones are no templates, and so go first.
+template <class T>
+bool operator==(c10::HeaderOnlyArrayRef<T> a, c10::HeaderOnlyArrayRef<T> b) {
+  return a.equals(b);
+}
+template <class T>
+bool operator!=(c10::HeaderOnlyArrayRef<T> a, c10::HeaderOnlyArrayRef<T> b) {
+  return !a.equals(b);
+}
 
 // A tensor that somebody else keeps alive.
 class TensorRef {
