@@ -30,6 +30,8 @@ help:
 	@echo 'make mutants       the defects seeded for the conformance suite, and the checks that find them: some minutes'
 	@echo 'make lint          style (ruff) and types (mypy) alone'
 	@echo 'make format        let ruff format the tree'
+	@echo 'make gpu-check     on a machine with an NVIDIA GPU: builds, tests, conformance, benchmarks, a report'
+	@echo 'make cuda-compile  compile every CUDA kernel for every architecture; needs nvcc, no GPU'
 	@echo 'make bench         the training step against the accelerator that DeepSpeed brings along'
 	@echo 'make clean         remove everything that these commands made'
 	@echo
@@ -102,6 +104,34 @@ pytest: $(READY)
 .PHONY: mutants
 mutants: $(READY)
 	$(BIN)/python -m ds_plugin_sdk.conformance.mutants $(MUTANTS)
+
+# --- NVIDIA GPUs --------------------------------------------------------------------------------------------------
+
+# With the machine's own Python, torch and nvcc: nothing is set up and nothing downloaded.
+.PHONY: gpu-check
+gpu-check:
+	$(PYTHON) benchmarks/gpu_check.py $(ARGS)
+
+# What a GPU machine without a network may lack, to be carried there in build/gpu-wheels.
+GPU_PYTHON ?= 3.12
+GPU_WHEELS := platformdirs filelock pluggy typer rich shellingham markdown-it-py mdurl pygments editables \
+    hjson msgpack pydantic pydantic-core annotated-types typing-inspection py-cpuinfo einops
+.PHONY: gpu-wheels
+gpu-wheels: $(READY)
+	rm -rf build/gpu-wheels && mkdir -p build/gpu-wheels
+	$(PIP) download --no-deps --only-binary=:all: --python-version $(GPU_PYTHON) --implementation cp \
+	    --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 --platform manylinux_2_17_x86_64 \
+	    -d build/gpu-wheels $(GPU_WHEELS)
+	DS_BUILD_OPS=0 $(PIP) wheel --no-deps --no-build-isolation -w build/gpu-wheels \
+	    "deepspeed==$$($(BIN)/python -c 'import importlib.metadata; print(importlib.metadata.version("deepspeed"))')"
+
+# One compiler at a time: nvcc takes much memory.
+CUDA_ARCHS ?= 7.5;8.0;9.0;10.0;12.0+PTX
+.PHONY: cuda-compile
+cuda-compile: $(READY)
+	rm -rf build/cuda-compile
+	TORCH_CUDA_ARCH_LIST='$(CUDA_ARCHS)' MAX_JOBS=1 PYTHONPATH=plugins/cuda nice -n 15 \
+	    $(BIN)/python benchmarks/cuda_compile.py build/cuda-compile
 
 .PHONY: bench
 bench: $(READY)
