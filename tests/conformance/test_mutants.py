@@ -1,0 +1,66 @@
+"""The hunt: what counts as killed, what as survived, and that no clause is without a mutant."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ds_plugin_sdk.conformance import suite
+from ds_plugin_sdk.conformance.mutants import all_mutants
+from ds_plugin_sdk.conformance.mutants.hunt import Hunt, hunt, idle
+
+HERE = Path(__file__).resolve().parent
+
+
+@pytest.fixture(scope="module")
+def hunts() -> Iterator[dict[str, Hunt]]:
+    """The mutants that the misfit brings, hunted; here they are declared by importing it, as in a worker."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(HERE))
+        patch.setenv("PYTHONPATH", str(HERE), prepend=os.pathsep)
+        import misfit  # noqa: F401  # declares them
+
+        mine = [mutant for mutant in all_mutants() if mutant.name.startswith("misfit.")]
+        yield {each.mutant.name.removeprefix("misfit."): each for each in hunt(mine, 2, lambda each: None)}
+
+
+@pytest.mark.slow
+def test_a_mutant_is_killed_by_the_check_of_its_clause(hunts: dict[str, Hunt]) -> None:
+    found = hunts["found"]
+    assert found.killed
+    assert found.check == "runtime.misfit.counts"
+    assert found.killer is not None and found.killer.failure is not None
+    assert found.killer.failure.what == "devices: 3"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("unseen", "runtime.misfit.passes passed"),
+        ("proves_nothing", "runtime.misfit.differs fails without it too: devices: 1"),
+        ("without_a_case", "clause R98.1 has no case for it"),
+    ],
+)
+def test_a_survivor_says_why(hunts: dict[str, Hunt], name: str, why: str) -> None:
+    assert not hunts[name].killed
+    assert hunts[name].survived == why
+
+
+@pytest.mark.slow
+def test_a_check_that_kills_none_is_named(hunts: dict[str, Hunt]) -> None:
+    names = ["runtime.misfit.counts", "runtime.misfit.differs", "runtime.misfit.passes"]
+    assert idle(names, list(hunts.values())) == ["runtime.misfit.differs", "runtime.misfit.passes"]
+
+
+def test_every_clause_has_a_mutant_and_every_mutant_a_clause() -> None:
+    """That each is killed is for `make mutants` to show, which takes minutes."""
+    own = "misfit"
+    mutants = [mutant for mutant in all_mutants() if not mutant.name.startswith(own)]
+    clauses = {check.clause.number: check for check in suite.checks() if own not in check.name}
+    assert {mutant.clause for mutant in mutants} == set(clauses)
+    assert all(mutant.level == clauses[mutant.clause].level for mutant in mutants)
+    assert len(mutants) >= 80
