@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import statistics
-import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ds_plugin_sdk.bench.timing import Step
+from ds_plugin_sdk.bench.timing import copy_rate as _copy_rate
+from ds_plugin_sdk.bench.timing import take_turns as _take_turns
 from ds_plugin_sdk.op_builder import load_kernels
 from ds_plugin_sdk.ops.adam import adam_
 from ds_plugin_sdk.optim import FusedAdam
@@ -27,8 +28,6 @@ CASES: dict[str, list[tuple[int, ...]]] = {
     "2,000 of 1 k": [(1024,)] * 2000,
     "GPT-2 small": [(50257, 768), (1024, 768), *(_LAYER + _MLP) * 12, (768,), (768,)],
 }
-
-Step = Callable[[], object]
 
 
 @dataclass(frozen=True)
@@ -124,25 +123,3 @@ def _deepspeed_step(params: Sequence[Tensor], op: Any) -> Step:
 def _grad(param: Tensor) -> Tensor:
     assert param.grad is not None
     return param.grad
-
-
-def _copy_rate() -> float:
-    """GB/s of copying one large tensor, its bytes read and written."""
-    source = torch.randn(64 << 20)
-    target = torch.zeros_like(source)
-    median = _take_turns({"copy": lambda: target.copy_(source)}, 1.0)["copy"]
-    return source.nbytes * 2 / median / 1e9
-
-
-def _take_turns(steps: dict[str, Step], seconds: float) -> dict[str, float]:
-    """Median seconds of each step, after one of each that does not count; at least five turns."""
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    end = time.perf_counter() + seconds
-    for step in steps.values():
-        step()
-    while time.perf_counter() < end or len(next(iter(times.values()))) < 5:
-        for name, step in steps.items():
-            start = time.perf_counter()
-            step()
-            times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(values) for name, values in times.items()}

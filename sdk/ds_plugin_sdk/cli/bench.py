@@ -57,9 +57,31 @@ def adam(as_json: bool = _JSON) -> None:
     _show("Adam", benchmark.run(), as_json)
 
 
+@bench.command("lamb")
+def lamb(
+    compiled: bool = typer.Option(True, help="Also time torch.compile, which compiles for minutes."),
+    as_json: bool = _JSON,
+) -> None:
+    """LAMB against torch's foreach functions, torch.compile of them, and our Adam."""
+    from ds_plugin_sdk.bench import lamb as benchmark
+
+    _show("LAMB", benchmark.run(compiled=compiled), as_json)
+
+
 @bench.command("accuracy")
 def accuracy(as_json: bool = _JSON) -> None:
     """Worst error of each optimizer kernel against float64 formulas."""
     from ds_plugin_sdk.bench import accuracy as benchmark
 
     _show("Error against float64", benchmark.run(), as_json)
+
+
+@bench.command("inference")
+def inference(
+    compiled: bool = typer.Option(True, help="Compare with torch.compile too (some seconds for each row)."),
+    as_json: bool = _JSON,
+) -> None:
+    """The inference ops against torch, eager and compiled, on shapes of decoding and of prompts."""
+    from ds_plugin_sdk.bench import inference as benchmark
+
+    _show("Inference ops", benchmark.run(compiled=compiled), as_json)
