@@ -1,0 +1,204 @@
+"""Linear layers against float64: by our own loops and by torch's product, floating-point weights and int8."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ds_plugin_sdk.errors import InvalidTensorError
+from ds_plugin_sdk.op_builder import load_kernels
+from ds_plugin_sdk.ops.linear import ACTIVATIONS, dequantize_weight, linear, quantize_weight
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# A unit in the last place of a result, and what sums and 16-bit inputs may lose of the sum of all products' sizes.
+EPS = {torch.float32: 2**-23, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+SUMS = 2**-17
+SHORT_INPUTS = 2**-15
+# One input, tiles of two and four, more than one block of them, and as many as go to torch.
+INPUTS = (1, 2, 3, 7, 9, 40)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DS_PLUGIN_CACHE_DIR", str(tmp_path_factory.mktemp("kernels")))
+        patch.setenv("DS_PLUGIN_FALLBACK", "0")
+        load_kernels("linear", "cpu")
+
+
+def activate(x: Tensor, activation: str) -> Tensor:
+    if activation == "gelu":
+        return 0.5 * x * (1 + torch.erf(x / 2**0.5))
+    if activation == "gelu_tanh":
+        return 0.5 * x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)))
+    return {"identity": x, "relu": x.clamp(min=0), "silu": x / (1 + torch.exp(-x))}[activation]
+
+
+def check(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    activation: str,
+    gated: bool,
+    group: int,
+) -> None:
+    """Compare with the formula in float64; `group` columns share a scale, none if 0."""
+    scales = None
+    matrix = weight.double()
+    if group:
+        weight, scales = quantize_weight(weight, group)
+        matrix = dequantize_weight(weight, scales.double(), torch.float64)
+    actual = linear(input, weight, bias, scales=scales, activation=activation, gated=gated, residual=residual).double()
+    x = input.double()
+    hidden, sizes = x @ matrix.T, x.abs() @ matrix.abs().T
+    if group and input.dtype != torch.float32:
+        tops = x.abs().unflatten(-1, (-1, group)).amax(-1, keepdim=True).expand(*x.shape[:-1], -1, group).flatten(-2)
+        sizes = sizes + SHORT_INPUTS / SUMS * tops @ matrix.abs().T
+    if bias is not None:
+        hidden = hidden + bias.double()
+    eps = EPS[input.dtype]
+    # What a sum may be off by before its activation; torch's product rounds it, and dequantized weights, too.
+    off = SUMS * sizes + (eps * (2 * sizes + hidden.abs()) if x.shape[0] >= 24 else 0)
+    if gated:
+        (first, second), (off_first, off_second) = hidden.chunk(2, -1), off.chunk(2, -1)
+        expected = first * activate(second, activation)
+        off = 1.2 * first.abs() * off_second + (second.abs() + off_second) * off_first + off_first * off_second
+    else:
+        expected, off = activate(hidden, activation), 1.2 * off
+    if residual is not None:
+        expected = expected + residual.double()
+    allowed = off + eps * expected.abs() + 1e-6 + (eps * expected.abs() if residual is not None else 0)
+    worst = ((actual - expected).abs() / allowed).max() if expected.numel() else torch.tensor(0.0)
+    assert float(worst) <= 1, f"{float(worst):.2f} times the tolerance"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("inputs", INPUTS)
+def test_equals_the_formula(inputs: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(inputs)
+    cases = product((16, 33, 100, 256), (2, 18, 130), ACTIVATIONS, (False, True))
+    for number, (columns, rows, activation, gated) in enumerate(cases):
+        out = rows // 2 if gated else rows
+        input = torch.randn(inputs, columns, generator=generator).to(dtype)
+        weight = torch.randn(rows, columns, generator=generator) / columns**0.5
+        bias = torch.randn(rows, generator=generator).to(dtype) if number % 2 else None
+        residual = torch.randn(inputs, out, generator=generator).to(dtype) if number % 3 else None
+        check(input, weight.to(dtype), bias, residual, activation, gated, 0)
+        group = {16: 16, 33: 11, 100: 20, 256: 64}[columns]
+        check(input, weight, bias, residual, activation, gated, group)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_layouts(dtype: torch.dtype) -> None:
+    input = torch.randn(40, 2, dtype=dtype).t()
+    weight = torch.randn(40, 6, dtype=dtype).t()
+    bias, residual = torch.randn(12, dtype=dtype)[::2], torch.randn(6, 2, dtype=dtype).t()
+    check(input, weight, bias, residual, "silu", False, 0)
+    rows_apart = torch.randn(6, 50, dtype=dtype)[:, :40]
+    check(input, rows_apart, None, None, "identity", False, 0)
+    quantized, scales = quantize_weight(weight.float(), 8)
+    plain = linear(input, quantized, scales=scales)
+    apart = linear(input, quantized.t().contiguous().t(), scales=scales.t().contiguous().t())
+    assert torch.equal(plain, apart)
+    assert linear(input.reshape(1, 2, 1, 40), weight).shape == (1, 2, 1, 6)
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (2, 0, 8)], ids=str)
+def test_no_inputs(shape: tuple[int, ...]) -> None:
+    assert linear(torch.randn(shape), torch.randn(3, 8)).shape == (*shape[:-1], 3)
+
+
+def test_no_columns_and_no_rows() -> None:
+    assert torch.equal(linear(torch.randn(2, 0), torch.randn(3, 0), torch.ones(3)), torch.ones(2, 3))
+    assert linear(torch.randn(2, 8), torch.randn(0, 8)).shape == (2, 0)
+
+
+@pytest.mark.parametrize("inputs", [1, 40])
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf])
+@pytest.mark.parametrize("quantized", [False, True])
+def test_what_is_not_finite_spreads(broken: float, inputs: int, quantized: bool) -> None:
+    input = torch.ones(inputs, 64, dtype=torch.bfloat16)
+    input[0, 5] = broken
+    weight = torch.ones(3, 64)
+    matrix, scales = quantize_weight(weight, 32) if quantized else (weight.bfloat16(), None)
+    result = linear(input, matrix, scales=scales)
+    assert not result[0].isfinite().any()
+    assert result[1:].isfinite().all()
+
+
+def test_sixteen_bits_of_large_and_tiny_inputs() -> None:
+    """Groups of very different sizes, and of nothing but zeros, keep their own scales."""
+    input = torch.randn(1, 256).bfloat16()
+    input[:, :64] *= 1e30
+    input[:, 64:128] *= 1e-30
+    input[:, 128:192] = 0
+    weight = torch.randn(5, 256)
+    weight[:, :64] = 0
+    check(input, weight, None, None, "identity", False, 64)
+
+
+def test_the_same_for_any_number_of_threads() -> None:
+    input, weight = torch.randn(3, 512).bfloat16(), torch.randn(777, 512).bfloat16()
+    threads = torch.get_num_threads()
+    try:
+        results = []
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            results.append(linear(input, weight))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+def test_quantize_weight() -> None:
+    weight = torch.randn(5, 96)
+    weight[2, 32:64] = 0
+    quantized, scales = quantize_weight(weight, 32)
+    assert quantized.dtype == torch.int8
+    assert scales.shape == (5, 3)
+    assert int(quantized.abs().max()) == 127
+    error = (dequantize_weight(quantized, scales) - weight).abs().unflatten(1, (3, 32)).amax(2)
+    assert bool((error <= scales * 0.5001).all())
+    with pytest.raises(InvalidTensorError, match="divisor"):
+        quantize_weight(weight, 7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"weight": torch.zeros(4, 7)}, "weight"),
+        ({"weight": torch.zeros(4, 8, dtype=torch.int8)}, "scales"),
+        ({"scales": torch.zeros(4, 1)}, "scales|weight"),
+        ({"weight": torch.zeros(4, 8, dtype=torch.int8), "scales": torch.zeros(4, 3)}, "divisor"),
+        ({"bias": torch.zeros(3)}, "bias"),
+        ({"residual": torch.zeros(2, 5)}, "residual"),
+        ({"residual": torch.zeros(2, 4, dtype=torch.bfloat16)}, "residual"),
+        ({"activation": "tanh"}, "activation"),
+        ({"gated": True, "weight": torch.zeros(5, 8)}, "two halves"),
+    ],
+)
+def test_refuses(change: dict[str, object], message: str, dtype: torch.dtype) -> None:
+    arguments = {"input": torch.zeros(2, 8, dtype=dtype), "weight": torch.zeros(4, 8, dtype=dtype), **change}
+    for name, value in arguments.items():  # all in the dtype that is tried, but for what is wrong on purpose
+        if name != "scales" and isinstance(value, Tensor) and value.dtype == torch.float32:
+            arguments[name] = value.to(dtype)
+    with pytest.raises(InvalidTensorError, match=message):
+        linear(**arguments)  # type: ignore[arg-type]  # wrong on purpose
+
+
+def test_torch_checks_the_op() -> None:
+    quantized, scales = quantize_weight(torch.randn(4, 8), 8)
+    torch.library.opcheck(
+        torch.ops.ds_plugin.linear.default, (torch.randn(2, 8), quantized, torch.randn(4), scales, None, 4, True)
+    )
+
+
+def test_agrees_with_torch() -> None:
+    input, weight, bias = torch.randn(3, 64), torch.randn(10, 64), torch.randn(10)
+    torch.testing.assert_close(linear(input, weight, bias), functional.linear(input, weight, bias))
