@@ -64,7 +64,8 @@ class Worker:
         """
         self._from = self._output.seek(0, os.SEEK_END)
         try:
-            self._connection.send_bytes(json.dumps(request).encode())
+            with contextlib.suppress(BrokenPipeError):  # it may have said why, and gone
+                self._connection.send_bytes(json.dumps(request).encode())
             if self._wait(timeout):
                 return json.loads(self._connection.recv_bytes())
         except (EOFError, OSError):

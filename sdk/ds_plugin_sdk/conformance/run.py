@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections import Counter
 from types import TracebackType
 from typing import Any
 
@@ -24,6 +25,7 @@ class Runner:
         self.target = target
         self._timeout = timeout
         self._worker: Worker | None = None
+        self._next: Worker | None = None  # loads the target while an isolated case runs
         self._level = ""
 
     def __enter__(self) -> Runner:
@@ -41,7 +43,7 @@ class Runner:
             ConformanceError: the target cannot be had, or two cases have one id.
         """
         items = [item_from_dict(each) for each in self._ask({"do": "list"})]
-        twice = [item.id for i, item in enumerate(items) if any(item.id == other.id for other in items[:i])]
+        twice = [case for case, count in Counter(item.id for item in items).items() if count > 1]
         if twice:
             raise ConformanceError(f"two cases are called '{twice[0]}'", why="a check's cases must differ")
         return items
@@ -62,25 +64,34 @@ class Runner:
         if item.broken is not None:
             return Outcome(item, "failed", failure=item.broken)
         if item.isolated:
-            self.close()
+            self._retire()
         item = dataclasses.replace(item, timeout=self._timeout or item.timeout)
         start = time.perf_counter()
         try:
             worker = self._ready(item.level)
+            if item.isolated:
+                self._next = Worker(self.target)
             answer = worker.ask({"do": "run", "check": item.check, "parameters": item.parameters}, item.timeout)
             failure = answer["failure"] and Failure(**{**answer["failure"], "output": worker.output()})
             return Outcome(item, "failed" if failure else "passed", answer["seconds"], failure or None)
         except WorkerError as error:
-            self.close()
+            self._retire()
             return _without_answer(item, error, time.perf_counter() - start)
         except ConformanceError as error:  # it loaded before, and now it does not
             return Outcome(item, "failed", failure=Failure(error.what, error.why, error.hint))
         finally:
             if item.isolated:
-                self.close()
+                self._retire()
 
     def close(self) -> None:
-        """End the worker; another one begins when it is needed."""
+        """End the workers; others begin when they are needed."""
+        self._retire()
+        if self._next is not None:
+            self._next.close()
+            self._next = None
+
+    def _retire(self) -> None:
+        """End the worker that ran the last case."""
         if self._worker is not None:
             self._worker.close()
             self._worker = None
@@ -88,13 +99,13 @@ class Runner:
     def _ready(self, level: str) -> Worker:
         """A worker that has loaded the target, and has run cases of this level only."""
         if self._worker is not None and self._level not in ("", level):
-            self.close()
+            self._retire()
         self._level = level
         if self._worker is None:
-            self._worker = Worker(self.target)
+            self._worker, self._next = self._next or Worker(self.target), None
             answer = self._worker.ask({"do": "start"}, START_TIMEOUT)
             if "error" in answer:
-                self.close()
+                self._retire()
                 raise _unusable(self.target, Failure(**answer["error"]))
         return self._worker
 
@@ -102,7 +113,7 @@ class Runner:
         try:
             return self._ready("").ask(request, START_TIMEOUT)
         except WorkerError as error:
-            self.close()
+            self._retire()
             raise _unusable(self.target, Failure(error.what, traceback=error.output)) from None
 
 

@@ -10,6 +10,7 @@ import sys
 import unittest
 from pathlib import Path
 
+from ds_plugin_sdk.conformance.outcome import BROKEN, HOLDS, NOTHING_RUN
 from ds_plugin_sdk.conformance.target import Target
 from ds_plugin_sdk.errors import ConformanceError, SdkError
 from ds_plugin_sdk.settings import export
@@ -29,7 +30,9 @@ def main(arguments: list[str]) -> None:
         sys.path.insert(0, str(Path(file).resolve().parent))  # they import their neighbours
         runpy.run_path(file, run_name="__main__")
     else:
-        unittest.main("ds_plugin_sdk.conformance.torch_layer.compare_cpu", argv=["torch_layer", *rest])
+        tests = "ds_plugin_sdk.conformance.torch_layer.compare_cpu"
+        result = unittest.main(tests, argv=["torch_layer", *rest], exit=False).result
+        sys.exit(NOTHING_RUN if not result.testsRun else BROKEN if not result.wasSuccessful() else HOLDS)
 
 
 def _torch_s_name(device_type: str) -> str:
