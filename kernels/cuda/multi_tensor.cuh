@@ -5,6 +5,7 @@
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 #include <utility>
 
 #include "element.cuh"
@@ -17,30 +18,73 @@ constexpr int kThreads = 256;
 constexpr int kChunk = 4096;             // elements; a multiple of kThreads * 8
 constexpr size_t kParameterBytes = 3800;  // of the 4096 that every driver takes, what the op's constants leave
 
+// Elements of one tensor that a block works on.
+struct Chunk {
+  int tensor, number;  // of the launch; of the tensor
+  int64_t begin;
+  int count;
+};
+
 // The tensors of one launch. `Extra` is what an update needs of each tensor beyond its addresses.
 template <int lists, class Extra>
 struct Table {
-  static constexpr int kCapacity = kParameterBytes / (lists * sizeof(void*) + sizeof(int64_t) + sizeof(int) + sizeof(Extra));
+  static constexpr int kCapacity =
+      kParameterBytes / (lists * sizeof(void*) + sizeof(int64_t) + sizeof(int) + sizeof(Extra));
 
   void* data[lists][kCapacity];
   int64_t numel[kCapacity];
-  int first_chunk[kCapacity + 1];
   Extra extra[kCapacity];
+  int first_chunk[kCapacity + 1];
   int tensors = 0;
 
-  __device__ __forceinline__ int tensor_of(int chunk) const {
-    int low = 0, high = tensors;  // first_chunk[low] <= chunk < first_chunk[high]
+  int chunks() const { return tensors ? first_chunk[tensors] : 0; }
+
+  __device__ __forceinline__ Chunk chunk(int index) const {
+    int low = 0, high = tensors;  // first_chunk[low] <= index < first_chunk[high]
     while (high - low > 1) {
       const int middle = (low + high) / 2;
-      (first_chunk[middle] <= chunk ? low : high) = middle;
+      (first_chunk[middle] <= index ? low : high) = middle;
     }
-    return low;
+    const int number = index - first_chunk[low];
+    const int64_t begin = static_cast<int64_t>(number) * kChunk, rest = numel[low] - begin;
+    return {low, number, begin, rest < kChunk ? static_cast<int>(rest) : kChunk};
   }
 };
 
+// Calls `body(pack, i)` so that positions [i, i + pack) are the calling thread's, `pack` being a constant: the given one
+// if all addresses are aligned, 1 otherwise and at the end.
+template <int pack, class Body>
+__device__ __forceinline__ void for_each_pack(bool aligned, int count, const Body& body) {
+  const int thread = static_cast<int>(threadIdx.x), packed = aligned ? count / pack * pack : 0;
+  for (int i = thread * pack; i < packed; i += kThreads * pack) body(std::integral_constant<int, pack>{}, i);
+  for (int i = packed + thread; i < count; i += kThreads) body(std::integral_constant<int, 1>{}, i);
+}
+
+// Cuts the tensors into launches: calls `body(table)` for each. `extra_of(tensor)` gives what a table has of a tensor.
+template <int lists, class ExtraOf, class Body>
+void for_each_launch(const TensorLists& tensors, const ExtraOf& extra_of, const Body& body) {
+  constexpr int64_t kMaxChunks = 1 << 30;
+  Table<lists, decltype(extra_of(size_t{}))> table;
+  for (size_t tensor = 0; tensor < tensors.size(); ++tensor) {
+    const int64_t numel = (*tensors.numels)[tensor], needed = (numel + kChunk - 1) / kChunk;
+    if (table.tensors == table.kCapacity || table.chunks() + needed > kMaxChunks) {
+      body(table);
+      table.tensors = 0;
+    }
+    const int slot = table.tensors, first = table.chunks();
+    for (int list = 0; list < lists; ++list) table.data[list][slot] = tensors.at(list, tensor);
+    table.numel[slot] = numel;
+    table.extra[slot] = extra_of(tensor);
+    table.first_chunk[slot] = first;
+    table.first_chunk[slot + 1] = first + static_cast<int>(needed);
+    ++table.tensors;
+  }
+  if (table.tensors) body(table);
+}
+
 namespace detail {
 
-// Runs `update` on `count` neighbouring elements of each list.
+// Runs `Update` on `count` neighbouring elements of each list.
 template <int count, class Update, class Constants, class... Elements, size_t... list>
 __device__ __forceinline__ void update_elements(void* const (&data)[sizeof...(Elements)], int64_t position,
                                                 const Constants& constants, std::index_sequence<list...>) {
@@ -58,62 +102,33 @@ template <class Update, class Constants, class Extra, class... Elements>
 __global__ void __launch_bounds__(kThreads)
     multi_tensor_kernel(const __grid_constant__ Table<sizeof...(Elements), Extra> table, const Constants common) {
   constexpr int lists = sizeof...(Elements);
-  constexpr int pack = std::max({kPack<Elements>...});
-  constexpr auto each = std::make_index_sequence<lists>{};
-  const int tensor = table.tensor_of(static_cast<int>(blockIdx.x));
-  const int64_t begin = static_cast<int64_t>(static_cast<int>(blockIdx.x) - table.first_chunk[tensor]) * kChunk;
-  const int64_t rest = table.numel[tensor] - begin;
-  const int count = rest < kChunk ? static_cast<int>(rest) : kChunk;
-  const Constants constants = Update::constants(common, table.extra[tensor]);
-
+  const Chunk chunk = table.chunk(static_cast<int>(blockIdx.x));
+  const Constants constants = Update::constants(common, table.extra[chunk.tensor]);
   void* data[lists];
   bool aligned = true;
 #pragma unroll
   for (int list = 0; list < lists; ++list) {
-    data[list] = table.data[list][tensor];
+    data[list] = table.data[list][chunk.tensor];
     aligned = aligned && is_aligned(data[list]);
   }
-  const int thread = static_cast<int>(threadIdx.x);
-  const int packed = aligned ? count / pack * pack : 0;
-  for (int i = thread * pack; i < packed; i += kThreads * pack) {
-    update_elements<pack, Update, Constants, Elements...>(data, begin + i, constants, each);
-  }
-  for (int i = packed + thread; i < count; i += kThreads) {
-    update_elements<1, Update, Constants, Elements...>(data, begin + i, constants, each);
-  }
+  for_each_pack<std::max({kPack<Elements>...})>(aligned, chunk.count, [&](auto pack, int i) {
+    update_elements<pack, Update, Constants, Elements...>(data, chunk.begin + i, constants,
+                                                          std::make_index_sequence<lists>{});
+  });
 }
 
 }  // namespace detail
 
 // Runs `Update::run(constants, element of each list...)` on all elements, where
-// constants = Update::constants(common, extra(tensor)).
+// constants = Update::constants(common, extra_of(tensor)).
 template <class Update, class... Elements, class Constants, class ExtraOf>
 void multi_tensor(const char* op, const TensorLists& tensors, const Constants& common, const ExtraOf& extra_of,
                   Stream stream) {
-  constexpr int lists = sizeof...(Elements);
-  constexpr int kMaxChunks = 1 << 30;  // of one launch
   using Extra = decltype(extra_of(size_t{}));
-  Table<lists, Extra> table;
-  int chunks = 0;
-  const auto flush = [&] {
-    table.first_chunk[table.tensors] = chunks;
-    launch(op, detail::multi_tensor_kernel<Update, Constants, Extra, Elements...>, dim3(static_cast<unsigned>(chunks)),
-           kThreads, stream, table, common);
-    table.tensors = chunks = 0;
-  };
-  for (size_t tensor = 0; tensor < tensors.size(); ++tensor) {
-    const int64_t numel = (*tensors.numels)[tensor];
-    if (numel == 0) continue;
-    const int64_t needed = (numel + kChunk - 1) / kChunk;
-    if (table.tensors == table.kCapacity || chunks + needed > kMaxChunks) flush();
-    const int slot = table.tensors++;
-    for (int list = 0; list < lists; ++list) table.data[list][slot] = tensors.at(list, tensor);
-    table.numel[slot] = numel;
-    table.first_chunk[slot] = chunks;
-    table.extra[slot] = extra_of(tensor);
-    chunks += static_cast<int>(needed);
-  }
-  flush();
+  for_each_launch<sizeof...(Elements)>(tensors, extra_of, [&](const auto& table) {
+    launch(op, detail::multi_tensor_kernel<Update, Constants, Extra, Elements...>,
+           dim3(static_cast<unsigned>(table.chunks())), kThreads, stream, table, common);
+  });
 }
 
 // An update that needs nothing of a tensor but its addresses has `Nothing` for extra, and derives from `SameForAll`.

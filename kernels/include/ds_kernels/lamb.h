@@ -39,7 +39,7 @@ struct LambSums {
 };
 
 // The trust ratio. A NaN stays one: no comparison with it holds.
-inline double lamb_ratio(LambSums sums, const LambStep& s) {
+DS_KERNELS_INLINE double lamb_ratio(LambSums sums, const LambStep& s) {
   if (sums.param == 0 || sums.update == 0) return 1;
   const double ratio = std::sqrt(sums.param) / std::sqrt(sums.update);
   return ratio > s.max_coeff ? s.max_coeff : ratio < s.min_coeff ? s.min_coeff : ratio;

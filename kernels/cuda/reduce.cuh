@@ -1,0 +1,46 @@
+// Sums and maxima over a block's threads, in an order that depends on nothing.
+#pragma once
+
+#include <cuda_runtime.h>
+
+namespace ds_kernels::cuda {
+
+constexpr int kWarpThreads = 32;
+constexpr unsigned kWholeWarp = 0xffffffffu;
+
+struct Sum {
+  template <class T>
+  static __device__ __forceinline__ T combine(T a, T b) {
+    return a + b;
+  }
+};
+
+// A NaN on either side may be lost: whoever needs it finds it in the sums that follow.
+struct Maximum {
+  static __device__ __forceinline__ float combine(float a, float b) { return a > b ? a : b; }
+};
+
+// `x` of all threads of a warp, combined; every thread gets it.
+template <class Operation, class T>
+__device__ __forceinline__ T over_warp(T x) {
+#pragma unroll
+  for (int mask = kWarpThreads / 2; mask > 0; mask /= 2) x = Operation::combine(x, __shfl_xor_sync(kWholeWarp, x, mask));
+  return x;
+}
+
+// `x` of all threads of a block, combined; every thread gets it. All threads must call it; blockDim.x is a multiple of
+// a warp.
+template <class Operation, class T>
+__device__ __forceinline__ T over_block(T x) {
+  __shared__ T parts[kWarpThreads];
+  const int thread = static_cast<int>(threadIdx.x), warps = static_cast<int>(blockDim.x) / kWarpThreads;
+  x = over_warp<Operation>(x);
+  __syncthreads();  // the parts of a call before this one have been read
+  if (thread % kWarpThreads == 0) parts[thread / kWarpThreads] = x;
+  __syncthreads();
+  x = parts[0];
+  for (int warp = 1; warp < warps; ++warp) x = Operation::combine(x, parts[warp]);
+  return x;
+}
+
+}  // namespace ds_kernels::cuda
