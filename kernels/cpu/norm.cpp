@@ -42,11 +42,21 @@ void finish(const NormRows& n, int64_t row, const float* x, float centre, float 
   const Element* bias = row_of<Element>(n.bias, 0, 0);
   Element* output = const_cast<Element*>(row_of<Element>(n.output, row, n.columns));
   for_each_vector(n.columns, [=](int64_t i, auto memory) {
-    Floats y = ((memory.load(x + i) - centre) * factor + shift) * memory.load(weight + i);
-    if (bias) y += memory.load(bias + i);
+    Floats y = ((load_again(memory, x + i) - centre) * factor + shift) * load_again(memory, weight + i);
+    if (bias) y += load_again(memory, bias + i);
     memory.store(output + i, y);
   });
 }
+
+// Sums of a row's differences from its centre, and of their squares.
+struct Moments {
+  Floats first, second;
+
+  DS_KERNELS_INLINE void operator+=(const Moments& more) {
+    first += more.first;
+    second += more.second;
+  }
+};
 
 template <class Element>
 struct LayerNorm {
@@ -55,14 +65,13 @@ struct LayerNorm {
     for (int64_t row = first; row < last; ++row) {
       const float* x = gather<Element>(n, row, scratch);
       const float centre = sum_over(n.columns, [=](int64_t i, auto memory) { return memory.load(x + i); }) / n.columns;
-      Floats differences{};
-      const float squares = sum_over(n.columns, [=, &differences](int64_t i, auto memory) {
-        const Floats difference = within(memory, memory.load(x + i) - centre, 0.f);
-        differences += difference;
-        return difference * difference;
+      const Moments moments = sums_over<Moments>(n.columns, [=](int64_t i, auto memory) {
+        const Floats difference = within(memory, load_again(memory, x + i) - centre, 0.f);
+        return Moments{difference, difference * difference};
       });
-      const float error = sum_of(differences) / n.columns;
-      const float factor = 1.f / square_root(squares / n.columns - error * error + n.eps);
+      const float error = sum_of(moments.first) / n.columns;
+      const float variance = sum_of(moments.second) / n.columns - error * error;
+      const float factor = 1.f / square_root(variance + n.eps);
       finish<Element>(n, row, x, centre, factor, -error * factor);
     }
   }

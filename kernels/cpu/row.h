@@ -15,25 +15,38 @@ DS_KERNELS_INLINE Floats within(PartVector part, Floats x, float otherwise) {
   return load_bits<Floats>(lanes);
 }
 
-// The sum of `term(position, memory)` over a row of `count` elements; 0 of none. Two sums take turns, so that an
-// addition does not wait for the one before it.
+// A load from memory that is in the cache already: it fetches nothing ahead.
+template <class Element>
+DS_KERNELS_INLINE Floats load_again(WholeVector, const Element* from) {
+  return load(from);
+}
+template <class Element>
+DS_KERNELS_INLINE Floats load_again(PartVector part, const Element* from) {
+  return part.load(from);
+}
+
+// The sum of `term(position, memory)` over a row of `count` elements; 0 of none. Sum is Floats, or a struct of them with
+// `+=`. Four sums take turns, so that an addition does not wait for the one before it.
+template <class Sum = Floats, class Term>
+DS_KERNELS_INLINE Sum sums_over(int64_t count, Term term) {
+  constexpr int kSums = 4;
+  Sum sums[kSums] = {};
+  int64_t position = 0;
+  for (; position + kSums * kLanes <= count; position += kSums * kLanes) {
+    for (int i = 0; i < kSums; ++i) sums[i] += term(position + i * kLanes, WholeVector{});
+  }
+  for (; position + kLanes <= count; position += kLanes) sums[0] += term(position, WholeVector{});
+  if (position < count) sums[1] += term(position, PartVector{count - position});
+  sums[0] += sums[1];
+  sums[2] += sums[3];
+  sums[0] += sums[2];
+  return sums[0];
+}
+
+// The same as one number. Lanes of `term` beyond the row do not count.
 template <class Term>
 DS_KERNELS_INLINE float sum_over(int64_t count, Term term) {
-  Floats even{}, odd{};
-  int64_t position = 0;
-  for (; position + 2 * kLanes <= count; position += 2 * kLanes) {
-    even += term(position, WholeVector{});
-    odd += term(position + kLanes, WholeVector{});
-  }
-  if (position + kLanes <= count) {
-    even += term(position, WholeVector{});
-    position += kLanes;
-  }
-  if (position < count) {
-    const PartVector rest{count - position};
-    odd += within(rest, term(position, rest), 0.f);
-  }
-  return sum_of(even + odd);
+  return sum_of(sums_over(count, [&](int64_t i, auto memory) { return within(memory, term(i, memory), 0.f); }));
 }
 
 // The largest `term(position, memory)`; -inf of none. Of a row with a NaN it is one of the terms, or NaN.

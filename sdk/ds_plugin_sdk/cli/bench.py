@@ -68,6 +68,22 @@ def lamb(
     _show("LAMB", benchmark.run(compiled=compiled), as_json)
 
 
+@bench.command("sparse_attention")
+def sparse_attention(as_json: bool = _JSON) -> None:
+    """Sparse attention at 4096 tokens against dense: time and memory."""
+    from ds_plugin_sdk.bench import sparse_attention as benchmark
+
+    _show("Sparse attention", benchmark.run(), as_json)
+
+
+@bench.command("quantizer")
+def quantizer(as_json: bool = _JSON) -> None:
+    """Quantizing and dequantizing against the same in torch, and against the memory's speed."""
+    from ds_plugin_sdk.bench import quantizer as benchmark
+
+    _show("Quantizer", benchmark.run(), as_json)
+
+
 @bench.command("accuracy")
 def accuracy(as_json: bool = _JSON) -> None:
     """Worst error of each optimizer kernel against float64 formulas."""
