@@ -1,0 +1,97 @@
+"""``deepspeed.init_inference(replace_with_kernel_inject=True)`` on our ops, against the models of transformers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.deepspeed, pytest.mark.compiler, pytest.mark.slow, pytest.mark.timeout(900)]
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = Path(__file__).with_name("kernel_injection.py")
+
+# The last release whose models DeepSpeed's layers fit, and what it insists on in versions of its own time.
+OLD = ("transformers==4.43.4", "tokenizers>=0.19,<0.20", "huggingface-hub>=0.23.2,<1")
+
+GENERATE = ("gpt2", "opt", "bloom", "gptj")
+MODELS = (*GENERATE, "bert", "bert, gelu by erf")
+
+
+@pytest.fixture(scope="session")
+def old_transformers() -> Path:
+    """A folder with that release beside what is installed; made once, and kept with the tree's other build results."""
+    folder = ROOT / "build" / "transformers-4.43.4"
+    if not (folder / "transformers").is_dir():
+        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps"]
+        subprocess.run([*pip, "--target", str(folder), *OLD], check=True)
+    return folder
+
+
+def run_program(out: Path, path: str, **variables: str) -> dict[str, Any]:
+    environment = {**os.environ, "PYTHONPATH": path, "PYTHONWARNINGS": "ignore", "DS_PLUGIN_FALLBACK": "0", **variables}
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM), str(out)],
+        env=environment,
+        cwd=out.parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
+    return found
+
+
+@pytest.fixture(scope="session")
+def report(old_transformers: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What `kernel_injection.py` found, on the CPU plugin."""
+    folder = tmp_path_factory.mktemp("injection")
+    cache = {"DS_PLUGIN_CACHE_DIR": str(folder / "cache"), "DS_ACCELERATOR": "cpu"}
+    return run_program(folder / "report.json", str(old_transformers), **cache)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_logits_are_those_of_transformers(report: dict[str, Any], model: str) -> None:
+    found = report["models"][model]
+    # DeepSpeed's layers know one GELU, by tanh; it is up to 5e-4 away from that by erf, in each layer.
+    allowed = 4e-3 if model == "bert, gelu by erf" else 2e-5
+    assert found["error"] <= allowed < 0.001 * found["largest"]
+
+
+@pytest.mark.parametrize("model", GENERATE)
+def test_the_same_tokens_come_out(report: dict[str, Any], model: str) -> None:
+    """A prompt of a batch that is padded on the left, and 32 tokens after it."""
+    found = report["models"][model]
+    assert found["tokens"] == found["expected_tokens"]
+    assert all(len(row) == 44 for row in found["tokens"])
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_bfloat16_is_as_exact_as_that_of_transformers(report: dict[str, Any], model: str) -> None:
+    found = report["models"][model]
+    assert 0 < found["bfloat16_error"] <= 1.5 * found["bfloat16_error_of_transformers"]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_our_ops_did_the_work(report: dict[str, Any], model: str) -> None:
+    """An empty module would pass where DeepSpeed has fallbacks of its own."""
+    found = report["models"][model]
+    attention = "softmax_" if model == "bloom" else "cached_attention"
+    bert = model.startswith("bert")
+    norms = ("layer_norm", "post_layer_norm") if bert or model in ("gpt2", "opt", "bloom") else ("layer_norm",)
+    for op in (attention, "residual_add_bias_", *norms):
+        assert found["calls"][op] == found["layers"], op
+    if not bert:
+        assert found["decoded_calls"][attention] == 32 * found["layers"]
+
+
+def test_who_does_not_fit_is_shown_the_other_door(report: dict[str, Any]) -> None:
+    message = report["misfit"]
+    assert message.startswith("OpError: DeepSpeed's kernel injection does not fit this model")
+    assert "'llama'" in message and "4.43.4" in message and "ds_plugin_sdk.integrations.transformers" in message
