@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ds_plugin_sdk.ops import _library
+from ds_plugin_sdk.ops._multi_tensor import mark_modified
 
 
 def cached_attention(
@@ -27,7 +28,7 @@ def cached_attention(
     """Append keys and values to a cache, and attend to all that it holds: ``softmax(scale q k^T + biases) v``.
 
     New token i (of `tokens`) stands at position ``past + i``. Scores and sums are in float32, rounded once. A query
-    that may attend to nothing gives zeros.
+    all of whose scores are minus infinity, because it may attend to nothing, gives zeros. Autograd does not record it.
 
     Args:
         query: ``[batch, heads, tokens, head_dim]``: float32, bfloat16, float16 (float64 by the reference alone).
@@ -57,6 +58,7 @@ def cached_attention(
     result: Tensor = _library.call(
         "cached_attention", query, key, value, key_cache, value_cache, past, scale, mask, alibi, window, causal
     )
+    mark_modified([key_cache, value_cache])
     return result
 
 

@@ -1,0 +1,106 @@
+"""Attention over a cache of keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_plugin_sdk.conformance.op_info.op_info import Kind, Make, OpInfo, Sample
+from ds_plugin_sdk.ops.attention import cached_attention
+
+# Rows, heads, heads of keys, new tokens, past ones, size of a head.
+_SHAPES = ((1, 2, 2, 1, 0, 16), (2, 4, 2, 1, 7, 40), (1, 3, 1, 3, 70, 33), (2, 2, 2, 9, 0, 64), (1, 4, 2, 8, 5, 16))
+_REAL = ((4, 16, 16, 1, 130, 64), (1, 16, 4, 40, 0, 64), (1, 8, 2, 1, 700, 128))
+
+
+def _formula(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    past: int,
+    scale: float,
+    mask: Tensor | None,
+    alibi: Tensor | None,
+    window: int,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    tokens, total, group = query.shape[2], past + key.shape[2], query.shape[1] // key.shape[1]
+    keys = torch.cat([key_cache[:, :, :past], key, key_cache[:, :, total:]], dim=2)
+    values = torch.cat([value_cache[:, :, :past], value, value_cache[:, :, total:]], dim=2)
+    position = torch.arange(total)
+    own = torch.arange(total - tokens, total).unsqueeze(1)
+    scores = torch.einsum("bhtd,bhpd->bhtp", query, keys[:, :, :total].repeat_interleave(group, dim=1)) * scale
+    if alibi is not None:
+        scores = scores + alibi[:, None, None] * position
+    allowed = torch.ones(tokens, total, dtype=torch.bool)
+    if causal:
+        allowed = allowed & (position <= own)
+    if window:
+        allowed = allowed & (position > own - window)
+    if mask is not None and mask.dtype == torch.bool:
+        allowed = allowed & mask[:, None, None, :total]
+    elif mask is not None:
+        scores = scores + mask[..., :total]
+    scores = scores.masked_fill(~allowed, -torch.inf)
+    # A query whose scores are all minus infinity may attend to nothing.
+    nothing = (scores == -torch.inf).all(-1, keepdim=True)
+    weights = torch.where(nothing, 0.0, torch.softmax(torch.where(nothing, 0.0, scores), dim=-1))
+    result = torch.einsum("bhtp,bhpd->bhtd", weights, values[:, :, :total].repeat_interleave(group, dim=1))
+    return keys, values, result
+
+
+def _samples(make: Make) -> Iterator[Sample]:
+    def sample(label: str, kind: Kind, shape: tuple[int, ...], **options: Any) -> Sample:
+        batch, heads, kv_heads, tokens, past, head_dim = shape
+        arguments = {
+            "query": make.normal(batch, heads, tokens, head_dim),
+            "key": make.normal(batch, kv_heads, tokens, head_dim),
+            "value": make.normal(batch, kv_heads, tokens, head_dim),
+            "key_cache": make.normal(batch, kv_heads, past + tokens + 2, head_dim),
+            "value_cache": make.normal(batch, kv_heads, past + tokens + 2, head_dim),
+            "past": past,
+            "scale": head_dim**-0.5,
+            "mask": None,
+            "alibi": None,
+            "window": 0,
+            "causal": True,
+        }
+        return Sample(label, {**arguments, **options}, kind)
+
+    yield sample("no rows", "empty", (0, 2, 2, 1, 3, 8))
+    for shape in (*_SHAPES, *_REAL):
+        kind: Kind = "real" if shape in _REAL else "adversarial"
+        batch, heads, _, tokens, past, _ = shape
+        yield sample(f"{shape}", kind, shape)
+        padded = torch.arange(past + tokens) >= make.integers(0, past + tokens, batch, 1)
+        yield sample(f"{shape}, padded", kind, shape, mask=padded)
+        added = make.normal(1, heads, 1, past + tokens, dtype=torch.float32)
+        slopes = make.positive(heads, scale=0.05, dtype=torch.float32)
+        yield sample(f"{shape}, mask and alibi", kind, shape, mask=added, alibi=slopes)
+        yield sample(f"{shape}, window", kind, shape, window=3)
+        yield sample(f"{shape}, not causal", kind, shape, causal=False)
+
+
+def _schema_arguments(arguments: Mapping[str, Any]) -> Sequence[Any]:
+    return list(arguments.values())
+
+
+OPS = (
+    OpInfo(
+        name="cached_attention",
+        family="attention",
+        function=cached_attention,
+        formula=_formula,
+        samples=_samples,
+        written=("key_cache", "value_cache"),
+        schema_arguments=_schema_arguments,
+        # Means of values of size one; torch's attention for prompts rounds the weights, too.
+        rtol={torch.float32: 1e-5, torch.bfloat16: 2**-6, torch.float16: 2**-9},
+        atol={torch.float32: 1e-5, torch.bfloat16: 2**-5, torch.float16: 2**-8},
+    ),
+)

@@ -1,0 +1,100 @@
+"""Linear layers with floating-point and int8 weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_plugin_sdk.conformance.op_info.op_info import Make, OpInfo, Sample
+from ds_plugin_sdk.ops.linear import ACTIVATIONS, Activation, linear, quantize_weight
+
+# Inputs, columns, rows: vector tails; one input and few, and as many as go to a matrix product.
+_SHAPES = ((1, 16, 2), (2, 33, 18), (3, 100, 130), (7, 64, 66), (40, 96, 34))
+_REAL = ((1, 1024, 3072), (4, 1024, 1024))
+
+
+def _formula(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scales: Tensor | None,
+    residual: Tensor | None,
+    activation: Activation,
+    gated: bool,
+) -> tuple[Tensor]:
+    matrix = weight.to(torch.float64)
+    if scales is not None:
+        matrix = matrix * scales.repeat_interleave(weight.shape[1] // scales.shape[1], dim=1)
+    hidden = input @ matrix.T if bias is None else input @ matrix.T + bias
+    half = hidden.shape[-1] // 2
+    result = hidden[..., :half] * _activate(hidden[..., half:], activation) if gated else _activate(hidden, activation)
+    return (result if residual is None else result + residual,)
+
+
+def _activate(x: Tensor, activation: Activation) -> Tensor:
+    if activation == "gelu":
+        return 0.5 * x * (1 + torch.erf(x / 2**0.5))
+    if activation == "gelu_tanh":
+        return 0.5 * x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)))
+    if activation == "silu":
+        return x * torch.sigmoid(x)
+    return torch.where(x < 0, 0.0, x) if activation == "relu" else x
+
+
+def _samples(make: Make) -> Iterator[Sample]:
+    def sample(
+        label: str, kind: Any, shape: tuple[int, int, int], activation: Activation, gated: bool, groups: int
+    ) -> Sample:
+        inputs, columns, rows = shape
+        # Sums of size one, whatever their length.
+        weight = make.normal(rows, columns, scale=max(columns, 1) ** -0.5, dtype=torch.float32)
+        scales = None
+        if groups:
+            weight, scales = quantize_weight(weight, columns // groups)
+        else:
+            weight = weight.to(make.dtype)
+        out = rows // 2 if gated else rows
+        arguments = {
+            "input": make.normal(inputs, columns),
+            "weight": weight,
+            "bias": make.normal(rows),
+            "scales": scales,
+            "residual": make.normal(inputs, out) if gated else None,
+            "activation": activation,
+            "gated": gated,
+        }
+        return Sample(label, arguments, kind)
+
+    yield sample("no inputs", "empty", (0, 16, 4), "identity", False, 0)
+    for number, shape in enumerate(_SHAPES):
+        activation = ACTIVATIONS[number % len(ACTIVATIONS)]
+        groups = 4 if shape[1] % 4 == 0 else 3
+        yield sample(f"{shape}, {activation}", "adversarial", shape, activation, False, 0)
+        yield sample(f"{shape}, gated {activation}", "adversarial", shape, activation, True, 0)
+        yield sample(f"{shape}, int8, {activation}", "adversarial", shape, activation, False, groups)
+    for shape in _REAL:
+        yield sample(f"{shape}", "real", shape, "gelu_tanh", False, 0)
+        yield sample(f"{shape}, int8", "real", shape, "silu", True, shape[1] // 128)
+
+
+def _schema_arguments(arguments: Mapping[str, Any]) -> Sequence[Any]:
+    names = ("input", "weight", "bias", "scales", "residual")
+    return [*(arguments[name] for name in names), ACTIVATIONS.index(arguments["activation"]), arguments["gated"]]
+
+
+OPS = (
+    OpInfo(
+        name="linear",
+        family="linear",
+        function=linear,
+        formula=_formula,
+        samples=_samples,
+        schema_arguments=_schema_arguments,
+        # Sums are of size one, with terms of either sign; a matrix product rounds them, and its weights, on the way.
+        rtol={torch.float32: 1e-5, torch.bfloat16: 2**-6, torch.float16: 2**-9},
+        atol={torch.float32: 1e-5, torch.bfloat16: 2**-5, torch.float16: 2**-8},
+    ),
+)
