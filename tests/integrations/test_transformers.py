@@ -1,0 +1,236 @@
+"""transformers' models on our ops: the plain model's tokens, by calls into native kernels, and back again."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+with warnings.catch_warnings():
+    # transformers' own dependencies warn of each other's releases.
+    warnings.simplefilter("ignore")
+    import transformers
+
+from ds_plugin_sdk import provenance
+from ds_plugin_sdk.errors import SdkError
+from ds_plugin_sdk.integrations.transformers import accelerate
+
+TOKENS = 32
+PADDED = (5, 0, 1, 0)  # on the left, of a batch of four
+
+_SIZES = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 160}
+_LLAMA = {**_SIZES, "intermediate_size": 112, "num_key_value_heads": 2, "initializer_range": 0.2}
+_OPT = {**_SIZES, "ffn_dim": 128, "init_std": 0.2}
+# Name -> configuration. Weights are so large that tokens differ from one another.
+MODELS: dict[str, transformers.PreTrainedConfig] = {
+    "gpt2": transformers.GPT2Config(
+        n_embd=64, n_layer=3, n_head=4, vocab_size=160, initializer_range=0.2, bos_token_id=1, eos_token_id=2
+    ),
+    "llama": transformers.LlamaConfig(**_LLAMA),
+    "qwen2": transformers.Qwen2Config(**_LLAMA),
+    "qwen3": transformers.Qwen3Config(**_LLAMA, head_dim=16),
+    "opt": transformers.OPTConfig(**_OPT, word_embed_proj_dim=64),
+    "opt, norm after": transformers.OPTConfig(**_OPT, word_embed_proj_dim=48, do_layer_norm_before=False),
+}
+
+pytestmark = pytest.mark.compiler
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DS_PLUGIN_CACHE_DIR", str(tmp_path_factory.mktemp("kernels")))
+        patch.setenv("DS_PLUGIN_FALLBACK", "0")
+        yield
+
+
+def make(name: str, dtype: torch.dtype = torch.float32) -> transformers.PreTrainedModel:
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(MODELS[name]).to(dtype).eval()
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def generate(model: transformers.PreTrainedModel, **options: Any) -> Any:
+    """Greedy: a prompt of four rows of different lengths, and 32 steps."""
+    ids = torch.randint(3, 160, (4, 11), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    for row, count in enumerate(PADDED):
+        mask[row, :count] = 0
+    return model.generate(
+        ids,
+        attention_mask=mask,
+        max_new_tokens=TOKENS,
+        do_sample=False,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+        output_logits=True,
+        **options,
+    )
+
+
+class Calls(TorchDispatchMode):
+    """Counts calls of our ops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        namespace, _, name = func._schema.name.partition("::")
+        if namespace == "ds_plugin":
+            self.count[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_same_tokens(name: str) -> None:
+    model = make(name)
+    plain = generate(model)
+    assert len(plain.sequences.unique()) > 20, "a model that says little tests little"
+    with accelerate(model):
+        ours = generate(model)
+    assert torch.equal(plain.sequences, ours.sequences)
+    torch.testing.assert_close(torch.stack(ours.logits), torch.stack(plain.logits), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_part_is_a_call_of_a_native_op(name: str) -> None:
+    model = make(name)
+    with accelerate(model), Calls() as calls:
+        generate(model)
+    layers, steps = 3, TOKENS
+    norm = "layer_norm" if name.startswith(("gpt2", "opt")) else "rms_norm"
+    assert calls.count["cached_attention"] == layers * steps
+    # Four for each layer, the head, and OPT's projections.
+    assert calls.count["linear"] == (4 * layers + (3 if name == "opt, norm after" else 1)) * steps
+    assert calls.count[norm] >= 2 * layers * steps
+    assert calls.count["rotary_"] == {"llama": 1, "qwen2": 1, "qwen3": 2}.get(name, 0) * layers * steps
+    origins = {op.name: op.origin for op in provenance.records()}
+    for family in ("linear", "attention", "norm", "rotary"):
+        assert origins[family] in ("compiled", "cache", "prebuilt"), origins
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_bfloat16(name: str) -> None:
+    """As near to float32 as the plain model is in bfloat16, or nearer; both are compared on the prompt's logits."""
+    exact = generate(make(name)).logits[0]
+    model = make(name, torch.bfloat16)
+    plain = generate(model).logits[0]
+    with accelerate(model):
+        ours = generate(model).logits[0]
+    assert float((ours - exact).abs().mean()) <= 1.2 * float((plain - exact).abs().mean()) + 1e-3
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_int8(name: str) -> None:
+    model = make(name)
+    plain = generate(model).logits[0]
+    with accelerate(model, weights="int8"), Calls() as calls:
+        ours = generate(model).logits[0]
+    assert calls.count["linear"] > 0
+    # Weights are off by up to 1/254 of their group's largest; what that does to logits of size 1.6 in three layers.
+    assert 0 < float((ours - plain).abs().mean()) < 0.1
+    assert float((ours.argmax(-1) == plain.argmax(-1)).float().mean()) >= 0.75
+
+
+@pytest.mark.parametrize("weights", [None, "int8"])
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_off_again(name: str, weights: Any) -> None:
+    model = make(name)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    strides = {key: value.stride() for key, value in model.state_dict().items()}
+    attention = model.config._attn_implementation
+    expected = generate(model)
+    handle = accelerate(model, weights=weights)
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+    handle.remove()
+    handle.remove()
+    assert model.config._attn_implementation == attention
+    assert not any("forward" in vars(module) for module in model.modules())
+    assert {key: value.stride() for key, value in model.state_dict().items()} == strides
+    with Calls() as calls:
+        again = generate(model)
+    assert not calls.count
+    assert torch.equal(again.sequences, expected.sequences)
+    assert all(torch.equal(a, b) for a, b in zip(again.logits, expected.logits, strict=True))
+
+
+def test_tied_weights_stay_tied() -> None:
+    model = make("gpt2")
+    with accelerate(model):
+        assert model.lm_head.weight is model.transformer.wte.weight
+        assert model.lm_head.weight.data_ptr() == model.transformer.wte.weight.data_ptr()
+
+
+@pytest.mark.parametrize(
+    "options", [{"cache_implementation": "static"}, {"num_beams": 2}, {"use_cache": False}], ids=str
+)
+@pytest.mark.parametrize("name", ["gpt2", "llama", "opt"])
+def test_other_ways_to_generate(name: str, options: dict[str, Any]) -> None:
+    model = make(name)
+    expected = generate(model, **options)
+    with accelerate(model), Calls() as calls:
+        ours = generate(model, **options)
+    assert calls.count["cached_attention"] > 0
+    assert torch.equal(ours.sequences, expected.sequences)
+
+
+def test_a_cache_can_be_cropped_and_continued() -> None:
+    model = make("llama")
+    ids = torch.randint(3, 160, (2, 9), generator=torch.Generator().manual_seed(2))
+
+    @torch.no_grad()
+    def logits() -> torch.Tensor:
+        cache = transformers.DynamicCache(config=model.config)
+        model(ids, past_key_values=cache)
+        cache.crop(-3)
+        assert cache.get_seq_length() == 6
+        result: torch.Tensor = model(ids[:, :4], past_key_values=cache).logits
+        return result
+
+    expected = logits()
+    with accelerate(model):
+        torch.testing.assert_close(logits(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_gradients_are_left_to_the_model() -> None:
+    model = make("llama")
+    ids = torch.arange(3, 11).unsqueeze(0)
+    model(ids, labels=ids).loss.backward()
+    expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    with accelerate(model):
+        model(ids, labels=ids).loss.backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-4, atol=1e-5)
+
+
+def test_a_model_of_another_family_gets_attention_linear_layers_and_norms() -> None:
+    config = transformers.BertConfig(
+        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128, vocab_size=160
+    )
+    torch.manual_seed(0)
+    model = transformers.BertModel(config).eval()
+    ids = torch.randint(3, 160, (2, 7))
+    mask = torch.ones_like(ids)
+    mask[1, 5:] = 0
+    with torch.no_grad():
+        expected = model(ids, attention_mask=mask).last_hidden_state
+        with accelerate(model), Calls() as calls:
+            ours = model(ids, attention_mask=mask).last_hidden_state
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
+    assert calls.count == {"linear": 13, "layer_norm": 5, "cached_attention": 2}
+
+
+def test_refuses() -> None:
+    model = make("llama")
+    with pytest.raises(SdkError, match="int4"):
+        accelerate(model, weights="int4")  # type: ignore[arg-type]  # wrong on purpose
+    with accelerate(model), pytest.raises(SdkError, match="already"):
+        accelerate(model)
