@@ -84,6 +84,18 @@ def quantizer(as_json: bool = _JSON) -> None:
     _show("Quantizer", benchmark.run(), as_json)
 
 
+@bench.command("decode")
+def decode(
+    shape: str = typer.Option("llama", help="gpt2 or llama: GPT-2 medium's shape, or a LLaMA of that size."),
+    compiled: bool = typer.Option(True, help="Compare with torch.compile too (a minute)."),
+    as_json: bool = _JSON,
+) -> None:
+    """Tokens per second of transformers, torch.compile, CTranslate2 and transformers on our ops."""
+    from ds_plugin_sdk.bench import decode as benchmark
+
+    _show("Decode", benchmark.run("gpt2" if shape == "gpt2" else "llama", compiled=compiled), as_json)
+
+
 @bench.command("accuracy")
 def accuracy(as_json: bool = _JSON) -> None:
     """Worst error of each optimizer kernel against float64 formulas."""
