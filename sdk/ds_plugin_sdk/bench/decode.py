@@ -1,0 +1,226 @@
+"""Tokens per second of a language model: transformers plain and compiled, CTranslate2, and on the SDK's ops."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+PROMPT, STEPS = 128, 16
+PEER = "transformers, bfloat16"
+
+Shape = Literal["gpt2", "llama"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One implementation of one model, random weights, batch 1.
+
+    Attributes:
+        model: its shape and number of parameters.
+        implementation: whose, and what the weights are read as.
+        prompt_tokens_per_second: over a prompt of 128 tokens.
+        decode_tokens_per_second: median step after it.
+        times_plain: decode speed, in multiples of transformers' own in bfloat16.
+        read_fraction: bytes of weights that a step must read, over its time and the rate at which this machine reads
+            large memory.
+    """
+
+    model: str
+    implementation: str
+    prompt_tokens_per_second: float
+    decode_tokens_per_second: float
+    times_plain: float
+    read_fraction: float
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Seconds of a prompt and of each step."""
+
+    prompt: float
+    steps: list[float]
+
+
+def run(shape: Shape = "llama", compiled: bool = True, ctranslate2: bool = True) -> list[Row]:
+    """Measure each implementation in turn, twice; the second counts.
+
+    Args:
+        shape: GPT-2 medium's, or a LLaMA of about the same size.
+        compiled: compare with torch.compile too; it takes a minute.
+        ctranslate2: compare with CTranslate2 in int8 too, if it is installed.
+    """
+    model = _model(shape)
+    weights = sum(module.weight.numel() for module in model.modules() if _is_read(module))
+    rate = _read_rate()
+    speeds: dict[str, tuple[Speed, int]] = {}
+    for name, bytes_each, measure in _implementations(model, shape, compiled, ctranslate2):
+        try:
+            speeds[name] = measure(), bytes_each
+        except Exception as error:
+            warnings.warn(f"{name} is not compared: {type(error).__name__}: {error}", RuntimeWarning, stacklevel=2)
+    title = f"{shape}, {sum(parameter.numel() for parameter in model.parameters()) / 1e6:.0f} M"
+    plain = statistics.median(speeds[PEER][0].steps)
+    rows = []
+    for name, (speed, bytes_each) in speeds.items():
+        step = statistics.median(speed.steps)
+        fraction = weights * bytes_each / step / rate
+        rows.append(Row(title, name, PROMPT / speed.prompt, 1 / step, plain / step, fraction))
+    return rows
+
+
+def _implementations(
+    model: Any, shape: Shape, compiled: bool, ctranslate2: bool
+) -> Iterator[tuple[str, int, Callable[[], Speed]]]:
+    """Name, bytes of a weight, and what measures it."""
+    from ds_plugin_sdk.integrations.transformers import accelerate
+
+    def ours(weights: Any) -> Callable[[], Speed]:
+        def measure() -> Speed:
+            with accelerate(model, weights):
+                return _twice(lambda: _measure(model, _dynamic(model)))
+
+        return measure
+
+    yield PEER, 2, lambda: _twice(lambda: _measure(model, _dynamic(model)))
+    if compiled:
+        yield "torch.compile, bfloat16", 2, lambda: _compiled(model)
+    if ctranslate2:
+        yield "CTranslate2, int8", 1, lambda: _ctranslate2(model, shape)
+    yield "ours, bfloat16", 2, ours(None)
+    yield "ours, int8", 1, ours("int8")
+
+
+def _twice(measure: Callable[[], Speed]) -> Speed:
+    measure()
+    return measure()
+
+
+def _model(shape: Shape) -> Any:
+    import transformers
+
+    torch.manual_seed(0)
+    config = (
+        transformers.GPT2Config(n_embd=1024, n_layer=24, n_head=16)
+        if shape == "gpt2"
+        else transformers.LlamaConfig(
+            hidden_size=1024,
+            intermediate_size=2816,
+            num_hidden_layers=24,
+            num_attention_heads=16,
+            num_key_value_heads=16,
+            vocab_size=32000,
+            max_position_embeddings=2048,
+        )
+    )
+    with torch.device("cpu"):
+        return transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16).eval()
+
+
+def _is_read(module: torch.nn.Module) -> bool:
+    """Whether each step reads all of a module's weight: linear layers, by either of transformers' names."""
+    return type(module).__name__ in ("Linear", "Conv1D")
+
+
+def _dynamic(model: Any) -> Any:
+    import transformers
+
+    return transformers.DynamicCache(config=model.config)
+
+
+@torch.no_grad()
+def _measure(model: Any, cache: Any) -> Speed:
+    tokens = torch.randint(0, 1000, (1, PROMPT), generator=torch.Generator().manual_seed(0))
+    start = time.perf_counter()
+    logits = model(tokens, past_key_values=cache, logits_to_keep=1).logits
+    prompt = time.perf_counter() - start
+    steps = []
+    for _ in range(STEPS):
+        start = time.perf_counter()
+        logits = model(logits[:, -1:].argmax(-1), past_key_values=cache, logits_to_keep=1).logits
+        steps.append(time.perf_counter() - start)
+    return Speed(prompt, steps)
+
+
+def _compiled(model: Any) -> Speed:
+    import transformers
+
+    # A cache of fixed size, which transformers says compilation needs.
+    cache = transformers.StaticCache(config=model.config, max_cache_len=PROMPT + STEPS + 1)
+    forward = model.forward
+    model.forward = torch.compile(forward)
+    try:
+        _measure(model, cache)
+        cache.reset()
+        return _measure(model, cache)
+    finally:
+        del model.forward
+        torch.compiler.reset()
+
+
+def _ctranslate2(model: Any, shape: Shape) -> Speed:
+    """CTranslate2 generates: a prompt alone, and a prompt with steps after it."""
+    import ctranslate2
+
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(None):
+        path = _convert(model, shape, Path(folder))
+        generator = ctranslate2.Generator(
+            str(path), device="cpu", compute_type="int8", intra_threads=torch.get_num_threads()
+        )
+        prompt = [[f"t{i}" for i in range(PROMPT)]]
+
+        def seconds(tokens: int) -> float:
+            start = time.perf_counter()
+            generator.generate_batch(
+                prompt,
+                max_length=tokens,
+                min_length=tokens,
+                include_prompt_in_result=False,
+                cache_static_prompt=False,
+            )
+            return time.perf_counter() - start
+
+        seconds(STEPS)
+        first = [seconds(1) for _ in range(3)]
+        whole = [seconds(1 + STEPS) for _ in range(3)]
+    step = (statistics.median(whole) - statistics.median(first)) / STEPS
+    return Speed(statistics.median(first), [step])
+
+
+def _convert(model: Any, shape: Shape, folder: Path) -> Path:
+    """CTranslate2's own loaders of these models, on this model; there is no tokenizer, so tokens get plain names."""
+    from ctranslate2.converters import transformers as loaders
+
+    names = [f"t{i}" for i in range(model.config.vocab_size)]
+    loader = (loaders.GPT2Loader if shape == "gpt2" else loaders.LlamaLoader)()
+    spec = loader.get_model_spec(model.float())
+    model.to(torch.bfloat16)
+    spec.register_vocabulary(names)
+    spec.config.bos_token = spec.config.eos_token = spec.config.unk_token = "t0"
+    spec.validate()
+    spec.optimize(quantization="int8")
+    target = folder / "model"
+    target.mkdir()
+    spec.save(str(target))
+    return target
+
+
+def _read_rate() -> float:
+    """Bytes per second of reading large memory with all of torch's threads, in the largest pages there are."""
+    from ds_plugin_sdk.integrations._weights import Arena
+
+    memory = Arena(512 << 20, torch.device("cpu")).empty((64 << 20,), torch.int64).fill_(1)
+    best = float("inf")
+    for _ in range(7):
+        start = time.perf_counter()
+        memory.sum()
+        best = min(best, time.perf_counter() - start)
+    return memory.nbytes / best
