@@ -45,6 +45,10 @@ RANK = {
 }
 
 
+# Uses DeepSpeed as a user's training script does, by its public interface, to see whether a device trains.
+TRAINING_SCRIPT = SDK / "conformance" / "programs" / "train.py"
+
+
 def imports(file: Path) -> Iterator[tuple[int, str]]:
     """Line and dotted name of everything a file imports, wherever the import stands."""
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):

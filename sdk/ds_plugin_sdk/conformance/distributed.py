@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 from ds_plugin_sdk.conformance import programs
-from ds_plugin_sdk.conformance.check import Clause, NonconformanceError, Parameters, check, expect
+from ds_plugin_sdk.conformance.check import Clause, Parameters, check, expect
+from ds_plugin_sdk.conformance.in_turn import InTurn, Task
 from ds_plugin_sdk.conformance.runtime.support import indexed, needs_streams
 from ds_plugin_sdk.conformance.target import Target
 
@@ -26,9 +27,8 @@ _PATIENCE, _SHORT_PATIENCE = 60.0, 5.0
 
 _Cases = Callable[[Target], Iterable[Parameters]]
 
-# The tasks of the program with their cases, and what came of them on each target.
+# The tasks of the program, with their cases.
 _planned: dict[str, _Cases] = {}
-_results: dict[str, dict[str, NonconformanceError | None]] = {}
 
 
 def _once(target: Target) -> Iterable[Parameters]:
@@ -71,36 +71,15 @@ def _collective(
 
 
 def _expect_done(task: str, target: Target, **parameters: str) -> None:
-    """Take the task's result from a run of all; those that come after a failure are run together once more."""
-    results = _results.setdefault(target.name, {})
-    wanted = _key(task, parameters)
-    while wanted not in results:
-        results.update(_run([task for task in _tasks(target) if _key(*task) not in results], target))
-    failure = results[wanted]
-    if failure is not None:
-        raise failure
+    _two_ranks.result(target, task, **parameters)
 
 
-def _tasks(target: Target) -> list[tuple[str, Parameters]]:
+def _tasks(target: Target) -> list[Task]:
     left_out = {"on_a_side_stream"} if needs_streams(target) else set()
     return [(task, each) for task, cases in _planned.items() if task not in left_out for each in cases(target)]
 
 
-def _run(tasks: Sequence[tuple[str, Parameters]], target: Target) -> dict[str, NonconformanceError | None]:
-    """What came of the tasks that two ranks did in turn, up to the first that failed. Starting ranks takes longest."""
-    outcomes = programs.run_to_the_end("collectives", target, *_arguments(_PATIENCE, tasks), ranks=2, timeout=_SECONDS)
-    count = min(sum("done" in result for result in results) for _, results, _ in outcomes)
-    done: dict[str, NonconformanceError | None] = {_key(*task): None for task in tasks[:count]}
-    failed = {} if count == len(tasks) else {_key(*tasks[count]): programs.failure_of(outcomes, _SECONDS)}
-    return {**done, **failed}
-
-
-def _arguments(patience: float, tasks: Sequence[tuple[str, Parameters]]) -> tuple[str, str]:
-    return str(patience), json.dumps([[task, dict(parameters)] for task, parameters in tasks])
-
-
-def _key(task: str, parameters: Parameters) -> str:
-    return json.dumps([task, dict(parameters)])
+_two_ranks = InTurn("collectives", _tasks, ranks=lambda target: 2, timeout=_SECONDS, arguments=[str(_PATIENCE)])
 
 
 # ------------------------------------------------------------------------------------------------------ D1: reductions
@@ -295,12 +274,16 @@ _collective(
     timeout=2 * _SECONDS,
 )
 def end(target: Target) -> None:
-    programs.run("collectives", target, *_arguments(_PATIENCE, [("ends_by_itself", {})]), ranks=2, timeout=_SECONDS)
+    programs.run("collectives", target, *_alone(_PATIENCE, "ends_by_itself"), ranks=2, timeout=_SECONDS)
 
 
 # -------------------------------------------------------------------------------------------------------- D7: failures
+def _alone(patience: float, task: str) -> tuple[str, str]:
+    return str(patience), json.dumps([[task, {}]])
+
+
 def _expect_error(target: Target, task: str) -> None:
-    arguments = _arguments(_SHORT_PATIENCE, [(task, {})])
+    arguments = _alone(_SHORT_PATIENCE, task)
     code, results, output = programs.run_to_the_end(
         "collectives", target, *arguments, ranks=2, timeout=_LATE_SECONDS, until=0
     )[0]
