@@ -1,0 +1,99 @@
+"""The accelerator, as far as it can be asked without a GPU; conformance asks the rest with one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ds_plugin_cuda import nvtx
+from ds_plugin_cuda.accelerator import CUDA_Accelerator
+
+
+@pytest.fixture(scope="module")
+def cuda() -> CUDA_Accelerator:
+    return CUDA_Accelerator()
+
+
+def test_making_one_creates_no_context(cuda: CUDA_Accelerator) -> None:
+    assert cuda.device_name() == "cuda" and cuda.device_name(1) == "cuda:1"
+    assert cuda.device_count() == torch.cuda.device_count()
+    assert cuda.is_available() is (cuda.device_count() > 0)
+    assert not torch.cuda.is_initialized()
+
+
+def test_it_has_streams_events_and_graphs(cuda: CUDA_Accelerator) -> None:
+    assert cuda.Stream is torch.cuda.Stream
+    assert cuda.Event is torch.cuda.Event
+    assert not cuda.is_synchronized_device() and not cuda.use_host_timers()
+    with cuda.stream(None):
+        pass
+
+
+def test_its_names(cuda: CUDA_Accelerator) -> None:
+    assert cuda.communication_backend_name() == "nccl"
+    assert cuda.get_compile_backend() == "inductor"
+    assert cuda.visible_devices_envs() == ["CUDA_VISIBLE_DEVICES"]
+    assert "NCCL_" in cuda.export_envs()
+    assert cuda.on_accelerator(torch.empty(1, device="meta")) is False
+
+
+@pytest.mark.parametrize(
+    ("capability", "bfloat16", "float16"),
+    [((6, 1), False, False), ((7, 0), False, True), ((7, 5), False, True), ((8, 0), True, True), ((12, 0), True, True)],
+)
+def test_dtypes_are_those_of_the_hardware(
+    monkeypatch: pytest.MonkeyPatch, cuda: CUDA_Accelerator, capability: tuple[int, int], bfloat16: bool, float16: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    assert cuda.is_bf16_supported() is bfloat16
+    assert cuda.is_fp16_supported() is float16
+    assert cuda.is_triton_supported() is bfloat16
+    assert torch.float32 in cuda.supported_dtypes()
+
+
+def test_every_op_has_a_builder(cuda: CUDA_Accelerator) -> None:
+    for name in ("FusedAdamBuilder", "FusedLionBuilder", "FusedLambBuilder"):
+        assert cuda.get_op_builder(name).__module__.startswith("ds_plugin_cuda.")
+    assert cuda.get_op_builder("CPUAdamBuilder").__module__.startswith("ds_plugin_sdk.")
+
+
+class Library:
+    """Writes down what NVTX is told."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, object]] = []
+
+    def nvtxDomainCreateA(self, name: bytes) -> int:
+        self.calls.append(("create", name))
+        return 7
+
+    def nvtxDomainNameCategoryA(self, domain: object, number: object, name: bytes) -> None:
+        self.calls.append(("category", name))
+
+    def nvtxDomainRangePushEx(self, domain: object, attributes: object) -> int:
+        made = attributes._obj  # type: ignore[attr-defined]  # what ctypes.byref refers to
+        self.calls.append(("push", (made.message, made.category, made.size)))
+        return 0
+
+    def nvtxDomainRangePop(self, domain: object) -> int:
+        self.calls.append(("pop", None))
+        return 0
+
+
+def test_ranges_have_domains_and_categories() -> None:
+    library = Library()
+    domain = nvtx.Domain(library, "DeepSpeed")
+    domain.push("forward", "compute")
+    domain.push("all-reduce", None)
+    domain.push("backward", "compute")
+    assert domain.pop() == 0
+    size = 48  # of nvtxEventAttributes_t, version 3
+    assert library.calls == [
+        ("create", b"DeepSpeed"),
+        ("category", b"compute"),
+        ("push", (b"forward", 1, size)),
+        ("push", (b"all-reduce", 0, size)),
+        ("push", (b"backward", 1, size)),
+        ("pop", None),
+    ]

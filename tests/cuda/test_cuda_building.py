@@ -1,0 +1,149 @@
+"""nvcc: which one, whether it fits, for which GPUs, and what is said when something does not fit."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from small_op import script
+
+from ds_plugin_cuda.op_builder.fused_adagrad import FusedAdagradBuilder
+from ds_plugin_sdk import nvml, op_builder, prebuild
+from ds_plugin_sdk.errors import CompileError, ToolchainError
+from ds_plugin_sdk.jit import CudaToolchain, toolchains
+from ds_plugin_sdk.jit.machine import Torch
+from ds_plugin_sdk.op_builder import CUDAOpBuilder
+from ds_plugin_sdk.settings import child_environment
+
+ROOT = Path(__file__).resolve().parents[2]
+NVCC = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
+needs_nvcc = pytest.mark.skipif(NVCC is None, reason="no nvcc, neither on PATH nor in /usr/local/cuda")
+
+
+def torch_for(cuda: tuple[int, int] | None) -> Torch:
+    return Torch(Path("/torch"), "2.11.0", cxx11_abi=True, cuda_release=cuda)
+
+
+@pytest.fixture
+def nvcc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A toolkit of CUDA 12.8 in CUDA_HOME."""
+    home = tmp_path / "cuda"
+    (home / "bin").mkdir(parents=True)
+    monkeypatch.setenv("CUDA_HOME", str(home))
+    monkeypatch.delenv("PYTORCH_NVCC", raising=False)
+    return says(home, "12.8")
+
+
+def says(home: Path, release: str) -> Path:
+    return script(home / "bin" / "nvcc", f"echo 'Cuda compilation tools, release {release}, V{release}.93'\n")
+
+
+@pytest.mark.parametrize("cuda", [None, (12, 6), (12, 9)])
+def test_an_nvcc_that_fits(nvcc: Path, cuda: tuple[int, int] | None) -> None:
+    assert CudaToolchain().fitting_nvcc(torch_for(cuda)).path == nvcc
+
+
+def test_an_nvcc_of_another_generation(nvcc: Path) -> None:
+    with pytest.raises(ToolchainError, match=r"nvcc 12\.8 does not fit torch 2\.11\.0") as caught:
+        CudaToolchain().fitting_nvcc(torch_for((13, 0)))
+    assert "CUDA 12" in caught.value.why and "CUDA 13" in caught.value.why
+    assert "nvidia-cuda-nvcc==13.*" in caught.value.hint and "CUDA_HOME" in caught.value.hint
+
+
+def test_an_nvcc_that_is_too_old(nvcc: Path) -> None:
+    says(nvcc.parents[1], "11.4")
+    with pytest.raises(ToolchainError, match=r"nvcc 11\.4 is too old") as caught:
+        CudaToolchain().fitting_nvcc(torch_for((12, 6)))
+    assert "nvidia-cuda-nvcc-cu12==12.*" in caught.value.hint
+
+
+def test_the_users_own_nvcc(nvcc: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``PYTORCH_NVCC="ccache nvcc"``, as torch's own builder takes it."""
+    other = tmp_path / "other"
+    (other / "bin").mkdir(parents=True)
+    monkeypatch.setenv("PYTORCH_NVCC", f"ccache {says(other, '13.0')}")
+    assert CudaToolchain().nvcc().version == "13.0"
+    assert CudaToolchain._launcher() == ["ccache"]
+
+
+def test_ccache_is_used_where_it_is(nvcc: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    assert CudaToolchain._launcher() == []
+    (tmp_path / "bin").mkdir()
+    script(tmp_path / "bin" / "ccache", 'exec "$@"\n')
+    assert CudaToolchain._launcher() == ["ccache"]
+
+
+def test_the_cuda_runtime_is_linked_by_its_file(nvcc: Path) -> None:
+    """pip's packages have libcudart.so.13 and no libcudart.so, which -lcudart would look for."""
+    lib = nvcc.parents[1] / "lib"
+    lib.mkdir()
+    (lib / "libcudart.so.13").touch()
+    assert CudaToolchain()._runtime() == ["--cudart=none", str(lib / "libcudart.so.13")]
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = tuple(nvml.Gpu("GPU", f"GPU-{i}", capability) for i, capability in enumerate([(9, 0), (8, 0), (9, 0)]))
+    monkeypatch.setattr(nvml, "ask", lambda: nvml.Driver("580.1", (13, 0), gpus))
+    toolchains._archs_here.cache_clear()
+    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
+    yield
+    toolchains._archs_here.cache_clear()
+
+
+def test_a_build_for_this_machine_is_for_its_gpus(two_gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert toolchains.cuda_archs(portable=False) == "8.0 9.0"
+    assert toolchains.cuda_archs(portable=True) is None
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "7.0+PTX")
+    assert toolchains.cuda_archs(portable=False) == toolchains.cuda_archs(portable=True) == "7.0+PTX"
+
+
+def test_a_portable_build_says_so(two_gpus: None) -> None:
+    assert FusedAdagradBuilder().build_spec(portable=True).portable
+    assert not FusedAdagradBuilder().build_spec().portable
+
+
+@pytest.mark.compiler
+def test_a_host_compiler_that_is_too_new(nvcc: Path, tmp_path: Path) -> None:
+    script(
+        nvcc,
+        """\
+        [ "$1" = --version ] && echo 'Cuda compilation tools, release 12.8, V12.8.93' && exit
+        echo 'host_config.h:143: error: #error -- unsupported GNU version! later than 14 is not supported'
+        exit 1
+        """,
+    )
+    with pytest.raises(CompileError, match="unsupported GNU version") as caught:
+        prebuild.build(FusedAdagradBuilder(), tmp_path / "prebuilt")
+    assert "CXX=g++-13" in caught.value.hint
+
+
+def test_every_family_has_its_three_files() -> None:
+    classes = op_builder.builders("ds_plugin_cuda.op_builder", "cuda").values()
+    native = [cls() for cls in classes if issubclass(cls, CUDAOpBuilder)]
+    assert {builder.build_spec().name for builder in native} >= {"adam", "adagrad", "lion", "lamb"}
+    for builder in native:
+        assert all(Path(source).is_file() for source in builder.sources()), builder
+
+
+@needs_nvcc
+@pytest.mark.compiler
+@pytest.mark.slow
+def test_the_wheel_carries_binaries(tmp_path: Path) -> None:
+    """One op for one architecture; `make cuda-compile` compiles all for all."""
+    options = ["--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(tmp_path)]
+    command = [sys.executable, "-m", "pip", "wheel", *options, str(ROOT / "plugins" / "cuda")]
+    wanted = {"DS_BUILD_OPS": "0", "DS_BUILD_FUSED_ADAGRAD": "1", "TORCH_CUDA_ARCH_LIST": "9.0+PTX", "MAX_JOBS": "1"}
+    subprocess.run(command, check=True, env=child_environment(**wanted))
+    (wheel,) = tmp_path.glob("ds_plugin_cuda-*.whl")
+    assert "-py3-none-linux_" in wheel.name
+    with zipfile.ZipFile(wheel) as archive:
+        prebuilt = [name for name in archive.namelist() if "/prebuilt/" in name and name.endswith(".so")]
+        assert prebuilt == ["ds_plugin_cuda/prebuilt/adagrad/adagrad.so"]
+        binary = archive.read(prebuilt[0])
+    assert b"sm_90" in binary and b"libcudart.so" in binary
