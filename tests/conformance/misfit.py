@@ -105,6 +105,11 @@ def cannot_say(target: Target) -> None:
     raise AssertionError("never run")
 
 
+@misfit("cannot_say_and_dies", cases=lambda target: os._exit(3))
+def cannot_say_and_dies(target: Target) -> None:
+    raise AssertionError("never run")
+
+
 _seen: set[int] = set()
 
 
@@ -129,8 +134,8 @@ def counts(target: Target) -> None:
     expect_equal(target.accelerator.device_count(), 1, "devices")
 
 
-# The last three clauses are those of `passes`, `differs` and `counts`.
-@mutant("misfit.found", "R99.14", "runtime", target="misfit:Misfit")
+# The clauses are those of `counts`, `passes` and `differs`, and one that there is not.
+@mutant("misfit.found", "R99.15", "runtime", target="misfit:Misfit")
 def found(target: Target) -> Target:
     """It counts wrong."""
     return override(target, device_count=lambda self: 3)

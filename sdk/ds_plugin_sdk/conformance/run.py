@@ -42,7 +42,8 @@ class Runner:
         Raises:
             ConformanceError: the target cannot be had, or two cases have one id.
         """
-        items = [item_from_dict(each) for each in self._ask({"do": "list"})]
+        checks = [item_from_dict(each) for each in self._ask({"do": "checks"})]
+        items = [item for check in checks for item in self._cases_of(check)]
         twice = [case for case, count in Counter(item.id for item in items).items() if count > 1]
         if twice:
             raise ConformanceError(f"two cases are called '{twice[0]}'", why="a check's cases must differ")
@@ -95,6 +96,14 @@ class Runner:
         if self._worker is not None:
             self._worker.close()
             self._worker = None
+
+    def _cases_of(self, check: Item) -> list[Item]:
+        """The cases of a check, which asks the target for them: that may end the worker too."""
+        try:
+            return [item_from_dict(each) for each in self._ready("").ask({"do": "cases", "check": check.check}, 60)]
+        except WorkerError as error:
+            self._retire()
+            return [dataclasses.replace(check, broken=Failure(error.what, output=error.output))]
 
     def _ready(self, level: str) -> Worker:
         """A worker that has loaded the target, and has run cases of this level only."""

@@ -14,7 +14,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any
@@ -53,7 +53,8 @@ def _serve(name: str, connection: Connection) -> None:
     gc.freeze()  # what is there by now is no garbage of any check, and need not be looked through each time
     answers: dict[str, Callable[[Mapping[str, Any]], Any]] = {
         "start": lambda request: {},
-        "list": lambda request: [dataclasses.asdict(item) for item in _items(checks.values(), target)],
+        "checks": lambda request: [dataclasses.asdict(_item(check, {})) for check in checks.values()],
+        "cases": lambda request: [dataclasses.asdict(item) for item in _items(checks[request["check"]], target)],
         "environment": lambda request: environment.gather(target),
         "run": lambda request: _run(Case(checks[request["check"]], request["parameters"]), target),
     }
@@ -66,33 +67,29 @@ def _send(connection: Connection, answer: Any) -> None:
     connection.send_bytes(json.dumps(answer).encode())
 
 
-def _items(checks: Any, target: Target) -> Iterator[Item]:
-    for check in checks:
-        yield from _items_of(check, target)
-
-
-def _items_of(check: Check, target: Target) -> list[Item]:
-    """The cases of a check; where it cannot tell them, one that says so, and the other checks go on."""
-
-    def item(parameters: Mapping[str, str], **more: Any) -> Item:
-        return Item(
-            Case(check, parameters).id,
-            check.name,
-            check.level,
-            dict(parameters),
-            check.clause.number,
-            check.clause.text,
-            check.clause.reason,
-            check.isolated,
-            check.timeout,
-            **more,
-        )
-
+def _items(check: Check, target: Target) -> list[Item]:
+    """The cases of a check; where it cannot tell them, one that says so."""
     try:
         skip = check.needs(target)
-        return [item({}, skip=skip)] if skip else [item(parameters) for parameters in check.cases(target)]
+        return [_item(check, {}, skip=skip)] if skip else [_item(check, each) for each in check.cases(target)]
     except Exception as error:
-        return [item({}, broken=describe(error))]
+        return [_item(check, {}, broken=describe(error))]
+
+
+def _item(check: Check, parameters: Mapping[str, str], skip: str = "", broken: Failure | None = None) -> Item:
+    return Item(
+        Case(check, parameters).id,
+        check.name,
+        check.level,
+        dict(parameters),
+        check.clause.number,
+        check.clause.text,
+        check.clause.reason,
+        check.isolated,
+        check.timeout,
+        skip,
+        broken,
+    )
 
 
 def _run(case: Case, target: Target) -> Any:
