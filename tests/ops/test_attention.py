@@ -48,9 +48,11 @@ def formula(
         scores = keys[b, h // group].double() @ query[b, h, t].double() * scale
         if alibi is not None:
             scores = scores + alibi[h].double() * torch.arange(total)
-        for p in range(total):
-            if (causal and p > own) or (window and p <= own - window):
-                scores[p] = -torch.inf
+        position = torch.arange(total)
+        if causal:
+            scores[position > own] = -torch.inf
+        if window:
+            scores[position <= own - window] = -torch.inf
         if mask is not None:
             row = mask[b] if mask.dim() == 2 else mask.expand(batch, heads, tokens, -1)[b, h, t]
             row = row[:total]
