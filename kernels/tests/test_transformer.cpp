@@ -1,0 +1,419 @@
+// What a transformer layer does between its matrix products, at all levels and in all dtypes, against the formulas in
+// double.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "check.h"
+#include "levels.h"
+#include "transformer_loops.h"
+
+namespace ds_kernels::cpu {
+DS_KERNELS_CPU_LEVELS(TransformerLoops, transformer_loops)
+}  // namespace ds_kernels::cpu
+
+using namespace ds_kernels;
+using namespace ds_kernels::cpu;
+
+namespace {
+
+using Numbers = std::vector<double>;
+
+// Around vectors and around the 64 columns that share random numbers.
+const int64_t kColumns[] = {1, 3, 4, 7, 15, 16, 17, 33, 63, 64, 65, 130};
+constexpr int64_t kRows = 5;
+constexpr Dtype kDtypes[] = {Dtype::Float32, Dtype::BFloat16, Dtype::Float16};
+
+// An array of one dtype between guards, at an address that is aligned to nothing but its elements.
+class Array {
+ public:
+  Array(Dtype dtype, size_t count) : dtype_(dtype), count_(count), memory_(size() * (count + 2), kGuard) {}
+  Array(Dtype dtype, const Numbers& numbers) : Array(dtype, numbers.size()) {
+    for (size_t i = 0; i < numbers.size(); ++i) set(i, static_cast<float>(numbers[i]));
+  }
+
+  void* data() { return memory_.data() + size(); }
+  bool guards_hold() const { return memory_.front() == kGuard && memory_.back() == kGuard; }
+  size_t count() const { return count_; }
+
+  double operator[](size_t i) const {
+    const unsigned char* at = memory_.data() + size() * (i + 1);
+    float wide;
+    uint16_t bits;
+    if (dtype_ == Dtype::Float32) {
+      std::memcpy(&wide, at, 4);
+      return wide;
+    }
+    std::memcpy(&bits, at, 2);
+    if (dtype_ == Dtype::BFloat16) {
+      const uint32_t word = uint32_t{bits} << 16;
+      std::memcpy(&wide, &word, 4);
+      return wide;
+    }
+    const int exponent = (bits & 0x7fff) >> 10, fraction = bits & 0x3ff;
+    if (exponent == 31) return fraction ? std::nan("") : (bits & 0x8000 ? -1 : 1) * INFINITY;
+    const double magnitude = exponent ? std::ldexp(1024 + fraction, exponent - 25) : std::ldexp(fraction, -24);
+    return bits & 0x8000 ? -magnitude : magnitude;
+  }
+
+  // Half a unit in the last place of numbers like x.
+  double rounding(double x) const {
+    const int mantissa = dtype_ == Dtype::Float32 ? 24 : dtype_ == Dtype::BFloat16 ? 8 : 11;
+    return std::ldexp(std::abs(x), -mantissa);
+  }
+
+ private:
+  static constexpr unsigned char kGuard = 0xa5;
+
+  size_t size() const { return dtype_ == Dtype::Float32 ? 4 : 2; }
+
+  // Stores a multiple of 1/16 of at most 3, which every dtype holds.
+  void set(size_t i, float x) {
+    unsigned char* at = memory_.data() + size() * (i + 1);
+    uint32_t wide;
+    std::memcpy(&wide, &x, 4);
+    const auto brain = static_cast<uint16_t>(wide >> 16);
+    const auto half = static_cast<uint16_t>(
+        x == 0 ? 0 : (wide >> 16 & 0x8000) | (wide >> 13 & 0x3ff) | ((wide >> 23 & 0xff) - 112) << 10);
+    if (dtype_ == Dtype::Float32) std::memcpy(at, &x, 4);
+    if (dtype_ == Dtype::Float16) std::memcpy(at, &half, 2);
+    if (dtype_ == Dtype::BFloat16) std::memcpy(at, &brain, 2);
+  }
+
+  Dtype dtype_;
+  size_t count_;
+  std::vector<unsigned char> memory_;
+};
+
+Numbers numbers(size_t count, unsigned seed) {
+  std::mt19937 random(seed);
+  Numbers result(count);
+  for (double& x : result) x = (double(random() % 97) - 48) / 16;
+  return result;
+}
+
+// Close to what is expected: rounded once, and as exact as a few floats of magnitude `scale` are.
+void expect(const std::string& what, const Array& actual, const Numbers& expected, double scale = 4) {
+  CHECK(actual.guards_hold(), "%s wrote beyond its array", what.c_str());
+  for (size_t i = 0; i < expected.size(); ++i) {
+    const double allowed = 1.01 * actual.rounding(expected[i]) + scale * 4e-7;
+    CHECK(std::abs(actual[i] - expected[i]) <= allowed, "%s[%zu] is %.9g, expected %.9g", what.c_str(), i, actual[i],
+          expected[i]);
+  }
+}
+
+void expect(const std::string& what, const std::vector<float>& actual, const Numbers& expected, double scale = 4) {
+  for (size_t i = 0; i < expected.size(); ++i) {
+    CHECK(std::abs(actual[i] - expected[i]) <= scale * 4e-7 + 3e-7 * std::abs(expected[i]), "%s[%zu] is %.9g, expected %.9g",
+          what.c_str(), i, actual[i], expected[i]);
+  }
+}
+
+// ---- the generator, written anew ---------------------------------------------------------------------------------
+
+bool is_kept(uint64_t seed, double p, int64_t row, int64_t column) {
+  uint32_t c[4] = {uint32_t(column / 64 * 16 + column % 16), uint32_t(row), uint32_t(row >> 32), 0};
+  uint32_t key[2] = {uint32_t(seed), uint32_t(seed >> 32)};
+  for (int round = 0; round < 10; ++round) {
+    const uint64_t first = 0xD2511F53ull * c[0], second = 0xCD9E8D57ull * c[2];
+    const uint32_t next[4] = {uint32_t(second >> 32) ^ c[1] ^ key[0], uint32_t(second),
+                              uint32_t(first >> 32) ^ c[3] ^ key[1], uint32_t(first)};
+    std::copy(next, next + 4, c);
+    key[0] += 0x9E3779B9u, key[1] += 0xBB67AE85u;
+  }
+  return c[column / 16 % 4] >= p * 4294967296.0;
+}
+
+void test_known_answers() {
+  uint32_t zeros[4] = {0, 0, 0, 0}, ones[4] = {~0u, ~0u, ~0u, ~0u};
+  philox(zeros, 0, 0);
+  philox(ones, ~0u, ~0u);
+  const uint32_t of_zeros[4] = {0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8};
+  const uint32_t of_ones[4] = {0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd};
+  for (int i = 0; i < 4; ++i) CHECK(zeros[i] == of_zeros[i] && ones[i] == of_ones[i], "word %d", i);
+  const Dropout dropout = dropout_of(0x123456789abcdefull, 0.25);
+  for (int64_t row : {int64_t{0}, int64_t{3}, int64_t{1} << 33}) {
+    for (int64_t column = 0; column < 300; ++column) {
+      CHECK((dropout_word(dropout, row, column) >= dropout.threshold) == is_kept(0x123456789abcdefull, 0.25, row, column),
+            "row %lld, column %lld", static_cast<long long>(row), static_cast<long long>(column));
+    }
+  }
+}
+
+// ---- cases -------------------------------------------------------------------------------------------------------
+
+constexpr uint64_t kSeed = 0xfedcba9876543210ull;
+
+struct Case {
+  const TransformerLoops& loops;
+  Dtype dtype;
+  int64_t columns;
+  double p;
+  std::string label;
+
+  size_t count() const { return static_cast<size_t>(kRows * columns); }
+  Dropout dropout() const { return p == 0 ? Dropout{} : dropout_of(kSeed, p); }
+  double kept(int64_t i, double x) const {
+    return p == 0 ? x : is_kept(kSeed, p, i / columns, i % columns) ? x / (1 - p) : 0;
+  }
+};
+
+template <class Test>
+void in_all_cases(Test test) {
+  int levels = 0;
+  for (const auto& [level, table] : all_transformer_loops()) {
+    if (!table || !runs_here(level)) continue;
+    ++levels;
+    for (const Dtype dtype : kDtypes) {
+      for (const int64_t columns : kColumns) {
+        for (const double p : {0.0, 0.5}) {
+          const std::string label = "level " + std::to_string(int(level)) + ", dtype " + std::to_string(int(dtype)) +
+                                    ", " + std::to_string(columns) + " columns, p " + std::to_string(p) + ": ";
+          test(Case{*table, dtype, columns, p, label});
+        }
+      }
+    }
+  }
+  CHECK(levels > 0, "no level was built that runs here");
+}
+
+// Column sums of rows.
+Numbers sums_of(const Numbers& rows, int64_t columns) {
+  Numbers sums(columns);
+  for (size_t i = 0; i < rows.size(); ++i) sums[i % columns] += rows[i];
+  return sums;
+}
+
+void test_sums() {
+  in_all_cases([](const Case& c) {
+    const Numbers x = numbers(c.count(), 1), bias = numbers(c.columns, 2), residual = numbers(c.count(), 3);
+    Array input(c.dtype, x), b(c.dtype, bias), r(c.dtype, residual), sum(c.dtype, c.count());
+    Numbers expected(c.count());
+    for (size_t i = 0; i < c.count(); ++i) expected[i] = residual[i] + c.kept(i, x[i] + bias[i % c.columns]);
+    SumRows rows{input.data(), b.data(), r.data(), sum.data(), c.columns, c.p != 0, c.dropout()};
+    c.loops.dropout_add(c.dtype)(rows, 0, 2);
+    c.loops.dropout_add(c.dtype)(rows, 2, kRows);
+    expect(c.label + "sum", sum, expected);
+
+    Array grad(c.dtype, c.count());
+    std::vector<float> sums(c.columns);
+    DropoutGradRows grads{input.data(), grad.data(), c.columns, c.p != 0, c.dropout()};
+    c.loops.dropout_add_backward(c.dtype)(grads, 0, kRows, sums.data());
+    for (size_t i = 0; i < c.count(); ++i) expected[i] = c.kept(i, x[i]);
+    expect(c.label + "gradient", grad, expected);
+    expect(c.label + "gradient of bias", sums, sums_of(expected, c.columns), 40);
+    c.loops.dropout_add_backward(c.dtype)(grads, 0, kRows, nullptr);
+  });
+}
+
+void test_norms() {
+  in_all_cases([](const Case& c) {
+    const Numbers x = numbers(c.count(), 1), weight = numbers(c.columns, 2), bias = numbers(c.columns, 3);
+    Array input(c.dtype, x), w(c.dtype, weight), b(c.dtype, bias), sum(c.dtype, c.count()), output(c.dtype, c.count());
+    std::vector<float> mean(kRows), rstd(kRows);
+    // A sum of multiples of 1/16, half of it dropped and the rest doubled, is exact in every dtype.
+    NormRows rows{{input.data(), nullptr, nullptr, c.p != 0 ? sum.data() : nullptr, c.columns, c.p != 0, c.dropout()},
+                  w.data(), b.data(), output.data(), mean.data(), rstd.data(), 0.5f};
+    c.loops.norm(c.dtype)(rows, 0, kRows);
+    Numbers total(c.count()), expected(c.count()), normal(c.count()), factors(kRows), means(kRows);
+    for (int64_t row = 0; row < kRows; ++row) {
+      double variance = 0;
+      for (int64_t i = row * c.columns; i < (row + 1) * c.columns; ++i) means[row] += (total[i] = c.kept(i, x[i]));
+      means[row] /= c.columns;
+      for (int64_t i = row * c.columns; i < (row + 1) * c.columns; ++i) variance += std::pow(total[i] - means[row], 2);
+      factors[row] = 1 / std::sqrt(variance / c.columns + 0.5);
+      for (int64_t i = row * c.columns; i < (row + 1) * c.columns; ++i) {
+        normal[i] = (total[i] - means[row]) * factors[row];
+        expected[i] = normal[i] * weight[i % c.columns] + bias[i % c.columns];
+      }
+    }
+    expect(c.label + "norm", output, expected, 16);
+    expect(c.label + "mean", mean, means);
+    expect(c.label + "rstd", rstd, factors);
+    if (c.p != 0) expect(c.label + "sum", sum, total);
+
+    const Numbers g = numbers(c.count(), 4), more = numbers(c.count(), 5);
+    Numbers all(c.count()), dropped(c.count()), of_weight(c.count());
+    for (int64_t row = 0; row < kRows; ++row) {
+      double mean_g = 0, mean_gn = 0;
+      for (int64_t i = row * c.columns; i < (row + 1) * c.columns; ++i) {
+        mean_g += g[i] * weight[i % c.columns] / c.columns;
+        mean_gn += g[i] * weight[i % c.columns] * normal[i] / c.columns;
+        of_weight[i] = g[i] * normal[i];
+      }
+      for (int64_t i = row * c.columns; i < (row + 1) * c.columns; ++i) {
+        all[i] = factors[row] * (g[i] * weight[i % c.columns] - mean_g - normal[i] * mean_gn) + more[i];
+        dropped[i] = c.kept(i, all[i]);
+      }
+    }
+    Array grad(c.dtype, g), grad_sum(c.dtype, more), grad_total(c.dtype, c.count()), grad_input(c.dtype, c.count());
+    std::vector<float> sums(3 * c.columns);
+    NormGradRows grads{grad.data(), grad_sum.data(), c.p != 0 ? sum.data() : input.data(), mean.data(), rstd.data(),
+                       w.data(), nullptr, grad_total.data(), c.p != 0 ? grad_input.data() : nullptr, c.columns,
+                       c.p != 0, c.dropout()};
+    c.loops.norm_backward(c.dtype)(grads, 0, kRows, sums.data());
+    expect(c.label + "gradient of the sum", grad_total, all, 40);
+    if (c.p != 0) expect(c.label + "gradient of the input", grad_input, dropped, 80);
+    const auto part = [&](int64_t array) {
+      return std::vector<float>(sums.begin() + array * c.columns, sums.begin() + (array + 1) * c.columns);
+    };
+    expect(c.label + "gradient of weight", part(0), sums_of(of_weight, c.columns), 80);
+    expect(c.label + "gradient of bias", part(1), sums_of(g, c.columns), 40);
+    expect(c.label + "gradient before the sum", part(2), sums_of(dropped, c.columns), 200);
+  });
+}
+
+// The norm's result, 2 n + 1, instead of its input.
+void test_inverted_norm() {
+  in_all_cases([](const Case& c) {
+    const Numbers normal = numbers(c.count(), 1), g = numbers(c.count(), 2);
+    Numbers result(c.count()), expected(c.count()), of_weight(c.count());
+    for (size_t i = 0; i < c.count(); ++i) result[i] = normal[i] / 2 + 1, of_weight[i] = g[i] * normal[i];
+    for (int64_t row = 0; row < kRows; ++row) {
+      double mean_g = 0, mean_gn = 0;
+      for (int64_t i = row * c.columns; i < (row + 1) * c.columns; ++i) {
+        mean_g += g[i] / 2 / c.columns;
+        mean_gn += g[i] / 2 * normal[i] / c.columns;
+      }
+      for (int64_t i = row * c.columns; i < (row + 1) * c.columns; ++i) {
+        expected[i] = 0.75 * (g[i] / 2 - mean_g - normal[i] * mean_gn);
+      }
+    }
+    Array rows(c.dtype, result), grad(c.dtype, g), grad_total(c.dtype, c.count()), grad_input(c.dtype, c.count());
+    Array w(c.dtype, Numbers(c.columns, 0.5)), b(c.dtype, Numbers(c.columns, 1));
+    std::vector<float> rstd(kRows, 0.75f), sums(3 * c.columns);
+    NormGradRows grads{grad.data(), nullptr, rows.data(), nullptr, rstd.data(), w.data(), b.data(), grad_total.data(),
+                       grad_input.data(), c.columns, c.p != 0, c.dropout()};
+    c.loops.norm_backward(c.dtype)(grads, 0, kRows, sums.data());
+    // Halves of 16ths and 1 added are not exact in bfloat16.
+    if (c.dtype != Dtype::BFloat16) {
+      expect(c.label + "gradient", grad_total, expected, 40);
+      expect(c.label + "gradient of weight", sums, sums_of(of_weight, c.columns), 80);
+    }
+    CHECK(grad_total.guards_hold() && grad_input.guards_hold(), "%s", c.label.c_str());
+  });
+}
+
+double gelu(double x, bool tanh) {
+  return tanh ? x / 2 * (1 + std::tanh(std::sqrt(2 / M_PI) * (x + 0.044715 * x * x * x)))
+              : x / 2 * (1 + std::erf(x / std::sqrt(2)));
+}
+
+double gelu_derivative(double x, bool tanh) {
+  if (!tanh) return (1 + std::erf(x / std::sqrt(2))) / 2 + x * std::exp(-x * x / 2) / std::sqrt(2 * M_PI);
+  const double t = std::tanh(std::sqrt(2 / M_PI) * (x + 0.044715 * x * x * x));
+  return (1 + t) / 2 + x / 2 * (1 - t * t) * std::sqrt(2 / M_PI) * (1 + 3 * 0.044715 * x * x);
+}
+
+void test_gelu() {
+  in_all_cases([](const Case& c) {
+    if (c.p != 0) return;
+    const Numbers x = numbers(c.count(), 1), bias = numbers(c.columns, 2), g = numbers(c.count(), 3);
+    for (const bool tanh : {true, false}) {
+      Array input(c.dtype, x), b(c.dtype, bias), grad(c.dtype, g), output(c.dtype, c.count()), result(c.dtype, c.count());
+      Numbers expected(c.count()), slopes(c.count());
+      for (size_t i = 0; i < c.count(); ++i) {
+        expected[i] = gelu(x[i] + bias[i % c.columns], tanh);
+        slopes[i] = g[i] * gelu_derivative(x[i] + bias[i % c.columns], tanh);
+      }
+      c.loops.gelu(c.dtype)({input.data(), b.data(), output.data(), c.columns, tanh}, 0, kRows);
+      expect(c.label + "gelu", output, expected);
+      std::vector<float> sums(c.columns);
+      c.loops.gelu_backward(c.dtype)({grad.data(), input.data(), b.data(), result.data(), c.columns, tanh}, 0, kRows,
+                                     sums.data());
+      expect(c.label + "gradient of gelu", result, slopes);
+      expect(c.label + "gradient of bias", sums, sums_of(slopes, c.columns), 40);
+    }
+  });
+}
+
+void test_softmax() {
+  in_all_cases([](const Case& c) {
+    const Numbers x = numbers(c.count(), 1), masked = numbers(kRows * c.columns, 2), g = numbers(c.count(), 3);
+    // Rows are [kRows, 1]; the mask has a row for each, and none, and one number for each.
+    for (const int kind : {0, 1, 2}) {
+      Array scores(c.dtype, x), mask(c.dtype, masked), output(c.dtype, c.count()), probs(c.dtype, c.count());
+      const int64_t stride = kind == 1 ? c.columns : 1;
+      SoftmaxRows rows{scores.data(), kind ? mask.data() : nullptr, {1, 1, kRows, 1}, {0, 0, stride, 0}, kind == 2,
+                       output.data(), c.p != 0 ? probs.data() : nullptr, c.columns, 0.5f, c.p != 0, c.dropout()};
+      std::vector<float> scratch(c.columns);
+      c.loops.softmax(c.dtype)(rows, 0, 3, scratch.data());
+      c.loops.softmax(c.dtype)(rows, 3, kRows, scratch.data());
+      Numbers expected(c.count()), dropped(c.count()), slopes(c.count());
+      for (int64_t row = 0; row < kRows; ++row) {
+        double sum = 0, inner = 0;
+        for (int64_t i = row * c.columns; i < (row + 1) * c.columns; ++i) {
+          const double added = kind == 0 ? 0 : kind == 1 ? masked[i] : masked[row];
+          sum += expected[i] = std::exp(x[i] / 2 + added);
+        }
+        for (int64_t i = row * c.columns; i < (row + 1) * c.columns; ++i) dropped[i] = c.kept(i, expected[i] /= sum);
+        const Array& used = c.p != 0 ? probs : output;
+        for (int64_t i = row * c.columns; i < (row + 1) * c.columns; ++i) inner += c.kept(i, g[i]) * used[i];
+        for (int64_t i = row * c.columns; i < (row + 1) * c.columns; ++i) {
+          slopes[i] = 0.5 * used[i] * (c.kept(i, g[i]) - inner);
+        }
+      }
+      // Float16 has only absolute digits for small numbers.
+      expect(c.label + "softmax", output, dropped, 1);
+      if (c.p != 0) expect(c.label + "softmax before dropout", probs, expected, 1);
+
+      Array grad(c.dtype, g), result(c.dtype, c.count());
+      SoftmaxGradRows grads{grad.data(), c.p != 0 ? probs.data() : output.data(), result.data(), c.columns, 0.5f,
+                            c.p != 0, c.dropout()};
+      c.loops.softmax_backward(c.dtype)(grads, 0, kRows, scratch.data());
+      expect(c.label + "gradient of softmax", result, slopes, 8);
+    }
+  });
+}
+
+void test_total() {
+  in_all_cases([](const Case& c) {
+    const Numbers x = numbers(c.count(), 1);
+    const std::vector<float> rows(x.begin(), x.end());
+    Array total(c.dtype, c.columns);
+    c.loops.store_sum(c.dtype)(rows.data(), kRows, c.columns, c.columns, total.data());
+    expect(c.label + "total", total, sums_of(x, c.columns));
+  });
+}
+
+// What is not finite: a row of -inf gives zeros, gelu's slope saturates, a NaN stays in its row.
+void test_not_finite() {
+  const float inf = INFINITY, nan = std::numeric_limits<float>::quiet_NaN();
+  for (const auto& [level, table] : all_transformer_loops()) {
+    if (!table || !runs_here(level)) continue;
+    std::vector<float> scores(3 * 20, -inf), output(60), scratch(20);
+    std::fill(scores.begin() + 20, scores.end(), 1.f);
+    scores[45] = nan;
+    SoftmaxRows rows{scores.data(), nullptr, {1, 1, 1, 3}, {}, false, output.data(), nullptr, 20, 1.f, false, {}};
+    table->softmax(Dtype::Float32)(rows, 0, 3, scratch.data());
+    for (int i = 0; i < 20; ++i) {
+      CHECK(output[i] == 0 && std::abs(output[20 + i] - 0.05f) < 1e-8f && std::isnan(output[40 + i]), "column %d", i);
+    }
+    for (const bool tanh : {true, false}) {
+      const std::vector<float> x{inf, -inf, nan, 3e38f, -3e38f, 0.f}, g(6, 1.f);
+      std::vector<float> slope(6);
+      table->gelu_backward(Dtype::Float32)({g.data(), x.data(), nullptr, slope.data(), 6, tanh}, 0, 1, nullptr);
+      CHECK(slope[0] == 1 && std::abs(slope[1]) < 1e-30f && std::isnan(slope[2]) && slope[3] == 1 &&
+                std::abs(slope[4]) < 1e-30f && slope[5] == 0.5f,
+            "slopes of gelu: %g %g %g %g %g %g", slope[0], slope[1], slope[2], slope[3], slope[4], slope[5]);
+    }
+  }
+}
+
+}  // namespace
+
+int main() {
+  test_known_answers();
+  test_sums();
+  test_norms();
+  test_inverted_norm();
+  test_gelu();
+  test_softmax();
+  test_total();
+  test_not_finite();
+  return report();
+}
