@@ -76,6 +76,50 @@ FUNCTIONS = {
             for dtype in ("fp32", "fp16")
         },
     ),
+    "transformer_inference": {
+        **{
+            f"{function}_{dtype}": positionals
+            for function, positionals in {
+                "softmax": 11,
+                "softmax_context": 19,
+                "bias_gelu": 2,
+                "bias_relu": 2,
+                "bias_add": 2,
+                "bias_residual": 3,
+                "qkv_gemm": 10,
+                "rms_qkv_gemm": 7,
+                "mlp_gemm": 16,
+                "rms_mlp_gemm": 11,
+                "vector_matmul": 6,
+                "linear_layer": 8,
+                "fused_gemm_gelu": 8,
+                "residual_add_bias": 9,
+                "einsum_sec_sm_ecm": 2,
+                "pad_transform": 5,
+                "add_padding": 3,
+                "allocate_workspace": 10,
+                "repeat_kv_cache": 2,
+                "dequantize": 3,
+                "layer_norm": 4,
+            }.items()
+            for dtype in ("fp32", "fp16", "bf16")
+        },
+        "softmax_context_int8": 19,
+        "vector_matmul_int8": 6,
+        "fused_gemm_gelu_int8": 8,
+        "gated_activation": 3,
+        "layer_norm": 4,
+        "_layer_norm_residual": 6,
+        "layer_norm_residual_store_pre_ln_res": 6,
+        "rms_norm": 3,
+        "pre_rms_norm": 4,
+        "_vector_add": 3,
+        "apply_rotary_pos_emb": 7,
+        "moe_res_matmul": 3,
+        "reset_cache": 0,
+        "release_workspace": 0,
+        "retake_workspace": 0,
+    },
 }
 
 LR, BETAS, EPS, DECAY = 0.01, (0.9, 0.95), 1e-6, 0.1
