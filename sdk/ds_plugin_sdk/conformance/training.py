@@ -11,7 +11,6 @@ A small model is trained for a few steps by two ranks, or by one where there is 
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -104,7 +103,7 @@ def _training(
         cases=_stage_cases(*stages),
         needs=needs,
         timeout=_SECONDS,
-    )(functools.wraps(_expect_losses)(run))
+    )(run)
 
 
 def _expect_losses(

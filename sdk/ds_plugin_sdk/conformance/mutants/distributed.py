@@ -1,0 +1,273 @@
+"""Defects of collectives: wrong values, lost handles, missing order, and errors that do not come.
+
+torch's functions are replaced in every rank, because each finds its target by its name.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ds_plugin_sdk.conformance.mutants.mutant import SIMULATED, mutant
+from ds_plugin_sdk.conformance.target import Target
+
+# torch's stubs lack half of what is there.
+dist: Any = torch.distributed
+
+Function = Callable[..., Any]
+
+
+def _function(
+    name: str, clause: str, description: str, function: str, wrong: Function, *, target: str = "cpu", only: str = ""
+) -> None:
+    """Declare a mutant in which ``torch.distributed.<function>`` is `wrong(sound, *arguments, **keywords)`."""
+
+    def install(sound_target: Target) -> Target:
+        sound = getattr(dist, function)
+        setattr(dist, function, lambda *arguments, **keywords: wrong(sound, *arguments, **keywords))
+        return sound_target
+
+    install.__doc__ = description
+    mutant(f"collectives.{name}", clause, "distributed", target=target, only=only)(install)
+
+
+def _nothing(sound: Function, *arguments: Any, **keywords: Any) -> None:
+    return None
+
+
+def _after(change: Callable[[Any], Any]) -> Function:
+    """The sound function, after which the first argument is changed."""
+
+    def wrong(sound: Function, first: Any, *arguments: Any, **keywords: Any) -> Any:
+        result = sound(first, *arguments, **keywords)
+        change(first)
+        return result
+
+    return wrong
+
+
+def _swapped(tensor: torch.Tensor) -> None:
+    tensor.copy_(tensor.flip(0))
+
+
+def _reversed(tensors: list[torch.Tensor]) -> None:
+    for tensor, value in zip(tensors, [tensor.clone() for tensor in reversed(tensors)], strict=True):
+        tensor.copy_(value)
+
+
+# ---- D1: reductions --------------------------------------------------------------------------------------------------
+def _always_sum(sound: Function, tensor: torch.Tensor, op: Any = None, **keywords: Any) -> Any:
+    return sound(tensor, **keywords)
+
+
+_function("always_sum", "D1.1", "`all_reduce` ignores the operation.", "all_reduce", _always_sum, only="MAX")
+
+
+def _average_is_sum(sound: Function, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, **keywords: Any) -> Any:
+    return sound(tensor, op=dist.ReduceOp.SUM if op == dist.ReduceOp.AVG else op, **keywords)
+
+
+_function("average_is_sum", "D1.2", "AVG gives the sum.", "all_reduce", _average_is_sum)
+_function(
+    "narrow_integers",
+    "D1.3",
+    "Integers are reduced in 7 bits.",
+    "all_reduce",
+    _after(lambda tensor: None if tensor.is_floating_point() else tensor.remainder_(128)),
+    only="uint8",
+)
+_function(
+    "tail_lost",
+    "D1.4",
+    "The last element is not reduced.",
+    "all_reduce",
+    _after(lambda tensor: tensor[-1:].zero_()),
+)
+
+
+def _no_empty(sound: Function, tensor: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
+    if tensor.numel() == 0:
+        raise RuntimeError("count must be positive")
+    return sound(tensor, *arguments, **keywords)
+
+
+_function("no_empty", "D1.5", "No elements are refused.", "all_reduce", _no_empty)
+
+
+def _never_done(sound: Function, tensor: torch.Tensor, *, async_op: bool = False, **keywords: Any) -> Any:
+    return None if async_op else sound(tensor, **keywords)
+
+
+_function("no_handle", "D1.6", "`async_op=True` gives no handle.", "all_reduce", _never_done)
+_function("not_reduced", "D1.7", "`reduce` does nothing.", "reduce", _nothing)
+_function("scattered_nothing", "D1.8", "`reduce_scatter` does nothing.", "reduce_scatter", _nothing)
+_function(
+    "scattered_backwards",
+    "D1.9",
+    "Parts of `reduce_scatter_tensor` are turned.",
+    "reduce_scatter_tensor",
+    _after(_swapped),
+)
+
+# ---- D2 to D5 --------------------------------------------------------------------------------------------------------
+_function("from_rank_0", "D2.1", "`broadcast` is always from rank 0.", "broadcast", lambda sound, t, src: sound(t, 0))
+_function("no_objects", "D2.2", "Objects are not brought.", "broadcast_object_list", _nothing)
+_function("not_gathered", "D2.3", "`gather` does nothing.", "gather", _nothing)
+_function("not_scattered", "D2.4", "`scatter` does nothing.", "scatter", _nothing)
+_function("order_of_parts", "D3.1", "`all_gather` gives the parts backwards.", "all_gather", _after(_reversed))
+_function(
+    "order_in_tensor",
+    "D3.2",
+    "`all_gather_into_tensor` gives them backwards.",
+    "all_gather_into_tensor",
+    _after(_swapped),
+)
+
+
+def _cleared_first(sound: Function, output: torch.Tensor, source: torch.Tensor, **keywords: Any) -> Any:
+    output.zero_()
+    return sound(output, source, **keywords)
+
+
+_function(
+    "output_cleared",
+    "D3.3",
+    "The output is cleared before the input is read.",
+    "all_gather_into_tensor",
+    _cleared_first,
+)
+
+
+class _Forgets:
+    """A coalescing manager that does nothing of what it collected."""
+
+    def __enter__(self) -> _Forgets:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def wait(self) -> None:
+        pass
+
+
+@mutant("collectives.coalesced_lost", "D3.4", "distributed")
+def coalesced_lost(target: Target) -> Target:
+    """What is coalesced is not done."""
+    dist._coalescing_manager = lambda **keywords: _Forgets()
+    dist.all_gather_into_tensor = lambda *arguments, **keywords: None
+    return target
+
+
+_function(
+    "own_parts_kept", "D4.1", "`all_to_all_single` keeps the parts.", "all_to_all_single", lambda s, o, i: o.copy_(i)
+)
+
+
+def _even_only(sound: Function, output: torch.Tensor, source: torch.Tensor, *splits: Any) -> Any:
+    if splits and len(set(splits[0])) > 1:
+        raise RuntimeError("sizes must be equal")
+    return sound(output, source, *splits)
+
+
+_function("even_only", "D4.2", "Uneven parts are refused.", "all_to_all_single", _even_only)
+_function("lists_ignored", "D4.3", "`all_to_all` does nothing.", "all_to_all", _nothing)
+_function("order_of_messages", "D5.1", "What is received is not written.", "recv", lambda s, t, src: s(t.clone(), src))
+
+
+def _received_elsewhere(sound: Function, operations: Any) -> Any:
+    for operation in operations:
+        if operation.op is dist.irecv:
+            operation.tensor = operation.tensor.clone()
+    return sound(operations)
+
+
+_function("not_received", "D5.2", "A batch of messages is not written.", "batch_isend_irecv", _received_elsewhere)
+
+# ---- D6: order, groups, life span ------------------------------------------------------------------------------------
+_function("no_barrier", "D6.1", "`barrier` does nothing.", "barrier", _nothing)
+
+
+def _elsewhere(sound: Function, tensor: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
+    """On a stream that waits for nothing."""
+    with torch.Stream(device=tensor.device):
+        return sound(tensor, *arguments, **keywords)
+
+
+_function(
+    "not_ordered",
+    "D6.2",
+    "A collective does not wait for the current stream.",
+    "all_reduce",
+    _elsewhere,
+    target=SIMULATED,
+)
+_function("stream_ignored", "D6.3", "Nor for a side stream.", "all_reduce", _elsewhere, target=SIMULATED)
+
+
+def _whole_world(sound: Function, tensor: torch.Tensor, *, group: Any = None, **keywords: Any) -> Any:
+    return sound(tensor, **keywords)
+
+
+_function("group_ignored", "D6.4", "The group is ignored.", "all_reduce", _whole_world)
+
+
+@mutant("collectives.no_parallel", "D6.5", "distributed")
+def no_parallel(target: Target) -> Target:
+    """DistributedDataParallel averages nothing."""
+    torch.nn.parallel.DistributedDataParallel = lambda module, device_ids=None: module  # type: ignore[assignment, misc]
+    return target
+
+
+def _moves(sound: Function, *arguments: Any, **keywords: Any) -> Any:
+    result = sound(*arguments, **keywords)
+    torch.accelerator.set_device_index(1 - torch.accelerator.current_device_index())
+    return result
+
+
+_function("device_moves", "D6.6", "A collective makes another device current.", "all_reduce", _moves, target=SIMULATED)
+
+
+def _once(sound: Function, *arguments: Any, **keywords: Any) -> Any:
+    if hasattr(dist, "_made_before"):
+        raise RuntimeError("the transport is closed")
+    dist._made_before = True
+    return sound(*arguments, **keywords)
+
+
+_function("made_once", "D6.7", "A process group is made once.", "init_process_group", _once)
+
+
+@mutant("ranks.abort_at_exit", "D6.8", "distributed")
+def abort_at_exit(target: Target) -> Target:
+    """A thread of the backend aborts the process when it ends."""
+    import atexit
+
+    atexit.register(lambda: os._exit(134) if dist.is_initialized() else None)
+    return target
+
+
+# ---- D7: failures ----------------------------------------------------------------------------------------------------
+def _pretends(sound: Function, *arguments: Any, **keywords: Any) -> Any:
+    """A collective that takes its own values for everybody's where the others are silent."""
+    try:
+        return sound(*arguments, **keywords)
+    except RuntimeError:
+        return None
+
+
+_function("pretends", "D7.1", "A collective with a dead rank gives a result.", "all_reduce", _pretends)
+
+
+def _waits(sound: Function, *arguments: Any, **keywords: Any) -> Any:
+    try:
+        return sound(*arguments, **keywords)
+    except RuntimeError:
+        time.sleep(600)
+
+
+_function("waits_for_ever", "D7.2", "A collective waits without end.", "all_reduce", _waits)

@@ -1,0 +1,103 @@
+"""Defects that training shows: wrong steps, lost states, streams that are not waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ds_plugin_sdk import simulator
+from ds_plugin_sdk.conformance.mutants.mutant import SIMULATED, mutant, override
+from ds_plugin_sdk.conformance.mutants.kernels import kernel
+from ds_plugin_sdk.conformance.target import Target
+
+
+def _adam(
+    name: str, clause: str, description: str, wrong: Callable[..., Any], *, only: str, target: str = "cpu"
+) -> None:
+    """Declare a mutant whose Adam is `wrong(sound, *arguments)`."""
+
+    def install(sound: Target) -> Target:
+        return kernel(sound, "adam_", wrong)
+
+    install.__doc__ = description
+    mutant(f"training.{name}", clause, "training", target=target, only=only)(install)
+
+
+# adam_(params, grads, first moments, second moments, steps, lr, beta1, beta2, eps, weight decay, ...)
+def _first_step(sound: Callable[..., Any], *a: Any) -> Any:
+    return sound(*a[:4], [1] * len(a[4]), *a[5:])
+
+
+def _no_correction(sound: Callable[..., Any], *a: Any) -> Any:
+    return sound(*a[:-1], False)
+
+
+def _half_rate(sound: Callable[..., Any], *a: Any) -> Any:
+    return sound(*a[:5], a[5] / 2, *a[6:])
+
+
+def _swapped_betas(sound: Callable[..., Any], *a: Any) -> Any:
+    return sound(*a[:6], a[7], a[6], *a[8:])
+
+
+def _own_count(sound: Callable[..., Any], *a: Any) -> Any:
+    _calls.append(1)
+    return sound(*a[:4], [len(_calls)] * len(a[4]), *a[5:])
+
+
+_calls: list[int] = []
+
+_adam("no_bias_correction", "T1.1", "Adam's moments are not corrected.", _no_correction, only="zero.losses/1")
+_adam("always_the_first_step", "T1.2", "Every step counts as the first.", _first_step, only="accumulation/1")
+_adam("half_rate", "T1.3", "The learning rate is halved.", _half_rate, only="clipping/1")
+_adam("swapped_betas", "T1.4", "Adam's betas change places.", _swapped_betas, only="overlap/2")
+_adam("half_rate_bfloat16", "T2.1", "The learning rate is halved.", _half_rate, only="bfloat16/1")
+_adam("half_rate_float16", "T2.2", "The learning rate is halved.", _half_rate, only="float16/1")
+_adam("host_first_step", "T3.1", "On the host every step counts as the first.", _first_step, only="offload.optimizer/1")
+_adam("host_half_rate", "T3.2", "On the host the learning rate is halved.", _half_rate, only="offload.parameters/3")
+_adam("host_betas", "T3.3", "On the host Adam's betas change places.", _swapped_betas, only="offload.bfloat16/2")
+_adam("own_count", "T4.1", "Adam counts its steps itself.", _own_count, only="resumed/1")
+_adam("host_own_count", "T4.2", "On the host Adam counts its steps itself.", _own_count, only="offloaded/2")
+
+
+@mutant("training.overflow_unseen", "T2.3", "training", target=SIMULATED, only="loss_scaling/1")
+def overflow_unseen(target: Target) -> Target:
+    """The device does not know infinity and NaN."""
+
+    def no(self: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(self, dtype=torch.bool)
+
+    torch.Tensor.isinf = torch.Tensor.isnan = no  # type: ignore[method-assign, assignment]
+    return target
+
+
+@mutant("training.waits_left_out", "T1.4", "training", target=SIMULATED, only="overlap/2")
+def waits_left_out(target: Target) -> Target:
+    """It claims to order streams by itself, and is slow enough to show that it does not."""
+    simulator.delay(1000).__enter__()
+    return override(target, resolves_data_dependency=lambda self: True)
+
+
+@mutant("training.no_times", "T5.1", "training", target=SIMULATED)
+def no_times(target: Target) -> Target:
+    """Events cannot be made with `enable_timing`."""
+    return override(target, Event=property(lambda self: lambda: torch.Event("simulated")))
+
+
+@mutant("training.wrong_code", "T5.2", "training")
+def wrong_code(target: Target) -> Target:
+    """Compiled code computes twice the value."""
+
+    def doubling(graph: Any, inputs: Any) -> Any:
+        return lambda *arguments: tuple(2 * value for value in graph(*arguments))
+
+    torch._dynamo.register_backend(doubling, name="doubling")
+    return override(target, get_compile_backend=lambda self: "doubling")
+
+
+@mutant("training.other_masks", "T5.3", "training")
+def other_masks(target: Target) -> Target:
+    """`set_rng_state` does nothing."""
+    return override(target, set_rng_state=lambda self, state, index=None: None)
