@@ -1,0 +1,82 @@
+// A row of elements, shared by the threads of a block: a thread has every so many packs of neighbouring elements.
+#pragma once
+
+#include <algorithm>
+
+#include "element.cuh"
+#include "reduce.cuh"
+
+namespace ds_kernels::cuda {
+
+constexpr int kMaxRowThreads = 1024;
+constexpr int kHeldPacks = 4;  // a thread keeps so many in registers; those of longer rows are read again
+
+// Threads for rows of `packs` packs: about two packs each.
+inline unsigned row_threads(int64_t packs) {
+  const int64_t warps = (packs + 2 * kWarpThreads - 1) / (2 * kWarpThreads);
+  return static_cast<unsigned>(std::min<int64_t>(std::max<int64_t>(warps * kWarpThreads, kWarpThreads), kMaxRowThreads));
+}
+
+// The calling thread's part of a row. `gather(position, values)` gives the values of a pack.
+template <int pack, class Gather>
+class Row {
+ public:
+  __device__ __forceinline__ Row(int64_t columns, const Gather& gather) : packs_(columns / pack), gather_(gather) {
+#pragma unroll
+    for (int i = 0; i < kHeldPacks; ++i) {
+      if (index(i) < packs_) gather_(index(i) * pack, held_[i]);
+    }
+  }
+
+  // Calls `body(position, values)` for each pack; what it changes in the values is kept where they are.
+  template <class Body>
+  __device__ __forceinline__ void for_each(const Body& body) {
+#pragma unroll
+    for (int i = 0; i < kHeldPacks; ++i) {
+      if (index(i) < packs_) body(index(i) * pack, held_[i]);
+    }
+    for (int64_t k = index(kHeldPacks); k < packs_; k += blockDim.x) {
+      float values[pack];
+      gather_(k * pack, values);
+      body(k * pack, values);
+    }
+  }
+
+  // The sum over the row of `term(value)`.
+  template <class Term>
+  __device__ __forceinline__ float sum(const Term& term) {
+    float total = 0;
+    for_each([&](int64_t, float(&values)[pack]) {
+#pragma unroll
+      for (int j = 0; j < pack; ++j) total += term(values[j]);
+    });
+    return over_block<Sum>(total);
+  }
+
+ private:
+  __device__ __forceinline__ int64_t index(int i) const {
+    return static_cast<int64_t>(threadIdx.x) + static_cast<int64_t>(i) * blockDim.x;
+  }
+
+  int64_t packs_;
+  const Gather& gather_;
+  float held_[kHeldPacks][pack];
+};
+
+// Whether rows of `columns` elements can be read in packs from these addresses (null ones do not matter).
+template <class Element, class... Pointers>
+bool in_packs(int64_t columns, Pointers... pointers) {
+  return columns % kPack<Element> == 0 && (is_aligned(pointers) && ...);
+}
+
+// Calls `with(element)` for a dtype, of whose argument the type counts.
+template <class With>
+void with_element(Dtype dtype, const With& with) {
+  switch (dtype) {
+    case Dtype::BFloat16: return with(BFloat16{});
+    case Dtype::Float16: return with(Float16{});
+    default: return with(0.f);
+  }
+}
+
+}  // namespace ds_kernels::cuda
