@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from ds_plugin_sdk import simulator
-from ds_plugin_sdk.conformance.mutants.mutant import SIMULATED, mutant, override
 from ds_plugin_sdk.conformance.mutants.kernels import kernel
+from ds_plugin_sdk.conformance.mutants.mutant import SIMULATED, mutant, override
 from ds_plugin_sdk.conformance.target import Target
 
 
