@@ -96,6 +96,17 @@ def decode(
     _show("Decode", benchmark.run("gpt2" if shape == "gpt2" else "llama", compiled=compiled), as_json)
 
 
+@bench.command("transformer")
+def transformer(
+    compiled: bool = typer.Option(True, help="Compare with torch.compile too (some seconds for each row)."),
+    as_json: bool = _JSON,
+) -> None:
+    """The transformer training layer and its ops against torch, eager and compiled, and against the memory's speed."""
+    from ds_plugin_sdk.bench import transformer as benchmark
+
+    _show("Transformer", benchmark.run(compiled=compiled), as_json)
+
+
 @bench.command("accuracy")
 def accuracy(as_json: bool = _JSON) -> None:
     """Worst error of each optimizer kernel against float64 formulas."""
