@@ -19,13 +19,15 @@ class Runner:
     Args:
         target: name of an installed plugin, ``module:Class``, either with ``@<mutant>``.
         timeout: seconds for each case instead of its check's own.
+        ahead: load the next worker while an isolated case runs.
     """
 
-    def __init__(self, target: str, *, timeout: float | None = None) -> None:
+    def __init__(self, target: str, *, timeout: float | None = None, ahead: bool = True) -> None:
         self.target = target
-        self._timeout = timeout
+        self._timeout, self._ahead = timeout, ahead
         self._worker: Worker | None = None
-        self._next: Worker | None = None  # loads the target while an isolated case runs
+        self._used = False  # whether the worker has run a case
+        self._next: Worker | None = None
         self._level = ""
 
     def __enter__(self) -> Runner:
@@ -64,13 +66,14 @@ class Runner:
             return Outcome(item, "skipped", reason=item.skip)
         if item.broken is not None:
             return Outcome(item, "failed", failure=item.broken)
-        if item.isolated:
+        if item.isolated and self._used:
             self._retire()
         item = dataclasses.replace(item, timeout=self._timeout or item.timeout)
         start = time.perf_counter()
         try:
             worker = self._ready(item.level)
-            if item.isolated:
+            self._used = True
+            if item.isolated and self._ahead:
                 self._next = Worker(self.target)
             answer = worker.ask({"do": "run", "check": item.check, "parameters": item.parameters}, item.timeout)
             failure = answer["failure"] and Failure(**{**answer["failure"], "output": worker.output()})
@@ -95,7 +98,7 @@ class Runner:
         """End the worker that ran the last case."""
         if self._worker is not None:
             self._worker.close()
-            self._worker = None
+            self._worker, self._used = None, False
 
     def _cases_of(self, check: Item) -> list[Item]:
         """The cases of a check, which asks the target for them: that may end the worker too."""

@@ -60,7 +60,7 @@ def idle(checks: Iterable[str], hunts: Sequence[Hunt]) -> list[str]:
 
 
 def _hunt(mutant: Mutant) -> Hunt:
-    with Runner(mutant.target_name) as runner:
+    with Runner(mutant.target_name, ahead=False) as runner:
         try:
             items = list(_cases(mutant, runner.items()))
         except ConformanceError as error:
