@@ -307,6 +307,12 @@ _member(
     "`manual_seed` takes 32 bits.",
     manual_seed=lambda self, seed: _sound(self).manual_seed(int.from_bytes(seed.to_bytes(4, "little"), "little")),
 )
+_member(
+    "random.no_index",
+    "R3.18",
+    "`set_rng_state` takes no index.",
+    set_rng_state=lambda self, state: torch.set_rng_state(state),
+)
 
 
 # ---- R4: streams and events ------------------------------------------------------------------------------------------

@@ -14,32 +14,20 @@ processes      R11  ranks, launchers, fork and spawn
 builders       R12  op builders by DeepSpeed's names
 """
 
-from ds_plugin_sdk.conformance.runtime import (
-    builders,
-    communication,
-    device,
-    dtypes,
-    flags,
-    manifest,
-    memory,
-    pinned,
-    processes,
-    profiling,
-    random,
-    streams,
-)
+import importlib
 
-__all__ = [
-    "builders",
-    "communication",
+for _module in (
     "device",
-    "dtypes",
     "flags",
-    "manifest",
-    "memory",
-    "pinned",
-    "processes",
-    "profiling",
     "random",
     "streams",
-]
+    "memory",
+    "dtypes",
+    "pinned",
+    "communication",
+    "profiling",
+    "manifest",
+    "processes",
+    "builders",
+):
+    importlib.import_module(f"{__name__}.{_module}")

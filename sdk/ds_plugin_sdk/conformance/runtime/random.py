@@ -349,3 +349,20 @@ def seed_type(target: Target) -> None:
             target.accelerator.manual_seed(value)
             expect_equal(_draw(target), first, f"numbers drawn after the second manual_seed({value})")
             expect_type(target.accelerator.initial_seed(), int, "initial_seed()")
+
+
+@check(
+    "runtime.random.index_of_current",
+    Clause(
+        "R3.18",
+        "`get_rng_state(i)` and `set_rng_state(state, i)` with the current device's index do what they do without it.",
+        reason="DeepSpeed and torch call them both ways.",
+    ),
+)
+def index_of_current(target: Target) -> None:
+    with random_state_kept(target):
+        index = target.accelerator.current_device()
+        state = target.accelerator.get_rng_state(index)
+        first = _draw(target)
+        target.accelerator.set_rng_state(state, index)
+        expect_equal(_draw(target), first, f"numbers drawn after set_rng_state(state, {index!r})")

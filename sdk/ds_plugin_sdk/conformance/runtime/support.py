@@ -66,13 +66,15 @@ def current_device_kept(target: Target) -> Iterator[None]:
 @contextlib.contextmanager
 def random_state_kept(target: Target) -> Iterator[None]:
     """Afterwards the host's and all devices' generators are as before."""
-    host = torch.get_rng_state()
-    states = [target.accelerator.get_rng_state(index) for index in indices(target)]
+    host, accelerator = torch.get_rng_state(), target.accelerator
+    # Without an index where there is one device, so that a member that cannot take one fails its own check alone.
+    each = [(index,) for index in indices(target)] if needs_two_devices(target) is None else [()]
+    states = [accelerator.get_rng_state(*arguments) for arguments in each]
     try:
         yield
     finally:
-        for index, state in enumerate(states):
-            target.accelerator.set_rng_state(state, index)
+        for arguments, state in zip(each, states, strict=True):
+            accelerator.set_rng_state(state, *arguments)
         torch.set_rng_state(host)
 
 
