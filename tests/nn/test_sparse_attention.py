@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -177,3 +180,31 @@ def test_what_does_not_fit_is_refused() -> None:
             attention(*tensors, **given)
     with pytest.raises(ValueError, match="attn_mask_mode is 'or'"):
         SparseSelfAttention(CONFIGS["fixed"], attn_mask_mode="or")  # type: ignore[arg-type]  # the test
+
+
+RANK = """
+import random, sys
+import torch
+import torch.distributed as dist
+from ds_plugin_sdk.nn import BigBirdSparsityConfig, SparseSelfAttention
+
+rank, store = int(sys.argv[1]), sys.argv[2]
+random.seed(rank)
+attention = SparseSelfAttention(BigBirdSparsityConfig(1, num_random_blocks=3), max_seq_length=320)
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+own = attention.master_layout.clone()
+x = torch.randn(1, 1, 320, 8, generator=torch.Generator().manual_seed(0))
+output = attention(x, x, x)
+print(int(torch.equal(own, attention.master_layout)), attention.master_layout.flatten().tolist(), output.sum().item())
+"""
+
+
+def test_all_ranks_take_the_layout_of_the_first(tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", RANK]
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(tmp_path / "store")], stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    first, second = (rank.communicate(timeout=120)[0].strip() for rank in ranks)
+    assert first[0] == "1" and second[0] == "0", "the seeds gave one layout; the test needs two"
+    assert first[1:] == second[1:]
