@@ -1,0 +1,85 @@
+// Activations with bias, and gated ones. A thread has one pack of a row; blocks run over all packs.
+#include <type_traits>
+
+#include "activation_launch.h"
+#include "launch.cuh"
+#include "row.cuh"
+
+namespace ds_kernels::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr const char* kOps[] = {"bias_activation", "gated_activation"};
+
+// A pack of input, with the bias of its columns.
+template <class Element, int pack>
+__device__ __forceinline__ void biased(const ActivationRows& n, int64_t position, int64_t column, float (&x)[pack]) {
+  load<pack>(static_cast<const Element*>(n.input) + position, x);
+  if (!n.bias) return;
+  float bias[pack];
+  load<pack>(static_cast<const Element*>(n.bias) + column, bias);
+#pragma unroll
+  for (int j = 0; j < pack; ++j) x[j] += bias[j];
+}
+
+template <class Element, int pack, Activation activation, bool gated>
+__global__ void __launch_bounds__(kThreads) activation_kernel(const ActivationRows n) {
+  const int64_t packs = n.columns / pack;  // of a row
+  const int64_t index = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (index >= n.rows * packs) return;
+  const int64_t row = index / packs, column = (index - row * packs) * pack;
+  float x[pack], y[pack];
+  if constexpr (gated) {
+    float gate[pack];
+    biased<Element, pack>(n, row * 2 * n.columns + column, column, x);
+    biased<Element, pack>(n, (row * 2 + 1) * n.columns + column, n.columns + column, gate);
+#pragma unroll
+    for (int j = 0; j < pack; ++j) y[j] = x[j] * activate<activation>(gate[j]);
+  } else {
+    biased<Element, pack>(n, row * n.columns + column, column, x);
+#pragma unroll
+    for (int j = 0; j < pack; ++j) y[j] = activate<activation>(x[j]);
+  }
+  store<pack>(static_cast<Element*>(n.output) + row * n.columns + column, y);
+}
+
+template <Activation activation, bool gated>
+void run(const ActivationRows& n, Dtype dtype, Stream stream) {
+  if (n.columns == 0) return;
+  with_element(dtype, [&](auto element) {
+    using Element = decltype(element);
+    const auto run = [&](auto pack) {
+      const int64_t packs = n.rows * (n.columns / pack);
+      launch(kOps[gated], activation_kernel<Element, pack, activation, gated>,
+             dim3(static_cast<unsigned>((packs + kThreads - 1) / kThreads)), kThreads, stream, n);
+    };
+    if (in_packs<Element>(n.columns, n.input, n.bias, n.output)) {
+      run(std::integral_constant<int, kPack<Element>>{});
+    } else {
+      run(std::integral_constant<int, 1>{});
+    }
+  });
+}
+
+template <bool gated>
+void run(const ActivationRows& n, Dtype dtype, Activation activation, Stream stream) {
+  switch (activation) {
+    case Activation::Relu: return run<Activation::Relu, gated>(n, dtype, stream);
+    case Activation::Gelu: return run<Activation::Gelu, gated>(n, dtype, stream);
+    case Activation::GeluTanh: return run<Activation::GeluTanh, gated>(n, dtype, stream);
+    case Activation::Silu: return run<Activation::Silu, gated>(n, dtype, stream);
+    default: return run<Activation::Identity, gated>(n, dtype, stream);
+  }
+}
+
+}  // namespace
+
+void launch_bias_activation(const ActivationRows& rows, Dtype dtype, Activation activation, Stream stream) {
+  run<false>(rows, dtype, activation, stream);
+}
+
+void launch_gated_activation(const ActivationRows& rows, Dtype dtype, Activation activation, Stream stream) {
+  run<true>(rows, dtype, activation, stream);
+}
+
+}  // namespace ds_kernels::cuda

@@ -1,0 +1,23 @@
+// What activation.cu offers to activation_binding.cpp.
+#pragma once
+
+#include <ds_kernels/activation.h>
+
+#include "stream.h"
+
+namespace ds_kernels::cuda {
+
+// Rows of `columns` elements, all of one dtype.
+struct ActivationRows {
+  const void* input;  // may be `output`; gated: rows of twice as many elements
+  const void* bias;   // one row of input, or null
+  void* output;
+  int64_t rows, columns;
+};
+
+// activation(input + bias)
+void launch_bias_activation(const ActivationRows& rows, Dtype dtype, Activation activation, Stream stream);
+// Of the halves: first * activation(second).
+void launch_gated_activation(const ActivationRows& rows, Dtype dtype, Activation activation, Stream stream);
+
+}  // namespace ds_kernels::cuda
