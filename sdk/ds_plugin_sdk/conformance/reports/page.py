@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from html import escape
 
-from ds_plugin_sdk.conformance.outcome import Outcome, Report, explain
+from ds_plugin_sdk.conformance.outcome import FAILURES, Outcome, Report, explain
 from ds_plugin_sdk.conformance.reports import summary
 from ds_plugin_sdk.conformance.reports.summary import Table
 
@@ -48,7 +49,7 @@ def _parts(report: Report) -> Iterator[str]:
         yield "<h2>Problems of the expectations</h2><ul>"
         yield from (f"<li>{escape(problem)}</li>" for problem in report.problems)
         yield "</ul>"
-    yield _table(summary.matrix(report))
+    yield _table(dataclasses.replace(summary.matrix(report), title="By level and subject"))
     if report.failures:
         yield "<h2>Failures</h2>"
         yield from (_failure(outcome, report.target) for outcome in report.failures)
@@ -68,8 +69,14 @@ def _parts(report: Report) -> Iterator[str]:
 
 def _table(table: Table) -> str:
     head = "".join(f"<th>{escape(name)}</th>" for name in table.columns)
-    rows = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in table.rows)
+    rows = "".join(f"<tr>{''.join(map(_cell, table.columns, row))}</tr>" for row in table.rows)
     return f"<h2>{escape(table.title)}</h2><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+
+
+def _cell(column: str, text: str) -> str:
+    """A cell; counts have the colour of the end that they count."""
+    colour = "good" if column == "passed" else "bad" if column in FAILURES else ""
+    return f'<td class="{colour}">{escape(text)}</td>' if colour and text else f"<td>{escape(text)}</td>"
 
 
 def _failure(outcome: Outcome, target: str) -> str:
