@@ -12,6 +12,9 @@ COMBINED = {
     "transformer_inference": ("norm", "softmax", "activation", "rotary", "residual", "attention", "linear"),
 }
 
+# Op names that are parts only: no host asks for them.
+PARTS = frozenset(family for parts in COMBINED.values() for family in parts)
+
 
 class CombinedOpBuilder(OpBuilder):
     """An op without sources of its own: loading it loads each of its families, native where the device has a kernel.
@@ -38,4 +41,4 @@ class CombinedOpBuilder(OpBuilder):
         return families.module_for(self.NAME)
 
 
-__all__ = ["COMBINED", "CombinedOpBuilder"]
+__all__ = ["COMBINED", "PARTS", "CombinedOpBuilder"]
