@@ -31,9 +31,6 @@ TOLERANCE = {"float32": 2e-5, "bfloat16": 4e-2, "float16": 1e-2}
 
 _STAGES = ("0", "1", "2", "3")
 
-# Without ZeRO, DeepSpeed's own optimizers for these types take other steps, on the CPU with torch's AdamW too.
-_HALF_STAGES = ("1", "2", "3")
-
 _Cases = Callable[[Target], Iterable[Parameters]]
 
 # The tasks of the program: what each check asks for.
@@ -94,7 +91,7 @@ def _training(
         return [] if needs(target) else [(task, of(stage)) for stage in stages]
 
     def run(target: Target, stage: str) -> None:
-        _expect_losses(_result(target, task, of(stage)), target, **options)
+        _expect_losses(_result(target, task, of(stage)), target, **of(stage))
 
     _planned.append(plan)
     check(
@@ -110,12 +107,15 @@ def _expect_losses(
     losses: list[float],
     target: Target,
     *,
+    stage: int,
     dtype: str = "float32",
     accumulation: int = 1,
     clip: bool = False,
     **options: Any,
 ) -> None:
-    expected = small_model.plain_losses(ranks(target), accumulation=accumulation, clip=clip)
+    # Without ZeRO, DeepSpeed makes the states of these types' optimizers by a step with gradients of zero.
+    empty_step = stage == 0 and dtype != "float32"
+    expected = small_model.plain_losses(ranks(target), accumulation=accumulation, clip=clip, empty_step=empty_step)
     worst = small_model.largest_difference(losses, expected)
     expect(
         worst <= TOLERANCE[dtype],
@@ -163,7 +163,6 @@ _training(
     "T2.1",
     f"Training in bfloat16 with float32 masters {_SAME}, to 4e-2.",
     "How most models are trained.",
-    stages=_HALF_STAGES,
     dtype="bfloat16",
     needs=_needs(torch.bfloat16),
 )
@@ -172,7 +171,6 @@ _training(
     "T2.2",
     f"Training in float16 with loss scaling {_SAME}, to 1e-2.",
     "Older models and smaller devices.",
-    stages=_HALF_STAGES,
     dtype="float16",
     needs=_needs(torch.float16),
 )

@@ -36,10 +36,21 @@ def loss_of(output: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
 
 
 @functools.cache
-def plain_losses(ranks: int, *, accumulation: int = 1, clip: bool = False) -> list[float]:
-    """Rank 0's loss of the first micro step, at each step, where all ranks' batches move the model by AdamW."""
+def plain_losses(ranks: int, *, accumulation: int = 1, clip: bool = False, empty_step: bool = False) -> list[float]:
+    """Rank 0's loss of the first micro step, at each step, where all ranks' batches move the model by AdamW.
+
+    Args:
+        ranks: how many there are.
+        accumulation: micro steps of each step.
+        clip: whether the gradients' norm is clipped to `CLIP`.
+        empty_step: whether the optimizer has taken a step with gradients of zero before.
+    """
     model = make()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
+    if empty_step:
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
     losses = []
     for _ in range(STEPS):
         optimizer.zero_grad()
