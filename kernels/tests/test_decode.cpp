@@ -1,0 +1,233 @@
+// The loops of linear layers and of attention over a cache, at every level and dtype, around every vector width and
+// block, against their formulas in double. Arrays have exactly the memory of their elements.
+#include <random>
+
+#include "attention_loops.h"
+#include "check.h"
+#include "elements.h"
+#include "levels.h"
+#include "linear_loops.h"
+
+namespace ds_kernels::cpu {
+DS_KERNELS_CPU_LEVELS(AttentionLoops, attention_loops)
+DS_KERNELS_CPU_LEVELS(LinearLoops, linear_loops)
+}  // namespace ds_kernels::cpu
+
+using namespace ds_kernels;
+using namespace ds_kernels::cpu;
+
+namespace {
+
+// Multiples of 1/16 between -2 and 2.
+Elements numbers(Dtype dtype, size_t count, unsigned seed) {
+  std::mt19937 random(seed);
+  Elements result(dtype, count);
+  for (size_t i = 0; i < count; ++i) result.set(i, (static_cast<int>(random() % 65) - 32) / 16.f);
+  return result;
+}
+
+std::vector<int8_t> bytes(size_t count) {
+  std::mt19937 random(9);
+  std::vector<int8_t> result(count);
+  for (auto& each : result) each = static_cast<int8_t>(random() % 255 - 127);
+  return result;
+}
+
+void close(const char* what, const Elements& actual, size_t i, double expected, double loss) {
+  const double allowed = 0.5 * actual.unit(expected) + loss;
+  CHECK(std::abs(actual[i] - expected) <= allowed, "%s: element %zu of %zu is %.9g, expected %.9g", what, i,
+        actual.count(), actual[i], expected);
+}
+
+template <class Table, size_t levels, class Test>
+void at_all_levels(const Built<Table> (&built)[levels], Test test) {
+  int tested = 0;
+  for (const auto& [level, table] : built) {
+    if (!table || !runs_here(level)) continue;
+    ++tested;
+    for (const Dtype dtype : {Dtype::Float32, Dtype::BFloat16, Dtype::Float16}) test(*table, dtype);
+  }
+  CHECK(tested > 0, "no level was built that runs here");
+}
+
+// ---- linear ------------------------------------------------------------------------------------------------------
+
+struct Shape {
+  int64_t inputs, columns, outputs, groups;
+};
+
+double activated(Activation activation, double x) {
+  return activation == Activation::Relu ? std::max(x, 0.0) : activation == Activation::Silu ? x / (1 + std::exp(-x)) : x;
+}
+
+void test_linear(const LinearLoops& loops, Dtype dtype, Shape s, bool quantized, bool gated, Activation activation) {
+  const int64_t rows = gated ? 2 * s.outputs : s.outputs;
+  Elements x = numbers(dtype, s.inputs * s.columns, 1), w = numbers(dtype, rows * s.columns, 2);
+  Elements bias = numbers(dtype, rows, 3), residual = numbers(dtype, s.inputs * s.outputs, 4);
+  Elements output(dtype, s.inputs * s.outputs);
+  std::vector<int8_t> q = bytes(rows * s.columns);
+  std::vector<float> scales(rows * s.groups), wide(s.inputs * s.columns), short_scales(s.inputs * s.groups);
+  for (size_t i = 0; i < scales.size(); ++i) scales[i] = (1 + i % 5) / 128.f;
+  std::vector<int16_t> shorts(s.inputs * s.columns);
+  loops.widen(dtype)(x.data(), wide.data(), s.inputs * s.columns);
+  LinearTask task{};
+  task.inputs = s.inputs;
+  task.columns = task.stride = s.columns;
+  task.outputs = s.outputs;
+  task.input = wide.data();
+  task.weight = quantized ? static_cast<const void*>(q.data()) : w.data();
+  task.scales = quantized ? scales.data() : nullptr;
+  task.groups = quantized ? s.groups : 1;
+  task.bias = bias.data();
+  task.residual = residual.data();
+  task.output = output.data();
+  task.activation = activation;
+  task.gated = gated;
+  if (quantized && loops.shorten(task, shorts.data(), short_scales.data())) {
+    for (size_t i = 0; i < shorts.size(); ++i) {
+      const double value = shorts[i] * double{short_scales[i / (s.columns / s.groups)]};
+      CHECK(value == wide[i], "in 16 bits element %zu is %g, expected %g", i, value, wide[i]);  // few digits are exact
+    }
+    task.shorts = {shorts.data(), short_scales.data()};
+  }
+  loops.linear(dtype, quantized)(task, 0, s.outputs / 2);
+  loops.linear(dtype, quantized)(task, s.outputs / 2, s.outputs);
+  const auto sum = [&](int64_t m, int64_t row) {
+    double result = bias[row];
+    for (int64_t c = 0; c < s.columns; ++c) {
+      const size_t at = row * s.columns + c;
+      result += x[m * s.columns + c] * (quantized ? q[at] * scales[at / (s.columns / s.groups)] : w[at]);
+    }
+    return result;
+  };
+  for (int64_t m = 0; m < s.inputs; ++m) {
+    for (int64_t o = 0; o < s.outputs; ++o) {
+      const double h = sum(m, o);
+      const double y = gated ? h * activated(activation, sum(m, s.outputs + o)) : activated(activation, h);
+      close("linear", output, m * s.outputs + o, y + residual[m * s.outputs + o], 2e-6 * (s.columns + std::abs(y)));
+    }
+  }
+}
+
+void test_linear_layers() {
+  at_all_levels(all_linear_loops(), [](const LinearLoops& loops, Dtype dtype) {
+    for (const Shape s : {Shape{1, 1, 1, 1}, {1, 64, 8, 2}, {1, 65, 9, 5}, {2, 96, 17, 3}, {3, 33, 66, 3}, {5, 128, 5, 1},
+                          {9, 40, 130, 4}, {4, 192, 16, 3}}) {
+      for (const bool quantized : {false, true}) {
+        test_linear(loops, dtype, s, quantized, false, Activation::Identity);
+        test_linear(loops, dtype, s, quantized, true, Activation::Silu);
+        test_linear(loops, dtype, s, quantized, false, Activation::Relu);
+      }
+    }
+  });
+}
+
+void test_shortening() {
+  at_all_levels(all_linear_loops(), [](const LinearLoops& loops, Dtype) {
+    std::vector<float> x(128, 0.f);
+    std::vector<int16_t> shorts(128);
+    float scales[2];
+    LinearTask task{};
+    task.inputs = 1;
+    task.columns = 128;
+    task.groups = 2;
+    task.input = x.data();
+    for (const float top : {0.f, 1e-45f, 1.1754944e-38f, 0.99f, 1.f, 3.4028235e38f}) {
+      x[3] = -top;
+      if (!loops.shorten(task, shorts.data(), scales)) return;  // not on this CPU
+      const double error = std::abs(shorts[3] * double{scales[0]} + top);
+      CHECK(error <= top / 32768.0 || top < 1e-30f, "%g is off by %g", top, error);
+      CHECK(shorts[100] == 0 && std::isfinite(scales[1]), "a group of zeros has scale %g", scales[1]);
+    }
+    for (const float broken : {HUGE_VALF, NAN}) {
+      x[3] = broken;
+      CHECK(!loops.shorten(task, shorts.data(), scales), "%g was put into 16 bits", broken);
+    }
+  });
+}
+
+// ---- attention ---------------------------------------------------------------------------------------------------
+
+struct Heads {
+  int64_t batch, heads, kv_heads, tokens, past, head_dim, part, window;
+};
+
+void test_attention(const AttentionLoops& loops, Dtype dtype, Heads h) {
+  const int64_t total = h.past + h.tokens, d = h.head_dim, group = h.heads / h.kv_heads;
+  Elements query = numbers(dtype, h.batch * h.tokens * h.heads * d, 1);
+  Elements key = numbers(dtype, h.batch * h.tokens * h.kv_heads * d, 2);
+  Elements value = numbers(dtype, h.batch * h.tokens * h.kv_heads * d, 3);
+  Elements keys = numbers(dtype, h.batch * h.kv_heads * total * d, 4);
+  Elements values = numbers(dtype, h.batch * h.kv_heads * total * d, 5);
+  Elements output(dtype, query.count());
+  std::vector<uint8_t> mask(h.batch * total);
+  for (size_t i = 0; i < mask.size(); ++i) mask[i] = i % 3 != 1;
+  AttentionTask task{};
+  task.batch = h.batch;
+  task.heads = h.heads;
+  task.kv_heads = h.kv_heads;
+  task.tokens = h.tokens;
+  task.past = h.past;
+  task.total = total;
+  task.head_dim = d;
+  task.query = query.data();
+  task.key = key.data();
+  task.value = value.data();
+  task.query_strides = {h.tokens * h.heads * d, d, h.heads * d};
+  task.key_strides = task.value_strides = {h.tokens * h.kv_heads * d, d, h.kv_heads * d};
+  task.key_cache = keys.data();
+  task.value_cache = values.data();
+  task.key_cache_strides = task.value_cache_strides = {h.kv_heads * total * d, total * d, d};
+  task.output = output.data();
+  task.scale = 0.25f;
+  task.mask_kind = Mask::Bool;
+  task.mask = mask.data();
+  task.mask_strides[0] = total;
+  task.mask_strides[3] = 1;
+  task.window = h.window;
+  task.causal = true;
+  task.part = h.part;
+  task.parts = (total + h.part - 1) / h.part;
+  std::vector<float> partial(task.items() * task.partial_size());
+  task.partial = partial.data();
+  loops.attend(dtype, task, 0, task.items());
+  loops.finish(dtype, task, 0, h.batch * h.kv_heads);
+  for (int64_t b = 0; b < h.batch; ++b) {
+    for (int64_t head = 0; head < h.heads; ++head) {
+      const size_t cache = (b * h.kv_heads + head / group) * total * d;
+      for (int64_t t = 0; t < h.tokens; ++t) {
+        const size_t q = ((b * h.tokens + t) * h.heads + head) * d;
+        const size_t k = ((b * h.tokens + t) * h.kv_heads + head / group) * d;
+        std::vector<double> result(d), weights(total);
+        double sum = 0;
+        for (int64_t p = 0; p < total; ++p) {
+          const int64_t own = h.past + t;
+          if (p > own || (h.window && p <= own - h.window) || !mask[b * total + p]) continue;
+          double score = 0;
+          for (int64_t i = 0; i < d; ++i) score += query[q + i] * keys[cache + p * d + i] * 0.25;
+          sum += weights[p] = std::exp(score);
+          for (int64_t i = 0; i < d; ++i) result[i] += weights[p] * values[cache + p * d + i];
+        }
+        for (int64_t i = 0; i < d; ++i) {
+          CHECK(keys[cache + (h.past + t) * d + i] == key[k + i], "key %zu was not appended", k + i);
+          CHECK(values[cache + (h.past + t) * d + i] == value[k + i], "value %zu was not appended", k + i);
+          close("attention", output, q + i, sum == 0 ? 0 : result[i] / sum, 2e-5);
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+
+int main() {
+  test_linear_layers();
+  test_shortening();
+  at_all_levels(all_attention_loops(), [](const AttentionLoops& loops, Dtype dtype) {
+    for (const Heads h : {Heads{1, 1, 1, 1, 0, 1, 512, 0}, {2, 4, 2, 1, 7, 16, 512, 0}, {1, 2, 2, 3, 130, 33, 512, 0},
+                          {1, 4, 1, 2, 300, 64, 128, 0}, {2, 2, 1, 1, 260, 80, 100, 5}}) {
+      test_attention(loops, dtype, h);
+    }
+  });
+  return report();
+}
