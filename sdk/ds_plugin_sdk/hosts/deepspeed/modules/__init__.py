@@ -16,6 +16,7 @@ _NAMES = (
     "fused_adam",
     "fused_lamb",
     "fused_lion",
+    "inference_core_ops",
     "quantizer",
     "random_ltd",
     "spatial_inference",

@@ -1,0 +1,116 @@
+"""DeepSpeed's second inference engine: its own layers, as far as they exist without ragged batches, on our ops."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ds_plugin_sdk.errors import OpError
+from ds_plugin_sdk.hosts.deepspeed.modules import inference_core_ops as core
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    bound = TOLERANCE[actual.dtype]
+    torch.testing.assert_close(actual.double(), expected, rtol=bound, atol=bound)
+
+
+@pytest.fixture(params=DTYPES, ids=str)
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    return request.param
+
+
+def layer_norm(x: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
+    return (x - x.mean(-1, keepdim=True)) / (x.var(-1, unbiased=False, keepdim=True) + 1e-5).sqrt() * gamma + beta
+
+
+def rms_norm(x: torch.Tensor, gamma: torch.Tensor) -> torch.Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * gamma
+
+
+def test_linear(dtype: torch.dtype) -> None:
+    x, weight, out = torch.randn(3, 16).to(dtype), torch.randn(8, 16).to(dtype) / 4, torch.empty(3, 8, dtype=dtype)
+    core.create_handle()
+    core.blas_linear(out, x, weight)
+    close(out, x.double() @ weight.double().T)
+
+
+def test_norms(dtype: torch.dtype) -> None:
+    x, y, gamma, beta = (torch.randn(*shape).to(dtype) for shape in ((4, 32), (4, 32), (32,), (32,)))
+    dx, dy, dg, db = (tensor.double() for tensor in (x, y, gamma, beta))
+    one, two = torch.empty_like(x), torch.empty_like(x)
+    core.layer_norm(one, x, gamma, beta, 1e-5)
+    close(one, layer_norm(dx, dg, db))
+    core.post_layer_norm(one, x, y, gamma, beta, 1e-5)
+    close(one, layer_norm(dx + dy, dg, db))
+    core.pre_layer_norm(one, two, x, y, gamma, beta, 1e-5)
+    close(one, dx + dy)
+    close(two, layer_norm(dx + dy, dg, db))
+    core.rms_norm(one, x, gamma, 1e-5)
+    close(one, rms_norm(dx, dg))
+    core.rms_pre_norm(one, two, y, x, gamma, 1e-5)
+    close(one, rms_norm(dx + dy, dg))
+    close(two, dx + dy)
+    inside = x.clone()
+    core.layer_norm(inside, inside, gamma, beta, 1e-5)  # the result may lie where the argument lies
+    close(inside, layer_norm(dx, dg, db))
+
+
+@pytest.mark.parametrize(("number", "formula"), [(0, "gelu"), (1, "relu"), (2, "silu"), (6, "identity")])
+def test_activations(number: int, formula: str, dtype: torch.dtype) -> None:
+    x, bias = torch.randn(4, 16).to(dtype), torch.randn(16).to(dtype)
+    expected = activated(formula, x.double() + bias.double())
+    core.bias_activation(x, bias, number)
+    close(x, expected)
+    expected = activated(formula, x.double())
+    core.bias_activation(x, None, number)
+    close(x, expected)
+
+
+@pytest.mark.parametrize(("number", "formula"), [(3, "gelu"), (4, "relu"), (5, "silu")])
+def test_gates_lie_beside_their_factors(number: int, formula: str, dtype: torch.dtype) -> None:
+    x, bias, out = torch.randn(2, 3, 16).to(dtype), torch.randn(16).to(dtype), torch.empty(2, 3, 8, dtype=dtype)
+    core.gated_activation(out, x, bias, number)
+    total = x.double() + bias.double()
+    close(out, activated(formula, total[..., ::2]) * total[..., 1::2])
+    core.gated_activation(out, x, None, number)
+    close(out, activated(formula, x.double()[..., ::2]) * x.double()[..., 1::2])
+
+
+def activated(formula: str, x: torch.Tensor) -> torch.Tensor:
+    if formula == "gelu":
+        return 0.5 * x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)))
+    return {"relu": x.clamp(min=0), "silu": x * torch.sigmoid(x), "identity": x}[formula]
+
+
+def test_unknown_activations_are_refused() -> None:
+    with pytest.raises(OpError, match="activation 3"):
+        core.bias_activation(torch.zeros(1, 8), None, 3)
+    with pytest.raises(OpError, match="activation 0"):
+        core.gated_activation(torch.zeros(1, 4), torch.zeros(1, 8), None, 0)
+
+
+@pytest.mark.deepspeed
+def test_deepspeeds_own_layers(python) -> None:  # type: ignore[no-untyped-def]  # a fixture of conftest.py
+    """Built by DeepSpeed's classes, in a process that adopts the CPU plugin."""
+    program = """
+import torch
+from deepspeed.inference.v2.inference_utils import ActivationType, DtypeEnum
+from deepspeed.inference.v2.kernels import core_ops
+x, w = torch.randn(4, 64).bfloat16(), torch.randn(32, 64).bfloat16() / 8
+out = core_ops.BlasLibLinear(torch.bfloat16)(torch.empty(4, 32).bfloat16(), x, w)
+assert (out.float() - x.float() @ w.float().T).abs().max() < 0.05
+pre_norm = core_ops.CUDARMSPreNorm(64, torch.bfloat16)
+residual, hidden = pre_norm(torch.empty_like(x), torch.empty_like(x), x, x, torch.ones(64).bfloat16())
+assert torch.equal(residual, x + x)
+core_ops.CUDABiasActivation(64, DtypeEnum.bf16, ActivationType.RELU)(x)
+assert (x >= 0).all()
+gated = torch.empty(4, 32).bfloat16()
+core_ops.CUDAGatedActivation(64, torch.bfloat16, ActivationType.SiGLU)(gated, x)
+assert gated.isfinite().all()
+print("all of them")
+"""
+    done = python(program, DS_ACCELERATOR="cpu", DS_PLUGIN_FALLBACK="1")
+    assert "all of them" in done.stdout
