@@ -1,4 +1,4 @@
-// Activations with bias, and gated ones. A thread has one pack of a row; blocks run over all packs.
+// Activations with bias, and gated ones. A thread has one pack of a row.
 #include <type_traits>
 
 #include "activation_launch.h"
@@ -8,7 +8,6 @@
 namespace ds_kernels::cuda {
 namespace {
 
-constexpr int kThreads = 256;
 constexpr const char* kOps[] = {"bias_activation", "gated_activation"};
 
 // A pack of input, with the bias of its columns.
@@ -23,11 +22,9 @@ __device__ __forceinline__ void biased(const ActivationRows& n, int64_t position
 }
 
 template <class Element, int pack, Activation activation, bool gated>
-__global__ void __launch_bounds__(kThreads) activation_kernel(const ActivationRows n) {
-  const int64_t packs = n.columns / pack;  // of a row
-  const int64_t index = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  if (index >= n.rows * packs) return;
-  const int64_t row = index / packs, column = (index - row * packs) * pack;
+__global__ void activation_kernel(const ActivationRows n, const unsigned blocks_of_row) {
+  const auto [row, column] = Place(blocks_of_row, pack);
+  if (column >= n.columns) return;
   float x[pack], y[pack];
   if constexpr (gated) {
     float gate[pack];
@@ -49,9 +46,9 @@ void run(const ActivationRows& n, Dtype dtype, Stream stream) {
   with_element(dtype, [&](auto element) {
     using Element = decltype(element);
     const auto run = [&](auto pack) {
-      const int64_t packs = n.rows * (n.columns / pack);
-      launch(kOps[gated], activation_kernel<Element, pack, activation, gated>,
-             dim3(static_cast<unsigned>((packs + kThreads - 1) / kThreads)), kThreads, stream, n);
+      const Share share(n.columns / pack);
+      launch(kOps[gated], activation_kernel<Element, pack, activation, gated>, share.blocks(n.rows), share.threads,
+             stream, n, share.blocks_of_row);
     };
     if (in_packs<Element>(n.columns, n.input, n.bias, n.output)) {
       run(std::integral_constant<int, kPack<Element>>{});

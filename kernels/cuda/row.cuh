@@ -63,6 +63,32 @@ class Row {
   float held_[kHeldPacks][pack];
 };
 
+// ---- rows without reductions: a thread for each pack -------------------------------------------------------------
+
+// How rows of so many packs are shared among blocks: each block has a part of one row.
+struct Share {
+  unsigned threads, blocks_of_row;
+
+  explicit Share(int64_t packs)
+      : threads(static_cast<unsigned>(std::min<int64_t>((packs + kWarpThreads - 1) / kWarpThreads * kWarpThreads, 256))),
+        blocks_of_row(static_cast<unsigned>((packs + threads - 1) / threads)) {}
+
+  dim3 blocks(int64_t rows) const { return dim3(static_cast<unsigned>(rows * blocks_of_row)); }
+};
+
+// The calling thread's pack.
+struct Place {
+  int64_t row, column;
+
+  __device__ __forceinline__ Place(unsigned blocks_of_row, int pack) {
+    const unsigned of = blockIdx.x / blocks_of_row;  // in 32 bits: a division of 64 would take longer than the work
+    row = of;
+    column = static_cast<int64_t>((blockIdx.x - of * blocks_of_row) * blockDim.x + threadIdx.x) * pack;
+  }
+};
+
+// ---- on the host -------------------------------------------------------------------------------------------------
+
 // Whether rows of `columns` elements can be read in packs from these addresses (null ones do not matter).
 template <class Element, class... Pointers>
 bool in_packs(int64_t columns, Pointers... pointers) {
