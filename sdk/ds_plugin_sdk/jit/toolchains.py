@@ -274,8 +274,7 @@ class CudaToolchain(Toolchain):
         yield from _pip_folders()
 
 
-# CUDA 12.0 is the first whose compiler knows Hopper, and the oldest that torch 2.11 was built for.
-_OLDEST_NVCC = (12, 0)
+_OLDEST_NVCC = (12, 0)  # torch 2.11 is built for CUDA 12 and 13
 
 
 def _pip_folders() -> list[Path]:
