@@ -36,6 +36,7 @@ def test_each_case_is_an_item_and_a_crash_costs_one(pytester: pytest.Pytester) -
         ]
     )
     result.stdout.no_fnmatch_line("*pytest_plugin.py*Error*")
+    result.stdout.re_match_lines([rf"collecting \.\.\. collected {18 + len_of_rest(result)} items / "])
 
 
 def len_of_rest(result: pytest.RunResult) -> int:
