@@ -26,6 +26,7 @@ OPTIONAL_BUILDERS = frozenset({"ShareMemCommBuilder", "CCLCommBuilder"})
 _OP_NAMES = {
     "AsyncIOBuilder": "async_io",
     "CCLCommBuilder": "deepspeed_ccl_comm",
+    "FlashAttentionBuilder": "flash_attn",
     "GDSBuilder": "gds",
     "InferenceBuilder": "transformer_inference",
     "InferenceCoreBuilder": "inference_core_ops",
