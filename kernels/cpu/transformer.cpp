@@ -150,7 +150,7 @@ void norm_gradient(const NormGradRows& g, int64_t row, float* sums) {
   Element* grad_input = row_of<Element>(g.grad_input, row, columns);
   const Normal<Element, inverted> normal{rows, weight, row_of<Element>(g.bias, 0, 0), inverted ? 0.f : g.mean[row],
                                          g.rstd[row]};
-  float *weight_sums = sums, *bias_sums = sums + columns, *input_sums = sums + 2 * columns;
+  float *weight_sums = sums, *bias_sums = sums + columns, *input_sums = g.bias_sums ? sums + 2 * columns : nullptr;
   Floats total_g{}, total_gn{};
   for_each_vector(columns, [&](int64_t i, auto memory) {
     const Floats grad = memory.load(grad_output + i), n = normal(i, memory, memory.load(rows + i));
@@ -173,7 +173,7 @@ void norm_gradient(const NormGradRows& g, int64_t row, float* sums) {
       grad = kept(grad);
       memory.store(grad_input + i, grad);
     }
-    add_to(memory, input_sums + i, grad);
+    if (input_sums) add_to(memory, input_sums + i, grad);
   });
 }
 

@@ -205,8 +205,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm_backwa
   g.grad_total = grad_total.data_ptr();
   g.grad_input = grad_input.data_ptr();
   const Dtype dtype = arguments.dtype();
+  g.bias_sums = bias;
   int64_t parts;
-  const std::vector<float> sums = run_with_sums(loops(op).norm_backward(dtype), g, rows, 3, parts);
+  const std::vector<float> sums = run_with_sums(loops(op).norm_backward(dtype), g, rows, bias ? 3 : 2, parts);
   const auto sum = [&](int64_t array) { return total(op, sums, parts, array, rows, grad_output, dtype); };
   return {grad_total, grad_input, sum(0), sum(1), bias ? sum(2) : no_elements(grad_output)};
 }

@@ -39,6 +39,7 @@ struct NormGradRows {
   const void* bias;    // one row; wanted if `mean` is null
   void* grad_total;    // the gradient of the sum
   void* grad_input;    // that after dropout; null if nothing is dropped
+  bool bias_sums;      // whether the columns of the gradient of the input are summed
   int64_t columns;
   bool dropping;
   Dropout dropout;
@@ -108,7 +109,7 @@ struct TransformerLoops {
   RowLoop<SumRows> (*dropout_add)(Dtype);
   SumLoop<DropoutGradRows> (*dropout_add_backward)(Dtype);  // sums: grad_input
   RowLoop<NormRows> (*norm)(Dtype);
-  SumLoop<NormGradRows> (*norm_backward)(Dtype);  // sums: those of weight, of bias, of the gradient of the input
+  SumLoop<NormGradRows> (*norm_backward)(Dtype);  // sums: of weight, of bias, of the gradient of the input if wanted
   RowLoop<GeluRows> (*gelu)(Dtype);
   SumLoop<GeluGradRows> (*gelu_backward)(Dtype);  // sums: grad_input
   ScratchLoop<SoftmaxRows> (*softmax)(Dtype);

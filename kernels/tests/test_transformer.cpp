@@ -253,7 +253,7 @@ void test_norms() {
     Array grad(c.dtype, g), grad_sum(c.dtype, more), grad_total(c.dtype, c.count()), grad_input(c.dtype, c.count());
     std::vector<float> sums(3 * c.columns);
     NormGradRows grads{grad.data(), grad_sum.data(), c.p != 0 ? sum.data() : input.data(), mean.data(), rstd.data(),
-                       w.data(), nullptr, grad_total.data(), c.p != 0 ? grad_input.data() : nullptr, c.columns,
+                       w.data(), nullptr, grad_total.data(), c.p != 0 ? grad_input.data() : nullptr, true, c.columns,
                        c.p != 0, c.dropout()};
     c.loops.norm_backward(c.dtype)(grads, 0, kRows, sums.data());
     expect(c.label + "gradient of the sum", grad_total, all, 40);
@@ -285,9 +285,9 @@ void test_inverted_norm() {
     }
     Array rows(c.dtype, result), grad(c.dtype, g), grad_total(c.dtype, c.count()), grad_input(c.dtype, c.count());
     Array w(c.dtype, Numbers(c.columns, 0.5)), b(c.dtype, Numbers(c.columns, 1));
-    std::vector<float> rstd(kRows, 0.75f), sums(3 * c.columns);
+    std::vector<float> rstd(kRows, 0.75f), sums(2 * c.columns);
     NormGradRows grads{grad.data(), nullptr, rows.data(), nullptr, rstd.data(), w.data(), b.data(), grad_total.data(),
-                       grad_input.data(), c.columns, c.p != 0, c.dropout()};
+                       grad_input.data(), false, c.columns, c.p != 0, c.dropout()};
     c.loops.norm_backward(c.dtype)(grads, 0, kRows, sums.data());
     // Halves of 16ths and 1 added are not exact in bfloat16.
     if (c.dtype != Dtype::BFloat16) {
