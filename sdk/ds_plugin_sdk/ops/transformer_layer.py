@@ -19,6 +19,10 @@ from ds_plugin_sdk.ops.transformer import new_seed
 
 OP = "transformer layer"
 
+# Attention that drops nothing is torch's own on a CPU: it keeps no scores and is faster, but in 16 bits only from this
+# sequence length on. Otherwise it is plain products around the fused softmax.
+_LONG = 256
+
 
 @dataclass(frozen=True)
 class Layer:
@@ -235,19 +239,20 @@ def backward(
 def _attend(layer: Layer, qkv: Tensor, mask: Tensor | None, seed: Tensor, p: float) -> tuple[Tensor, Tensor, Tensor]:
     """The attention's result, ``[B, S, H]``, and what is kept of it."""
     q, k, v = _heads(layer, qkv)
-    if p == 0 and qkv.device.type == "cpu":
+    if _is_torchs(qkv, p):
         context, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=_full(mask))
         return _merged(context), sums, sums
-    scores = q @ k.transpose(2, 3)
+    scores = _product(_matrices(q), _matrices(k).mT, q)
     dropped, probs = _library.call("masked_softmax_dropout", scores, mask, 1 / math.sqrt(q.shape[-1]), seed, p)
-    return _merged(dropped @ v), probs if p else dropped, dropped
+    context = _product(_matrices(dropped), _matrices(v), q)
+    return _merged(context), probs if p else dropped, dropped
 
 
 def _attend_backward(layer: Layer, grad_context: Tensor, kept: Kept, mask: Tensor | None, p: float) -> Tensor:
     """The gradient of queries, keys and values, ``[B, S, 3 H]``."""
     q, k, v = _heads(layer, kept.qkv)
     grad = grad_context.view(*grad_context.shape[:2], layer.heads, -1).transpose(1, 2)
-    if p == 0 and grad_context.device.type == "cpu":
+    if _is_torchs(kept.qkv, p):
         context = kept.context.view(*grad_context.shape[:2], layer.heads, -1).transpose(1, 2)
         grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, context, kept.probs, 0.0, False, attn_mask=_full(mask)
@@ -256,20 +261,40 @@ def _attend_backward(layer: Layer, grad_context: Tensor, kept: Kept, mask: Tenso
         dropped = kept.dropped
         if layer.attn_dropout_checkpoint and p:
             dropped = _library.call("dropout_add", kept.probs, None, None, kept.seeds[0], p)
-        grad_v = dropped.transpose(2, 3) @ grad
+        grad_rows, queries, keys, values = (_matrices(each) for each in (grad, q, k, v))
+        grad_v = _product(_matrices(dropped).mT, grad_rows, q)
         del dropped
-        scale = 1 / math.sqrt(q.shape[-1])
         grad_scores = _library.call(
-            "masked_softmax_dropout_backward", grad @ v.transpose(2, 3), kept.probs, scale, kept.seeds[0], p
+            "masked_softmax_dropout_backward",
+            *(_product(grad_rows, values.mT, q), kept.probs, 1 / math.sqrt(q.shape[-1]), kept.seeds[0], p),
         )
-        grads = (grad_scores @ k, grad_scores.transpose(2, 3) @ q, grad_v)
-    return torch.stack([grad.transpose(1, 2) for grad in grads], dim=2).flatten(2)
+        grad_scores = _matrices(grad_scores)
+        grads = (_product(grad_scores, keys, q), _product(grad_scores.mT, queries, q), grad_v)
+    grad_qkv = torch.empty_like(kept.qkv)
+    for part, grad in zip(_heads(layer, grad_qkv), grads, strict=True):
+        part.copy_(grad)
+    return grad_qkv
+
+
+def _is_torchs(qkv: Tensor, p: float) -> bool:
+    """Whether torch's attention runs, which has no dropout on a CPU."""
+    return p == 0 and qkv.device.type == "cpu" and (qkv.element_size() > 2 or qkv.shape[1] >= _LONG)
 
 
 def _heads(layer: Layer, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values, ``[B, heads, S, head_dim]``, views."""
     q, k, v = qkv.view(*qkv.shape[:2], 3, layer.heads, -1).permute(2, 0, 3, 1, 4)
     return q, k, v
+
+
+def _matrices(x: Tensor) -> Tensor:
+    """``[B, heads, ...]`` as ``[B * heads, ...]``, contiguous, so that its transpose need not be copied."""
+    return x.reshape(-1, *x.shape[2:])
+
+
+def _product(a: Tensor, b: Tensor, like: Tensor) -> Tensor:
+    """The products of matrices, divided into heads as `like` is."""
+    return torch.bmm(a, b).view(*like.shape[:2], a.shape[1], b.shape[2])
 
 
 def _merged(context: Tensor) -> Tensor:
