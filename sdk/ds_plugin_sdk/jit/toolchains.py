@@ -152,11 +152,9 @@ class CudaToolchain(Toolchain):
         nvcc = self.nvcc()
         release = tuple(map(int, re.findall(r"\d+", nvcc.version)[:2]))
         wanted = torch.cuda_release[0] if torch.cuda_release else _OLDEST_NVCC[0]
-        suffix = "" if wanted >= 13 else f"-cu{wanted}"
-        hint = (
-            f"set CUDA_HOME to a CUDA {wanted} toolkit, `module load cuda/{wanted}` on a cluster, "
-            f"or `pip install 'nvidia-cuda-nvcc{suffix}=={wanted}.*'`"
-        )
+        # pip's nvidia-cuda-nvcc-cu12 has an assembler and no compiler.
+        of_pip = f", or `pip install 'nvidia-cuda-nvcc=={wanted}.*'`" if wanted >= 13 else ""
+        hint = f"set CUDA_HOME to a CUDA {wanted} toolkit, or `module load cuda/{wanted}` on a cluster{of_pip}"
         if release and release < _OLDEST_NVCC:
             oldest = ".".join(map(str, _OLDEST_NVCC))
             raise ToolchainError(
