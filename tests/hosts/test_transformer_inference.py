@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,17 +19,17 @@ from ds_plugin_sdk.hosts.deepspeed import injection
 from ds_plugin_sdk.hosts.deepspeed.modules import transformer_inference as module
 from ds_plugin_sdk.op_builder import CombinedOpBuilder, find, lookup
 
-pytestmark = pytest.mark.compiler
+pytestmark = [pytest.mark.compiler, pytest.mark.timeout(900)]
 
 BATCH, HEADS, DIM, ROOM = 2, 4, 8, 32
 NONE = torch.empty(1)  # DeepSpeed's way to say that there is none
 
 
 @pytest.fixture(scope="module", autouse=True)
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> None:
+def kernels(kernel_cache: Path) -> None:
     """The native kernels of all families, and nothing else."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DS_PLUGIN_CACHE_DIR", str(tmp_path_factory.mktemp("inference")))
+        patch.setenv("DS_PLUGIN_CACHE_DIR", str(kernel_cache))
         patch.setenv("DS_PLUGIN_FALLBACK", "0")
         assert find("InferenceBuilder", None, "cpu")().load() is module
 
