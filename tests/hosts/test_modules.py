@@ -68,14 +68,14 @@ FUNCTIONS = {
             for dtype in ("fp32", "fp16")
         },
     },
-    **dict.fromkeys(
-        ("transformer", "stochastic_transformer"),
-        {
+    **{
+        name: {
             f"{function}_{dtype}": positionals
             for function, positionals in (("create_transformer_layer", 15), ("forward", 20), ("backward", 33))
             for dtype in ("fp32", "fp16")
-        },
-    ),
+        }
+        for name in ("transformer", "stochastic_transformer")
+    },
     "transformer_inference": {
         **{
             f"{function}_{dtype}": positionals
