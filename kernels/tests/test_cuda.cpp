@@ -11,7 +11,10 @@
 
 #include "../cuda/adagrad_launch.h"
 #include "../cuda/adam_launch.h"
+#include "../cuda/lamb_launch.h"
 #include "../cuda/lion_launch.h"
+#include "../cuda/norm_launch.h"
+#include "../cuda/softmax_launch.h"
 #include "check.h"
 
 using namespace ds_kernels;
@@ -223,9 +226,125 @@ void check_lion(const Case& which, const Mix& mix) {
       });
 }
 
+// ---- ops with reductions -------------------------------------------------------------------------------------------
+
+// One tensor of many chunks and one of none: the ratio, which all chunks of a tensor must agree on.
+void check_lamb(Dtype dtype) {
+  const std::vector<int64_t> numels{100'003, 0};
+  const int64_t count = numels[0];
+  std::vector<std::unique_ptr<Array>> arrays;
+  cuda::TensorLists tensors{5, &numels, {}};
+  std::mt19937 random(7);
+  for (size_t list = 0; list < 4; ++list) {
+    arrays.push_back(std::make_unique<Array>(dtype, count, 0));
+    for (int64_t i = 0; i < count; ++i) arrays[list]->set(i, 0.5f + static_cast<float>(random() % 64) / 64);
+    arrays[list]->to_device();
+    tensors.data.insert(tensors.data.end(), {arrays[list]->data(), arrays[list]->data()});
+  }
+  tensors.data.insert(tensors.data.end(), {nullptr, nullptr});
+  double squares[2] = {};
+  std::vector<double> expected(count);
+  for (int64_t i = 0; i < count; ++i) {
+    const Array &p = *arrays[0], &g = *arrays[1], &m = *arrays[2], &v = *arrays[3];
+    expected[i] = (0.9 * m[i] + 0.1 * g[i]) / (std::sqrt(0.99 * v[i] + 0.01 * g[i] * g[i]) + 1e-6) + 0.1 * p[i];
+    squares[0] += p[i] * p[i];
+    squares[1] += expected[i] * expected[i];
+  }
+  const double ratio = std::sqrt(squares[0] / squares[1]);
+  for (int64_t i = 0; i < count; ++i) expected[i] = (*arrays[0])[i] - 0.01 * ratio * expected[i];
+
+  Array parts(Dtype::Float32, 4 * cuda::lamb_parts(numels), 0), ratios(Dtype::Float32, 2, 0);
+  parts.to_device();
+  ratios.to_device();
+  const std::vector<LambStep> steps{lamb_step({0.01, 0.9, 0.99, 1e-6, 0.1, 0, 100, 1, false, false, false}, 1)};
+  cuda::lamb_update(tensors, {dtype, dtype, dtype, Dtype::Float32}, steps, static_cast<LambSums*>(parts.data()),
+                    static_cast<float*>(ratios.data()), nullptr);
+  CHECK(cudaDeviceSynchronize() == cudaSuccess, "lamb_");
+  ratios.from_device();
+  arrays[0]->from_device();
+  const double precision = dtype == Dtype::Float32 ? 1e-6 : 0.01;  // moments are rounded before they are used
+  CHECK(std::abs(ratios[0] - ratio) <= precision * ratio, "lamb_: %.9g, expected %.9g", ratios[0], ratio);
+  CHECK(ratios[1] == 1, "lamb_: %.9g", ratios[1]);
+  for (int64_t i = 0; i < count; ++i) {
+    const double got = (*arrays[0])[i];
+    CHECK(std::abs(got - expected[i]) <= precision * std::abs(expected[i]), "lamb_: element %lld: %.9g, expected %.9g",
+          static_cast<long long>(i), got, expected[i]);
+  }
+  CHECK(arrays[0]->guards_hold() && ratios.guards_hold(), "lamb_");
+}
+
+// Rows of elements 0.5 ... 2.5; `formula` changes a row in double.
+void check_rows(const char* op, Dtype dtype, int64_t columns, const std::function<void(void*, void*)>& launcher,
+                const std::function<void(std::vector<double>&)>& formula) {
+  constexpr int64_t kRows = 3;
+  Array input(dtype, kRows * columns, 0), output(dtype, kRows * columns, 0);
+  std::mt19937 random(7);
+  for (int64_t i = 0; i < kRows * columns; ++i) input.set(i, 0.5f + static_cast<float>(random() % 64) / 32);
+  input.to_device();
+  output.to_device();
+  launcher(input.data(), output.data());
+  CHECK(cudaDeviceSynchronize() == cudaSuccess, "%s", op);
+  output.from_device();
+  for (int64_t row = 0; row < kRows; ++row) {
+    std::vector<double> x(columns);
+    for (int64_t i = 0; i < columns; ++i) x[i] = input[row * columns + i];
+    formula(x);
+    for (int64_t i = 0; i < columns; ++i) {
+      const double got = output[row * columns + i];
+      const double allowed = (dtype == Dtype::Float32 ? 0 : 0.5 * output.unit(x[i])) + 4e-6 * (1 + std::abs(x[i]));
+      CHECK(std::abs(got - x[i]) <= allowed, "%s %s of %lld: row %lld, column %lld: %.9g, expected %.9g", op,
+            name_of(dtype), static_cast<long long>(columns), static_cast<long long>(row), static_cast<long long>(i), got,
+            x[i]);
+    }
+  }
+  CHECK(output.guards_hold(), "%s", op);
+}
+
+void check_layer_norm(Dtype dtype, int64_t columns) {
+  Array weight(dtype, columns, 0), bias(dtype, columns, 0);
+  for (int64_t i = 0; i < columns; ++i) weight.set(i, 1.5f), bias.set(i, 0.25f);
+  weight.to_device();
+  bias.to_device();
+  check_rows(
+      "layer_norm", dtype, columns,
+      [&](void* input, void* output) {
+        cuda::NormRows rows{};
+        rows.input = input, rows.output = output, rows.weight = weight.data(), rows.bias = bias.data();
+        rows.rows = 3, rows.columns = columns, rows.eps = 1e-5f;
+        cuda::launch_layer_norm(rows, dtype, nullptr);
+      },
+      [](std::vector<double>& x) {
+        double mean = 0, variance = 0;
+        for (const double value : x) mean += value / static_cast<double>(x.size());
+        for (const double value : x) variance += (value - mean) * (value - mean) / static_cast<double>(x.size());
+        for (double& value : x) value = (value - mean) / std::sqrt(variance + 1e-5) * 1.5 + 0.25;
+      });
+}
+
+void check_softmax(Dtype dtype, int64_t columns) {
+  check_rows(
+      "softmax", dtype, columns,
+      [&](void* input, void* output) {
+        const cuda::Scores scores{input, output, {}, {}, 1, 1, 3, columns, 0, 0.5f, false};
+        cuda::launch_softmax("softmax", scores, dtype, false, nullptr);
+      },
+      [](std::vector<double>& x) {
+        double sum = 0;
+        for (double& value : x) sum += value = std::exp(0.5 * value);
+        for (double& value : x) value /= sum;
+      });
+}
+
 }  // namespace
 
 int main() {
+  for (const Dtype dtype : {Dtype::Float32, Dtype::BFloat16, Dtype::Float16}) {
+    check_lamb(dtype);
+    for (const int64_t columns : {1, 7, 32, 768, 1000, 1001, 20'000}) {  // the last: more than a block's registers hold
+      check_layer_norm(dtype, columns);
+      check_softmax(dtype, columns);
+    }
+  }
   for (const Case& which : cases()) {
     for (const Mix& mix : kMixes) {
       check_adam(which, mix, true);
