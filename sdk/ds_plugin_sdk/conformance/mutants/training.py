@@ -64,13 +64,20 @@ _adam("host_own_count", "T4.2", "On the host Adam counts its steps itself.", _ow
 
 @mutant("training.overflow_unseen", "T2.3", "training", target=SIMULATED, only="loss_scaling/1")
 def overflow_unseen(target: Target) -> Target:
-    """The device does not know infinity and NaN."""
-
-    def no(self: torch.Tensor) -> torch.Tensor:
-        return torch.zeros_like(self, dtype=torch.bool)
-
-    torch.Tensor.isinf = torch.Tensor.isnan = no  # type: ignore[method-assign, assignment]
+    """The device's extrema leave out infinity and NaN."""
+    for name in ("amax", "amin", "max", "min"):
+        _patch_finite(name)
     return target
+
+
+def _patch_finite(name: str) -> None:
+    sound = getattr(torch.Tensor, name)
+
+    def finite(self: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
+        known = self.nan_to_num(0.0, 0.0, 0.0) if self.is_floating_point() else self
+        return sound(known, *arguments, **keywords)
+
+    setattr(torch.Tensor, name, finite)
 
 
 @mutant("training.waits_left_out", "T1.4", "training", target=SIMULATED, only="overlap/2")
