@@ -134,6 +134,23 @@ struct Attention {
     }
   }
 
+  static bool finite(const AttentionTask& task, int64_t b, int64_t kv) {
+    Floats sums{};  // 0 x is NaN where x is not finite
+    const auto add = [&](const Element* from) {
+      for_each_vector(task.head_dim, [&](int64_t i, auto memory) { sums += 0.f * memory.load(from + i); });
+    };
+    for (int64_t t = 0; t < task.tokens; ++t) {
+      for (int64_t g = 0; g < task.group(); ++g) {
+        add(static_cast<const Element*>(task.query) + task.query_strides.at(b, kv * task.group() + g, t));
+      }
+    }
+    for (int64_t p = 0; p < task.total; ++p) {
+      add(static_cast<const Element*>(task.key_cache) + task.key_cache_strides.at(b, kv, p));
+    }
+    const float sum = sum_of(sums);
+    return sum == sum;
+  }
+
   static void bias(const AttentionTask& task, int64_t heads, float* to, int64_t row) {
     const int64_t t = row % task.tokens, h = row / task.tokens % heads, b = row / task.tokens / heads;
     auto* target = to + row * task.total;
@@ -176,6 +193,16 @@ void append(Dtype dtype, const AttentionTask& task, int64_t begin, int64_t end) 
   });
 }
 
+bool finite(Dtype dtype, const AttentionTask& task, int64_t begin, int64_t end) {
+  bool result = true;
+  for_dtype(dtype, [&](auto attention) {
+    for (int64_t row = begin; row < end && result; ++row) {
+      result = attention.finite(task, row / task.kv_heads, row % task.kv_heads);
+    }
+  });
+  return result;
+}
+
 void bias(Dtype dtype, const AttentionTask& task, int64_t heads, float* to, int64_t begin, int64_t end) {
   for_dtype(dtype, [&](auto attention) {
     for (int64_t row = begin; row < end; ++row) attention.bias(task, heads, to, row);
@@ -185,7 +212,7 @@ void bias(Dtype dtype, const AttentionTask& task, int64_t heads, float* to, int6
 }  // namespace
 
 inline namespace DS_KERNELS_CPU_LEVEL {
-extern const AttentionLoops attention_loops{attend, finish, append, bias};
+extern const AttentionLoops attention_loops{attend, finish, append, finite, bias};
 }
 
 }  // namespace ds_kernels::cpu

@@ -2,6 +2,8 @@
 // at the speed of memory; many by torch's attention, which is bound by arithmetic.
 #include "attention_loops.h"
 
+#include <atomic>
+
 #include "arguments.h"
 #include "run.h"
 
@@ -170,7 +172,8 @@ class CachedAttention {
     parallel_for(0, task_.batch * task_.kv_heads, row_grain((task_.total - task_.past) * task_.head_dim),
                  [&](int64_t begin, int64_t end) { loops_.append(dtype, task_, begin, end); });
     // torch counts a causal query's position from the first key, we from the last.
-    const bool plain = !mask_ && !alibi_ && task_.window == 0;
+    // Without a mask it makes zeros of a query whose scores are NaN; with one it does not.
+    const bool plain = !mask_ && !alibi_ && task_.window == 0 && all_finite(dtype);
     const bool causal = plain && task_.causal && task_.tokens == task_.total;
     OptionalTensor bias;
     if (!causal && !(plain && !task_.causal)) bias = biases(dtype);
@@ -187,6 +190,15 @@ class CachedAttention {
     if (result.strides() == output.strides()) return result;
     torch::stable::copy_(output, result);
     return output;
+  }
+
+  bool all_finite(Dtype dtype) {
+    std::atomic<bool> finite{true};
+    parallel_for(0, task_.batch * task_.kv_heads, row_grain(task_.total * task_.head_dim),
+                 [&](int64_t begin, int64_t end) {
+                   if (!loops_.finite(dtype, task_, begin, end)) finite = false;
+                 });
+    return finite;
   }
 
   Tensor biases(Dtype dtype) {

@@ -44,6 +44,8 @@ struct AttentionLoops {
   void (*finish)(Dtype, const AttentionTask&, int64_t begin, int64_t end);
   // Appends keys and values of rows [begin, end) of (batch row, key's head).
   void (*append)(Dtype, const AttentionTask&, int64_t begin, int64_t end);
+  // Whether queries and keys of rows [begin, end) of (batch row, key's head) are all finite.
+  bool (*finite)(Dtype, const AttentionTask&, int64_t begin, int64_t end);
   // All that is added to the scores, -inf where nothing may be attended to: rows [begin, end) of
   // [batch or 1, heads, tokens, total]. `heads` is 1 where all heads have one bias.
   void (*bias)(Dtype, const AttentionTask&, int64_t heads, float* to, int64_t begin, int64_t end);

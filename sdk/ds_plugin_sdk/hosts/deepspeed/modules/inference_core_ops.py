@@ -80,7 +80,7 @@ def gated_activation(output: Tensor, input: Tensor, bias: Tensor | None, act_fn:
 
 def _halves(pairs: Tensor) -> Tensor:
     """Columns (gate, factor) of each pair -> all factors, then all gates, as our op takes them."""
-    return pairs.unflatten(-1, (-1, 2)).flip(-1).transpose(-1, -2).flatten(-2)  # type: ignore[no-untyped-call]  # torch does not say
+    return pairs.reshape(*pairs.shape[:-1], -1, 2).flip(-1).transpose(-1, -2).flatten(-2)
 
 
 def _named(op: str, names: dict[int, Activation], act_fn: int) -> Activation:
