@@ -43,6 +43,20 @@ def tensors_make_the_round_trip() -> None:
             assert torch.equal(there.to(torch.complex128).cpu(), view.to(torch.complex128))
 
 
+def a_number_may_come_first() -> None:
+    host = torch.tensor([1.0, 2.0, 3.0])
+    there = host.to(f"{NAME}:1")
+    number = torch.tensor(2.0)
+    for here, result in (
+        (1 - host, 1 - there),
+        (2 / host, 2 / there),
+        (2**host, 2**there),
+        (number - host, number - there),
+    ):
+        assert result.device == there.device
+        assert torch.equal(result.cpu(), here)
+
+
 def copies_between_layouts_are_right() -> None:
     host = torch.arange(24.0).view(4, 6)
     for source in (host.to(NAME).t(), host.to(NAME), host.to(f"{NAME}:1")[:, ::2], host, host.t()):

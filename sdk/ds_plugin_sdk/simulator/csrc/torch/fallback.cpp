@@ -134,6 +134,17 @@ DeviceIndex device_of_call(const c10::OperatorHandle& op, const Stack& stack) {
   return static_cast<DeviceIndex>(runtime::current_device());
 }
 
+// torch puts results where the first tensor is, and that may be a number on the host: `1 - x`.
+void bring_results_home(const c10::OperatorHandle& op, Stack* stack, DeviceIndex device) {
+  const auto& returns = op.schema().returns();
+  auto value = stack->end() - static_cast<std::ptrdiff_t>(returns.size());
+  for (const auto& result : returns) {
+    const bool is_new = value->isTensor() && result.alias_info() == nullptr && value->toTensor().defined();
+    if (is_new && value->toTensor().is_cpu()) *value = value->toTensor().to(Device(kDevice, device));
+    ++value;
+  }
+}
+
 void fallback(const c10::OperatorHandle& op, Stack* stack) {
   counts().add(op.operator_name());
   const DeviceIndex device = device_of_call(op, *stack);
@@ -141,6 +152,7 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
   std::optional<DrawFrom> random;
   if (op.hasTag(at::Tag::nondeterministic_seeded)) random.emplace(take_generator(op, *stack, device));
   at::native::cpu_fallback(op, stack);
+  bring_results_home(op, stack, device);
 }
 
 // --------------------------------------------------------------------------------------------------- convolution
