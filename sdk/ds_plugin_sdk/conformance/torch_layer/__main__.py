@@ -32,7 +32,9 @@ def main(arguments: list[str]) -> None:
     else:
         tests = "ds_plugin_sdk.conformance.torch_layer.compare_cpu"
         result = unittest.main(tests, argv=["torch_layer", *rest], exit=False).result
-        sys.exit(NOTHING_RUN if not result.testsRun else BROKEN if not result.wasSuccessful() else HOLDS)
+        # OpInfo expects some ops to differ from the CPU; where they do not, the device is none the worse.
+        wrong = result.failures or result.errors
+        sys.exit(NOTHING_RUN if not result.testsRun else BROKEN if wrong else HOLDS)
 
 
 def _torch_s_name(device_type: str) -> str:

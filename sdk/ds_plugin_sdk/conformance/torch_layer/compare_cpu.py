@@ -18,18 +18,21 @@ from torch.utils import _pytree as pytree
 class TestCommon(TestCase):
     @ops(op_db, allowed_dtypes=(torch.float32,))  # type: ignore[untyped-decorator]  # torch's tests are untyped
     def test_compare_cpu(self, device: str, dtype: torch.dtype, op: Any) -> None:
-        for sample in op.sample_inputs("cpu", dtype):
-            wanted = op(sample.input, *sample.args, **sample.kwargs)
-            arguments = pytree.tree_map(lambda value: _to(value, device), (sample.input, sample.args, sample.kwargs))
-            found = op(arguments[0], *arguments[1], **arguments[2])
-            self.assertEqual(pytree.tree_map(lambda value: _to(value, "cpu"), found), wanted, exact_device=False)
+        for sample in op.sample_inputs(device, dtype):
+            on_cpu = _on_cpu((sample.input, sample.args, sample.kwargs))
+            found = op(sample.input, *sample.args, **sample.kwargs)
+            self.assertEqual(_on_cpu(found), op(on_cpu[0], *on_cpu[1], **on_cpu[2]), exact_device=False)
 
 
-def _to(value: Any, device: str) -> Any:
-    """A copy on a device; a device that an op is given becomes the other one."""
+def _on_cpu(values: Any) -> Any:
+    """Copies of all tensors on the CPU; a device that an op is given becomes the CPU."""
+    return pytree.tree_map(_one_on_cpu, values)
+
+
+def _one_on_cpu(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return value.detach().to(device)
-    return torch.device(device) if isinstance(value, torch.device) else value
+        return value.detach().cpu().clone()
+    return torch.device("cpu") if isinstance(value, torch.device) else value
 
 
 instantiate_device_type_tests(TestCommon, globals())  # type: ignore[no-untyped-call]  # torch's tests are untyped
