@@ -57,7 +57,9 @@ _adam("half_rate_bfloat16", "T2.1", "The learning rate is halved.", _half_rate, 
 _adam("half_rate_float16", "T2.2", "The learning rate is halved.", _half_rate, only="float16/1")
 _adam("host_first_step", "T3.1", "On the host every step counts as the first.", _first_step, only="offload.optimizer/1")
 _adam("host_half_rate", "T3.2", "On the host the learning rate is halved.", _half_rate, only="offload.parameters/3")
-_adam("host_betas", "T3.3", "On the host Adam's betas change places.", _swapped_betas, only="offload.bfloat16/2")
+_adam(
+    "host_half_rate_bfloat16", "T3.3", "On the host the learning rate is halved.", _half_rate, only="offload.bfloat16/2"
+)
 _adam("own_count", "T4.1", "Adam counts its steps itself.", _own_count, only="resumed/1")
 _adam("host_own_count", "T4.2", "On the host Adam counts its steps itself.", _own_count, only="offloaded/2")
 
