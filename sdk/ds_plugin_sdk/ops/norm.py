@@ -128,6 +128,7 @@ def pre_rms_norm_reference(input: Tensor, residual: Tensor, weight: Tensor, eps:
 
 def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     centred = x - x.mean(dim=-1, keepdim=True)
+    centred = centred - centred.mean(dim=-1, keepdim=True)  # what rounding took from the mean of a row far from zero
     variance = (centred * centred).mean(dim=-1, keepdim=True)
     return _rounded(centred * torch.rsqrt(variance + eps) * weight.to(x.dtype) + bias.to(x.dtype), weight)
 
