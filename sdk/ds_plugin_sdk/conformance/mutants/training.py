@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -64,22 +65,27 @@ _adam("own_count", "T4.1", "Adam counts its steps itself.", _own_count, only="re
 _adam("host_own_count", "T4.2", "On the host Adam counts its steps itself.", _own_count, only="offloaded/2")
 
 
-@mutant("training.overflow_unseen", "T2.3", "training", target=SIMULATED, only="loss_scaling/1")
-def overflow_unseen(target: Target) -> Target:
-    """The device's extrema leave out infinity and NaN."""
-    for name in ("amax", "amin", "max", "min"):
-        _patch_finite(name)
-    return target
+class _Idle:
+    """A builder of an op that does nothing."""
+
+    NAME = name = "fused_adam"
+    BUILD_VAR = "DS_BUILD_FUSED_ADAM"
+
+    def is_compatible(self, verbose: bool = False) -> bool:
+        return True
+
+    def load(self, verbose: bool = True) -> Any:
+        return types.SimpleNamespace(multi_tensor_adam=lambda *arguments, **keywords: None)
 
 
-def _patch_finite(name: str) -> None:
-    sound = getattr(torch.Tensor, name)
+@mutant("training.no_step", "T2.3", "training", target=SIMULATED, only="loss_scaling/1")
+def no_step(target: Target) -> Target:
+    """Once gradients fit, the optimizer's op takes no step."""
 
-    def finite(self: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
-        known = self.nan_to_num(0.0, 0.0, 0.0) if self.is_floating_point() else self
-        return sound(known, *arguments, **keywords)
+    def get_op_builder(self: Any, name: str) -> Any:
+        return _Idle if name == "FusedAdamBuilder" else super(type(self), self).get_op_builder(name)
 
-    setattr(torch.Tensor, name, finite)
+    return override(target, get_op_builder=get_op_builder)
 
 
 @mutant("training.waits_left_out", "T1.4", "training", target=SIMULATED, only="overlap/2")
