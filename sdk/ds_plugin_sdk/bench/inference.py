@@ -1,10 +1,14 @@
-"""The inference ops against the same in torch, eager and compiled: one token of a batch, and a prompt."""
+"""The inference ops against the same in torch, eager and compiled: one token of a batch, and a prompt.
+
+Times are CPU times of one thread, which other programs on the machine disturb least.
+"""
 
 from __future__ import annotations
 
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -32,7 +36,7 @@ class Row:
         op: its name; ``all`` for geometric means.
         phase: ``decode``: one token each of a batch of 4; ``prompt``: 512 tokens of one sequence.
         dtype: of all tensors.
-        microseconds: median wall time of a call.
+        microseconds: median time of a call.
         eager_microseconds: of the same in plain torch, as a model has it.
         compiled_microseconds: of that under torch.compile; None where it was not asked for.
         times_eager: speed in multiples of the eager one.
@@ -67,11 +71,21 @@ def run(compiled: bool = True, seconds: float = 1.0) -> list[Row]:
     for family in FAMILIES:
         load_kernels(family, "cpu")
     rows: list[Row] = []
-    with torch.inference_mode():
+    with torch.inference_mode(), _one_thread():
         for dtype in (torch.float32, torch.bfloat16):
             for phase, sizes in PHASES.items():
                 rows += [_measure(case, phase, dtype, compiled, seconds) for case in _cases(*sizes, dtype)]
     return rows + [_mean(rows, phase) for phase in PHASES]
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _cases(batch: int, tokens: int, keys: int, dtype: torch.dtype) -> Iterator[_Case]:
@@ -169,21 +183,21 @@ def _bound(function: Callable[..., object], arguments: Sequence[Tensor]) -> Call
 
 
 def _take_turns(calls: Sequence[Call], seconds: float) -> list[float]:
-    """Median seconds of each call; at least seven turns."""
+    """Median CPU seconds of each call; at least seven turns."""
     repeats = []
     for call in calls:
         call()
-        start = time.perf_counter()
+        start = time.thread_time()
         call()
-        repeats.append(max(1, int(_TURN / (time.perf_counter() - start))))
+        repeats.append(max(1, int(_TURN / max(time.thread_time() - start, 1e-6))))
     times: list[list[float]] = [[] for _ in calls]
     end = time.perf_counter() + seconds
     while time.perf_counter() < end or len(times[0]) < 7:
         for call, count, measured in zip(calls, repeats, times, strict=True):
-            start = time.perf_counter()
+            start = time.thread_time()
             for _ in range(count):
                 call()
-            measured.append((time.perf_counter() - start) / count)
+            measured.append((time.thread_time() - start) / count)
     return [statistics.median(measured) for measured in times]
 
 
