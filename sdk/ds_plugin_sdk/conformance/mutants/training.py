@@ -112,7 +112,7 @@ def wrong_code(target: Target) -> Target:
     return override(target, get_compile_backend=lambda self: "doubling")
 
 
-@mutant("training.other_masks", "T5.3", "training")
+@mutant("training.other_masks", "T5.3", "training", target=SIMULATED)
 def other_masks(target: Target) -> Target:
-    """`set_rng_state` does nothing."""
-    return override(target, set_rng_state=lambda self, state, index=None: None)
+    """`lazy_call` does not call: DeepSpeed puts the generator's state back in such a callback."""
+    return override(target, lazy_call=lambda self, callback: None)
