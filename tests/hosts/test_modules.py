@@ -76,6 +76,17 @@ FUNCTIONS = {
         }
         for name in ("transformer", "stochastic_transformer")
     },
+    "inference_core_ops": {
+        "create_handle": 0,
+        "blas_linear": 3,
+        "layer_norm": 5,
+        "pre_layer_norm": 7,
+        "post_layer_norm": 6,
+        "rms_norm": 4,
+        "rms_pre_norm": 6,
+        "bias_activation": 3,
+        "gated_activation": 4,
+    },
     "transformer_inference": {
         **{
             f"{function}_{dtype}": positionals
