@@ -34,9 +34,7 @@ def _describe(op: OptimizerOp) -> OpInfo:
         yield _sample(op, mixes[0], [(0,)], op.variants[-1], 0, "empty", "empty")
         for number, options in enumerate(op.variants):
             yield _sample(op, mixes[0], _TAILS, options, number, f"tails, {_options(options)}", "adversarial")
-        yield _resting(
-            _sample(op, mixes[0], _TAILS, op.variants[0], 0, "zero gradients and states", "adversarial"), op
-        )
+        yield _resting(_sample(op, mixes[0], _TAILS, op.variants[0], 0, "zero gradients and states", "adversarial"), op)
         for mix in mixes[1:]:
             yield _sample(op, mix, _TAILS, op.variants[-1], 0, f"tails, {_mix(mix)}", "adversarial")
         yield _sample(op, mixes[0], _GPT2_ATTENTION, op.variants[-1], 1, "gpt2 attention", "real")
