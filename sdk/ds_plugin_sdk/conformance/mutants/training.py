@@ -1,4 +1,4 @@
-"""Defects that training shows: wrong steps, lost states, streams that are not waited for."""
+"""Defects that training shows: wrong steps, lost states, members that do nothing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from ds_plugin_sdk import simulator
 from ds_plugin_sdk.conformance.mutants.kernels import kernel
 from ds_plugin_sdk.conformance.mutants.mutant import SIMULATED, mutant, override
 from ds_plugin_sdk.conformance.target import Target
@@ -86,13 +85,6 @@ def no_step(target: Target) -> Target:
         return _Idle if name == "FusedAdamBuilder" else super(type(self), self).get_op_builder(name)
 
     return override(target, get_op_builder=get_op_builder)
-
-
-@mutant("training.waits_left_out", "T1.4", "training", target=SIMULATED, only="overlap/2")
-def waits_left_out(target: Target) -> Target:
-    """It claims to order streams by itself, and is slow enough to show that it does not."""
-    simulator.delay(1000).__enter__()
-    return override(target, resolves_data_dependency=lambda self: True)
 
 
 @mutant("training.no_times", "T5.1", "training", target=SIMULATED)
