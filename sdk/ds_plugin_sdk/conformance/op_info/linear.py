@@ -28,7 +28,9 @@ def _formula(
     matrix = weight.to(torch.float64)
     if scales is not None:
         matrix = matrix * scales.repeat_interleave(weight.shape[1] // scales.shape[1], dim=1)
-    hidden = input @ matrix.T if bias is None else input @ matrix.T + bias
+    hidden = input.to(torch.float64) @ matrix.T
+    if bias is not None:
+        hidden = hidden + bias
     half = hidden.shape[-1] // 2
     result = hidden[..., :half] * _activate(hidden[..., half:], activation) if gated else _activate(hidden, activation)
     return (result if residual is None else result + residual,)
