@@ -69,6 +69,8 @@ def build(builder: OpBuilder, into: Path | None) -> jit.Artifact:
 
 
 def wanted_in_wheel(builder: OpBuilder) -> bool:
-    """What ``DS_BUILD_<OP>`` says of an op, and ``DS_BUILD_OPS`` where that is unset."""
+    """What ``DS_BUILD_<OP>`` says of an op that has sources, and ``DS_BUILD_OPS`` where that is unset."""
+    if not builder.sources():
+        return False
     choice = settings.build_op(builder.BUILD_VAR)
     return settings.build_ops if choice is None else choice

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from ds_plugin_sdk.ops import _library
+from ds_plugin_sdk.ops import _library, _tensors
 from ds_plugin_sdk.ops._multi_tensor import mark_modified
 
 
@@ -78,6 +78,8 @@ def cached_attention_reference(
 ) -> Tensor:
     """``ds_plugin::cached_attention`` in plain torch, on any device; arguments as in `cached_attention`."""
     total = _check(query, key, value, key_cache, value_cache, past, mask, alibi, window)
+    _tensors.check_written("cached_attention", "key_cache", key_cache)
+    _tensors.check_written("cached_attention", "value_cache", value_cache)
     key_cache[:, :, past:total].copy_(key)
     value_cache[:, :, past:total].copy_(value)
     working = torch.promote_types(query.dtype, torch.float32)

@@ -379,10 +379,10 @@ def _gelu_slope(s: Tensor, tanh: bool) -> Tensor:
     if tanh:
         t = torch.tanh(math.sqrt(2 / math.pi) * (s + 0.044715 * s**3))
         inner = math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * s**2)
-        # Far out, where tanh is 1, the other factor may be infinite.
-        return 0.5 * (1 + t) + 0.5 * s * torch.where(t.abs() == 1, 0.0, (1 - t * t) * inner)
+        # Far out, where tanh is 1, the other factors may be infinite.
+        return 0.5 * (1 + t) + torch.where(t.abs() == 1, 0.0, 0.5 * s * (1 - t * t) * inner)
     density = torch.exp(-0.5 * s**2) / math.sqrt(2 * math.pi)
-    return 0.5 * (1 + torch.erf(s / math.sqrt(2))) + s * density
+    return 0.5 * (1 + torch.erf(s / math.sqrt(2))) + torch.where(density == 0, 0.0, s * density)
 
 
 def _fake_gelu(input: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:
