@@ -198,7 +198,8 @@ def cache_not_remembered(target: Target) -> Target:
     """Every call of softmax_context starts the cache anew."""
 
     def function(sound: Function, *arguments: Any) -> Any:
-        return sound(*arguments[:16], True, *arguments[17:])
+        importlib.import_module("ds_plugin_sdk.hosts.deepspeed.modules.transformer_inference").reset_cache()
+        return sound(*arguments)
 
     return _inference(target, "softmax_context_fp32", function)
 
