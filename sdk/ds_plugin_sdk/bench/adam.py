@@ -81,8 +81,8 @@ def _steps(shapes: Sequence[tuple[int, ...]], deepspeed: Any) -> dict[str, Step]
     steps: dict[str, Step] = {
         "ds_plugin::adam_": _op_step(params),
         "FusedAdam": FusedAdam(params, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY).step,
-        PEER: torch.optim.AdamW(params, **options, **fused).step,  # type: ignore[arg-type]
-        "torch foreach": torch.optim.AdamW(params, **options, **foreach).step,  # type: ignore[arg-type]
+        PEER: torch.optim.AdamW(params, **options, **fused).step,  # type: ignore[arg-type]  # options of mixed types
+        "torch foreach": torch.optim.AdamW(params, **options, **foreach).step,  # type: ignore[arg-type]  # options of mixed types
     }
     if deepspeed is not None:
         steps["DeepSpeed cpu_adam"] = _deepspeed_step(params, deepspeed)

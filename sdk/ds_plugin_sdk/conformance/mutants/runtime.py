@@ -2,6 +2,8 @@
 
 Most are one member of the accelerator, replaced; `_member` declares those. Some lie below it, in what torch does on the
 device; `_below` declares those.
+
+Many replace a function of torch by a defective one, which is what the silenced assignments are.
 """
 
 from __future__ import annotations
