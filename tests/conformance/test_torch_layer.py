@@ -34,11 +34,11 @@ if __name__ == "__main__":
 """
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     cache = {"DS_PLUGIN_CACHE_DIR": CALLERS_CACHE} if CALLERS_CACHE else {}
     return subprocess.run(
         [sys.executable, "-m", "ds_plugin_sdk.conformance.torch_layer", *arguments],
-        env={**os.environ, **cache},
+        env={**os.environ, **cache, **environment},
         capture_output=True,
         text=True,
         check=False,
@@ -70,6 +70,14 @@ def test_what_fails_there_is_a_failure_here(tmp_path: Path) -> None:
     done = run("cpu", str(file))
     assert done.returncode == 1
     assert "Expected 4.0 but got 3.0" in done.stderr
+
+
+def test_torch_s_tests_run_where_ci_is_set(tmp_path: Path) -> None:
+    """In anybody's continuous integration: torch would ask there for the reports of its own."""
+    file = tmp_path / "test_sum.py"
+    file.write_text(TORCH_TEST.format(sum=3.0), encoding="utf-8")
+    done = run("cpu", str(file), CI="true")
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_that_nothing_ran_is_no_success() -> None:
