@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_plugin_sdk.bench.sparse_attention import peak_bytes
+from ds_plugin_sdk.bench.timing import peak_bytes
 from ds_plugin_sdk.errors import InvalidTensorError
 from ds_plugin_sdk.nn import (
     BigBirdSparsityConfig,
@@ -159,6 +159,16 @@ def test_short_sequences_use_the_corner_of_the_layout_and_a_loaded_one_counts() 
     other = SparseSelfAttention(DenseSparsityConfig(HEADS), max_seq_length=LENGTH)
     attention.load_state_dict(other.state_dict())
     torch.testing.assert_close(attention(q, k, v), other(q, k, v))
+
+
+def test_training_may_follow_inference() -> None:
+    attention = SparseSelfAttention(CONFIGS["bigbird"], max_seq_length=LENGTH)
+    query, key, value, _ = inputs(torch.float32)
+    with torch.inference_mode():
+        expected = attention(query, key, value)
+    output = attention(query, key, value)
+    output.sum().backward()
+    torch.testing.assert_close(output.detach(), expected)
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -1,31 +1,62 @@
-"""How benchmarks measure: implementations in turns, and the speed of memory."""
+"""How benchmarks measure: cases of our op and its peers, in turns, and the speed of memory."""
 
 from __future__ import annotations
 
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 Step = Callable[[], object]
 
+_TURN = 2e-3  # seconds; what is faster than this is repeated until a turn takes as long
+
+
+@dataclass(frozen=True)
+class Case:
+    """One op on one set of tensors, and the same by others.
+
+    Attributes:
+        what: which op, or pass of it.
+        setting: the sizes. Geometric means are taken over the cases of a setting.
+        ours: our step.
+        peers: the steps of others, by name.
+        moved: bytes that must be read and written; 0 where memory is no measure.
+        grad: whether autograd records; otherwise all runs in inference mode.
+        peak: whether the most memory that torch holds meanwhile is of interest.
+    """
+
+    what: str
+    setting: str
+    ours: Step
+    peers: Mapping[str, Step] = field(default_factory=dict)
+    moved: int = 0
+    grad: bool = False
+    peak: bool = False
+
 
 def take_turns(steps: Mapping[str, Step], seconds: float) -> dict[str, float]:
-    """Median seconds of each step, after one of each that does not count; at least five turns.
+    """Median seconds of each step, after two of each that do not count; at least five turns.
 
     They take turns so that noise falls on all alike.
     """
+    repeats = {name: _repeats(step) for name, step in steps.items()}
     times: dict[str, list[float]] = {name: [] for name in steps}
     end = time.perf_counter() + seconds
-    for step in steps.values():
-        step()
     while time.perf_counter() < end or len(next(iter(times.values()))) < 5:
         for name, step in steps.items():
-            start = time.perf_counter()
-            step()
-            times[name].append(time.perf_counter() - start)
+            times[name].append(_seconds(step, repeats[name]))
     return {name: statistics.median(values) for name, values in times.items()}
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` under torch.compile, for the shapes and the number of threads at hand; compiled when it is called."""
+    torch.compiler.reset()  # what was compiled for another number of threads keeps to it
+    torch._functorch.config.donated_buffer = False  # a backward pass is run many times
+    return torch.compile(function, dynamic=False, options={"cpp.threads": torch.get_num_threads()})
 
 
 def copy_rate() -> float:
@@ -34,3 +65,28 @@ def copy_rate() -> float:
     target = torch.zeros_like(source)
     median = take_turns({"copy": lambda: target.copy_(source)}, 1.0)["copy"]
     return source.nbytes * 2 / median / 1e9
+
+
+def peak_bytes(step: Step) -> int:
+    """The most bytes of host memory that torch holds during a call, beyond what it held before."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        step()
+    results = profile.profiler.kineto_results
+    events = sorted((e for e in results.events() if e.name() == "[memory]"), key=lambda e: e.start_ns())
+    held = highest = 0
+    for event in events:
+        held += event.nbytes()
+        highest = max(highest, held)
+    return highest
+
+
+def _repeats(step: Step) -> int:
+    step()
+    return max(1, int(_TURN / max(_seconds(step, 1), 1e-7)))
+
+
+def _seconds(step: Step, repeats: int) -> float:
+    start = time.perf_counter()
+    for _ in range(repeats):
+        step()
+    return (time.perf_counter() - start) / repeats

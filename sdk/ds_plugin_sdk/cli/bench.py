@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -17,11 +18,18 @@ _JSON = typer.Option(False, "--json", help="Print JSON.")
 
 
 def _show(title: str, rows: Sequence[Any], as_json: bool) -> None:
+    found = [asdict(row) for row in rows]
     if as_json:
-        output.print_json(json.dumps([asdict(row) for row in rows]))
-        return
-    columns = [field.name.replace("_", " ") for field in fields(rows[0])]
-    table(title, columns, [[_number(value) for value in vars(row).values()] for row in rows])
+        output.print_json(json.dumps(found))
+    else:
+        _table(title, found)
+
+
+def _table(title: str, rows: Sequence[dict[str, Any]]) -> None:
+    """Columns are those of any row, in order, but for those that have no value anywhere."""
+    names = dict.fromkeys(name for row in rows for name, value in row.items() if value is not None)
+    cells = [[_number(row.get(name)) for name in names] for row in rows]
+    table(title, [name.replace("_", " ") for name in names], cells)
 
 
 def _number(value: object) -> str:
@@ -49,39 +57,38 @@ def import_cost(as_json: bool = _JSON) -> None:
     _show("Import", benchmark.run(), as_json)
 
 
-@bench.command("adam")
-def adam(as_json: bool = _JSON) -> None:
-    """Adam against torch's fused and foreach Adam and DeepSpeed's CPUAdam."""
-    from ds_plugin_sdk.bench import adam as benchmark
-
-    _show("Adam", benchmark.run(), as_json)
-
-
-@bench.command("lamb")
-def lamb(
-    compiled: bool = typer.Option(True, help="Also time torch.compile, which compiles for minutes."),
+@bench.command("ops")
+def ops(
+    family: list[str] = typer.Option([], help="Only this family; may be repeated. All of them otherwise."),
+    threads: list[int] = typer.Option([1], help="torch's threads; may be repeated."),
+    dtype: list[str] = typer.Option(["float32", "bfloat16"], help="Only this dtype; may be repeated."),
+    compile: bool = typer.Option(False, help="Measure torch.compile and DeepSpeed's own ops too (minutes)."),
+    seconds: float = typer.Option(1.0, help="Time to spend on each case."),
+    chart: Path | None = typer.Option(None, help="Draw FAMILY.png into this folder; needs matplotlib."),
     as_json: bool = _JSON,
 ) -> None:
-    """LAMB against torch's foreach functions, torch.compile of them, and our Adam."""
-    from ds_plugin_sdk.bench import lamb as benchmark
+    """The op families on this CPU, against torch, eager and compiled, DeepSpeed, and the memory's speed."""
+    from ds_plugin_sdk.bench import ops as benchmark
+    from ds_plugin_sdk.bench.chart import draw, require_matplotlib
 
-    _show("LAMB", benchmark.run(compiled=compiled), as_json)
+    if chart is not None:
+        require_matplotlib()
+    found = {}
+    for name in family or benchmark.FAMILIES:
+        rows = benchmark.run(name, threads=threads, dtypes=dtype, compile=compile, seconds=seconds)
+        found[name] = [asdict(row) for row in rows]
+        if not as_json:
+            _table(name, [_columns(row) for row in found[name]])
+        if chart is not None:
+            draw(name, rows, chart)
+    if as_json:
+        output.print_json(json.dumps(found))
 
 
-@bench.command("sparse_attention")
-def sparse_attention(as_json: bool = _JSON) -> None:
-    """Sparse attention at 4096 tokens against dense: time and memory."""
-    from ds_plugin_sdk.bench import sparse_attention as benchmark
-
-    _show("Sparse attention", benchmark.run(), as_json)
-
-
-@bench.command("quantizer")
-def quantizer(as_json: bool = _JSON) -> None:
-    """Quantizing and dequantizing against the same in torch, and against the memory's speed."""
-    from ds_plugin_sdk.bench import quantizer as benchmark
-
-    _show("Quantizer", benchmark.run(), as_json)
+def _columns(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of `ops` with a column for each peer."""
+    times = {f"times {peer}": value for peer, value in row["times"].items()}
+    return {**{name: value for name, value in row.items() if name != "times"}, **times}
 
 
 @bench.command("decode")
@@ -96,31 +103,9 @@ def decode(
     _show("Decode", benchmark.run("gpt2" if shape == "gpt2" else "llama", compiled=compiled), as_json)
 
 
-@bench.command("transformer")
-def transformer(
-    compiled: bool = typer.Option(True, help="Compare with torch.compile too (some seconds for each row)."),
-    as_json: bool = _JSON,
-) -> None:
-    """The transformer training layer and its ops against torch, eager and compiled, and against the memory's speed."""
-    from ds_plugin_sdk.bench import transformer as benchmark
-
-    _show("Transformer", benchmark.run(compiled=compiled), as_json)
-
-
 @bench.command("accuracy")
 def accuracy(as_json: bool = _JSON) -> None:
     """Worst error of each optimizer kernel against float64 formulas."""
     from ds_plugin_sdk.bench import accuracy as benchmark
 
     _show("Error against float64", benchmark.run(), as_json)
-
-
-@bench.command("inference")
-def inference(
-    compiled: bool = typer.Option(True, help="Compare with torch.compile too (some seconds for each row)."),
-    as_json: bool = _JSON,
-) -> None:
-    """The inference ops against torch, eager and compiled, on shapes of decoding and of prompts."""
-    from ds_plugin_sdk.bench import inference as benchmark
-
-    _show("Inference ops", benchmark.run(compiled=compiled), as_json)

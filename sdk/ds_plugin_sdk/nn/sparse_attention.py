@@ -156,7 +156,8 @@ class SparseSelfAttention(nn.Module):
         if key not in self._plans:
             blocks = length // self.sparsity_config.block
             layout = self.master_layout[:, :blocks, :blocks].bool().cpu()
-            parts = list(_parts(layout, self.sparsity_config.block))
+            with torch.inference_mode(False):  # training will use these parts, too
+                parts = list(_parts(layout, self.sparsity_config.block))
             self._plans = {**{k: v for k, v in self._plans.items() if k[1] == key[1]}, key: parts}
         return self._plans[key]
 
