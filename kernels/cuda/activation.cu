@@ -47,8 +47,8 @@ void run(const ActivationRows& n, Dtype dtype, Stream stream) {
     using Element = decltype(element);
     const auto run = [&](auto pack) {
       const Share share(n.columns / pack);
-      launch(kOps[gated], activation_kernel<Element, pack, activation, gated>, share.blocks(n.rows), share.threads,
-             stream, n, share.blocks_of_row);
+      launch(kOps[gated], activation_kernel<Element, pack, activation, gated>, share.blocks(kOps[gated], n.rows),
+             share.threads, stream, n, share.blocks_of_row);
     };
     if (in_packs<Element>(n.columns, n.input, n.bias, n.output)) {
       run(std::integral_constant<int, kPack<Element>>{});

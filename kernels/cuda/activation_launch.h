@@ -7,14 +7,6 @@
 
 namespace ds_kernels::cuda {
 
-// Rows of `columns` elements, all of one dtype.
-struct ActivationRows {
-  const void* input;  // may be `output`; gated: rows of twice as many elements
-  const void* bias;   // one row of input, or null
-  void* output;
-  int64_t rows, columns;
-};
-
 // activation(input + bias)
 void launch_bias_activation(const ActivationRows& rows, Dtype dtype, Activation activation, Stream stream);
 // Of the halves: first * activation(second).

@@ -5,22 +5,6 @@
 namespace ds_kernels::cuda {
 namespace {
 
-// One AdamStep for all tensors, or one each; equal step numbers in a row are computed once.
-std::vector<AdamStep> steps_of(const char* op, const std::vector<int64_t>& steps, size_t tensors,
-                               const AdamOptions& options) {
-  DS_KERNELS_CHECK(steps.size() == 1 || steps.size() == tensors, op, "steps has ", steps.size(),
-                   " entries; expected 1, or one per tensor (", tensors, ")");
-  for (const int64_t step : steps) {
-    DS_KERNELS_CHECK(step >= 1, op, "steps has an entry ", step, "; expected at least 1: the first update is step 1");
-  }
-  std::vector<AdamStep> result;
-  result.reserve(steps.size());
-  for (size_t i = 0; i < steps.size(); ++i) {
-    result.push_back(i > 0 && steps[i] == steps[i - 1] ? result.back() : adam_step(options, steps[i]));
-  }
-  return result;
-}
-
 void adam_(const TensorList& params, const TensorList& grads, const TensorList& exp_avgs, const TensorList& exp_avg_sqs,
            const std::vector<int64_t>& steps, double lr, double beta1, double beta2, double eps, double weight_decay,
            bool adamw, bool bias_correction) {
@@ -30,8 +14,8 @@ void adam_(const TensorList& params, const TensorList& grads, const TensorList& 
                            {"exp_avgs", exp_avgs, true},
                            {"exp_avg_sqs", exp_avg_sqs, true}});
   tensors.check_dtypes();
-  const auto constants =
-      steps_of(op, steps, tensors.size(), {lr, beta1, beta2, eps, weight_decay, adamw, bias_correction});
+  const AdamOptions options{lr, beta1, beta2, eps, weight_decay, adamw, bias_correction};
+  const auto constants = steps_of(op, steps, tensors.size(), [&](int64_t step) { return adam_step(options, step); });
   const bool float_grads = tensors.dtype(1) == Dtype::Float32, float_states = tensors.dtype(2) == Dtype::Float32;
   run(tensors, params, [&](const TensorLists& lists, Stream stream) {
     adam_update(lists, tensors.dtype(0), float_grads, float_states, constants, stream);
@@ -49,7 +33,8 @@ void adam_rollback_(const TensorList& params, const TensorList& grads, const Ten
   tensors.check_dtypes();
   DS_KERNELS_CHECK(tensors.dtype(0) == Dtype::Float32, op, "params are ", name_of(tensors.dtype(0)),
                    "; expected float32: a step that was rounded to fewer bits cannot be undone");
-  const auto constants = steps_of(op, steps, tensors.size(), {lr, beta1, beta2, eps, weight_decay, true, true});
+  const AdamOptions options{lr, beta1, beta2, eps, weight_decay, true, true};
+  const auto constants = steps_of(op, steps, tensors.size(), [&](int64_t step) { return adam_step(options, step); });
   run(tensors, params,
       [&](const TensorLists& lists, Stream stream) { adam_rollback(lists, constants, stream); });
 }

@@ -24,6 +24,16 @@ struct Identity {
 };
 }  // namespace detail
 
+// So many blocks in a row, if a launch can have them.
+inline dim3 grid(const char* op, int64_t blocks) {
+  constexpr int64_t kMost = 0x7fffffff;
+  if (blocks > kMost) {
+    throw std::runtime_error(std::string("ds_plugin::") + op + ": the tensor has too many rows for one launch: " +
+                             std::to_string(blocks) + " blocks; expected at most " + std::to_string(kMost));
+  }
+  return dim3(static_cast<unsigned>(blocks));
+}
+
 // Runs `kernel` with `blocks` x `rows` blocks of `threads`. Arguments are converted to the kernel's own types.
 template <class... Parameters>
 void launch(const char* op, void (*kernel)(Parameters...), dim3 blocks, unsigned threads, Stream stream,

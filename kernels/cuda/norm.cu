@@ -66,8 +66,8 @@ void norm(const NormRows& n, Dtype dtype, Stream stream) {
   with_element(dtype, [&](auto element) {
     using Element = decltype(element);
     const auto run = [&](auto pack) {
-      launch(centred ? "layer_norm" : "rms_norm", norm_kernel<Element, pack, centred>,
-             dim3(static_cast<unsigned>(n.rows)), row_threads(n.columns / pack), stream, n);
+      const char* op = centred ? "layer_norm" : "rms_norm";
+      launch(op, norm_kernel<Element, pack, centred>, grid(op, n.rows), row_threads(n.columns / pack), stream, n);
     };
     if (in_packs<Element>(n.columns, n.input, n.residual, n.input_bias, n.weight, n.bias, n.output, n.sum)) {
       run(std::integral_constant<int, kPack<Element>>{});

@@ -60,7 +60,7 @@ void run(const char* op, const Rows& r, Dtype dtype, Stream stream, const Kernel
   with_element(dtype, [&](auto element) {
     const auto with_pack = [&](auto pack) {
       const Share share(r.columns / pack);
-      launch(op, kernel_of(element, pack), share.blocks(r.rows), share.threads, stream, r, share.blocks_of_row);
+      launch(op, kernel_of(element, pack), share.blocks(op, r.rows), share.threads, stream, r, share.blocks_of_row);
     };
     using Element = decltype(element);
     if (in_packs<Element>(r.columns, pointers...)) {

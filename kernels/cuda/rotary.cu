@@ -91,8 +91,7 @@ template <class Element, bool interleaved>
 void run(const char* op, const Rotation& r, Stream stream) {
   const auto run = [&](auto pack) {
     const unsigned threads = Share(static_cast<int64_t>(r.heads) * std::max(r.rotary_dim / 2 / pack, 1)).threads;
-    launch(op, rotary_kernel<Element, pack, interleaved>, dim3(static_cast<unsigned>(r.batch * r.tokens)), threads,
-           stream, r);
+    launch(op, rotary_kernel<Element, pack, interleaved>, grid(op, r.batch * r.tokens), threads, stream, r);
   };
   if (in_packs(r, kPack<Element>)) {
     run(std::integral_constant<int, kPack<Element>>{});
@@ -103,11 +102,11 @@ void run(const char* op, const Rotation& r, Stream stream) {
 
 }  // namespace
 
-void launch_rotary(const char* op, const Rotation& rotation, bool interleaved, Dtype dtype, Stream stream) {
+void launch_rotary(const char* op, const Rotation& rotation, Dtype dtype, Stream stream) {
   if (rotation.heads == 0 || rotation.head_dim == 0) return;
   with_element(dtype, [&](auto element) {
     using Element = decltype(element);
-    return interleaved ? run<Element, true>(op, rotation, stream) : run<Element, false>(op, rotation, stream);
+    return rotation.interleaved ? run<Element, true>(op, rotation, stream) : run<Element, false>(op, rotation, stream);
   });
 }
 

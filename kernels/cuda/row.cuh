@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "element.cuh"
+#include "launch.cuh"
 #include "reduce.cuh"
 
 namespace ds_kernels::cuda {
@@ -73,7 +74,7 @@ struct Share {
       : threads(static_cast<unsigned>(std::min<int64_t>((packs + kWarpThreads - 1) / kWarpThreads * kWarpThreads, 256))),
         blocks_of_row(static_cast<unsigned>((packs + threads - 1) / threads)) {}
 
-  dim3 blocks(int64_t rows) const { return dim3(static_cast<unsigned>(rows * blocks_of_row)); }
+  dim3 blocks(const char* op, int64_t rows) const { return grid(op, rows * blocks_of_row); }
 };
 
 // The calling thread's pack.
@@ -83,7 +84,7 @@ struct Place {
   __device__ __forceinline__ Place(unsigned blocks_of_row, int pack) {
     const unsigned of = blockIdx.x / blocks_of_row;  // in 32 bits: a division of 64 would take longer than the work
     row = of;
-    column = static_cast<int64_t>((blockIdx.x - of * blocks_of_row) * blockDim.x + threadIdx.x) * pack;
+    column = (static_cast<int64_t>(blockIdx.x - of * blocks_of_row) * blockDim.x + threadIdx.x) * pack;
   }
 };
 

@@ -82,7 +82,7 @@ bool in_packs(const Scores& s, int pack) {
 template <class Element, class AddedElement>
 void run(const char* op, const Scores& s, Stream stream) {
   const auto run = [&](auto pack) {
-    launch(op, softmax_kernel<Element, AddedElement, pack>, dim3(static_cast<unsigned>(s.batch * s.heads * s.queries)),
+    launch(op, softmax_kernel<Element, AddedElement, pack>, grid(op, s.batch * s.heads * s.queries),
            row_threads(s.keys / pack), stream, s);
   };
   if (in_packs(s, kPack<Element>)) {
@@ -94,11 +94,11 @@ void run(const char* op, const Scores& s, Stream stream) {
 
 }  // namespace
 
-void launch_softmax(const char* op, const Scores& scores, Dtype dtype, bool float_mask, Stream stream) {
+void launch_softmax(const char* op, const Scores& scores, Dtype dtype, Stream stream) {
   if (scores.keys == 0) return;
   with_element(dtype, [&](auto element) {
     using Element = decltype(element);
-    return float_mask ? run<Element, float>(op, scores, stream) : run<Element, Element>(op, scores, stream);
+    return scores.float_mask ? run<Element, float>(op, scores, stream) : run<Element, Element>(op, scores, stream);
   });
 }
 

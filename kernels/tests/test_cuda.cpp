@@ -15,6 +15,9 @@
 #include "../cuda/lion_launch.h"
 #include "../cuda/norm_launch.h"
 #include "../cuda/softmax_launch.h"
+#include "../cuda/transformer_launch.h"
+#include <ds_kernels/philox.h>
+
 #include "check.h"
 
 using namespace ds_kernels;
@@ -308,7 +311,7 @@ void check_layer_norm(Dtype dtype, int64_t columns) {
   check_rows(
       "layer_norm", dtype, columns,
       [&](void* input, void* output) {
-        cuda::NormRows rows{};
+        NormRows rows{};
         rows.input = input, rows.output = output, rows.weight = weight.data(), rows.bias = bias.data();
         rows.rows = 3, rows.columns = columns, rows.eps = 1e-5f;
         cuda::launch_layer_norm(rows, dtype, nullptr);
@@ -325,14 +328,100 @@ void check_softmax(Dtype dtype, int64_t columns) {
   check_rows(
       "softmax", dtype, columns,
       [&](void* input, void* output) {
-        const cuda::Scores scores{input, output, {}, {}, 1, 1, 3, columns, 0, 0.5f, false};
-        cuda::launch_softmax("softmax", scores, dtype, false, nullptr);
+        const Scores scores{input, output, {}, {}, 1, 1, 3, columns, 0, 0.5f, false, false};
+        cuda::launch_softmax("softmax", scores, dtype, nullptr);
       },
       [](std::vector<double>& x) {
         double sum = 0;
         for (double& value : x) sum += value = std::exp(0.5 * value);
         for (double& value : x) value /= sum;
       });
+}
+
+// ---- training ------------------------------------------------------------------------------------------------------
+
+void check_training_norm(Dtype dtype, int64_t columns) {
+  Array weight(dtype, columns, 0), bias(dtype, columns, 0), statistics(Dtype::Float32, 6, 0);
+  for (int64_t i = 0; i < columns; ++i) weight.set(i, 1.5f), bias.set(i, 0.25f);
+  for (Array* array : {&weight, &bias, &statistics}) array->to_device();
+  auto* numbers = static_cast<float*>(statistics.data());
+  check_rows(
+      "dropout_add_layer_norm", dtype, columns,
+      [&](void* input, void* output) {
+        const cuda::TrainingNormRows rows{{input, nullptr, nullptr, nullptr, 3, columns, {}}, weight.data(), bias.data(),
+                                          output, numbers, numbers + 3, 1e-5f};
+        cuda::launch_training_norm("dropout_add_layer_norm", rows, dtype, nullptr);
+      },
+      [](std::vector<double>& x) {
+        double mean = 0, variance = 0;
+        for (const double value : x) mean += value / static_cast<double>(x.size());
+        for (const double value : x) variance += (value - mean) * (value - mean) / static_cast<double>(x.size());
+        for (double& value : x) value = (value - mean) / std::sqrt(variance + 1e-5) * 1.5 + 0.25;
+      });
+  statistics.from_device();
+  CHECK(statistics.guards_hold(), "dropout_add_layer_norm");
+}
+
+// The same seed drops the same elements as on the CPU.
+void check_dropout(Dtype dtype, int64_t columns) {
+  constexpr uint64_t kSeed = 0x123456789abcdefu;
+  Array seed(Dtype::Float32, 2, 0);
+  cudaMemcpy(seed.data(), &kSeed, sizeof kSeed, cudaMemcpyHostToDevice);
+  const Dropout dropout = dropout_of(kSeed, 0.25);
+  int64_t row = 0;
+  check_rows(
+      "dropout_add", dtype, columns,
+      [&](void* input, void* output) {
+        const auto* at = static_cast<const int64_t*>(seed.data());
+        cuda::launch_dropout_add("dropout_add",
+                                 {input, nullptr, nullptr, output, 3, columns, {at, dropout.threshold, dropout.factor}},
+                                 dtype, nullptr);
+      },
+      [&](std::vector<double>& x) {
+        for (int64_t i = 0; i < columns; ++i) {
+          x[i] = dropout_word(dropout, row, i) < dropout.threshold ? 0 : x[i] / 0.75;
+        }
+        ++row;
+      });
+}
+
+void check_masked_softmax(Dtype dtype, int64_t columns) {
+  check_rows(
+      "masked_softmax_dropout", dtype, columns,
+      [&](void* input, void* output) {
+        cuda::MaskedSoftmaxRows rows{};
+        rows.scores = input, rows.output = output, rows.rows = 3, rows.columns = columns, rows.scale = 0.5f;
+        cuda::launch_masked_softmax("masked_softmax_dropout", rows, dtype, nullptr);
+      },
+      [](std::vector<double>& x) {
+        double sum = 0;
+        for (double& value : x) sum += value = std::exp(0.5 * value);
+        for (double& value : x) value /= sum;
+      });
+}
+
+// Sums of columns: of a gradient that is passed through as it is.
+void check_column_sums(Dtype dtype, int64_t rows, int64_t columns) {
+  Array grad(dtype, rows * columns, 0), result(dtype, rows * columns, 0), total(dtype, columns, 0);
+  Array parts(Dtype::Float32, cuda::column_parts(rows) * columns, 0);
+  std::vector<double> expected(columns);
+  for (int64_t i = 0; i < rows * columns; ++i) {
+    const float x = static_cast<float>(i % 7 - 3) / 4;
+    grad.set(i, x == 0 ? 0.5f : x);
+    expected[i % columns] += grad[i];
+  }
+  for (Array* array : {&grad, &result, &total, &parts}) array->to_device();
+  cuda::launch_dropout_add_backward(
+      "dropout_add_backward",
+      {grad.data(), result.data(), rows, columns, {}, {{total.data()}, static_cast<float*>(parts.data())}}, dtype,
+      nullptr);
+  CHECK(cudaDeviceSynchronize() == cudaSuccess, "dropout_add_backward");
+  for (Array* array : {&result, &total, &parts}) array->from_device();
+  for (int64_t i = 0; i < columns; ++i) {
+    CHECK(std::abs(total[i] - expected[i]) <= 0.5 * total.unit(expected[i]) + 1e-3, "dropout_add_backward: column %lld",
+          static_cast<long long>(i));
+  }
+  for (const Array* array : {&result, &total, &parts}) CHECK(array->guards_hold(), "dropout_add_backward");
 }
 
 }  // namespace
@@ -343,7 +432,11 @@ int main() {
     for (const int64_t columns : {1, 7, 32, 768, 1000, 1001, 20'000}) {  // the last: more than a block's registers hold
       check_layer_norm(dtype, columns);
       check_softmax(dtype, columns);
+      check_training_norm(dtype, columns);
+      check_dropout(dtype, columns);
+      check_masked_softmax(dtype, columns);
     }
+    for (const int64_t rows : {0, 1, 63, 200}) check_column_sums(dtype, rows, 68), check_column_sums(dtype, rows, 777);
   }
   for (const Case& which : cases()) {
     for (const Mix& mix : kMixes) {

@@ -33,6 +33,7 @@ inline namespace DS_KERNELS_CPU_LEVEL {
 
 // The four words of one counter, in its place.
 DS_KERNELS_INLINE void philox(uint32_t (&words)[4], uint32_t key0, uint32_t key1) {
+  constexpr uint32_t weyl0 = kPhiloxWeyl[0], weyl1 = kPhiloxWeyl[1];  // GPUs have no array of them
   for (int round = 0; round < kPhiloxRounds; ++round) {
     const uint64_t first = uint64_t{words[0]} * kPhiloxMultipliers[0];
     const uint64_t second = uint64_t{words[2]} * kPhiloxMultipliers[1];
@@ -40,8 +41,8 @@ DS_KERNELS_INLINE void philox(uint32_t (&words)[4], uint32_t key0, uint32_t key1
     words[1] = static_cast<uint32_t>(second);
     words[2] = static_cast<uint32_t>(first >> 32) ^ words[3] ^ key1;
     words[3] = static_cast<uint32_t>(first);
-    key0 += kPhiloxWeyl[0];
-    key1 += kPhiloxWeyl[1];
+    key0 += weyl0;
+    key1 += weyl1;
   }
 }
 

@@ -202,7 +202,8 @@ T shuffle(T value, int lane) {
   std::memcpy(&current().slot[parity], &value, sizeof(T));
   wait(State::at_warp);
   const int other = me / kWarp * kWarp + lane;
-  if (lane >= kWarp || other >= block.threads || block.fibers[other]->state == State::done) return value;
+  // It may have taken part and ended since.
+  if (lane >= kWarp || other >= block.threads || block.fibers[other]->shuffles < current().shuffles) return value;
   std::memcpy(&value, &block.fibers[other]->slot[parity], sizeof(T));
   return value;
 }

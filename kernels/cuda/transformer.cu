@@ -1,0 +1,574 @@
+// What a transformer layer does between its matrix products, forward and backward.
+//
+// A row that sums are taken of belongs to a team of threads, which keeps it in registers; gradients of weights and
+// biases are summed by strips of columns, parts of the rows first, and those in one order: the same call gives the same
+// bits.
+#include "transformer_launch.h"
+
+#include <type_traits>
+
+#include <ds_kernels/transformer.h>
+
+#include "dropout.cuh"
+#include "row.cuh"
+
+namespace ds_kernels::cuda {
+namespace {
+
+constexpr float kInfinity = __builtin_huge_valf();
+
+template <class Element>
+__device__ __forceinline__ const Element* row_of(const void* rows, int64_t row, int64_t columns) {
+  return rows ? static_cast<const Element*>(rows) + row * columns : nullptr;
+}
+template <class Element>
+__device__ __forceinline__ Element* row_of(void* rows, int64_t row, int64_t columns) {
+  return rows ? static_cast<Element*>(rows) + row * columns : nullptr;
+}
+
+// x as memory of the element's type holds it.
+template <class Element, int pack>
+__device__ __forceinline__ void round_to(float (&x)[kPacks][pack]) {
+#pragma unroll
+  for (int k = 0; k < kPacks; ++k) {
+#pragma unroll
+    for (int j = 0; j < pack; ++j) {
+      Element element;
+      narrow(x[k][j], element);
+      x[k][j] = widen(element);
+    }
+  }
+}
+
+// Calls `body(quad, is_first)` for all quads of a team's row that the calling thread has.
+template <int pack, class Body>
+__device__ __forceinline__ void for_each_quad(const Team& team, int64_t columns, const Body& body) {
+  const int64_t quads = quads_of<pack>(columns);
+  if (team.thread < quads) body(Quad<pack>(team.thread, columns), std::true_type{});
+  for (int64_t i = team.thread + team.size; i < quads; i += team.size) body(Quad<pack>(i, columns), std::false_type{});
+}
+
+// ---- dropout and sum ---------------------------------------------------------------------------------------------
+
+template <class Element, int pack>
+__device__ __forceinline__ void gather_sum(const SumRows& s, int64_t row, const Quad<pack>& quad,
+                                           float (&x)[kPacks][pack]) {
+  quad.load_from(row_of<Element>(s.input, row, s.columns), x);
+  float residual[kPacks][pack] = {};
+  quad.add_from(row_of<Element>(s.residual, row, s.columns), residual);
+  quad.add_from(row_of<Element>(s.bias, 0, 0), x);
+  Kept<pack>(s.dropout, row, quad).apply(x);
+  quad.for_each_value([](float& to, float from) { to += from; }, x, residual);
+}
+
+template <class Element, int pack>
+__global__ void sum_kernel(const SumRows s, const unsigned blocks_of_row) {
+  const auto [row, index] = Place(blocks_of_row, 1);
+  const Quad<pack> quad(index, s.columns);
+  float x[kPacks][pack] = {};
+  gather_sum<Element>(s, row, quad, x);
+  quad.store_to(row_of<Element>(s.sum, row, s.columns), x);
+}
+
+template <class Element, int pack>
+__global__ void drop_gradient_kernel(const DropoutGradRows g, const unsigned blocks_of_row) {
+  const auto [row, index] = Place(blocks_of_row, 1);
+  const Quad<pack> quad(index, g.columns);
+  float x[kPacks][pack] = {};
+  quad.load_from(row_of<Element>(g.grad_output, row, g.columns), x);
+  Kept<pack>(g.dropout, row, quad).apply(x);
+  quad.store_to(row_of<Element>(g.grad_input, row, g.columns), x);
+}
+
+// ---- layer norm --------------------------------------------------------------------------------------------------
+
+template <class Element, int pack>
+__global__ void __launch_bounds__(kMaxTeam) norm_kernel(const TrainingNormRows n, const int team_size) {
+  const Team team(team_size);
+  const bool has_row = team.row < n.sum.rows;
+  const int64_t columns = has_row ? n.sum.columns : 0;
+  auto* sum = row_of<Element>(n.sum.sum, team.row, columns);
+  const auto* known = sum ? sum : row_of<Element>(n.sum.input, team.row, columns);
+  float held[kPacks][pack] = {};
+  // The first quad stays in registers; others are read again from what was summed.
+  const auto for_each_kept = [&](const auto& body) {
+    for_each_quad<pack>(team, columns, [&](const Quad<pack>& quad, auto is_first) {
+      if constexpr (decltype(is_first)::value) {
+        body(quad, held);
+      } else {
+        float x[kPacks][pack];
+        quad.load_from(known, x);
+        body(quad, x);
+      }
+    });
+  };
+  for_each_quad<pack>(team, columns, [&](const Quad<pack>& quad, auto is_first) {
+    float x[kPacks][pack] = {};
+    if (sum) {
+      gather_sum<Element>(n.sum, team.row, quad, x);
+      round_to<Element>(x);
+      quad.store_to(sum, x);
+    } else if (decltype(is_first)::value) {
+      quad.load_from(known, x);
+    }
+    if constexpr (decltype(is_first)::value) {
+#pragma unroll
+      for (int k = 0; k < kPacks; ++k) {
+#pragma unroll
+        for (int j = 0; j < pack; ++j) held[k][j] = x[k][j];
+      }
+    }
+  });
+  const auto total = [&](const auto& term) {
+    float part = 0;
+    for_each_kept([&](const Quad<pack>& quad, float(&x)[kPacks][pack]) {
+      quad.for_each_value([&](float value) { part += term(value); }, x);
+    });
+    return team.over<Sum>(part);
+  };
+  const float count = static_cast<float>(columns > 0 ? columns : 1);
+  const float mean = total([](float x) { return x; }) / count;
+  const float variance = total([=](float x) { return (x - mean) * (x - mean); }) / count;
+  const float rstd = 1.f / sqrtf(variance + n.eps);
+  if (has_row && team.thread == 0) n.mean[team.row] = mean, n.rstd[team.row] = rstd;
+  auto* output = row_of<Element>(n.output, team.row, columns);
+  for_each_kept([&](const Quad<pack>& quad, float(&x)[kPacks][pack]) {
+    quad.for_each([&](int k, int64_t column) {
+      float weight[pack], bias[pack];
+      load<pack>(static_cast<const Element*>(n.weight) + column, weight);
+      load<pack>(static_cast<const Element*>(n.bias) + column, bias);
+#pragma unroll
+      for (int j = 0; j < pack; ++j) x[k][j] = (x[k][j] - mean) * rstd * weight[j] + bias[j];
+    });
+    quad.store_to(output, x);
+  });
+}
+
+// Elements as the norm had them before weight and bias.
+template <class Element, int pack>
+__device__ __forceinline__ void gather_normal(const NormGradRows& g, int64_t row, const Quad<pack>& quad,
+                                              const float (&weight)[kPacks][pack], float (&x)[kPacks][pack]) {
+  quad.load_from(row_of<Element>(g.rows_in, row, g.columns), x);
+  const float rstd = g.rstd[row];
+  if (g.mean) {
+    const float mean = g.mean[row];
+    quad.for_each_value([=](float& value) { value = (value - mean) * rstd; }, x);
+    return;
+  }
+  float bias[kPacks][pack];
+  quad.load_from(static_cast<const Element*>(g.bias), bias);
+  quad.for_each_value([](float& value, float w, float b) { value = (value - b) / w; }, x, weight, bias);
+}
+
+// The means of g and g n over each row, g being the gradient of the result times weight and n the normalised element.
+template <class Element, int pack>
+__global__ void __launch_bounds__(kMaxTeam) norm_means_kernel(const NormGradRows g, const int team_size) {
+  const Team team(team_size);
+  const bool has_row = team.row < g.rows;
+  float first = 0, second = 0;
+  for_each_quad<pack>(team, has_row ? g.columns : 0, [&](const Quad<pack>& quad, auto) {
+    float grad[kPacks][pack], weight[kPacks][pack], normal[kPacks][pack];
+    quad.load_from(row_of<Element>(g.grad_output, team.row, g.columns), grad);
+    quad.load_from(static_cast<const Element*>(g.weight), weight);
+    gather_normal<Element>(g, team.row, quad, weight, normal);
+    quad.for_each_value(
+        [&](float value, float w, float n) {
+          first += value * w;
+          second += value * w * n;
+        },
+        grad, weight, normal);
+  });
+  first = team.over<Sum>(first);
+  second = team.over<Sum>(second);
+  const float count = static_cast<float>(g.columns > 0 ? g.columns : 1);
+  if (has_row && team.thread == 0) g.means[2 * team.row] = first / count, g.means[2 * team.row + 1] = second / count;
+}
+
+// ---- sums of columns ---------------------------------------------------------------------------------------------
+
+constexpr int kStripThreads = 256, kStripWarps = kStripThreads / kWarpThreads;
+
+// Calls `body(row, quad, sums)` for each row of a part, with the quads of a strip: a warp has one row after the other.
+// What was added to `sums` goes to the parts.
+template <int arrays, int pack, class Body>
+__device__ __forceinline__ void over_strip(int64_t rows, int64_t columns, float* parts, const Body& body) {
+  __shared__ float shared[kStripWarps][kWarpThreads * kPacks * kQuadPack];
+  const int thread = static_cast<int>(threadIdx.x), lane = thread % kWarpThreads, warp = thread / kWarpThreads;
+  const int64_t part = blockIdx.y, strip = static_cast<int64_t>(blockIdx.x) * kWarpThreads;
+  const int64_t end = rows * (part + 1) / gridDim.y;
+  const Quad<pack> quad(strip + lane, columns);
+  float sums[arrays][kPacks][pack] = {};
+  for (int64_t row = rows * part / gridDim.y + warp; row < end; row += kStripWarps) body(row, quad, sums);
+  if (!parts) return;
+#pragma unroll
+  for (int array = 0; array < arrays; ++array) {
+    __syncthreads();  // the array before this one has been read
+#pragma unroll
+    for (int k = 0; k < kPacks; ++k) {
+#pragma unroll
+      for (int j = 0; j < pack; ++j) shared[warp][(k * pack + j) * kWarpThreads + lane] = sums[array][k][j];
+    }
+    __syncthreads();
+    for (int i = thread; i < kWarpThreads * kPacks * pack; i += kStripThreads) {
+      float total = 0;
+      for (int w = 0; w < kStripWarps; ++w) total += shared[w][i];
+      const int element = i / kWarpThreads;
+      const int64_t column = Quad<pack>(strip + i % kWarpThreads, columns).column(element / pack) + element % pack;
+      if (column < columns) parts[(part * arrays + array) * columns + column] = total;
+    }
+  }
+}
+
+template <class Element, int pack>
+__global__ void __launch_bounds__(kStripThreads) norm_gradient_kernel(const NormGradRows g) {
+  over_strip<3, pack>(g.rows, g.columns, g.sums.parts, [&](int64_t row, const Quad<pack>& quad, auto& sums) {
+    float grad[kPacks][pack], weight[kPacks][pack], normal[kPacks][pack], more[kPacks][pack] = {};
+    quad.load_from(row_of<Element>(g.grad_output, row, g.columns), grad);
+    quad.load_from(static_cast<const Element*>(g.weight), weight);
+    quad.add_from(row_of<Element>(g.grad_sum, row, g.columns), more);
+    gather_normal<Element>(g, row, quad, weight, normal);
+    const float mean_g = g.means[2 * row], mean_gn = g.means[2 * row + 1], rstd = g.rstd[row];
+    quad.for_each_value([](float& sum, float value, float n) { sum += value * n; }, sums[0], grad, normal);
+    quad.for_each_value([](float& sum, float value) { sum += value; }, sums[1], grad);
+    quad.for_each_value(
+        [=](float& value, float w, float n, float from) {
+          value = layer_norm_slope(value * w, n, mean_g, mean_gn, rstd) + from;
+        },
+        grad, weight, normal, more);
+    quad.store_to(row_of<Element>(g.grad_total, row, g.columns), grad);
+    if (g.grad_input) {
+      Kept<pack>(g.dropout, row, quad).apply(grad);
+      quad.store_to(row_of<Element>(g.grad_input, row, g.columns), grad);
+    }
+    quad.for_each_value([](float& sum, float value) { sum += value; }, sums[2], grad);
+  });
+}
+
+template <class Element, int pack>
+__global__ void __launch_bounds__(kStripThreads) drop_gradient_sums_kernel(const DropoutGradRows g) {
+  over_strip<1, pack>(g.rows, g.columns, g.sums.parts, [&](int64_t row, const Quad<pack>& quad, auto& sums) {
+    float grad[kPacks][pack] = {};
+    quad.load_from(row_of<Element>(g.grad_output, row, g.columns), grad);
+    Kept<pack>(g.dropout, row, quad).apply(grad);
+    quad.store_to(row_of<Element>(g.grad_input, row, g.columns), grad);
+    quad.for_each_value([](float& sum, float value) { sum += value; }, sums[0], grad);
+  });
+}
+
+template <class Element, int pack>
+__global__ void __launch_bounds__(kStripThreads) gelu_gradient_kernel(const GeluGradRows g) {
+  over_strip<1, pack>(g.rows, g.columns, g.sums.parts, [&](int64_t row, const Quad<pack>& quad, auto& sums) {
+    float grad[kPacks][pack], x[kPacks][pack];
+    quad.load_from(row_of<Element>(g.grad_output, row, g.columns), grad);
+    quad.load_from(row_of<Element>(g.input, row, g.columns), x);
+    quad.add_from(static_cast<const Element*>(g.bias), x);
+    const bool tanh = g.tanh;
+    quad.for_each_value([=](float& value, float s) { value *= tanh ? gelu_tanh_slope(s) : gelu_slope(s); }, grad, x);
+    quad.store_to(row_of<Element>(g.grad_input, row, g.columns), grad);
+    quad.for_each_value([](float& sum, float value) { sum += value; }, sums[0], grad);
+  });
+}
+
+// Adds up the parts. A warp of each row has 32 columns of an array.
+template <class Element>
+__global__ void __launch_bounds__(kStripThreads)
+    total_kernel(const ColumnSums sums, const int64_t parts, const int arrays, const int64_t columns) {
+  __shared__ float shared[kStripWarps][kWarpThreads];
+  const int thread = static_cast<int>(threadIdx.x), lane = thread % kWarpThreads, warp = thread / kWarpThreads;
+  const int array = static_cast<int>(blockIdx.y);
+  const int64_t column = static_cast<int64_t>(blockIdx.x) * kWarpThreads + lane;
+  float total = 0;
+  if (column < columns) {
+    for (int64_t part = warp; part < parts; part += kStripWarps) {
+      total += sums.parts[(part * arrays + array) * columns + column];
+    }
+  }
+  shared[warp][lane] = total;
+  __syncthreads();
+  auto* totals = static_cast<Element*>(sums.totals[array]);
+  if (warp > 0 || column >= columns || !totals) return;
+  for (int w = 1; w < kStripWarps; ++w) total += shared[w][lane];
+  narrow(total, totals[column]);
+}
+
+// ---- bias and gelu -----------------------------------------------------------------------------------------------
+
+template <class Element, int pack>
+__global__ void gelu_kernel(const GeluRows g, const unsigned blocks_of_row) {
+  const auto [row, column] = Place(blocks_of_row, pack);
+  if (column >= g.columns) return;
+  float x[pack];
+  load<pack>(row_of<Element>(g.input, row, g.columns) + column, x);
+  if (g.bias) {
+    float bias[pack];
+    load<pack>(static_cast<const Element*>(g.bias) + column, bias);
+#pragma unroll
+    for (int j = 0; j < pack; ++j) x[j] += bias[j];
+  }
+#pragma unroll
+  for (int j = 0; j < pack; ++j) {
+    x[j] = g.tanh ? activate<Activation::GeluTanh>(x[j]) : activate<Activation::Gelu>(x[j]);
+  }
+  store<pack>(row_of<Element>(g.output, row, g.columns) + column, x);
+}
+
+// ---- softmax -----------------------------------------------------------------------------------------------------
+
+template <class Index>
+__device__ __forceinline__ int64_t mask_offset(const MaskedSoftmaxRows& s, Index row) {
+  int64_t offset = 0;
+#pragma unroll
+  for (int d = kLeadingDimensions - 1; d >= 0; --d) {
+    if (s.sizes[d] == 1) continue;
+    const Index size = static_cast<Index>(s.sizes[d]), rest = row / size;
+    offset += static_cast<int64_t>(row - rest * size) * s.mask_strides[d];
+    row = rest;
+  }
+  return offset;
+}
+
+// The mask's row for a row of the scores. Divisions of 64 bits take longer than the work.
+template <class Element>
+__device__ __forceinline__ const Element* mask_row_of(const MaskedSoftmaxRows& s, int64_t row) {
+  const auto* mask = static_cast<const Element*>(s.mask);
+  return mask + (s.rows <= 0xffffffff ? mask_offset(s, static_cast<uint32_t>(row)) : mask_offset(s, row));
+}
+
+template <class Element, int pack>
+__global__ void __launch_bounds__(kMaxTeam) softmax_kernel(const MaskedSoftmaxRows s, const int team_size) {
+  const Team team(team_size);
+  const int64_t columns = team.row < s.rows ? s.columns : 0;
+  const auto* scores = row_of<Element>(s.scores, team.row, columns);
+  const auto* mask = s.mask && columns > 0 ? mask_row_of<Element>(s, team.row) : nullptr;
+  const float added = mask && s.mask_is_one ? widen(*mask) : 0.f, scale = s.scale;
+  const auto* mask_row = s.mask_is_one ? nullptr : mask;
+  const auto gather = [=](const Quad<pack>& quad, float(&x)[kPacks][pack]) {
+    quad.load_from(scores, x);
+    quad.for_each_value([=](float& value) { value = value * scale + added; }, x);
+    quad.add_from(mask_row, x);
+  };
+  float held[kPacks][pack];
+  // The first quad stays in registers, changed by `prepare` and `body`; others are gathered and prepared again.
+  const auto for_each_kept = [&](const auto& prepare, const auto& body) {
+    for_each_quad<pack>(team, columns, [&](const Quad<pack>& quad, auto is_first) {
+      if constexpr (decltype(is_first)::value) {
+        body(quad, held);
+      } else {
+        float x[kPacks][pack];
+        gather(quad, x);
+        prepare(quad, x);
+        body(quad, x);
+      }
+    });
+  };
+  const auto as_they_are = [](const Quad<pack>&, float(&)[kPacks][pack]) {};
+  if (team.thread < quads_of<pack>(columns)) gather(Quad<pack>(team.thread, columns), held);
+  float top = -kInfinity, sum = 0;
+  for_each_kept(as_they_are, [&](const Quad<pack>& quad, float(&x)[kPacks][pack]) {
+    quad.for_each_value([&](float value) { top = Maximum::combine(value, top); }, x);
+  });
+  top = team.over<Maximum>(top);
+  // Where every score is -inf, all results are 0.
+  const float shift = top == -kInfinity ? 0.f : top;
+  const auto exponentials = [=](const Quad<pack>& quad, float(&x)[kPacks][pack]) {
+    quad.for_each_value([=](float& value) { value = expf(value - shift); }, x);
+  };
+  for_each_kept(as_they_are, [&](const Quad<pack>& quad, float(&x)[kPacks][pack]) {
+    exponentials(quad, x);
+    quad.for_each_value([&](float value) { sum += value; }, x);
+  });
+  sum = team.over<Sum>(sum);
+  const float factor = sum == 0 ? 0.f : 1.f / sum;
+  auto* probs = row_of<Element>(s.probs, team.row, columns);
+  auto* output = row_of<Element>(s.output, team.row, columns);
+  for_each_kept(exponentials, [&](const Quad<pack>& quad, float(&x)[kPacks][pack]) {
+    quad.for_each_value([=](float& value) { value *= factor; }, x);
+    if (probs) quad.store_to(probs, x);
+    Kept<pack>(s.dropout, team.row, quad).apply(x);
+    quad.store_to(output, x);
+  });
+}
+
+template <class Element, int pack>
+__global__ void __launch_bounds__(kMaxTeam) softmax_gradient_kernel(const SoftmaxGradRows g, const int team_size) {
+  const Team team(team_size);
+  const int64_t columns = team.row < g.rows ? g.columns : 0;
+  const auto* grad_output = row_of<Element>(g.grad_output, team.row, columns);
+  const auto* all_probs = row_of<Element>(g.probs, team.row, columns);
+  float held[kPacks][pack], held_probs[kPacks][pack], sum = 0;
+  const auto gather = [&](const Quad<pack>& quad, float(&grad)[kPacks][pack], float(&probs)[kPacks][pack]) {
+    quad.load_from(grad_output, grad);
+    quad.load_from(all_probs, probs);
+    Kept<pack>(g.dropout, team.row, quad).apply(grad);
+  };
+  const auto for_each_kept = [&](const auto& body) {
+    for_each_quad<pack>(team, columns, [&](const Quad<pack>& quad, auto is_first) {
+      if constexpr (decltype(is_first)::value) {
+        body(quad, held, held_probs);
+      } else {
+        float grad[kPacks][pack], probs[kPacks][pack];
+        gather(quad, grad, probs);
+        body(quad, grad, probs);
+      }
+    });
+  };
+  if (team.thread < quads_of<pack>(columns)) gather(Quad<pack>(team.thread, columns), held, held_probs);
+  for_each_kept([&](const Quad<pack>& quad, float(&grad)[kPacks][pack], float(&probs)[kPacks][pack]) {
+    quad.for_each_value([&](float value, float p) { sum += value * p; }, grad, probs);
+  });
+  sum = team.over<Sum>(sum);
+  const float scale = g.scale;
+  auto* grad_scores = row_of<Element>(g.grad_scores, team.row, columns);
+  for_each_kept([&](const Quad<pack>& quad, float(&grad)[kPacks][pack], float(&probs)[kPacks][pack]) {
+    quad.for_each_value([=](float& value, float p) { value = p * (value - sum) * scale; }, grad, probs);
+    quad.store_to(grad_scores, grad);
+  });
+}
+
+// ---- launches ----------------------------------------------------------------------------------------------------
+
+template <int count>
+using Packs = std::integral_constant<int, count>;
+
+// Whether rows can be read in packs from these addresses (null ones do not matter).
+template <class... Pointers>
+bool fit_packs(int64_t columns, Pointers... pointers) {
+  return columns % kQuadPack == 0 && (is_aligned(pointers) && ...);
+}
+
+// Calls `with(element, pack)`, of whose arguments the types count.
+template <class With>
+void with_quads(Dtype dtype, bool packed, const With& with) {
+  with_element(dtype, [&](auto element) {
+    return packed ? with(element, Packs<kQuadPack>{}) : with(element, Packs<1>{});
+  });
+}
+
+template <int pack>
+dim3 strips(const char* op, int64_t rows, int64_t columns) {
+  dim3 blocks = grid(op, (quads_of<pack>(columns) + kWarpThreads - 1) / kWarpThreads);
+  blocks.y = static_cast<unsigned>(column_parts(rows));
+  return blocks;
+}
+
+template <class Element>
+void add_up(const char* op, const ColumnSums& sums, int arrays, int64_t rows, int64_t columns, Stream stream) {
+  if (!sums.parts) return;
+  dim3 blocks = grid(op, (columns + kWarpThreads - 1) / kWarpThreads);
+  blocks.y = static_cast<unsigned>(arrays);
+  launch(op, total_kernel<Element>, blocks, kStripThreads, stream, sums, column_parts(rows), arrays, columns);
+}
+
+}  // namespace
+
+int64_t column_parts(int64_t rows) {
+  constexpr int64_t kRows = 64, kMost = 1024;
+  return std::min(std::max<int64_t>((rows + kRows - 1) / kRows, 1), kMost);
+}
+
+void launch_dropout_add(const char* op, const SumRows& s, Dtype dtype, Stream stream) {
+  if (s.columns == 0) return;
+  const auto run = [&](auto element, auto pack) {
+    const Share share(quads_of<pack>(s.columns));
+    launch(op, sum_kernel<decltype(element), pack>, share.blocks(op, s.rows), share.threads, stream, s,
+           share.blocks_of_row);
+  };
+  with_quads(dtype, fit_packs(s.columns, s.input, s.bias, s.residual, s.sum), run);
+}
+
+void launch_training_norm(const char* op, const TrainingNormRows& n, Dtype dtype, Stream stream) {
+  const auto run = [&](auto element, auto pack) {
+    const Teams teams(quads_of<pack>(n.sum.columns));
+    launch(op, norm_kernel<decltype(element), pack>, teams.blocks(op, n.sum.rows), teams.threads, stream, n, teams.size);
+  };
+  const SumRows& s = n.sum;
+  with_quads(dtype, fit_packs(s.columns, s.input, s.bias, s.residual, s.sum, n.weight, n.bias, n.output), run);
+}
+
+void launch_training_norm_backward(const char* op, const NormGradRows& g, Dtype dtype, Stream stream) {
+  if (g.columns == 0) return;
+  const auto means = [&](auto element, auto pack) {
+    const Teams teams(quads_of<pack>(g.columns));
+    launch(op, norm_means_kernel<decltype(element), pack>, teams.blocks(op, g.rows), teams.threads, stream, g,
+           teams.size);
+  };
+  with_quads(dtype, fit_packs(g.columns, g.grad_output, g.rows_in, g.weight, g.bias), means);
+  const auto gradients = [&](auto element, auto pack) {
+    launch(op, norm_gradient_kernel<decltype(element), pack>, strips<pack>(op, g.rows, g.columns), kStripThreads, stream,
+           g);
+    add_up<decltype(element)>(op, g.sums, 3, g.rows, g.columns, stream);
+  };
+  const bool packed =
+      fit_packs(g.columns, g.grad_output, g.grad_sum, g.rows_in, g.weight, g.bias, g.grad_total, g.grad_input);
+  with_quads(dtype, packed, gradients);
+}
+
+void launch_dropout_add_backward(const char* op, const DropoutGradRows& g, Dtype dtype, Stream stream) {
+  if (g.columns == 0) return;
+  if (!g.sums.parts) {
+    const auto run = [&](auto element, auto pack) {
+      const Share share(quads_of<pack>(g.columns));
+      launch(op, drop_gradient_kernel<decltype(element), pack>, share.blocks(op, g.rows), share.threads, stream, g,
+             share.blocks_of_row);
+    };
+    return with_quads(dtype, fit_packs(g.columns, g.grad_output, g.grad_input), run);
+  }
+  const auto run = [&](auto element, auto pack) {
+    launch(op, drop_gradient_sums_kernel<decltype(element), pack>, strips<pack>(op, g.rows, g.columns), kStripThreads,
+           stream, g);
+    add_up<decltype(element)>(op, g.sums, 1, g.rows, g.columns, stream);
+  };
+  with_quads(dtype, fit_packs(g.columns, g.grad_output, g.grad_input), run);
+}
+
+void launch_bias_gelu(const char* op, const GeluRows& g, Dtype dtype, Stream stream) {
+  if (g.columns == 0) return;
+  with_element(dtype, [&](auto element) {
+    using Element = decltype(element);
+    const auto run = [&](auto pack) {
+      const Share share(g.columns / pack);
+      launch(op, gelu_kernel<Element, pack>, share.blocks(op, g.rows), share.threads, stream, g, share.blocks_of_row);
+    };
+    if (in_packs<Element>(g.columns, g.input, g.bias, g.output)) {
+      run(Packs<kPack<Element>>{});
+    } else {
+      run(Packs<1>{});
+    }
+  });
+}
+
+void launch_bias_gelu_backward(const char* op, const GeluGradRows& g, Dtype dtype, Stream stream) {
+  if (g.columns == 0) return;
+  const auto run = [&](auto element, auto pack) {
+    launch(op, gelu_gradient_kernel<decltype(element), pack>, strips<pack>(op, g.rows, g.columns), kStripThreads, stream,
+           g);
+    add_up<decltype(element)>(op, g.sums, 1, g.rows, g.columns, stream);
+  };
+  with_quads(dtype, fit_packs(g.columns, g.grad_output, g.input, g.bias, g.grad_input), run);
+}
+
+void launch_masked_softmax(const char* op, const MaskedSoftmaxRows& s, Dtype dtype, Stream stream) {
+  if (s.columns == 0) return;
+  bool packed = fit_packs(s.columns, s.scores, s.output, s.probs);
+  if (s.mask && !s.mask_is_one) {
+    packed = packed && is_aligned(s.mask);
+    for (const int64_t stride : s.mask_strides) packed = packed && stride % kQuadPack == 0;
+  }
+  const auto run = [&](auto element, auto pack) {
+    const Teams teams(quads_of<pack>(s.columns));
+    launch(op, softmax_kernel<decltype(element), pack>, teams.blocks(op, s.rows), teams.threads, stream, s, teams.size);
+  };
+  with_quads(dtype, packed, run);
+}
+
+void launch_masked_softmax_backward(const char* op, const SoftmaxGradRows& g, Dtype dtype, Stream stream) {
+  if (g.columns == 0) return;
+  const auto run = [&](auto element, auto pack) {
+    const Teams teams(quads_of<pack>(g.columns));
+    launch(op, softmax_gradient_kernel<decltype(element), pack>, teams.blocks(op, g.rows), teams.threads, stream, g,
+           teams.size);
+  };
+  with_quads(dtype, fit_packs(g.columns, g.grad_output, g.probs, g.grad_scores), run);
+}
+
+}  // namespace ds_kernels::cuda
