@@ -8,22 +8,6 @@ DS_KERNELS_CPU_LEVELS(AdamLoops, adam_loops)
 
 namespace {
 
-// One AdamStep for all tensors, or one each; equal step numbers in a row are computed once.
-std::vector<AdamStep> steps_of(const char* op, const std::vector<int64_t>& steps, size_t tensors,
-                               const AdamOptions& options) {
-  DS_KERNELS_CHECK(steps.size() == 1 || steps.size() == tensors, op, "steps has ", steps.size(),
-                   " entries; expected 1, or one per tensor (", tensors, ")");
-  for (const int64_t step : steps) {
-    DS_KERNELS_CHECK(step >= 1, op, "steps has an entry ", step, "; expected at least 1: the first update is step 1");
-  }
-  std::vector<AdamStep> result;
-  result.reserve(steps.size());
-  for (size_t i = 0; i < steps.size(); ++i) {
-    result.push_back(i > 0 && steps[i] == steps[i - 1] ? result.back() : adam_step(options, steps[i]));
-  }
-  return result;
-}
-
 void run_loop(AdamLoop loop, MultiTensor& tensors, const std::vector<AdamStep>& steps) {
   run<4>(tensors, [&](void** at, size_t tensor, int64_t count) {
     loop(at[0], at[1], at[2], at[3], count, steps[steps.size() == 1 ? 0 : tensor]);
@@ -39,8 +23,8 @@ void adam_(const TensorList& params, const TensorList& grads, const TensorList& 
                            {"exp_avgs", exp_avgs, true},
                            {"exp_avg_sqs", exp_avg_sqs, true}});
   tensors.check_dtypes();
-  const auto constants =
-      steps_of(op, steps, tensors.size(), {lr, beta1, beta2, eps, weight_decay, adamw, bias_correction});
+  const AdamOptions options{lr, beta1, beta2, eps, weight_decay, adamw, bias_correction};
+  const auto constants = steps_of(op, steps, tensors.size(), [&](int64_t step) { return adam_step(options, step); });
   const bool float_grads = tensors.dtype(1) == Dtype::Float32, float_states = tensors.dtype(2) == Dtype::Float32;
   run_loop(loops_for(op, all_adam_loops()).update(tensors.dtype(0), float_grads, float_states), tensors, constants);
 }
@@ -56,8 +40,9 @@ void adam_rollback_(const TensorList& params, const TensorList& grads, const Ten
   tensors.check_dtypes();
   DS_KERNELS_CHECK(tensors.dtype(0) == Dtype::Float32, op, "params are ", name_of(tensors.dtype(0)),
                    "; expected float32: a step that was rounded to fewer bits cannot be undone");
+  const AdamOptions options{lr, beta1, beta2, eps, weight_decay, true, true};
   run_loop(loops_for(op, all_adam_loops()).rollback, tensors,
-           steps_of(op, steps, tensors.size(), {lr, beta1, beta2, eps, weight_decay, true, true}));
+           steps_of(op, steps, tensors.size(), [&](int64_t step) { return adam_step(options, step); }));
 }
 
 }  // namespace

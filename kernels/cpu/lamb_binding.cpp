@@ -22,34 +22,6 @@ MultiTensor checked(const TensorList& params, const TensorList& grads, const Ten
   return copies.size() == 0 ? MultiTensor(kOp, {p, g, m, v}) : MultiTensor(kOp, {p, g, m, v, c});
 }
 
-void check_dtypes(const MultiTensor& tensors) {
-  const Dtype param = tensors.dtype(kParams), grad = tensors.dtype(kGrads);
-  DS_KERNELS_CHECK(grad == param || grad == Dtype::Float32 || param == Dtype::Float32, kOp, "grads are ", name_of(grad),
-                   "; expected ", name_of(param), ", as params, or float32");
-  for (const size_t list : {kExpAvgs, kExpAvgSqs}) {
-    const Dtype dtype = tensors.dtype(list), first = tensors.dtype(kExpAvgs);
-    const char* name = list == kExpAvgs ? "exp_avgs" : "exp_avg_sqs";
-    DS_KERNELS_CHECK(dtype == param || dtype == Dtype::Float32, kOp, name, " are ", name_of(dtype), "; expected ",
-                     name_of(param), ", as params, or float32");
-    DS_KERNELS_CHECK(dtype == first, kOp, name, " are ", name_of(dtype), "; expected ", name_of(first),
-                     ", as exp_avgs");
-  }
-}
-
-// One LambStep for all tensors, or one each; equal step numbers in a row are computed once.
-std::vector<LambStep> steps_of(const std::vector<int64_t>& steps, size_t tensors, const LambOptions& options) {
-  DS_KERNELS_CHECK(steps.size() == 1 || steps.size() == tensors, kOp, "steps has ", steps.size(),
-                   " entries; expected 1, or one per tensor (", tensors, ")");
-  std::vector<LambStep> result;
-  result.reserve(steps.size());
-  for (size_t i = 0; i < steps.size(); ++i) {
-    DS_KERNELS_CHECK(steps[i] >= 1, kOp, "steps has an entry ", steps[i],
-                     "; expected at least 1: the first update is step 1");
-    result.push_back(i > 0 && steps[i] == steps[i - 1] ? result.back() : lamb_step(options, steps[i]));
-  }
-  return result;
-}
-
 // One call's two loops over all tensors.
 class LambCall {
  public:
@@ -133,10 +105,10 @@ Tensor lamb_(const TensorList& params, const TensorList& grads, const TensorList
              double beta1, double beta2, double eps, double weight_decay, double min_coeff, double max_coeff,
              double grad_scale, bool eps_inside_sqrt, bool bias_correction, bool correct_inside) {
   MultiTensor tensors = checked(params, grads, exp_avgs, exp_avg_sqs, copies);
-  check_dtypes(tensors);
+  tensors.check_dtypes(2, true);
   const LambOptions options{lr,         beta1,      beta2,           eps,             weight_decay,  min_coeff,
                             max_coeff,  grad_scale, eps_inside_sqrt, bias_correction, correct_inside};
-  std::vector<LambStep> constants = steps_of(steps, tensors.size(), options);
+  auto constants = steps_of(kOp, steps, tensors.size(), [&](int64_t step) { return lamb_step(options, step); });
   Tensor ratios = new_floats(tensors.size());
   LambCall(tensors, std::move(constants), copies.size() > 0, static_cast<float*>(ratios.data_ptr())).run();
   tensors.write_back();

@@ -30,6 +30,11 @@
 
 #include <ds_kernels/config.h>
 
+#ifdef DS_KERNELS_OWN_THREADS
+#include <algorithm>
+#include <thread>
+#endif
+
 #ifndef STABLE_TORCH_ERROR_CODE_CHECK  // torch 2.11 has it by another name
 #define STABLE_TORCH_ERROR_CODE_CHECK TORCH_ERROR_CODE_CHECK
 #endif
@@ -71,9 +76,21 @@ class Text {
 }
 
 // torch's thread pool: calls `body(begin, end)` on parts of [begin, end), none smaller than `grain` if it can be helped.
+//
+// With DS_KERNELS_OWN_THREADS=<number>, as many new threads however small the work is: what a thread sanitizer can
+// watch, which does not know how the threads of a pool wait for each other.
 template <class Body>
 void parallel_for(int64_t begin, int64_t end, int64_t grain, const Body& body) {
+#ifdef DS_KERNELS_OWN_THREADS
+  const int64_t part = std::max<int64_t>(1, (end - begin) / DS_KERNELS_OWN_THREADS);
+  std::vector<std::thread> threads;
+  for (int64_t first = begin; first < end; first += part) {
+    threads.emplace_back([&, first] { body(first, std::min(first + part, end)); });
+  }
+  for (std::thread& thread : threads) thread.join();
+#else
   torch::stable::parallel_for(begin, end, grain, body);
+#endif
 }
 
 // Within its scope, ops called on tensors are not recorded for autograd.

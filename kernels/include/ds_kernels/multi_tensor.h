@@ -76,8 +76,11 @@ class MultiTensor {
 
   // For lists of parameters, gradients and states, in this order: gradients and states have the parameters' dtype or
   // float32, and all states one.
-  void check_dtypes() const {
-    for (size_t list = 1; list < lists_.size(); ++list) {
+  void check_dtypes() const { check_dtypes(lists_.size() - 2, false); }
+  // The same for `states` lists of states. With `any_grads`, gradients of float32 parameters have any dtype; so have
+  // lists behind the states.
+  void check_dtypes(size_t states, bool any_grads) const {
+    for (size_t list = any_grads && dtypes_[0] == Dtype::Float32 ? 2 : 1; list < 2 + states; ++list) {
       const Dtype dtype = dtypes_[list];
       DS_KERNELS_CHECK(dtype == dtypes_[0] || dtype == Dtype::Float32, op_, lists_[list].name, " are ", name_of(dtype),
                        "; expected ", name_of(dtypes_[0]), ", as ", lists_[0].name, ", or float32");
@@ -225,5 +228,21 @@ class MultiTensor {
   std::vector<Dtype> dtypes_;
   std::vector<Copy> copies_;
 };
+
+// What `constants_of` makes of each step number; there is one for all tensors, or one each. Equal numbers in a row are
+// computed once.
+template <class ConstantsOf>
+auto steps_of(const char* op, const std::vector<int64_t>& steps, size_t tensors, const ConstantsOf& constants_of) {
+  DS_KERNELS_CHECK(steps.size() == 1 || steps.size() == tensors, op, "steps has ", steps.size(),
+                   " entries; expected 1, or one per tensor (", tensors, ")");
+  std::vector<decltype(constants_of(int64_t{}))> result;
+  result.reserve(steps.size());
+  for (size_t i = 0; i < steps.size(); ++i) {
+    DS_KERNELS_CHECK(steps[i] >= 1, op, "steps has an entry ", steps[i],
+                     "; expected at least 1: the first update is step 1");
+    result.push_back(i > 0 && steps[i] == steps[i - 1] ? result.back() : constants_of(steps[i]));
+  }
+  return result;
+}
 
 }  // namespace ds_kernels

@@ -58,14 +58,13 @@ void adam_(const TensorList& params, const TensorList& grads, const TensorList& 
   };
   MultiTensor tensors(op, lists);
   tensors.check_dtypes();
-  DS_KERNELS_CHECK(steps.size() == 1 || steps.size() == tensors.size(), op, "steps has ", steps.size(),
-                   " entries; expected 1, or one per tensor (", tensors.size(), ")");
+  const AdamOptions options{lr, beta1, beta2, eps, weight_decay, adamw, bias_correction};
+  const auto constants = steps_of(op, steps, tensors.size(), [&](int64_t step) { return adam_step(options, step); });
   if (tensors.size() == 0) return;
   const runtime::Stream stream = runtime::current_stream(params[0].tensor());
-  const AdamOptions options{lr, beta1, beta2, eps, weight_decay, adamw, bias_correction};
   for (size_t i = 0; i < tensors.size(); ++i) {
     if (tensors.numels()[i] == 0) continue;  // an empty tensor has no address in the device's memory
-    const AdamStep step = adam_step(options, steps[steps.size() == 1 ? 0 : i]);
+    const AdamStep& step = constants[steps.size() == 1 ? 0 : i];
     switch (tensors.dtype(0)) {
       case Dtype::BFloat16: launch_for<BFloat16>(tensors, i, step, stream); break;
       case Dtype::Float16: launch_for<Float16>(tensors, i, step, stream); break;
