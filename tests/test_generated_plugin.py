@@ -1,4 +1,7 @@
-"""A generated plugin, installed as its vendor would: listed, its own tests green, wheel and sdist built."""
+"""A generated plugin, installed as its vendor would: listed, its own tests green, wheel and sdist built.
+
+So too without any kernel of its own: what it then runs by reference holds the contract.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from ds_plugin_sdk import provenance
+from ds_plugin_sdk.op_builder import families
 from ds_plugin_sdk.scaffold import Project, generate
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.compiler, pytest.mark.slow]
@@ -19,11 +24,8 @@ CALLERS_CACHE = os.environ.get("DS_PLUGIN_CACHE_DIR")
 OFFLINE = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
 
 
-@pytest.fixture(scope="module")
-def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Where plugin ``zap`` is installed, and requested."""
-    site = tmp_path_factory.mktemp("site")
-    folder = generate(Project("zap", output=tmp_path_factory.mktemp("vendor")))
+def installed(folder: Path, site: Path) -> dict[str, str]:
+    """The environment in which the plugin in `folder` is installed, and requested."""
     subprocess.run(
         [sys.executable, "-m", "pip", "install", *OFFLINE, "--target", str(site), str(folder)],
         check=True,
@@ -31,11 +33,29 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     )
     return {
         **os.environ,
-        "DS_PLUGIN_CACHE_DIR": CALLERS_CACHE or str(tmp_path_factory.mktemp("cache")),
-        "DS_ACCELERATOR": "zap",
+        "DS_PLUGIN_CACHE_DIR": CALLERS_CACHE or str(site / "kernel-cache"),
+        "DS_ACCELERATOR": folder.name.removeprefix("ds-plugin-"),
         "PYTHONPATH": str(site),
         "PROJECT": str(folder),
     }
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Where plugin ``zap`` is installed, and requested."""
+    folder = generate(Project("zap", output=tmp_path_factory.mktemp("vendor")))
+    return installed(folder, tmp_path_factory.mktemp("site"))
+
+
+@pytest.fixture(scope="module")
+def without_kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Where plugin ``bare`` is installed, whose vendor has taken the template's kernels away."""
+    folder = generate(Project("bare", output=tmp_path_factory.mktemp("vendor")))
+    package = folder / "ds_plugin_bare"
+    for kernel in ("fused_adam", "hello"):
+        (package / "op_builder" / f"{kernel}.py").unlink()
+        (package / "csrc" / f"{kernel}.cpp").unlink()
+    return installed(folder, tmp_path_factory.mktemp("site"))
 
 
 def test_it_is_listed_and_chosen(environment: dict[str, str]) -> None:
@@ -72,6 +92,39 @@ def test_its_pytest_run_checks_conformance(environment: dict[str, str]) -> None:
     said = run_its_pytest(environment, "-vv", "-m", "conformance", "-k", "runtime.streams.wait or ops.accuracy/adam_")
     assert "conformance::runtime.streams.wait_stream PASSED" in said
     assert "conformance::ops.accuracy/adam_/bfloat16 PASSED" in said
+
+
+# Cases, and the op family that each needs; the whole of it is `sdk conformance bare --level ops --level training`.
+SELECTED = {
+    "ops.accuracy/adam_/bfloat16": "adam",
+    "ops.accuracy/quantize/float16": "quantizer",
+    "ops.accuracy/cached_attention/float32": "attention",
+    "ops.accuracy/rms_norm/bfloat16": "norm",
+    "ops.accuracy/fused_bias_gelu/float32": "transformer",
+    "ops.gradcheck/fused_bias_gelu": "transformer",
+    "ops.front_end/FusedLamb": "lamb",
+    "training.zero.losses/1": "adam",
+}
+
+
+@pytest.mark.timeout(600)
+def test_it_holds_the_contract_without_any_kernel(without_kernels: dict[str, str], tmp_path: Path) -> None:
+    sources = tmp_path / "provenance.jsonl"
+    levels = [word for level in ("ops", "training") for word in ("--level", level)]
+    selected = [word for case in SELECTED for word in ("-k", case)]
+    done = subprocess.run(
+        [sys.executable, "-m", "ds_plugin_sdk.cli", "conformance", "bare", *levels, *selected],
+        cwd=without_kernels["PROJECT"],
+        env={**without_kernels, "DS_PLUGIN_PROVENANCE": str(sources)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"bare: {len(SELECTED)} passed" in done.stdout
+    # Cases may compare with the host, whose kernels are the SDK's; what ran on the device is "reference" alone.
+    origins = [(families.of(record.name), record.origin) for record in provenance.read(sources)]
+    assert {family for family, origin in origins if origin == "reference"} >= set(SELECTED.values())
 
 
 def test_it_builds_as_a_wheel_and_an_sdist(environment: dict[str, str], tmp_path: Path) -> None:
