@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -35,6 +40,54 @@ def test_linear(dtype: torch.dtype) -> None:
     core.create_handle()
     core.blas_linear(out, x, weight)
     close(out, x.double() @ weight.double().T)
+
+
+def test_products_of_four_dimensions(dtype: torch.dtype) -> None:
+    """DeepSpeed's function takes the right factor before the left one."""
+    left, right = torch.randn(2, 3, 5, 16).to(dtype) / 4, torch.randn(2, 3, 16, 7).to(dtype)
+    out = torch.empty(2, 3, 5, 7, dtype=dtype)
+    core.blas_4d_matmul(out, right, left)
+    close(out, left.double() @ right.double())
+
+
+def test_weights_of_six_bits() -> None:
+    weight = torch.tensor([[0.0, -0.0625, 0.1875, 0.25], [28.0, -1.75, 1.9, 24.0]]).half()
+    kept = weight.double()
+    kept[1, 2] = 1.75  # what six bits do not have is rounded towards zero
+    scales, x = torch.tensor([[0.5], [2.0]]).half(), torch.randn(3, 4).half()
+    upper, lower = core.preprocess_weight(weight)
+    assert (upper.nbytes, lower.nbytes) == (2, 4)
+    out, workspace = torch.empty(3, 2).half(), torch.empty(1, 2, 3)
+    core.cuda_wf6af16_linear(out, x, upper, lower, scales, workspace, 2, 3, 4, 1)
+    close(out, x.double() @ (kept * scales.double()).T)
+
+
+@pytest.mark.parametrize("value", [0.03, 29.0, float("nan"), float("inf")])
+def test_what_six_bits_cannot_hold_is_refused(value: float) -> None:
+    with pytest.raises(ValueError, match="six bits cannot hold"):
+        core.preprocess_weight(torch.tensor([[1.0, 1.0, 1.0, value]]).half())
+
+
+@pytest.mark.deepspeed
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("inference_core_ops", "inference/v2/kernels/core_ops/core_ops.cpp"),
+        ("transformer_inference", "ops/csrc/transformer/inference/csrc/pt_binding.cpp"),
+    ],
+)
+def test_every_function_of_deepspeeds_own_module_is_there(module: str, source: str) -> None:
+    """Those that its sources export, which it brings along; a suffix that is pasted on is tried with each dtype."""
+    spec = importlib.util.find_spec("deepspeed")
+    assert spec is not None
+    assert spec.origin is not None
+    text = (Path(spec.origin).parent / source).read_text(encoding="utf-8")
+    names = set(re.findall(r'm\.def\(\s*"(\w+)",', text))
+    stems = re.findall(r'm\.def\(\s*"(\w+_)" #', text)
+    names |= {stem + suffix for stem in stems for suffix in ("fp32", "fp16", "bf16")}
+    ours = importlib.import_module(f"ds_plugin_sdk.hosts.deepspeed.modules.{module}")
+    assert len(names) > 10
+    assert not sorted(name for name in names if not hasattr(ours, name))
 
 
 def test_norms(dtype: torch.dtype) -> None:
@@ -114,3 +167,24 @@ print("all of them")
 """
     done = python(program, DS_ACCELERATOR="cpu", DS_PLUGIN_FALLBACK="1")
     assert "all of them" in done.stdout
+
+
+@pytest.mark.deepspeed
+def test_what_keeps_the_engine_itself_on_cuda(python) -> None:  # type: ignore[no-untyped-def]  # a fixture of conftest.py
+    """Two things in DeepSpeed, as docs/ops/inference.md has them. Where one has gone, more is in reach."""
+    program = """
+import torch
+from deepspeed.inference.v2.kernels.ragged_ops.blocked_flash import get_kv_block_size
+from deepspeed.inference.v2.modules.configs import DSLinearConfig
+from deepspeed.inference.v2.modules.implementations.linear.blas_fp_linear import BlasFPLinear
+half = {"input_dtype": torch.float16, "output_dtype": torch.float16}
+config = DSLinearConfig(max_tokens=8, in_channels=64, out_channels=32, activation=6, **half)
+for label, call in (("the blocks", lambda: get_kv_block_size(64)), ("the device", lambda: BlasFPLinear(config, {}))):
+    try:
+        call()
+    except (AssertionError, RuntimeError) as error:  # of torch: no CUDA, no such device
+        print(label, "stopped:", error)
+"""
+    done = python(program, DS_ACCELERATOR="cpu")
+    assert "the blocks stopped" in done.stdout
+    assert "the device stopped" in done.stdout

@@ -10,7 +10,7 @@ from ds_plugin_sdk.op_builder.builder import OpBuilder
 # DeepSpeed's op name -> the families that its functions need.
 COMBINED = {
     "transformer_inference": ("norm", "softmax", "activation", "rotary", "residual", "attention", "linear"),
-    "inference_core_ops": ("norm", "activation", "linear"),
+    "inference_core_ops": ("norm", "activation", "linear", "fp6"),
 }
 
 # Op names that are parts only: no host asks for them.

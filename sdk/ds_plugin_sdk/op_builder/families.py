@@ -33,6 +33,7 @@ FAMILIES = {
     "residual": "residual",
     "linear": "linear",
     "attention": "attention",
+    "fp6": "fp6",
 }
 
 _modules: dict[str, str] = {}

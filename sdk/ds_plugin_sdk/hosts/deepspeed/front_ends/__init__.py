@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from ds_plugin_sdk.hosts.deepspeed.front_ends.front_end import FrontEnd, Result
 from ds_plugin_sdk.hosts.deepspeed.front_ends.inference import INFERENCE
+from ds_plugin_sdk.hosts.deepspeed.front_ends.inference_core import INFERENCE_CORE
 from ds_plugin_sdk.hosts.deepspeed.front_ends.optimizers import OPTIMIZERS
 from ds_plugin_sdk.hosts.deepspeed.front_ends.training import TRAINING
 
-FRONT_ENDS: tuple[FrontEnd, ...] = (*OPTIMIZERS, *TRAINING, *INFERENCE)
+FRONT_ENDS: tuple[FrontEnd, ...] = (*OPTIMIZERS, *TRAINING, *INFERENCE, *INFERENCE_CORE)
 
 __all__ = ["FRONT_ENDS", "FrontEnd", "Result"]

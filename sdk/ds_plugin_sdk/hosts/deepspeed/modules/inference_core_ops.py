@@ -1,16 +1,18 @@
 """``inference_core_ops``: what the layers of DeepSpeed's second inference engine call (its ``InferenceCoreBuilder``).
 
 Every function writes into tensors that the caller brings; results may lie where arguments lie. Positions of arguments
-are DeepSpeed's. Of that module the FP6 product (``cuda_wf6af16_linear``) is not here: its packed format is a GPU's.
+are DeepSpeed's; unused ones (scratch memory, the split of a product) are named and ignored. In memory FP6 weights have
+a format of our own, since nobody but `preprocess_weight` and `cuda_wf6af16_linear` sees it; sizes are DeepSpeed's.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ds_plugin_sdk.errors import OpError
 from ds_plugin_sdk.ops import activation as activations
-from ds_plugin_sdk.ops import norm
+from ds_plugin_sdk.ops import fp6, norm
 from ds_plugin_sdk.ops.linear import Activation, linear
 
 # deepspeed.inference.v2.inference_utils.ActivationType; its GELU is the approximation by tanh.
@@ -25,6 +27,43 @@ def create_handle() -> None:
 def blas_linear(output: Tensor, hidden_states: Tensor, weights: Tensor) -> None:
     """``output = hidden_states @ weights.T``; weights are ``[out, in]``."""
     output.copy_(linear(hidden_states, weights).view(output.shape))
+
+
+def blas_4d_matmul(output: Tensor, right: Tensor, left: Tensor) -> None:
+    """``output = left @ right`` for ``[..., n, k]`` and ``[..., k, m]``; the right factor comes first."""
+    output.copy_(torch.matmul(left, right))
+
+
+def preprocess_weight(weight: Tensor) -> list[Tensor]:
+    """The upper two and the lower four bits of FP6 weights, uint8: see `ds_plugin_sdk.ops.fp6.fp6_pack`.
+
+    Args:
+        weight: ``[out, in]``, float16, values that FP6 has.
+
+    Raises:
+        InvalidTensorError: it is something else; nonzero values are of size 1/16 to 28.
+    """
+    return list(fp6.fp6_pack(weight))
+
+
+def cuda_wf6af16_linear(
+    output: Tensor,
+    hidden_states: Tensor,
+    weights_2bit: Tensor,
+    weights_4bit: Tensor,
+    scales: Tensor,
+    workspace: Tensor,
+    out_channels: int,
+    tokens: int,
+    in_channels: int,
+    split_k: int,
+) -> None:
+    """``output = hidden_states @ (scales * weights).T``, of weights from `preprocess_weight`; scales are ``[out]``.
+
+    DeepSpeed's name: FP6 weights, 16-bit activations. Its scales come as ``[out, 1]``.
+    """
+    result = fp6.fp6_linear(hidden_states, weights_2bit, weights_4bit, scales.flatten())
+    output.copy_(result.view(output.shape))
 
 
 def layer_norm(output: Tensor, input: Tensor, gamma: Tensor, beta: Tensor, epsilon: float) -> None:
