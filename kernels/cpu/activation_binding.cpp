@@ -1,10 +1,9 @@
-// ds_plugin::bias_activation, bias_activation_ and gated_activation for tensors in host memory.
+// The ops of <ds_kernels/ops/activation.h> for tensors in host memory.
 #include "activation_loops.h"
 
-#include "arguments.h"
-#include "run.h"
+#include <ds_kernels/ops/activation.h>
 
-#include <ds_kernels/activation.h>
+#include "run.h"
 
 namespace ds_kernels::cpu {
 
@@ -12,69 +11,23 @@ DS_KERNELS_CPU_LEVELS(ActivationLoops, activation_loops)
 
 namespace {
 
-Activation activation_of(const char* op, int64_t index) {
-  DS_KERNELS_CHECK(0 <= index && index < kActivations, op, "activation is ", index, "; expected 0 to ",
-                   int64_t{kActivations - 1});
-  return static_cast<Activation>(index);
-}
+struct Activations : Host {
+  using Host::Host;
 
-void run(ActivationLoop loop, const ActivationRows& work, int64_t rows) {
-  parallel_for(0, rows, row_grain(work.columns), [&](int64_t first, int64_t last) { loop(work, first, last); });
-}
-
-// Writes to `output`, or in place if that is null.
-void bias_activation_to(const char* op, const Tensor& input, const OptionalTensor& bias, int64_t activation,
-                        Tensor* output) {
-  Arguments arguments(op, "input", input);
-  const int64_t rows = rows_of(op, "input", input);
-  const Shape shape = input.sizes();
-  const int64_t& columns = shape[shape.size() - 1];
-  const Activation chosen = activation_of(op, activation);
-  ActivationRows work{nullptr, arguments.read("bias", bias, vector_of(columns)), nullptr, columns};
-  if (output) {
-    work.input = arguments.read("input", input, shape);
-    *output = new_tensor(input, shape);
-    work.output = output->data_ptr();
-  } else {
-    work.input = work.output = arguments.write("input", input, shape);
+  void bias_activation(const char* op, const ActivationRows& rows, Activation activation, Dtype dtype) const {
+    run(loops_for(op, all_activation_loops()).bias_activation(dtype, activation), rows);
   }
-  run(loops_for(op, all_activation_loops()).bias_activation(arguments.dtype(), chosen), work, rows);
-  arguments.write_back();
-}
+  void gated_activation(const char* op, const ActivationRows& rows, Activation activation, Dtype dtype) const {
+    run(loops_for(op, all_activation_loops()).gated_activation(dtype, activation), rows);
+  }
 
-Tensor bias_activation(const Tensor& input, const OptionalTensor& bias, int64_t activation) {
-  Tensor output;
-  bias_activation_to("bias_activation", input, bias, activation, &output);
-  return output;
-}
-
-void bias_activation_(const Tensor& input, const OptionalTensor& bias, int64_t activation) {
-  bias_activation_to("bias_activation_", input, bias, activation, nullptr);
-}
-
-Tensor gated_activation(const Tensor& input, const OptionalTensor& bias, int64_t activation) {
-  const char* op = "gated_activation";
-  Arguments arguments(op, "input", input);
-  const int64_t rows = rows_of(op, "input", input);
-  const Shape shape = input.sizes();
-  const int64_t& both = shape[shape.size() - 1];
-  DS_KERNELS_CHECK(both % 2 == 0, op, "input has ", both, " columns; expected an even number for two halves");
-  const Activation chosen = activation_of(op, activation);
-  std::vector<int64_t> halved(shape.begin(), shape.end());
-  halved.back() /= 2;
-  Tensor output = new_tensor(input, {halved.data(), halved.size()});
-  const ActivationRows work{arguments.read("input", input, shape), arguments.read("bias", bias, vector_of(both)),
-                            output.data_ptr(), halved.back()};
-  run(loops_for(op, all_activation_loops()).gated_activation(arguments.dtype(), chosen), work, rows);
-  return output;
-}
+  static void run(ActivationLoop loop, const ActivationRows& rows) {
+    parallel_for(0, rows.rows, row_grain(rows.columns), [&](int64_t first, int64_t last) { loop(rows, first, last); });
+  }
+};
 
 }  // namespace
 
-DS_KERNELS_IMPL(CPU, m) {
-  m.impl("bias_activation", TORCH_BOX(&bias_activation));
-  m.impl("bias_activation_", DS_KERNELS_BOX(&bias_activation_));
-  m.impl("gated_activation", TORCH_BOX(&gated_activation));
-}
+DS_KERNELS_IMPL(CPU, m) { ActivationOps<Activations>::implement(m); }
 
 }  // namespace ds_kernels::cpu

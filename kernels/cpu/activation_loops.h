@@ -7,17 +7,10 @@
 
 namespace ds_kernels {
 enum class Activation : int;
+struct ActivationRows;
 }
 
 namespace ds_kernels::cpu {
-
-// Rows of `columns` elements, all of one dtype.
-struct ActivationRows {
-  const void* input;  // may be `output`; gated: rows of twice as many elements
-  const void* bias;   // one row of input, or null
-  void* output;
-  int64_t columns;
-};
 
 // Works on rows [first, last).
 using ActivationLoop = void (*)(const ActivationRows& rows, int64_t first, int64_t last);

@@ -1,7 +1,8 @@
-// ds_plugin::residual_add_bias_ and moe_res_matmul_ for tensors in host memory.
+// The ops of <ds_kernels/ops/residual.h> for tensors in host memory.
 #include "residual_loops.h"
 
-#include "arguments.h"
+#include <ds_kernels/ops/residual.h>
+
 #include "run.h"
 
 namespace ds_kernels::cpu {
@@ -10,51 +11,24 @@ DS_KERNELS_CPU_LEVELS(ResidualLoops, residual_loops)
 
 namespace {
 
-void residual_add_bias_(const Tensor& residual, const Tensor& hidden, const OptionalTensor& attention,
-                        const OptionalTensor& attention_bias, const OptionalTensor& final_bias, double scale,
-                        bool scale_attention) {
-  const char* op = "residual_add_bias_";
-  Arguments arguments(op, "residual", residual);
-  const int64_t rows = rows_of(op, "residual", residual);
-  const Shape shape = residual.sizes();
-  const int64_t& columns = shape[shape.size() - 1];
-  ResidualRows work{};
-  work.hidden = arguments.read("hidden", hidden, shape);
-  work.attention = arguments.read("attention", attention, shape);
-  work.attention_bias = arguments.read("attention_bias", attention_bias, vector_of(columns));
-  work.final_bias = arguments.read("final_bias", final_bias, vector_of(columns));
-  work.residual = arguments.write("residual", residual, shape);
-  work.columns = columns;
-  work.scale = static_cast<float>(scale);
-  work.scale_attention = scale_attention;
-  const auto loop = loops_for(op, all_residual_loops()).add_bias(arguments.dtype());
-  parallel_for(0, rows, row_grain(columns), [&](int64_t first, int64_t last) { loop(work, first, last); });
-  arguments.write_back();
-}
+struct Residuals : Host {
+  using Host::Host;
 
-void moe_res_matmul_(const Tensor& output, const Tensor& residual, const Tensor& coefficients) {
-  const char* op = "moe_res_matmul_";
-  Arguments arguments(op, "output", output);
-  const int64_t rows = rows_of(op, "output", output);
-  const Shape shape = output.sizes();
-  const int64_t columns = shape[shape.size() - 1], both = 2 * columns;
-  MixRows work{};
-  work.residual = arguments.read("residual", residual, shape);
-  const void* weights = arguments.read("coefficients", coefficients, vector_of(both));
-  work.residual_weight = weights;
-  work.output_weight = static_cast<const char*>(weights) + columns * size_of(arguments.dtype());
-  work.output = arguments.write("output", output, shape);
-  work.columns = columns;
-  const auto loop = loops_for(op, all_residual_loops()).mix(arguments.dtype());
-  parallel_for(0, rows, row_grain(columns), [&](int64_t first, int64_t last) { loop(work, first, last); });
-  arguments.write_back();
-}
+  void add_bias(const char* op, const ResidualRows& rows, Dtype dtype) const {
+    run(loops_for(op, all_residual_loops()).add_bias(dtype), rows);
+  }
+  void mix(const char* op, const MixRows& rows, Dtype dtype) const {
+    run(loops_for(op, all_residual_loops()).mix(dtype), rows);
+  }
+
+  template <class Loop, class Rows>
+  static void run(Loop loop, const Rows& rows) {
+    parallel_for(0, rows.rows, row_grain(rows.columns), [&](int64_t first, int64_t last) { loop(rows, first, last); });
+  }
+};
 
 }  // namespace
 
-DS_KERNELS_IMPL(CPU, m) {
-  m.impl("residual_add_bias_", DS_KERNELS_BOX(&residual_add_bias_));
-  m.impl("moe_res_matmul_", DS_KERNELS_BOX(&moe_res_matmul_));
-}
+DS_KERNELS_IMPL(CPU, m) { ResidualOps<Residuals>::implement(m); }
 
 }  // namespace ds_kernels::cpu

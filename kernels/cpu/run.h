@@ -1,4 +1,4 @@
-// Runs a loop over all elements of a multi-tensor op, on torch's threads.
+// Runs loops on torch's threads: over rows, or over all elements of a multi-tensor op.
 #pragma once
 
 #include <ds_kernels/multi_tensor.h>
@@ -7,6 +7,19 @@
 #include "levels.h"
 
 namespace ds_kernels::cpu {
+
+// The host as a device of <ds_kernels/ops/...>: there is one, and it is always current.
+struct Host {
+  explicit Host(int32_t) {}
+};
+
+// How many elements make a share that is worth waking a thread for.
+constexpr int64_t kElementsPerShare = 16 * 1024;
+
+// Rows of `columns` elements that make such a share.
+inline int64_t row_grain(int64_t columns) {
+  return std::max<int64_t>(1, kElementsPerShare / std::max<int64_t>(columns, 1));
+}
 
 // Below this many units of work a thread costs more to wake than it saves.
 constexpr int64_t kGrain = 16;

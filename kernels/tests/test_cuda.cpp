@@ -14,6 +14,7 @@
 #include "../cuda/lamb_launch.h"
 #include "../cuda/lion_launch.h"
 #include "../cuda/norm_launch.h"
+#include "../cuda/quantizer_launch.h"
 #include "../cuda/softmax_launch.h"
 #include "../cuda/transformer_launch.h"
 #include <ds_kernels/philox.h>
@@ -424,6 +425,38 @@ void check_column_sums(Dtype dtype, int64_t rows, int64_t columns) {
   for (const Array* array : {&result, &total, &parts}) CHECK(array->guards_hold(), "dropout_add_backward");
 }
 
+// ---- quantizer -----------------------------------------------------------------------------------------------------
+
+// Quantized and dequantized again, values are within half a step; the largest of a group loses a whole one.
+void check_quantizer(Dtype dtype, int64_t size, int bits, bool symmetric) {
+  Array levels(Dtype::BFloat16, 3 * size * bits / 16 + 1, 0), params(Dtype::Float32, 6, 0);
+  for (Array* array : {&levels, &params}) array->to_device();
+  auto* numbers = static_cast<float*>(params.data());
+  double worst = 0;
+  check_rows(
+      "quantize", dtype, size,
+      [&](void* input, void* output) {
+        const cuda::Levels as{bits, symmetric};
+        cuda::launch_quantize("quantize", {input, levels.data(), numbers, 3, size, as, {}}, dtype, nullptr);
+        cuda::launch_dequantize("dequantize", {levels.data(), numbers, output, 3, size, as}, dtype, nullptr);
+      },
+      [&](std::vector<double>& x) {
+        double low = x[0], high = x[0];
+        for (const double value : x) low = std::min(low, value), high = std::max(high, value);
+        const double span = symmetric ? 2 * high : high - low, offset = symmetric ? 0 : (high + low) / 2;
+        const double scale = span == 0 ? 1 : (1 << bits) / span, half = 1 << (bits - 1);
+        for (double& value : x) {
+          const double level = std::min(std::max(std::nearbyint((value - offset) * scale), -half), half - 1);
+          worst = std::max(worst, std::abs(level / scale + offset - value) * scale);
+          value = level / scale + offset;
+        }
+      });
+  params.from_device();
+  levels.from_device();
+  CHECK(worst <= 1.001, "quantize: %.3f steps", worst);
+  CHECK(params.guards_hold() && levels.guards_hold(), "quantize");
+}
+
 }  // namespace
 
 int main() {
@@ -435,6 +468,9 @@ int main() {
       check_training_norm(dtype, columns);
       check_dropout(dtype, columns);
       check_masked_softmax(dtype, columns);
+    }
+    for (const int64_t size : {2, 62, 64, 1000, 20'000}) {
+      for (const int bits : {8, 4}) check_quantizer(dtype, size, bits, true), check_quantizer(dtype, size, bits, false);
     }
     for (const int64_t rows : {0, 1, 63, 200}) check_column_sums(dtype, rows, 68), check_column_sums(dtype, rows, 777);
   }

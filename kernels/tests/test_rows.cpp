@@ -67,9 +67,9 @@ void test_norms() {
         Elements weight = numbers(dtype, columns, 4), bias = numbers(dtype, columns, 5);
         Elements output(dtype, all), sum(dtype, all);
         std::vector<float> scratch(columns);
-        const cpu::NormRows rows{input.data(), residual ? added.data() : nullptr, residual ? input_bias.data() : nullptr,
+        const NormRows rows{input.data(), residual ? added.data() : nullptr, residual ? input_bias.data() : nullptr,
                                  weight.data(), rms ? nullptr : bias.data(), output.data(),
-                                 residual ? sum.data() : nullptr, columns, 1e-3f};
+                                 residual ? sum.data() : nullptr, kRows, columns, 1e-3f};
         (rms ? loops.rms_norm : loops.layer_norm)(dtype)(rows, 0, 1, scratch.data());
         (rms ? loops.rms_norm : loops.layer_norm)(dtype)(rows, 1, kRows, scratch.data());
         for (int row = 0; row < kRows; ++row) {
@@ -146,8 +146,8 @@ void test_activations() {
       const auto activation = static_cast<Activation>(number);
       Elements input = numbers(dtype, kRows * 2 * columns, 1), bias = numbers(dtype, 2 * columns, 2);
       Elements output(dtype, kRows * 2 * columns), gated(dtype, kRows * columns);
-      loops.gated_activation(dtype, activation)({input.data(), bias.data(), gated.data(), columns}, 0, kRows);
-      loops.bias_activation(dtype, activation)({input.data(), bias.data(), output.data(), 2 * columns}, 0, kRows);
+      loops.gated_activation(dtype, activation)({input.data(), bias.data(), gated.data(), kRows, columns}, 0, kRows);
+      loops.bias_activation(dtype, activation)({input.data(), bias.data(), output.data(), kRows, 2 * columns}, 0, kRows);
       for (int64_t at = 0; at < kRows * 2 * columns; ++at) {
         const int64_t row = at / (2 * columns), i = at % (2 * columns);
         const double x = input[at] + bias[i];
@@ -194,8 +194,8 @@ void test_residuals() {
       Elements attention_bias = numbers(dtype, columns, 4), final_bias = numbers(dtype, columns, 5), before = residual;
       const bool a = omitted & 1, ab = omitted & 2, fb = omitted & 4, scaled = omitted % 3 == 0;
       loops.add_bias(dtype)({residual.data(), hidden.data(), a ? nullptr : attention.data(),
-                             ab ? nullptr : attention_bias.data(), fb ? nullptr : final_bias.data(), columns, 0.25f,
-                             scaled},
+                             ab ? nullptr : attention_bias.data(), fb ? nullptr : final_bias.data(), kRows, columns,
+                             0.25f, scaled},
                             0, kRows);
       for (size_t at = 0; at < all; ++at) {
         const double term = a ? 0 : attention[at];
@@ -205,7 +205,7 @@ void test_residuals() {
     }
     Elements output = numbers(dtype, all, 1), residual = numbers(dtype, all, 2), before = output;
     Elements of_residual = numbers(dtype, columns, 3), of_output = numbers(dtype, columns, 4);
-    loops.mix(dtype)({output.data(), residual.data(), of_residual.data(), of_output.data(), columns}, 0, kRows);
+    loops.mix(dtype)({output.data(), residual.data(), of_residual.data(), of_output.data(), kRows, columns}, 0, kRows);
     for (size_t at = 0; at < all; ++at) {
       close("mix", output, at, before[at] * of_output[at % columns] + residual[at] * of_residual[at % columns]);
     }

@@ -16,6 +16,14 @@ namespace ds_kernels {
 enum class Activation : int { Identity, Relu, Gelu, GeluTanh, Silu };
 constexpr int kActivations = 5;
 
+// Contiguous rows, all of one dtype: what the ops of this family ask of a device.
+struct ActivationRows {
+  const void* input;  // may be `output`; gated: rows of twice as many elements
+  const void* bias;   // one row of input, or null
+  void* output;
+  int64_t rows, columns;
+};
+
 inline namespace DS_KERNELS_CPU_LEVEL {
 
 template <Activation activation, class Real>
