@@ -24,6 +24,7 @@ HOST = "deepspeed.accelerator.real_accelerator"
 _AFTER = {
     HOST: "ds_plugin_sdk.hosts.deepspeed.adopt:adopt",
     "deepspeed.inference.engine": "ds_plugin_sdk.hosts.deepspeed.injection:explain",
+    "deepspeed.ops.op_builder.all_ops": "ds_plugin_sdk.hosts.deepspeed.op_table:complete",
     "ds_plugin_sdk.op_builder": "ds_plugin_sdk.hosts.deepspeed.modules:register",
 }
 
