@@ -1,0 +1,49 @@
+"""Defects of what collectives and compilers are named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ds_plugin_sdk.conformance.mutants.mutant import SIMULATED, mutant, override
+from ds_plugin_sdk.conformance.mutants.runtime.support import always, member
+from ds_plugin_sdk.conformance.target import Target
+
+member(
+    "communication.unknown",
+    "R8.1",
+    "torch knows no backend of that name.",
+    communication_backend_name=always("nobodyccl"),
+)
+member(
+    "communication.host_only",
+    "R8.2",
+    "The backend takes tensors of the host alone.",
+    target=SIMULATED,
+    communication_backend="gloo",
+)
+member("communication.triton", "R8.3", "Triton is declared, and is not there.", is_triton_supported=always(True))
+member("communication.no_compiler", "R8.4", "The compile backend is unknown.", get_compile_backend=always("nobody"))
+
+
+def _doubling() -> None:
+    def doubling(graph: Any, inputs: Any) -> Any:
+        return lambda *arguments: tuple(2 * value for value in graph(*arguments))
+
+    torch._dynamo.register_backend(doubling, name="doubling")
+
+
+def _compiles_wrongly(target: Target) -> Target:
+    """Compiled code computes twice the value."""
+    _doubling()
+    return override(target, get_compile_backend=always("doubling"))
+
+
+mutant("communication.wrong_code", "R8.5", "runtime")(_compiles_wrongly)
+member(
+    "communication.any_compiler",
+    "R8.6",
+    "`set_compile_backend` takes any name.",
+    set_compile_backend=lambda self, name: setattr(self, "_compile_backend", name),
+)

@@ -1,0 +1,48 @@
+"""Defects of types and tensor factories."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ds_plugin_sdk.conformance.mutants.mutant import SIMULATED
+from ds_plugin_sdk.conformance.mutants.runtime.support import DEVICE, always, below, member, nothing
+
+member("dtypes.int8", "R6.1", "int8 can be trained in.", supported_dtypes=always([torch.float32, torch.int8]))
+member("dtypes.undecided", "R6.2", "`is_fp16_supported()` is None.", is_fp16_supported=nothing)
+
+
+def _other_gelu() -> None:
+    sound = torch.nn.functional.gelu
+
+    def gelu(input: torch.Tensor, **options: Any) -> torch.Tensor:
+        return input * torch.sigmoid(1.2 * input) if input.device.type == DEVICE else sound(input, **options)
+
+    torch.nn.functional.gelu = gelu  # type: ignore[assignment]  # a defect
+
+
+below("dtypes.other_gelu", "R6.3", "The device computes another GELU.", _other_gelu)
+member("dtypes.no_fp64", "R6.4", "`is_fp64_supported()` is False, and float64 works.", is_fp64_supported=always(False))
+member("dtypes.host_factories", "R6.5", "`FloatTensor` is on the CPU.", target=SIMULATED, FloatTensor=torch.FloatTensor)
+
+
+def _all_finite() -> None:
+    torch.isfinite = lambda tensor: torch.ones_like(tensor, dtype=torch.bool)  # type: ignore[assignment]  # a defect
+
+
+below("dtypes.all_finite", "R6.6", "Infinity counts as finite.", _all_finite)
+
+
+def _narrow_sum() -> None:
+    sound = torch.Tensor.sum
+
+    def sum_(self: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
+        total = sound(self, *arguments, **options)
+        # Where a sum of ones stops growing: the next whole number cannot be told apart.
+        return total.clamp(max=256) if self.dtype == torch.bfloat16 else total
+
+    torch.Tensor.sum = sum_  # type: ignore[method-assign, assignment]  # a defect
+
+
+below("dtypes.narrow_sum", "R6.7", "Sums in bfloat16 are accumulated in bfloat16.", _narrow_sum, target="cpu")
