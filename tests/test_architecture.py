@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -151,3 +152,16 @@ def test_versions_agree() -> None:
 
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert f'version = "{ds_plugin_sdk.__version__}"' in project
+
+
+def test_a_suppression_states_its_reason() -> None:
+    """On the same line, after the code that it silences."""
+    suppression = re.compile(r"# (?:noqa|type: ignore)\b")
+    reasoned = re.compile(r"# (?:noqa: [A-Z0-9, ]+|type: ignore\[[a-z, -]+\])  # \S")
+    wrong = [
+        f"{file.relative_to(ROOT)}:{number}: {line.strip()}"
+        for file in (*SOURCES, *(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py"))
+        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1)
+        if suppression.search(line) and not reasoned.search(line) and "re.compile" not in line
+    ]
+    assert not wrong, "\n".join(wrong)

@@ -20,76 +20,76 @@ class XPU_Accelerator(PortedAccelerator):
         self._name = "cpu"
         self._communication_backend_name = "gloo"
 
-    def is_synchronized_device(self):  # type: ignore[no-untyped-def]
+    def is_synchronized_device(self):
         return True
 
-    def device_name(self, device_index=None):  # type: ignore[no-untyped-def]
+    def device_name(self, device_index=None):
         return "cpu"
 
-    def device(self, device_index=None):  # type: ignore[no-untyped-def]
+    def device(self, device_index=None):
         return None
 
-    def set_device(self, device_index):  # type: ignore[no-untyped-def]
+    def set_device(self, device_index):
         pass
 
-    def current_device(self):  # type: ignore[no-untyped-def]
+    def current_device(self):
         return 0
 
-    def current_device_name(self):  # type: ignore[no-untyped-def]
+    def current_device_name(self):
         return "cpu"
 
-    def device_count(self):  # type: ignore[no-untyped-def]
+    def device_count(self):
         return 1
 
-    def synchronize(self, device_index=None):  # type: ignore[no-untyped-def]
+    def synchronize(self, device_index=None):
         pass
 
-    def set_rng_state(self, new_state, device_index=None):  # type: ignore[no-untyped-def]
+    def set_rng_state(self, new_state, device_index=None):
         return torch.set_rng_state(new_state)
 
-    def get_rng_state(self, device_index=None):  # type: ignore[no-untyped-def]
+    def get_rng_state(self, device_index=None):
         return torch.get_rng_state()
 
-    def manual_seed(self, seed):  # type: ignore[no-untyped-def]
+    def manual_seed(self, seed):
         return torch.manual_seed(seed)
 
-    def initial_seed(self, seed):  # type: ignore[no-untyped-def]
+    def initial_seed(self, seed):
         return torch.initial_seed()
 
-    def default_generator(self, device_index):  # type: ignore[no-untyped-def]
+    def default_generator(self, device_index):
         return torch.default_generator
 
-    def stream(self, stream):  # type: ignore[no-untyped-def]
+    def stream(self, stream):
         return contextlib.nullcontext()
 
-    def memory_stats(self, device_index=None):  # type: ignore[no-untyped-def]
+    def memory_stats(self, device_index=None):
         return {}
 
-    def reset_peak_memory_stats(self, device_index=None):  # type: ignore[no-untyped-def]
+    def reset_peak_memory_stats(self, device_index=None):
         pass
 
-    def total_memory(self, device_index=None):  # type: ignore[no-untyped-def]
+    def total_memory(self, device_index=None):
         return 1
 
-    def available_memory(self, device_index=None):  # type: ignore[no-untyped-def]
+    def available_memory(self, device_index=None):
         return 1
 
-    def range_push(self, msg):  # type: ignore[no-untyped-def]
+    def range_push(self, msg):
         self.pushed = msg
 
-    def range_pop(self):  # type: ignore[no-untyped-def]
+    def range_pop(self):
         return "popped"
 
-    def communication_backend_name(self):  # type: ignore[no-untyped-def]
+    def communication_backend_name(self):
         return self._communication_backend_name
 
-    def pin_memory(self, tensor, align_bytes=1):  # type: ignore[no-untyped-def]
+    def pin_memory(self, tensor, align_bytes=1):
         return tensor.clone()
 
-    def op_builder_dir(self):  # type: ignore[no-untyped-def]
+    def op_builder_dir(self):
         return "intel_extension_for_deepspeed.op_builder"
 
-    def export_envs(self):  # type: ignore[no-untyped-def]
+    def export_envs(self):
         return []
 
 
@@ -119,10 +119,10 @@ def test_old_methods_take_what_every_release_passes(ported: Any) -> None:
 
 def test_new_methods_are_left_alone() -> None:
     class New(XPU_Accelerator):
-        def pin_memory(self, tensor, make_copy=True, match_shape=True):  # type: ignore[no-untyped-def]
+        def pin_memory(self, tensor, make_copy=True, match_shape=True):
             return make_copy, match_shape
 
-    assert New().pin_memory(None, match_shape=False) == (True, False)  # type: ignore[no-untyped-call]
+    assert New().pin_memory(None, match_shape=False) == (True, False)
 
 
 class FusedAdamBuilder(SYCLOpBuilder):

@@ -67,7 +67,7 @@ def spawn(project: Project) -> Spawn:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            preexec_fn=limit,  # noqa: PLW1509 - the tests have no threads
+            preexec_fn=limit,  # noqa: PLW1509  # the tests have no threads
         )
 
     return start

@@ -34,7 +34,7 @@ class Project:
             include_dirs=(self.root, self.shared),
             roots=(("test", self.root),),
         )
-        return dataclasses.replace(spec, **changes)  # type: ignore[arg-type]
+        return dataclasses.replace(spec, **changes)
 
 
 def make_project(root: Path, shared: Path) -> Project:

@@ -61,7 +61,7 @@ def other_key(folder: Path) -> None:
     ],
     ids=["truncated", "tampered", "no binary", "no key", "empty key", "hollow key", "other key"],
 )
-def test_a_damaged_build_is_made_anew(  # type: ignore[no-untyped-def]
+def test_a_damaged_build_is_made_anew(
     project: Project, counting: CountingCompiler, damage, told: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = acquire(project.spec()).path
@@ -154,7 +154,7 @@ def test_compiling_forbidden(project: Project, monkeypatch: pytest.MonkeyPatch, 
     ],
     ids=["nonsense", "usage", "junk", "dies"],
 )
-def test_a_wrong_compiler(  # type: ignore[no-untyped-def]
+def test_a_wrong_compiler(
     project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, error, told: str
 ) -> None:
     monkeypatch.chdir(tmp_path)  # one of them writes where it stands
@@ -326,7 +326,7 @@ def foreign(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def private_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     store.private_root.cache_clear()
-    yield tmp_path / f"ds-plugin-sdk-{os.geteuid()}"  # type: ignore[misc]
+    yield tmp_path / f"ds-plugin-sdk-{os.geteuid()}"
     store.private_root.cache_clear()
 
 

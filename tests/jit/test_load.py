@@ -67,7 +67,7 @@ def test_a_torch_library(tmp_path: Path) -> None:
     assert (artifact.origin, module) == ("compiled", None)
     assert torch.ops.jit_test.total(torch.ones(10)) == 10.0
     # Every header is on the list, torch's and the system's too.
-    headers = [path for path, _, _, _ in artifact.key["headers"]]  # type: ignore[attr-defined]
+    headers = [path for path, _, _, _ in artifact.key["headers"]]
     assert "$torch/include/torch/csrc/stable/library.h" in headers
     assert any(path.endswith("/stdio.h") for path in headers)
     assert load(acquire(spec), spec) is None
@@ -90,7 +90,7 @@ def test_a_python_module(tmp_path: Path) -> None:
     artifact, module = obtain(spec)
     assert module is not None
     assert module.add(2, 3) == 5
-    assert artifact.key["key"]["abi"]["torch"] == torch.__version__  # type: ignore[index]
+    assert artifact.key["key"]["abi"]["torch"] == torch.__version__
     again = acquire(spec)
     assert again.origin == "cache"
     assert load(again, spec) is module
@@ -155,7 +155,7 @@ def test_a_cuda_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     load(artifact, spec)
     assert str(torch.ops.jit_test_cuda.scale_.default._schema).startswith("jit_test_cuda::scale_(Tensor(a!) t")
     key = artifact.key["key"]
-    assert key["toolchain"]["nvcc"]["version"] == CudaToolchain().nvcc().version  # type: ignore[index]
-    assert any(path.endswith("cuda_fp16.h") for path, _, _, _ in artifact.key["headers"])  # type: ignore[attr-defined]
+    assert key["toolchain"]["nvcc"]["version"] == CudaToolchain().nvcc().version
+    assert any(path.endswith("cuda_fp16.h") for path, _, _, _ in artifact.key["headers"])
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0")
     assert "-gencode=arch=compute_80,code=sm_80" in " ".join(explain(spec))

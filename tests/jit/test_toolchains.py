@@ -50,7 +50,7 @@ def machine_with(target: Target, torch_folder: Path) -> Machine:
 
 def spec_of(*names: str, **fields: object) -> BuildSpec:
     sources = tuple(Source(Path("/src") / name) for name in names)
-    return BuildSpec(name="fused_adam", owner="ds-plugin-test", sources=sources, **fields)  # type: ignore[arg-type]
+    return BuildSpec(name="fused_adam", owner="ds-plugin-test", sources=sources, **fields)
 
 
 @pytest.fixture
@@ -250,7 +250,7 @@ def test_sycl_builds(project: Project, tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("PATH", str(folder), prepend=":")
     artifact = acquire(project.spec(toolchain="sycl"))
     assert answer(artifact.path) == 42
-    assert "icpx" in artifact.key["key"]["toolchain"]  # type: ignore[index]
+    assert "icpx" in artifact.key["key"]["toolchain"]
 
 
 class VendorToolchain(Toolchain):

@@ -25,7 +25,7 @@ class TorchLion(Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
+    def step(self) -> None:
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
             for p in group["params"]:
@@ -109,7 +109,7 @@ def test_low_precision_parameters(
 def test_a_group_of_several_dtypes_is_stepped_by_dtype() -> None:
     mixed, alone = model(), model()
     for network in (mixed, alone):
-        network[1].bfloat16()  # type: ignore[index]
+        network[1].bfloat16()
 
     def gradients(network: torch.nn.Module) -> None:
         torch.manual_seed(3)

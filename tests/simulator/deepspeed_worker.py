@@ -24,8 +24,8 @@ class ZAP_Accelerator(TorchAccelerator):
 
 set_accelerator(ZAP_Accelerator())
 
-import deepspeed  # noqa: E402 - after the accelerator, as a plugin's user has it
-from deepspeed.accelerator import get_accelerator  # noqa: E402
+import deepspeed  # noqa: E402  # after the accelerator, as a plugin's user has it
+from deepspeed.accelerator import get_accelerator  # noqa: E402  # after the settings above
 
 STEPS, RESUMED = 6, 2
 BUCKET = 4096

@@ -507,7 +507,7 @@ def take_sources_from(folder: Path) -> None:
     for builder, name in ((build.RuntimeBuilder, "runtime"), (build.TorchSideBuilder, "torch")):
         changed = [str(path) for path in sorted((folder / name).glob("*.cpp"))]
         if changed:
-            builder.sources = lambda self, changed=changed: changed  # type: ignore[method-assign]
+            builder.sources = lambda self, changed=changed: changed
 
 
 def main() -> None:

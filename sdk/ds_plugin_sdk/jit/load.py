@@ -30,7 +30,7 @@ def load(artifact: Artifact, spec: BuildSpec) -> ModuleType | None:
     path = str(artifact.path)
     try:
         if spec.kind == "torch_library":
-            torch.ops.load_library(path)  # type: ignore[no-untyped-call]
+            torch.ops.load_library(path)  # type: ignore[no-untyped-call]  # torch does not say
             return None
         if path not in _modules:
             _modules[path] = _import(path, spec)

@@ -161,7 +161,7 @@ def digest(value: object) -> str:
 def file_digest(path: str | os.PathLike[str]) -> str:
     """SHA-256 of a file, in hexadecimal."""
     state = hashlib.sha256()
-    with open(path, "rb") as file:  # noqa: PTH123 - called for hundreds of headers
+    with open(path, "rb") as file:  # noqa: PTH123  # called for hundreds of headers
         while block := file.read(1 << 20):
             state.update(block)
     return state.hexdigest()

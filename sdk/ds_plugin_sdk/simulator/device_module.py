@@ -14,7 +14,7 @@ import torch
 # A device as torch's functions take it: an index, "zap:1", torch.device("zap", 1); None and "zap" mean the current one.
 DeviceLike = int | str | torch.device | None
 
-_PRIVATEUSE1 = int(torch._C._autograd.DeviceType.PrivateUse1)  # type: ignore[call-overload]
+_PRIVATEUSE1 = int(torch._C._autograd.DeviceType.PrivateUse1)  # type: ignore[call-overload]  # an enum of pybind11
 
 
 class StreamContext:
@@ -95,7 +95,7 @@ class DeviceModule(ModuleType):
     def _device_context(self) -> type[torch.accelerator.device_index]:
         index = self._index
 
-        class device(torch.accelerator.device_index):  # noqa: N801 - torch's name of it
+        class device(torch.accelerator.device_index):
             """``with torch.<name>.device(1):`` makes a device current."""
 
             def __init__(self, device: DeviceLike) -> None:
@@ -121,14 +121,12 @@ class DeviceModule(ModuleType):
 
     # ------------------------------------------------------------------ streams and events
     # Functions and not classes: torch.Event.wait() and elapsed_time() take objects of exactly torch's types.
-    def Stream(self, device: DeviceLike = None, priority: int = 0, **identity: int) -> torch.Stream:  # noqa: N802
+    def Stream(self, device: DeviceLike = None, priority: int = 0, **identity: int) -> torch.Stream:
         if identity:
             return torch.Stream(**identity)
         return torch.Stream(device=torch.device(self.device_type, self._index(device)), priority=priority)
 
-    def Event(  # noqa: N802
-        self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
-    ) -> torch.Event:
+    def Event(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> torch.Event:
         return torch.Event(torch.device(self.device_type), enable_timing=enable_timing, blocking=blocking)
 
     def current_stream(self, device: DeviceLike = None) -> torch.Stream:

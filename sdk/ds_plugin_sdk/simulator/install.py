@@ -167,7 +167,7 @@ def _register(name: str, collectives: str) -> DeviceModule:
     backends: Any = torch.utils
     backends.rename_privateuse1_backend(name)
     module = DeviceModule(name, _forked)
-    torch._register_device_module(name, module)  # type: ignore[no-untyped-call]
+    torch._register_device_module(name, module)  # type: ignore[no-untyped-call]  # torch does not say
     backends.generate_methods_for_privateuse1_backend(for_storage=True)
     if torch.distributed.is_available():
         from ds_plugin_sdk.simulator import process_group

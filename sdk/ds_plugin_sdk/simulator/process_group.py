@@ -39,7 +39,7 @@ def _destroy(backend: str) -> None:
         dist.destroy_process_group()
 
 
-class _Received(dist.Work):  # type: ignore[misc]
+class _Received(dist.Work):  # type: ignore[misc]  # torch gives it no type
     """A receive that is done. gloo's own would wait for one more message each time it is waited for."""
 
     def __init__(self, source: int) -> None:
@@ -59,7 +59,7 @@ class _Received(dist.Work):  # type: ignore[misc]
 def _done(tensors: list[torch.Tensor]) -> Work:
     """A collective that is done, with the future that DistributedDataParallel wants."""
     devices = list({tensor.device for tensor in tensors if tensor.device.type != "cpu"})
-    future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(devices=devices)  # type: ignore[arg-type]
+    future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(devices=devices)  # type: ignore[arg-type]  # its annotation wants indices
     future.set_result(tensors)
     return c10d._create_work_from_future(future)
 
@@ -77,11 +77,11 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 def _flat(value: Tensors) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
-    _map(lambda tensor: found.append(tensor) or tensor, value)  # type: ignore[func-returns-value]
+    _map(lambda tensor: found.append(tensor) or tensor, value)  # type: ignore[func-returns-value]  # append gives None, and so the tensor
     return found
 
 
-class StagedProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
+class StagedProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch gives it no type
     """A process group over gloo for tensors of any device.
 
     Method names and arguments are torch's; both the names before torch 2.13 and those from then on are there.
@@ -190,10 +190,10 @@ class StagedProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     # ------------------------------------------------------------------ point to point
-    def send(self, tensors: Tensors, dstRank: int, tag: int = 0) -> Work:  # noqa: N803
+    def send(self, tensors: Tensors, dstRank: int, tag: int = 0) -> Work:
         return self._gloo.send(_map(_on_host, tensors), dstRank, tag)
 
-    def recv(self, tensors: Tensors, srcRank: int, tag: int = 0) -> Work:  # noqa: N803
+    def recv(self, tensors: Tensors, srcRank: int, tag: int = 0) -> Work:
         self._run("recv", tensors, srcRank, tag)
         return _Received(srcRank)
 
@@ -213,25 +213,25 @@ class StagedProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         return _done([])
 
     # ------------------------------------------------------------------ what torch asks a group
-    def getBackendName(self) -> str:  # noqa: N802
+    def getBackendName(self) -> str:
         return self._backend
 
-    def getRank(self) -> int:  # noqa: N802
+    def getRank(self) -> int:
         return int(self.rank())
 
-    def getSize(self) -> int:  # noqa: N802
+    def getSize(self) -> int:
         return int(self.size())
 
-    def setGroupName(self, name: str) -> None:  # noqa: N802
+    def setGroupName(self, name: str) -> None:
         self._name = name
 
-    def getGroupName(self) -> str:  # noqa: N802
+    def getGroupName(self) -> str:
         return self._name
 
-    def setGroupDesc(self, description: str) -> None:  # noqa: N802
+    def setGroupDesc(self, description: str) -> None:
         self._description = description
 
-    def getGroupDesc(self) -> str:  # noqa: N802
+    def getGroupDesc(self) -> str:
         return self._description
 
     def shutdown(self) -> None:

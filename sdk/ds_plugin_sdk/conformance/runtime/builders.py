@@ -182,7 +182,7 @@ def again(target: Target) -> None:
     ),
 )
 def extension(target: Target) -> None:
-    from setuptools import Command  # type: ignore[import-untyped]
+    from setuptools import Command  # type: ignore[import-untyped]  # setuptools brings no types
 
     given = target.accelerator.build_extension()
     # torch's has a method with_options that makes one.
