@@ -1,49 +1,27 @@
-// ds_plugin::adam_ and ds_plugin::adam_rollback_ for tensors on CUDA devices.
+// The ops of <ds_kernels/ops/adam.h> for tensors on CUDA devices.
 #include "adam_launch.h"
-#include "run.h"
+
+#include <ds_kernels/ops/adam.h>
+
+#include "device.h"
+#include "lists_of.h"
 
 namespace ds_kernels::cuda {
 namespace {
 
-void adam_(const TensorList& params, const TensorList& grads, const TensorList& exp_avgs, const TensorList& exp_avg_sqs,
-           const std::vector<int64_t>& steps, double lr, double beta1, double beta2, double eps, double weight_decay,
-           bool adamw, bool bias_correction) {
-  const char* op = "adam_";
-  MultiTensor tensors(op, {{"params", params, true},
-                           {"grads", grads, false},
-                           {"exp_avgs", exp_avgs, true},
-                           {"exp_avg_sqs", exp_avg_sqs, true}});
-  tensors.check_dtypes();
-  const AdamOptions options{lr, beta1, beta2, eps, weight_decay, adamw, bias_correction};
-  const auto constants = steps_of(op, steps, tensors.size(), [&](int64_t step) { return adam_step(options, step); });
-  const bool float_grads = tensors.dtype(1) == Dtype::Float32, float_states = tensors.dtype(2) == Dtype::Float32;
-  run(tensors, params, [&](const TensorLists& lists, Stream stream) {
-    adam_update(lists, tensors.dtype(0), float_grads, float_states, constants, stream);
-  });
-}
+struct Adam : Device {
+  using Device::Device;
 
-void adam_rollback_(const TensorList& params, const TensorList& grads, const TensorList& exp_avgs,
-                    const TensorList& exp_avg_sqs, const std::vector<int64_t>& steps, double lr, double beta1,
-                    double beta2, double eps, double weight_decay) {
-  const char* op = "adam_rollback_";
-  MultiTensor tensors(op, {{"params", params, true},
-                           {"grads", grads, false},
-                           {"exp_avgs", exp_avgs, true},
-                           {"exp_avg_sqs", exp_avg_sqs, true}});
-  tensors.check_dtypes();
-  DS_KERNELS_CHECK(tensors.dtype(0) == Dtype::Float32, op, "params are ", name_of(tensors.dtype(0)),
-                   "; expected float32: a step that was rounded to fewer bits cannot be undone");
-  const AdamOptions options{lr, beta1, beta2, eps, weight_decay, true, true};
-  const auto constants = steps_of(op, steps, tensors.size(), [&](int64_t step) { return adam_step(options, step); });
-  run(tensors, params,
-      [&](const TensorLists& lists, Stream stream) { adam_rollback(lists, constants, stream); });
-}
+  void update(const MultiTensor& tensors, const std::vector<AdamStep>& steps) const {
+    adam_update(lists_of(tensors), tensors.dtype(0), tensors.is_float(1), tensors.is_float(2), steps, stream());
+  }
+  void rollback(const MultiTensor& tensors, const std::vector<AdamStep>& steps) const {
+    adam_rollback(lists_of(tensors), steps, stream());
+  }
+};
 
 }  // namespace
 
-DS_KERNELS_IMPL(DS_KERNELS_CUDA_KEY, m) {
-  m.impl("adam_", DS_KERNELS_BOX(&adam_));
-  m.impl("adam_rollback_", DS_KERNELS_BOX(&adam_rollback_));
-}
+DS_KERNELS_IMPL(DS_KERNELS_CUDA_KEY, m) { AdamOps<Adam>::implement(m); }
 
 }  // namespace ds_kernels::cuda

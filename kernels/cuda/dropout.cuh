@@ -1,4 +1,4 @@
-// Rows whose elements may be dropped: which columns a thread has, which of them it keeps, and which threads share a row.
+// Rows whose elements may be dropped: which columns a thread has, and which of them it keeps.
 //
 // One counter of the random numbers serves four columns, 16 apart (philox.h). So a thread has four packs of neighbouring
 // columns, 16 apart: it makes every number once. Four columns a pack: more would not fit into registers.
@@ -6,9 +6,7 @@
 
 #include <ds_kernels/philox.h>
 
-#include "element.cuh"
-#include "launch.cuh"
-#include "reduce.cuh"
+#include "row.cuh"
 #include "transformer_launch.h"
 
 namespace ds_kernels::cuda {
@@ -106,52 +104,6 @@ class Kept {
   static_assert(kPacks * pack <= 32, "a bit for each element");
   uint32_t bits_ = 0xffffffffu;
   float factor_ = 1;
-};
-
-// ---- threads -----------------------------------------------------------------------------------------------------
-
-constexpr int kMaxTeam = 512;
-
-// The threads that share a row: the block, or a part of a warp whose size is a power of two. All threads of a block make
-// one, also those whose row is beyond the last.
-struct Team {
-  int size, thread;
-  int64_t row;
-
-  __device__ __forceinline__ explicit Team(int size)
-      : size(size),
-        thread(static_cast<int>(threadIdx.x) % size),
-        row(static_cast<int64_t>(blockIdx.x) * (static_cast<int>(blockDim.x) / size) +
-            static_cast<int>(threadIdx.x) / size) {}
-
-  // `x` of all its threads, combined; every thread gets it.
-  template <class Operation, class T>
-  __device__ __forceinline__ T over(T x) const {
-    if (size > kWarpThreads) return over_block<Operation>(x);
-    for (int mask = size / 2; mask > 0; mask /= 2) x = Operation::combine(x, __shfl_xor_sync(kWholeWarp, x, mask));
-    return x;
-  }
-};
-
-// Teams for rows of so many quads.
-struct Teams {
-  int size = 1;
-  unsigned threads;
-
-  explicit Teams(int64_t quads) {
-    if (quads > kWarpThreads) {
-      const int64_t warps = (quads + kWarpThreads - 1) / kWarpThreads;
-      size = static_cast<int>(warps * kWarpThreads < kMaxTeam ? warps * kWarpThreads : kMaxTeam);
-    } else {
-      while (size < quads) size *= 2;
-    }
-    threads = size > kWarpThreads ? static_cast<unsigned>(size) : 128;
-  }
-
-  dim3 blocks(const char* op, int64_t rows) const {
-    const int64_t together = static_cast<int64_t>(threads) / size;
-    return grid(op, (rows + together - 1) / together);
-  }
 };
 
 }  // namespace ds_kernels::cuda

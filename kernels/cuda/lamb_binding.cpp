@@ -1,6 +1,7 @@
 // ds_plugin::lamb_ for tensors on CUDA devices.
 #include "lamb_launch.h"
-#include "run.h"
+#include "device.h"
+#include "lists_of.h"
 
 namespace ds_kernels::cuda {
 namespace {
@@ -40,15 +41,17 @@ Tensor lamb_(const TensorList& params, const TensorList& grads, const TensorList
   const auto [device_type, device] = device_of(params);
   const Tensor ratios =
       new_tensor(static_cast<int64_t>(tensors.size()), aoti_torch_dtype_float32(), device_type, device);
-  run(tensors, params, [&](TensorLists& lists, Stream stream) {
-    if (copies.size() == 0) lists.data.resize(kLists * tensors.size(), nullptr);
-    const LambDtypes dtypes{tensors.dtype(kParams), tensors.dtype(kGrads), tensors.dtype(kExpAvgs),
-                            copies.size() ? tensors.dtype(kCopies) : Dtype::Float32};
-    // torch's allocator keeps its memory for this stream until the kernels have run.
-    const Tensor parts = new_tensor(2 * lamb_parts(tensors.numels()), aoti_torch_dtype_float64(), device_type, device);
-    lamb_update(lists, dtypes, constants, static_cast<LambSums*>(parts.data_ptr()),
-                static_cast<float*>(ratios.data_ptr()), stream);
-  });
+  if (tensors.size() == 0) return ratios;
+  const Device current(device);
+  TensorLists lists = lists_of(tensors);
+  if (copies.size() == 0) lists.data.resize(kLists * tensors.size(), nullptr);
+  const LambDtypes dtypes{tensors.dtype(kParams), tensors.dtype(kGrads), tensors.dtype(kExpAvgs),
+                          copies.size() ? tensors.dtype(kCopies) : Dtype::Float32};
+  // torch's allocator keeps its memory for this stream until the kernels have run.
+  const Tensor parts = new_tensor(2 * lamb_parts(tensors.numels()), aoti_torch_dtype_float64(), device_type, device);
+  lamb_update(lists, dtypes, constants, static_cast<LambSums*>(parts.data_ptr()),
+              static_cast<float*>(ratios.data_ptr()), current.stream());
+  tensors.write_back();
   return ratios;
 }
 

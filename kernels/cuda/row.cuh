@@ -88,6 +88,52 @@ struct Place {
   }
 };
 
+// ---- rows with reductions, several in a block if they are short --------------------------------------------------
+
+constexpr int kMaxTeam = 512;
+
+// The threads that share a row: the block, or a part of a warp whose size is a power of two. All threads of a block make
+// one, also those whose row is beyond the last.
+struct Team {
+  int size, thread;
+  int64_t row;
+
+  __device__ __forceinline__ explicit Team(int size)
+      : size(size),
+        thread(static_cast<int>(threadIdx.x) % size),
+        row(static_cast<int64_t>(blockIdx.x) * (static_cast<int>(blockDim.x) / size) +
+            static_cast<int>(threadIdx.x) / size) {}
+
+  // `x` of all its threads, combined; every thread gets it.
+  template <class Operation, class T>
+  __device__ __forceinline__ T over(T x) const {
+    if (size > kWarpThreads) return over_block<Operation>(x);
+    for (int mask = size / 2; mask > 0; mask /= 2) x = Operation::combine(x, __shfl_xor_sync(kWholeWarp, x, mask));
+    return x;
+  }
+};
+
+// Teams for rows of so many units of work.
+struct Teams {
+  int size = 1;
+  unsigned threads;
+
+  explicit Teams(int64_t units) {
+    if (units > kWarpThreads) {
+      const int64_t warps = (units + kWarpThreads - 1) / kWarpThreads;
+      size = static_cast<int>(warps * kWarpThreads < kMaxTeam ? warps * kWarpThreads : kMaxTeam);
+    } else {
+      while (size < units) size *= 2;
+    }
+    threads = size > kWarpThreads ? static_cast<unsigned>(size) : 128;
+  }
+
+  dim3 blocks(const char* op, int64_t rows) const {
+    const int64_t together = static_cast<int64_t>(threads) / size;
+    return grid(op, (rows + together - 1) / together);
+  }
+};
+
 // ---- on the host -------------------------------------------------------------------------------------------------
 
 // Whether rows of `columns` elements can be read in packs from these addresses (null ones do not matter).

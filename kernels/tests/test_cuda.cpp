@@ -11,7 +11,9 @@
 
 #include "../cuda/adagrad_launch.h"
 #include "../cuda/adam_launch.h"
+#include "../cuda/attention_launch.h"
 #include "../cuda/lamb_launch.h"
+#include "../cuda/linear_launch.h"
 #include "../cuda/lion_launch.h"
 #include "../cuda/norm_launch.h"
 #include "../cuda/quantizer_launch.h"
@@ -78,6 +80,7 @@ class Array {
   void to_device() { cudaMemcpy(device_, host_.data(), host_.size(), cudaMemcpyHostToDevice); }
   void from_device() { cudaMemcpy(host_.data(), device_, host_.size(), cudaMemcpyDeviceToHost); }
   void* data() const { return static_cast<char*>(device_) + begin_; }
+  int64_t count() const { return count_; }
 
   bool guards_hold() const {
     for (size_t i = 0; i < host_.size(); ++i) {
@@ -457,6 +460,86 @@ void check_quantizer(Dtype dtype, int64_t size, int bits, bool symmetric) {
   CHECK(params.guards_hold() && levels.guards_hold(), "quantize");
 }
 
+// ---- decoding ------------------------------------------------------------------------------------------------------
+
+// Five outputs of `inputs` inputs, by int8 weights with two scales a row.
+void check_linear(Dtype dtype, int64_t inputs, int64_t columns) {
+  constexpr int64_t kOutputs = 5;
+  Array x(dtype, inputs * columns, 0), y(dtype, inputs * kOutputs, 0), scales(Dtype::Float32, 2 * kOutputs, 0);
+  Array weights(Dtype::Float32, (kOutputs * columns + 3) / 4, 0);
+  std::vector<int8_t> bytes(weights.count() * 4);
+  for (int64_t i = 0; i < x.count(); ++i) x.set(i, static_cast<float>(i % 9 - 4) / 8 + 0.0625f);
+  for (int64_t i = 0; i < scales.count(); ++i) scales.set(i, 0.25f * static_cast<float>(i + 1));
+  for (size_t i = 0; i < bytes.size(); ++i) bytes[i] = static_cast<int8_t>(i * 37 % 255 - 127);
+  for (Array* array : {&x, &y, &scales, &weights}) array->to_device();
+  cudaMemcpy(weights.data(), bytes.data(), bytes.size(), cudaMemcpyHostToDevice);
+  cuda::LinearTask task{};
+  task.inputs = inputs, task.columns = columns, task.outputs = kOutputs, task.stride = columns, task.groups = 2;
+  task.input = x.data(), task.weight = weights.data(), task.output = y.data();
+  task.scales = static_cast<const float*>(scales.data());
+  cuda::launch_linear("linear", task, dtype, nullptr);
+  CHECK(cudaDeviceSynchronize() == cudaSuccess, "linear");
+  y.from_device();
+  for (int64_t i = 0; i < y.count(); ++i) {
+    const int64_t input = i / kOutputs, row = i % kOutputs;
+    double sum = 0, size = 0;
+    for (int64_t c = 0; c < columns; ++c) {
+      const double term = bytes[row * columns + c] * scales[2 * row + c / (columns / 2)] * x[input * columns + c];
+      sum += term, size += std::abs(term);
+    }
+    CHECK(std::abs(y[i] - sum) <= (dtype == Dtype::Float32 ? 0 : 0.5 * y.unit(sum)) + 2e-6 * size,
+          "linear %s of %lld: %.9g, expected %.9g", name_of(dtype), static_cast<long long>(columns), y[i], sum);
+  }
+  CHECK(y.guards_hold(), "linear");
+}
+
+// One new token of two heads that share keys, after `past` others.
+void check_attention(Dtype dtype, int64_t past, int64_t head_dim) {
+  const int64_t room = past + 3;
+  Array query(dtype, 2 * head_dim, 0), key(dtype, head_dim, 0), value(dtype, head_dim, 0), output(dtype, 2 * head_dim, 0);
+  Array key_cache(dtype, room * head_dim, 0), value_cache(dtype, room * head_dim, 0);
+  std::mt19937 random(7);
+  for (Array* array : {&query, &key, &value, &key_cache, &value_cache}) {
+    for (int64_t i = 0; i < array->count(); ++i) array->set(i, 0.5f + static_cast<float>(random() % 64) / 64);
+  }
+  cuda::AttentionTask task{};
+  task.batch = 1, task.heads = 2, task.kv_heads = 1, task.tokens = 1, task.past = past, task.total = past + 1;
+  task.head_dim = head_dim, task.scale = 0.125f, task.causal = true;
+  Array partial(Dtype::Float32, cuda::attention_partial(task), 0);
+  Array* const all[] = {&query, &key, &value, &output, &key_cache, &value_cache, &partial};
+  for (Array* array : all) array->to_device();
+  task.query = query.data(), task.key = key.data(), task.value = value.data(), task.output = output.data();
+  task.key_cache = key_cache.data(), task.value_cache = value_cache.data();
+  task.query_strides = {2 * head_dim, head_dim, head_dim};
+  task.key_strides = task.value_strides = {head_dim, head_dim, head_dim};
+  task.key_cache_strides = task.value_cache_strides = {room * head_dim, room * head_dim, head_dim};
+  task.partial = static_cast<float*>(partial.data());
+  cuda::launch_attention("cached_attention", task, dtype, nullptr);
+  CHECK(cudaDeviceSynchronize() == cudaSuccess, "cached_attention");
+  for (Array* array : all) array->from_device();
+  for (int64_t head = 0; head < 2; ++head) {
+    std::vector<double> weights(task.total);
+    double sum = 0;
+    for (int64_t p = 0; p < task.total; ++p) {
+      double score = 0;
+      for (int64_t d = 0; d < head_dim; ++d) score += query[head * head_dim + d] * key_cache[p * head_dim + d];
+      sum += weights[p] = std::exp(0.125 * score);
+    }
+    for (int64_t d = 0; d < head_dim; ++d) {
+      double expected = 0;
+      for (int64_t p = 0; p < task.total; ++p) expected += weights[p] / sum * value_cache[p * head_dim + d];
+      const double got = output[head * head_dim + d];
+      CHECK(std::abs(got - expected) <= (dtype == Dtype::Float32 ? 0 : 0.5 * output.unit(expected)) + 1e-5,
+            "cached_attention %s after %lld: %.9g, expected %.9g", name_of(dtype), static_cast<long long>(past), got,
+            expected);
+    }
+  }
+  for (int64_t d = 0; d < head_dim; ++d) {
+    CHECK(key_cache[past * head_dim + d] == key[d] && value_cache[past * head_dim + d] == value[d], "cached_attention");
+  }
+  for (const Array* array : all) CHECK(array->guards_hold(), "cached_attention");
+}
+
 }  // namespace
 
 int main() {
@@ -471,6 +554,10 @@ int main() {
     }
     for (const int64_t size : {2, 62, 64, 1000, 20'000}) {
       for (const int bits : {8, 4}) check_quantizer(dtype, size, bits, true), check_quantizer(dtype, size, bits, false);
+    }
+    for (const int64_t columns : {32, 256, 4096, 34}) check_linear(dtype, 1, columns), check_linear(dtype, 3, columns);
+    for (const int64_t past : {0, 5, 300}) {
+      for (const int64_t head_dim : {64, 128, 10}) check_attention(dtype, past, head_dim);
     }
     for (const int64_t rows : {0, 1, 63, 200}) check_column_sums(dtype, rows, 68), check_column_sums(dtype, rows, 777);
   }

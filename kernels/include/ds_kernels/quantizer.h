@@ -63,6 +63,18 @@ DS_KERNELS_INLINE uint32_t nibbles_of_bytes(uint64_t bytes) {
   return static_cast<uint32_t>(x | x >> 16);
 }
 
+// ---- the range of a group ------------------------------------------------------------------------------------------
+//
+// Floats are compared by whole numbers in the same order, in which a NaN lies beyond the infinities: it cannot get lost.
+
+DS_KERNELS_INLINE int32_t order_of(float x) {
+  const auto bits = static_cast<int32_t>(bits_of(x));
+  return bits ^ ((bits >> 31) & 0x7fffffff);
+}
+DS_KERNELS_INLINE float from_order(int32_t order) {
+  return float_of(static_cast<uint32_t>(order ^ ((order >> 31) & 0x7fffffff)));
+}
+
 // ---- vectors of levels in memory -----------------------------------------------------------------------------------
 
 #ifndef DS_KERNELS_GPU_COMPILER
@@ -127,16 +139,9 @@ DS_KERNELS_INLINE void store_levels(void* levels, int64_t position, Floats x, Me
   __builtin_memcpy(static_cast<uint8_t*>(levels) + position * bits / 8, packed, lanes_in(memory) * bits / 8);
 }
 
-// ---- the range of a group ------------------------------------------------------------------------------------------
-//
-// Floats are compared by whole numbers in the same order, in which a NaN lies beyond the infinities: it cannot get lost.
-
 DS_KERNELS_INLINE Integers order_of(Floats x) {
   const Integers bits = (Integers)x;
   return bits ^ ((bits >> 31) & 0x7fffffff);
-}
-DS_KERNELS_INLINE float from_order(int32_t order) {
-  return float_of(static_cast<uint32_t>(order ^ ((order >> 31) & 0x7fffffff)));
 }
 
 // The lanes that there are; `other` in those beyond.

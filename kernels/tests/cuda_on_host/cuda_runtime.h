@@ -278,4 +278,11 @@ T atomicAdd(T* to, T value) {
   *to = before + value;
   return before;
 }
+// Four bytes of eight: those of `a` are 0 to 3, those of `b` 4 to 7.
+inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
+  const uint64_t bytes = a | uint64_t(b) << 32;
+  uint32_t chosen = 0;
+  for (int i = 0; i < 4; ++i) chosen |= uint32_t(bytes >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
+  return chosen;
+}
 inline uint32_t __umulhi(uint32_t a, uint32_t b) { return static_cast<uint32_t>((uint64_t(a) * b) >> 32); }

@@ -1,0 +1,264 @@
+// Attention of a few queries over a cache of keys and values. Positions are cut into parts, a block each for all queries
+// of a head of keys; what the parts know is merged in one order (Dao et al. 2023), relative to the largest score of each
+// (Milakov and Gimelshein 2018). How many parts there are depends on shapes alone: any GPU gives the same bits.
+#include "attention_launch.h"
+
+#include <type_traits>
+
+#include "row.cuh"
+
+namespace ds_kernels::cuda {
+namespace {
+
+constexpr int kThreads = 128, kWarps = kThreads / kWarpThreads;
+constexpr int kSlice = 8;  // elements of a head that a thread has
+constexpr float kNever = -__builtin_huge_valf();
+
+// e^(a - top), where nothing was seen yet 0. A NaN that was seen is in the sum, and stays one if it is multiplied by 0.
+__device__ __forceinline__ float relative(float a, float top) { return a == kNever ? 0.f : expf(a - top); }
+
+// ---- slices of heads ---------------------------------------------------------------------------------------------
+
+// Elements [begin, begin + kSlice) of a head; 0 beyond its end.
+template <bool packed, class Element>
+__device__ __forceinline__ void load_slice(const Element* head, int begin, int head_dim, float (&x)[kSlice]) {
+  if constexpr (packed) {
+    load<kSlice>(head + begin, x);
+  } else {
+#pragma unroll
+    for (int j = 0; j < kSlice; ++j) x[j] = begin + j < head_dim ? widen(head[begin + j]) : 0.f;
+  }
+}
+template <class Element>
+__device__ __forceinline__ void store_slice(Element* head, int begin, int head_dim, const float (&x)[kSlice]) {
+#pragma unroll
+  for (int j = 0; j < kSlice; ++j) {
+    if (begin + j < head_dim) narrow(x[j], head[begin + j]);
+  }
+}
+
+template <class Element>
+__device__ __forceinline__ Element* head_of(Element* data, const HeadStrides& strides, int64_t batch, int64_t head,
+                                            int64_t token) {
+  return data + batch * strides.batch + head * strides.head + token * strides.token;
+}
+
+// ---- scores ------------------------------------------------------------------------------------------------------
+
+// A score with what is added to it; -inf where the query may not attend, whatever the score.
+template <class Element>
+__device__ __forceinline__ float biased(const AttentionTask& t, float score, int64_t batch, int64_t head, int64_t token,
+                                        int64_t position) {
+  const int64_t own = t.total - t.tokens + token;
+  if ((t.causal && position > own) || (t.window && position <= own - t.window)) return kNever;
+  if (t.alibi) score += t.alibi[head] * static_cast<float>(position);
+  const int64_t at = batch * t.mask_strides[0] + head * t.mask_strides[1] + token * t.mask_strides[2] +
+                     position * t.mask_strides[3];
+  switch (t.mask_kind) {
+    case Mask::Bool: return static_cast<const bool*>(t.mask)[at] ? score : kNever;
+    case Mask::Float: return score + static_cast<const float*>(t.mask)[at];
+    case Mask::Element: return score + widen(static_cast<const Element*>(t.mask)[at]);
+    default: return score;
+  }
+}
+
+// ---- what a query knows ------------------------------------------------------------------------------------------
+
+// After some positions: `sum` and `result` are relative to e^top.
+struct Running {
+  float top = kNever, sum = 0, result[kSlice] = {};
+
+  __device__ __forceinline__ void add(float score, const float (&value)[kSlice]) {
+    const float now = score > top ? score : top, faded = relative(top, now), weight = relative(score, now);
+    top = now;
+    sum = sum * faded + weight;
+#pragma unroll
+    for (int j = 0; j < kSlice; ++j) result[j] = result[j] * faded + weight * value[j];
+  }
+
+  // Merges what the thread of another lane knows.
+  __device__ __forceinline__ void merge_with_lane(int mask) {
+    const float other_top = __shfl_xor_sync(kWholeWarp, top, mask), other_sum = __shfl_xor_sync(kWholeWarp, sum, mask);
+    const float now = other_top > top ? other_top : top, mine = relative(top, now), its = relative(other_top, now);
+    top = now;
+    sum = sum * mine + other_sum * its;
+#pragma unroll
+    for (int j = 0; j < kSlice; ++j) {
+      result[j] = result[j] * mine + __shfl_xor_sync(kWholeWarp, result[j], mask) * its;
+    }
+  }
+};
+
+// How positions are shared: parts of so many each.
+struct Parts {
+  int64_t size, count;
+
+  __host__ __device__ explicit Parts(const AttentionTask& t) {
+    constexpr int64_t kLeast = 64, kBlocks = 512;  // of a part; that keep a large GPU busy
+    const int64_t rows = t.batch * t.kv_heads, wanted = (kBlocks + rows - 1) / rows;
+    const int64_t most = (t.total + kLeast - 1) / kLeast, parts = wanted < most ? wanted : most;
+    const int64_t each = parts > 0 ? (t.total + parts - 1) / parts : 0;
+    size = (each + kLeast - 1) / kLeast * kLeast;
+    count = size > 0 ? (t.total + size - 1) / size : 1;
+  }
+};
+
+// Where the numbers of one query and part lie: top, sum, result.
+__device__ __forceinline__ float* partial_of(const AttentionTask& t, const Parts& parts, int64_t row, int64_t part,
+                                             int64_t query) {
+  const int64_t queries = t.heads / t.kv_heads * t.tokens;
+  return t.partial + ((row * parts.count + part) * queries + query) * (2 + t.head_dim);
+}
+
+// `lanes` threads share a head; queries are taken `tile` at a time.
+template <class Element, int tile, bool packed>
+__global__ void __launch_bounds__(kThreads) attend_kernel(const AttentionTask t, const int lanes) {
+  __shared__ float known[kWarps][tile][2 + kMostHeadDim];
+  constexpr int kAtOnce = tile == 1 ? 4 : tile <= 4 ? 2 : 1;  // positions whose loads are under way together
+  const Parts parts(t);
+  const int64_t part = blockIdx.x % parts.count, row = blockIdx.x / parts.count;
+  const int64_t batch = row / t.kv_heads, kv_head = row - batch * t.kv_heads, group = t.heads / t.kv_heads;
+  const int64_t begin = part * parts.size, end = begin + parts.size < t.total ? begin + parts.size : t.total;
+  const int thread = static_cast<int>(threadIdx.x), lane = thread % kWarpThreads, warp = thread / kWarpThreads;
+  const int head_dim = static_cast<int>(t.head_dim), slice = thread % lanes * kSlice, together = kThreads / lanes;
+  const bool has_slice = slice < head_dim;
+  auto* key_cache = head_of(static_cast<Element*>(t.key_cache), t.key_cache_strides, batch, kv_head, 0);
+  auto* value_cache = head_of(static_cast<Element*>(t.value_cache), t.value_cache_strides, batch, kv_head, 0);
+  const auto* keys = head_of(static_cast<const Element*>(t.key), t.key_strides, batch, kv_head, 0);
+  const auto* values = head_of(static_cast<const Element*>(t.value), t.value_strides, batch, kv_head, 0);
+  const int64_t queries = group * t.tokens;
+  for (int64_t first = 0; first < queries; first += tile) {
+    float query[tile][kSlice] = {};
+    Running running[tile];
+#pragma unroll
+    for (int q = 0; q < tile; ++q) {
+      if (first + q >= queries || !has_slice) continue;
+      const int64_t head = kv_head * group + (first + q) / t.tokens, token = (first + q) % t.tokens;
+      load_slice<false>(head_of(static_cast<const Element*>(t.query), t.query_strides, batch, head, token), slice,
+                        head_dim, query[q]);
+    }
+    // All threads take as many turns: they meet in shuffles.
+    for (int64_t turn = begin + thread / lanes; turn - thread / lanes < end; turn += kAtOnce * together) {
+      float key[kAtOnce][kSlice] = {}, value[kAtOnce][kSlice] = {};
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int64_t position = turn + i * together;
+        if (position >= end || !has_slice) continue;
+        if (position < t.past) {
+          load_slice<packed>(key_cache + position * t.key_cache_strides.token, slice, head_dim, key[i]);
+          load_slice<packed>(value_cache + position * t.value_cache_strides.token, slice, head_dim, value[i]);
+        } else {
+          load_slice<false>(keys + (position - t.past) * t.key_strides.token, slice, head_dim, key[i]);
+          load_slice<false>(values + (position - t.past) * t.value_strides.token, slice, head_dim, value[i]);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int64_t position = turn + i * together;
+        if (first == 0 && t.past <= position && position < end && has_slice) {
+          store_slice(key_cache + position * t.key_cache_strides.token, slice, head_dim, key[i]);
+          store_slice(value_cache + position * t.value_cache_strides.token, slice, head_dim, value[i]);
+        }
+#pragma unroll
+        for (int q = 0; q < tile; ++q) {
+          float score = 0;
+#pragma unroll
+          for (int j = 0; j < kSlice; ++j) score += query[q][j] * key[i][j];
+          for (int mask = lanes / 2; mask > 0; mask /= 2) score += __shfl_xor_sync(kWholeWarp, score, mask);
+          if (first + q >= queries || position >= end) continue;
+          const int64_t head = kv_head * group + (first + q) / t.tokens, token = (first + q) % t.tokens;
+          running[q].add(biased<Element>(t, score * t.scale, batch, head, token, position), value[i]);
+        }
+      }
+    }
+    __syncthreads();  // the tile before this one has been read
+#pragma unroll
+    for (int q = 0; q < tile; ++q) {
+      for (int mask = lanes; mask < kWarpThreads; mask *= 2) running[q].merge_with_lane(mask);
+      if (lane >= lanes) continue;
+      if (lane == 0) known[warp][q][0] = running[q].top, known[warp][q][1] = running[q].sum;
+#pragma unroll
+      for (int j = 0; j < kSlice; ++j) {
+        if (slice + j < head_dim) known[warp][q][2 + slice + j] = running[q].result[j];
+      }
+    }
+    __syncthreads();
+    for (int i = thread; i < tile * head_dim; i += kThreads) {
+      const int q = i / head_dim, element = i - q * head_dim;
+      if (first + q >= queries) continue;
+      float top = kNever, sum = 0, result = 0;
+      for (int w = 0; w < kWarps; ++w) top = Maximum::combine(known[w][q][0], top);
+      for (int w = 0; w < kWarps; ++w) {
+        const float weight = relative(known[w][q][0], top);
+        sum += known[w][q][1] * weight;
+        result += known[w][q][2 + element] * weight;
+      }
+      float* to = partial_of(t, parts, row, part, first + q);
+      if (element == 0) to[0] = top, to[1] = sum;
+      to[2 + element] = result;
+    }
+  }
+}
+
+// Merges the parts of a query. A block for each.
+template <class Element>
+__global__ void __launch_bounds__(kThreads) finish_kernel(const AttentionTask t) {
+  const Parts parts(t);
+  const int64_t queries = t.heads / t.kv_heads * t.tokens, row = blockIdx.x / queries, index = blockIdx.x % queries;
+  const int64_t batch = row / t.kv_heads, kv_head = row - batch * t.kv_heads;
+  const int64_t head = kv_head * (t.heads / t.kv_heads) + index / t.tokens, token = index % t.tokens;
+  const float* known = partial_of(t, parts, row, 0, index);
+  const int64_t distance = queries * (2 + t.head_dim);
+  float top = kNever;
+  for (int64_t part = 0; part < parts.count; ++part) top = Maximum::combine(known[part * distance], top);
+  auto* output = static_cast<Element*>(t.output) + ((batch * t.tokens + token) * t.heads + head) * t.head_dim;
+  for (int64_t element = threadIdx.x; element < t.head_dim; element += kThreads) {
+    float sum = 0, result = 0;
+    for (int64_t part = 0; part < parts.count; ++part) {
+      const float* from = known + part * distance;
+      const float weight = relative(from[0], top);
+      sum += from[1] * weight;
+      result += from[2 + element] * weight;
+    }
+    narrow(sum == 0 ? 0.f : result / sum, output[element]);
+  }
+}
+
+bool fit_packs(const AttentionTask& t) {
+  const auto fits = [](const void* data, const HeadStrides& s) {
+    return is_aligned(data) && s.batch % kSlice == 0 && s.head % kSlice == 0 && s.token % kSlice == 0;
+  };
+  return t.head_dim % kSlice == 0 && fits(t.key_cache, t.key_cache_strides) &&
+         fits(t.value_cache, t.value_cache_strides);
+}
+
+// Calls `with(tile)` for the queries that a head of keys has.
+template <class With>
+void with_tile(int64_t queries, const With& with) {
+  if (queries == 1) return with(std::integral_constant<int, 1>{});
+  if (queries <= 4) return with(std::integral_constant<int, 4>{});
+  with(std::integral_constant<int, 8>{});
+}
+
+}  // namespace
+
+int64_t attention_partial(const AttentionTask& t) {
+  return t.batch * t.heads * t.tokens * Parts(t).count * (2 + t.head_dim);
+}
+
+void launch_attention(const char* op, const AttentionTask& t, Dtype dtype, Stream stream) {
+  int lanes = 1;
+  while (lanes * kSlice < t.head_dim) lanes *= 2;
+  const int64_t rows = t.batch * t.kv_heads, queries = t.heads / t.kv_heads * t.tokens;
+  with_element(dtype, [&](auto element) {
+    using Element = decltype(element);
+    with_tile(queries, [&](auto tile) {
+      const bool packed = fit_packs(t);
+      const auto kernel = packed ? attend_kernel<Element, tile, true> : attend_kernel<Element, tile, false>;
+      launch(op, kernel, grid(op, rows * Parts(t).count), kThreads, stream, t, lanes);
+    });
+    launch(op, finish_kernel<Element>, grid(op, rows * queries), kThreads, stream, t);
+  });
+}
+
+}  // namespace ds_kernels::cuda
