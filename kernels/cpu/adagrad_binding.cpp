@@ -1,5 +1,8 @@
-// ds_plugin::adagrad_ for tensors in host memory.
+// The ops of <ds_kernels/ops/adagrad.h> for tensors in host memory.
 #include "adagrad_loops.h"
+
+#include <ds_kernels/ops/adagrad.h>
+
 #include "run.h"
 
 namespace ds_kernels::cpu {
@@ -8,19 +11,18 @@ DS_KERNELS_CPU_LEVELS(AdagradLoops, adagrad_loops)
 
 namespace {
 
-void adagrad_(const TensorList& params, const TensorList& grads, const TensorList& state_sums, double lr, double eps,
-              double weight_decay) {
-  const char* op = "adagrad_";
-  MultiTensor tensors(op, {{"params", params, true}, {"grads", grads, false}, {"state_sums", state_sums, true}});
-  tensors.check_dtypes();
-  const bool float_grads = tensors.dtype(1) == Dtype::Float32, float_states = tensors.dtype(2) == Dtype::Float32;
-  const AdagradLoop loop = loops_for(op, all_adagrad_loops()).update(tensors.dtype(0), float_grads, float_states);
-  const AdagradStep step{static_cast<float>(lr), static_cast<float>(eps), static_cast<float>(weight_decay)};
-  run<3>(tensors, [&](void** at, size_t, int64_t count) { loop(at[0], at[1], at[2], count, step); });
-}
+struct Adagrad : Host {
+  using Host::Host;
+
+  void update(const MultiTensor& tensors, const AdagradStep& step) const {
+    const AdagradLoops& loops = loops_for(tensors.op(), all_adagrad_loops());
+    const AdagradLoop loop = loops.update(tensors.dtype(0), tensors.is_float(1), tensors.is_float(2));
+    run<3>(tensors, [&](void** at, size_t, int64_t count) { loop(at[0], at[1], at[2], count, step); });
+  }
+};
 
 }  // namespace
 
-DS_KERNELS_IMPL(CPU, m) { m.impl("adagrad_", DS_KERNELS_BOX(&adagrad_)); }
+DS_KERNELS_IMPL(CPU, m) { AdagradOps<Adagrad>::implement(m); }
 
 }  // namespace ds_kernels::cpu

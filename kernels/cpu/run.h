@@ -33,9 +33,9 @@ const Table& loops_for(const char* op, const Built<Table> (&built)[levels]) {
 }
 
 // Calls `body(at, tensor, count)` for slices of `count` elements of one tensor; `at[list]` is where the slice begins in
-// each list. Copies results back to tensors that had to be copied.
+// each list.
 template <size_t lists, class Body>
-void run(MultiTensor& tensors, const Body& body) {
+void run(const MultiTensor& tensors, const Body& body) {
   const Slices slices(tensors.numels());
   parallel_for(0, slices.units(), kGrain, [&](int64_t first, int64_t last) {
     slices.visit(first, last, [&](size_t tensor, int64_t begin, int64_t end) {
@@ -46,7 +46,6 @@ void run(MultiTensor& tensors, const Body& body) {
       body(at, tensor, end - begin);
     });
   });
-  tensors.write_back();
 }
 
 }  // namespace ds_kernels::cpu

@@ -89,10 +89,12 @@ class MultiTensor {
     }
   }
 
+  const char* op() const { return op_; }
   size_t lists() const { return lists_.size(); }
   size_t size() const { return size_; }
   const std::vector<int64_t>& numels() const { return numels_; }
   Dtype dtype(size_t list) const { return dtypes_[list]; }
+  bool is_float(size_t list) const { return dtypes_[list] == Dtype::Float32; }
   void* data(size_t list, size_t tensor) const { return data_[list * size_ + tensor]; }
 
   // Copies what was computed in contiguous copies back to the caller's tensors.

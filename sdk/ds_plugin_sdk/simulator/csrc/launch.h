@@ -8,10 +8,12 @@
 
 namespace runtime {
 
-// The stream on which the caller expects work with this tensor.
+// The stream on which the caller expects work with tensors of this device.
+inline Stream current_stream(int device) {
+  return {device, torch::stable::accelerator::getCurrentStream(device).id()};
+}
 inline Stream current_stream(const torch::stable::Tensor& tensor) {
-  const auto device = tensor.get_device_index();
-  return {static_cast<int>(device), torch::stable::accelerator::getCurrentStream(device).id()};
+  return current_stream(static_cast<int>(tensor.get_device_index()));
 }
 
 }  // namespace runtime

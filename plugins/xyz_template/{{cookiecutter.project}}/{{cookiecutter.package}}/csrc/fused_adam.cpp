@@ -1,8 +1,6 @@
 // ds_plugin::adam_ on {{ cookiecutter.prefix }} devices. Registering it is all that it takes: torch prefers a device's own kernel
 // to the reference.
-#include <ds_kernels/multi_tensor.h>
-
-#include <ds_kernels/adam.h>
+#include <ds_kernels/ops/adam.h>
 #include <launch.h>
 
 namespace {
@@ -39,41 +37,34 @@ void launch(const MultiTensor& tensors, size_t i, const AdamStep& step, runtime:
 
 template <class Param>
 void launch_for(const MultiTensor& tensors, size_t i, const AdamStep& step, runtime::Stream stream) {
-  const bool float_grads = tensors.dtype(1) == Dtype::Float32, float_states = tensors.dtype(2) == Dtype::Float32;
+  const bool float_grads = tensors.is_float(1), float_states = tensors.is_float(2);
   if (float_grads && float_states) return launch<Param, float, float>(tensors, i, step, stream);
   if (float_grads) return launch<Param, float, Param>(tensors, i, step, stream);
   if (float_states) return launch<Param, Param, float>(tensors, i, step, stream);
   return launch<Param, Param, Param>(tensors, i, step, stream);
 }
 
-void adam_(const TensorList& params, const TensorList& grads, const TensorList& exp_avgs, const TensorList& exp_avg_sqs,
-           const std::vector<int64_t>& steps, double lr, double beta1, double beta2, double eps, double weight_decay,
-           bool adamw, bool bias_correction) {
-  const char* op = "adam_";
-  const std::initializer_list<ListArgument> lists = {
-      {"params", params, true},
-      {"grads", grads, false},
-      {"exp_avgs", exp_avgs, true},
-      {"exp_avg_sqs", exp_avg_sqs, true},
-  };
-  MultiTensor tensors(op, lists);
-  tensors.check_dtypes();
-  const AdamOptions options{lr, beta1, beta2, eps, weight_decay, adamw, bias_correction};
-  const auto constants = steps_of(op, steps, tensors.size(), [&](int64_t step) { return adam_step(options, step); });
-  if (tensors.size() == 0) return;
-  const runtime::Stream stream = runtime::current_stream(params[0].tensor());
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    if (tensors.numels()[i] == 0) continue;  // an empty tensor has no address in the device's memory
-    const AdamStep& step = constants[steps.size() == 1 ? 0 : i];
-    switch (tensors.dtype(0)) {
-      case Dtype::BFloat16: launch_for<BFloat16>(tensors, i, step, stream); break;
-      case Dtype::Float16: launch_for<Float16>(tensors, i, step, stream); break;
-      default: launch<float, float, float>(tensors, i, step, stream);
+// What AdamOps asks of a device. It has checked the tensors: equal lengths and shapes, one dtype in a list, no overlaps.
+class Adam {
+ public:
+  explicit Adam(int32_t device) : stream_(runtime::current_stream(device)) {}
+
+  void update(const MultiTensor& tensors, const std::vector<AdamStep>& steps) const {
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      if (tensors.numels()[i] == 0) continue;  // an empty tensor has no address in the device's memory
+      const AdamStep& step = steps[steps.size() == 1 ? 0 : i];
+      switch (tensors.dtype(0)) {
+        case Dtype::BFloat16: launch_for<BFloat16>(tensors, i, step, stream_); break;
+        case Dtype::Float16: launch_for<Float16>(tensors, i, step, stream_); break;
+        default: launch<float, float, float>(tensors, i, step, stream_);
+      }
     }
   }
-  tensors.write_back();
-}
+
+ private:
+  runtime::Stream stream_;
+};
 
 }  // namespace
 
-DS_KERNELS_IMPL(PrivateUse1, m) { m.impl("adam_", DS_KERNELS_BOX(&adam_)); }
+DS_KERNELS_IMPL(PrivateUse1, m) { m.impl("adam_", DS_KERNELS_BOX(&AdamOps<Adam>::adam_)); }
