@@ -12,12 +12,15 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import deepspeed_cuda_ops
 import torch
 import torch.nn.functional as F  # noqa: N812  # torch's own convention
 from torch import Tensor
@@ -93,13 +96,16 @@ def captured(calls: Sequence[Call]) -> Call:
     return graph.replay
 
 
-def rows_of(case: Case, copy_rate: float, turns: int) -> Iterator[Row]:
-    """Measure a case."""
+def rows_of(case: Case, copy_rate: float, turns: int, errors: dict[str, str]) -> Iterator[Row]:
+    """Measure a case; an implementation that fails is left out, and its error noted."""
     count = len(next(iter(case.calls.values())))
-    if case.in_graph:
-        runs = {name: captured(calls) for name, calls in case.calls.items()}
-    else:
-        runs = {name: _one_after_the_other(calls) for name, calls in case.calls.items()}
+    runs: dict[str, Call] = {}
+    for name, calls in case.calls.items():
+        try:
+            calls[0]()
+            runs[name] = captured(calls) if case.in_graph else _one_after_the_other(calls)
+        except Exception as error:
+            errors[f"{case.name}, {name}"] = f"{type(error).__name__}: {error}".partition("\n")[0]
     medians = {name: total / count for name, total in take_turns(runs, turns).items()}
     ours = next(iter(medians.values()))
     for name, median in medians.items():
@@ -144,8 +150,8 @@ MODELS = {
 }
 
 
-def optimizer_cases() -> Iterator[Case]:
-    """FusedAdam and FusedLamb beside torch's, on the same parameters and gradients."""
+def optimizer_cases(own: Path | None) -> Iterator[Case]:
+    """FusedAdam and FusedLamb beside torch's and DeepSpeed's own, on the same parameters and gradients."""
     from ds_plugin_sdk.optim import FusedAdam, FusedLamb
 
     for name, (shapes, dtype) in MODELS.items():
@@ -160,13 +166,44 @@ def optimizer_cases() -> Iterator[Case]:
         }
         if elements < 2e9:
             adam["torch AdamW foreach"] = torch.optim.AdamW(params, lr=1e-4, weight_decay=0.01, foreach=True)
-        yield Case(f"Adam {name}", 7 * size * elements, {n: [o.step] for n, o in adam.items()}, in_graph=False)
+        calls: dict[str, list[Call]] = {n: [o.step] for n, o in adam.items()}
+        calls |= _deepspeed("fused_adam", own, _deepspeed_adam, params)
+        yield Case(f"Adam {name}", 7 * size * elements, calls, in_graph=False)
+        del calls
         if elements < 2e9:
             # p, g, m, v are read and m, v written; then p, m, v are read and p is written
             lamb = {"FusedLamb": [FusedLamb(params, lr=1e-4).step], "torch foreach": [_foreach_lamb(params)]}
+            lamb |= _deepspeed("fused_lamb", own, _deepspeed_lamb, params)
             yield Case(f"LAMB {name}", 10 * size * elements, lamb, in_graph=False)
+            del lamb
         del params, adam
         torch.cuda.empty_cache()
+
+
+def _deepspeed(
+    op: str, own: Path | None, call_of: Callable[..., Call], params: Sequence[Tensor]
+) -> dict[str, list[Call]]:
+    """DeepSpeed's own op as one more implementation, if it was built."""
+    module = deepspeed_cuda_ops.load(op, own) if own else None
+    return {"DeepSpeed's own": [call_of(module, params)]} if module else {}
+
+
+def _deepspeed_adam(module: ModuleType, params: Sequence[Tensor]) -> Call:
+    flag = torch.zeros(1, dtype=torch.int, device=DEVICE)
+    first, second = ([torch.zeros_like(p) for p in params] for _ in range(2))
+    lists = [[p.grad for p in params], [p.data for p in params], first, second]
+    return lambda: module.multi_tensor_adam(2048 * 32, flag, lists, 1e-4, 0.9, 0.999, 1e-8, 3, 1, 1, 0.01)
+
+
+def _deepspeed_lamb(module: ModuleType, params: Sequence[Tensor]) -> Call:
+    first, second = ([torch.zeros_like(p) for p in params] for _ in range(2))
+    none = torch.empty(0, device=DEVICE)
+
+    def step() -> None:
+        for p, m, v in zip(params, first, second, strict=True):
+            module.lamb(p.data, none, m, v, p.grad, 1e-4, 0.9, 0.999, 10.0, 0.01, 1e-8, 1.0, 3, 1, 1, 0.0)
+
+    return step
 
 
 def _foreach_lamb(params: Sequence[Tensor]) -> Call:
@@ -211,7 +248,7 @@ def op_cases() -> Iterator[Case]:
             "torch compiled": torch.compile(lambda x, w=weight: F.rms_norm(x, (x.shape[-1],), w, 1e-6)),
         })  # fmt: skip
         yield _case(f"bias_gelu {list(shape)}", [shape], 2 * size, {
-            "ds_plugin": lambda x, b=bias: activation.bias_gelu(x, b),
+            "ds_plugin": lambda x, b=bias: activation.bias_activation(x, b, "gelu_tanh"),
             "torch eager": lambda x, b=bias: F.gelu(x + b, approximate="tanh"),
             "torch compiled": torch.compile(lambda x, b=bias: F.gelu(x + b, approximate="tanh")),
         })  # fmt: skip
@@ -224,15 +261,113 @@ def op_cases() -> Iterator[Case]:
         })  # fmt: skip
 
 
+def training_cases() -> Iterator[Case]:
+    """What a transformer layer does between its matrix products, forward and backward."""
+    from ds_plugin_sdk.ops import transformer
+
+    half, seed, hidden = torch.bfloat16, transformer.new_seed(device=DEVICE), 4096
+    shape, size = (8192, hidden), 8192 * hidden * 2
+    weight, bias = _random(hidden, dtype=half), _random(hidden, dtype=half)
+
+    def sum_norm(x: Tensor, residual: Tensor) -> Tensor:
+        return F.layer_norm(residual + F.dropout(x + bias, 0.1), (hidden,), weight, bias)
+
+    yield _case(f"dropout_add_layer_norm {list(shape)}", [shape, shape], 4 * size, {
+        "ds_plugin": lambda x, r: transformer.dropout_add_layer_norm(x, weight, bias, r, bias=bias, p=0.1, seed=seed),
+        "torch eager": sum_norm,
+        "torch compiled": torch.compile(sum_norm),
+    })  # fmt: skip
+    mean, rstd = (torch.rand(8192, device=DEVICE) for _ in range(2))
+    backward = torch.ops.ds_plugin.dropout_add_layer_norm_backward
+    torch_backward = torch.ops.aten.native_layer_norm_backward
+    statistics_of_torch = (mean.unsqueeze(1), rstd.unsqueeze(1))
+    yield _case(f"layer norm backward {list(shape)}", [shape, shape], 3 * size, {
+        "ds_plugin": lambda g, x: backward(g, None, x, mean, rstd, weight, None, None, 0.0, False),
+        "torch eager": lambda g, x: torch_backward(g, x, (hidden,), *statistics_of_torch, weight, bias, [True] * 3),
+    })  # fmt: skip
+    yield _case(f"gelu backward {list(shape)}", [shape, shape], 3 * size, {
+        "ds_plugin": lambda g, x: torch.ops.ds_plugin.fused_bias_gelu_backward(g, x, bias, True),
+        "torch eager": lambda g, x: torch.ops.aten.gelu_backward(g, x + bias, approximate="tanh").sum(0),
+    })  # fmt: skip
+    for length in (128, 1024):
+        scores = (8 * (1024 // length) ** 2, 16, length, length)
+        size = math.prod(scores) * 2
+
+        def softmax(x: Tensor) -> Tensor:
+            return F.dropout(torch.softmax(x * 0.125, -1), 0.1)
+
+        yield _case(f"masked_softmax_dropout {list(scores)}", [scores], 3 * size, {
+            "ds_plugin": lambda x: transformer.masked_softmax_dropout(x, scale=0.125, p=0.1, seed=seed),
+            "torch eager": softmax,
+            "torch compiled": torch.compile(softmax),
+        })  # fmt: skip
+
+
+def quantizer_cases(own: Path | None) -> Iterator[Case]:
+    """Groups of 2,048 float16 values to 8 bits, beside DeepSpeed's own op."""
+    from ds_plugin_sdk.ops import quantizer
+
+    shape, groups = (8192, 4096), 16384
+    size = 8192 * 4096 * 2
+
+    def formula(x: Tensor) -> tuple[Tensor, Tensor]:
+        values = x.view(groups, -1).float()
+        scale = 128 / values.abs().amax(1, keepdim=True)
+        return (values * scale).round().clamp(-128, 127).to(torch.int8), 1 / scale
+
+    calls: dict[str, Callable[..., Any]] = {
+        "ds_plugin": lambda x: quantizer.quantize(x, groups=groups),
+        "torch eager": formula,
+        "torch compiled": torch.compile(formula),
+    }
+    module = own and deepspeed_cuda_ops.load("quantizer", own)
+    if module:
+        calls["DeepSpeed"] = lambda x: module.quantize(x, groups, 8, module.Symmetric)
+    yield _case(f"quantize {list(shape)}", [shape], size + size // 2, calls, dtype=torch.float16)
+
+
+def decode_cases() -> Iterator[Case]:
+    """One token after 4,095 others: attention, and a linear layer with int8 weights. LLaMA's shapes."""
+    from ds_plugin_sdk.ops import attention, linear
+
+    past, head_dim = 4095, 128
+    for batch, heads, kv_heads in ((1, 32, 32), (8, 32, 8)):
+        cache = (batch, kv_heads, past + 1, head_dim)
+        new = (batch, kv_heads, 1, head_dim)
+        yield _case(f"decode attention {list(cache)}, {heads} heads", [(batch, heads, 1, head_dim), new, cache, cache],
+                    2 * 2 * math.prod(cache), {
+            "ds_plugin": lambda q, k, key, value: attention.cached_attention(q, k, k, key, value, past),
+            "torch SDPA, nothing appended": lambda q, k, key, value: F.scaled_dot_product_attention(
+                q, key, value, enable_gqa=True
+            ),
+        })  # fmt: skip
+    rows, columns = 11008, 4096
+    for inputs in (1, 4):
+        weights = [linear.quantize_weight(_random(rows, columns, dtype=torch.bfloat16)) for _ in range(8)]
+        floats = [_random(rows, columns, dtype=torch.bfloat16) for _ in range(8)]
+        x = _random(inputs, columns, dtype=torch.bfloat16)
+        yield Case(f"linear int8 [{inputs}, {columns}] x [{rows}]", rows * columns, {
+            "ds_plugin int8": [lambda x=x, w=w: linear.linear(x, w[0], scales=w[1]) for w in weights],
+            "ds_plugin bfloat16": [lambda x=x, w=w: linear.linear(x, w) for w in floats],
+            "torch bfloat16": [lambda x=x, w=w: F.linear(x, w) for w in floats],
+        })  # fmt: skip
+
+
 def _random(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(shape, device=DEVICE, dtype=dtype)
 
 
-def _case(name: str, shapes: Sequence[tuple[int, ...]], moved: int, functions: dict[str, Callable[..., Any]]) -> Case:
+def _case(
+    name: str,
+    shapes: Sequence[tuple[int, ...]],
+    moved: int,
+    functions: dict[str, Callable[..., Any]],
+    dtype: torch.dtype = torch.bfloat16,
+) -> Case:
     """A case of functions of tensors, rotating among as many sets of arguments as keep the L2 cache cold."""
     l2 = torch.cuda.get_device_properties(DEVICE).L2_cache_size
     sets = max(2, min(256, -(-ROTATION_IN_L2 * l2 // moved)))
-    arguments = [[_random(*shape, dtype=torch.bfloat16) for shape in shapes] for _ in range(sets)]
+    arguments = [[_random(*shape, dtype=dtype) for shape in shapes] for _ in range(sets)]
 
     def call(function: Callable[..., Any], tensors: Sequence[Tensor]) -> Call:
         return lambda: function(*tensors)
@@ -241,52 +376,84 @@ def _case(name: str, shapes: Sequence[tuple[int, ...]], moved: int, functions: d
 
 
 # ---- the run -----------------------------------------------------------------------------------------------------
-def cases() -> Iterator[Case]:
-    """All cases; optimizers first."""
-    yield from optimizer_cases()
-    yield from op_cases()
+FAMILIES = ("adam", "lamb", "norm", "softmax", "activation", "transformer", "quantizer", "attention", "linear")
 
 
-def run(deadline: float, turns: int) -> tuple[list[Row], dict[str, Any]]:
+def cases(own: Path | None) -> Iterator[Callable[[], Iterator[Case]]]:
+    """All cases in groups, which fail alone; what matters most first."""
+    yield lambda: optimizer_cases(own)
+    yield training_cases
+    yield decode_cases
+    yield lambda: quantizer_cases(own)
+    yield op_cases
+
+
+def run(deadline: float, turns: int, own: Path | None, save: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     """Measure until all is done, or the deadline (`time.monotonic`) has passed.
 
+    Args:
+        deadline: no case begins after it.
+        turns: measurements of each implementation.
+        own: where DeepSpeed's own ops were built, see `deepspeed_cuda_ops`.
+        save: takes all that is known after each case.
+
     Returns:
-        The rows, and facts: the copy rate, errors by case, and whether time ran out.
+        The rows, the copy rate, errors by case, and whether all cases were begun.
     """
-    for family in ("adam", "lamb", "norm", "softmax", "activation"):
+    for family in FAMILIES:
         load_kernels(family, DEVICE)
-    facts: dict[str, Any] = {"copy_gigabytes_per_second": measured_copy_rate(), "errors": {}, "complete": False}
+    errors: dict[str, str] = {}
     rows: list[Row] = []
+    facts = {"copy_gigabytes_per_second": measured_copy_rate(), "errors": errors, "complete": False, "rows": rows}
     with torch.no_grad():
-        for case in cases():
+        for group in cases(own):
+            name = "a case"
             try:
-                rows += rows_of(case, facts["copy_gigabytes_per_second"], turns)
-            except RuntimeError as error:
-                facts["errors"][case.name] = str(error).partition("\n")[0]
-            torch.cuda.empty_cache()
-            if time.monotonic() > deadline:
-                return rows, facts
+                for case in group():
+                    name = case.name
+                    _measure(case, facts, turns)
+                    save(facts)
+                    if time.monotonic() > deadline:
+                        return facts
+                    del case
+                    torch.cuda.empty_cache()
+            except Exception as error:  # of making a case: the other groups go on
+                errors[f"after {name}"] = f"{type(error).__name__}: {error}".partition("\n")[0]
     facts["complete"] = True
-    return rows, facts
+    save(facts)
+    return facts
+
+
+def _measure(case: Case, facts: dict[str, Any], turns: int) -> None:
+    """Add a case's rows, or its error."""
+    try:
+        facts["rows"] += rows_of(case, facts["copy_gigabytes_per_second"], turns, facts["errors"])
+    except Exception as error:  # an implementation may refuse, or run out of memory
+        facts["errors"][case.name] = f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="file for the figures")
+    parser.add_argument("--json", type=Path, help="file for the figures, written anew after each case")
     parser.add_argument("--seconds", type=float, default=180, help="stop beginning cases after so long")
     parser.add_argument("--turns", type=int, default=20)
+    parser.add_argument("--deepspeed-ops", type=Path, help="where deepspeed_cuda_ops.py has built DeepSpeed's own ops")
     arguments = parser.parse_args()
-    rows, facts = run(time.monotonic() + arguments.seconds, arguments.turns)
+
+    def save(facts: dict[str, Any]) -> None:
+        if arguments.json is not None:
+            rows = [dataclasses.asdict(row) for row in facts["rows"]]
+            arguments.json.write_text(json.dumps({**facts, "rows": rows}, indent=1))
+
+    facts = run(time.monotonic() + arguments.seconds, arguments.turns, arguments.deepspeed_ops, save)
     print(f"copy: {facts['copy_gigabytes_per_second']:.0f} GB/s")
-    for row in rows:
+    for row in facts["rows"]:
         print(
             f"{row.case:32} {row.implementation:20} {row.milliseconds:9.4f} ms {row.gigabytes_per_second:7.0f} GB/s "
             f"{row.times_copy:5.2f} of copy  ours {row.speed_of_ours:5.2f}x"
         )
     for name, error in facts["errors"].items():
         print(f"{name}: {error}")
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps({**facts, "rows": [dataclasses.asdict(row) for row in rows]}, indent=1))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,8 @@ sources that were measured, and the same in Markdown.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import dataclasses
 import datetime
 import hashlib
 import json
@@ -18,9 +20,11 @@ import os
 import platform
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -57,6 +61,16 @@ def newest_report(folder: Path) -> Path | None:
 
 
 # ---- steps -------------------------------------------------------------------------------------------------------
+@dataclasses.dataclass
+class Running:
+    """A command that was started; no process if it could not be."""
+
+    name: str
+    process: subprocess.Popen[bytes] | None
+    log: Path
+    begin: float
+
+
 class Run:
     """The steps of a run, each a process with what is left of the time."""
 
@@ -76,32 +90,51 @@ class Run:
     def left(self) -> float:
         return SECONDS - (time.monotonic() - self.start)
 
-    def step(self, name: str, command: Sequence[str | Path], *, limit: float, **facts: Any) -> bool:
+    def step(self, name: str, command: Sequence[str | Path], *, limit: float) -> bool:
         """Run a command and note how it went; whether it succeeded."""
-        begin = time.monotonic()
-        print(f"\n=== {name} ({self.left():.0f} s left): {' '.join(map(str, command))}", flush=True)
-        try:
-            done = subprocess.run(
-                list(map(str, command)),
-                cwd=ROOT,
-                env=self.environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                errors="replace",
-                timeout=max(1.0, min(limit, self.left())),
-                check=False,
-            )
-            status, output = done.returncode, done.stdout
-        except subprocess.TimeoutExpired as error:
-            status, output = 124, error.stdout or ""
-            output = output.decode(errors="replace") if isinstance(output, bytes) else output
-        except OSError as error:
-            status, output = 127, str(error)
-        print("\n".join(output.splitlines()[-25:]), flush=True)
-        seconds = round(time.monotonic() - begin, 1)
-        self.steps[name] = {"status": status, "seconds": seconds, "tail": output.splitlines()[-25:], **facts}
+        return self.finish(self.begin(name, command), limit=limit)
+
+    def begin(self, name: str, command: Sequence[str | Path], **environment: str) -> Running:
+        """Start a command whose output goes to a file; `finish` notes how it went."""
+        print(f"\n=== {name} ({self.left():.0f} s left): {' '.join(map(str, command))[:200]}", flush=True)
+        log = WORK / "logs" / f"{re.sub(r'[^a-z0-9]+', '-', name.lower())}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        process = None
+        with log.open("wb") as output:
+            try:
+                # In a session of its own: what it starts can be ended with it.
+                process = subprocess.Popen(
+                    list(map(str, command)),
+                    cwd=ROOT,
+                    env={**self.environment, **environment},
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            except OSError as error:
+                output.write(str(error).encode())
+        return Running(name, process, log, time.monotonic())
+
+    def finish(self, running: Running, *, limit: float) -> bool:
+        """Wait for a command, end it and all it started at the limit, and note how it went; whether it succeeded."""
+        status = 127
+        if running.process is not None:
+            try:
+                status = running.process.wait(max(1.0, min(limit, self.left())))
+            except subprocess.TimeoutExpired:
+                status = 124
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(running.process.pid, signal.SIGKILL)
+            running.process.wait()
+        tail = running.log.read_text(errors="replace").splitlines()[-25:]
+        print("\n".join(tail), flush=True)
+        self.note(running.name, status, running.begin, tail)
         return status == 0
+
+    def note(self, name: str, status: int, begin: float, tail: list[str]) -> None:
+        """Put a step into the report."""
+        self.steps[name] = {"status": status, "seconds": round(time.monotonic() - begin, 1), "tail": tail}
 
     def python(self, name: str, *arguments: str | Path, limit: float) -> bool:
         return self.step(name, (sys.executable, *arguments), limit=limit)
@@ -158,19 +191,44 @@ def build(run: Run) -> None:
     run.python("build", "-c", BUILD, limit=200)
 
 
+NATIVE = """
+import subprocess, sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+nvcc, binary, *command = sys.argv[1:]
+options = [word for word in command if not word.endswith((".cu", ".cpp"))]
+sources = [Path(word) for word in command if word.endswith((".cu", ".cpp"))]
+objects = [Path(binary).with_suffix(f".{source.name}.o") for source in sources]
+def compile(source, to):
+    subprocess.run([nvcc, *options, "-x", "cu", "-c", source, "-o", to], check=True)
+with ThreadPoolExecutor() as pool:
+    list(pool.map(compile, sources, objects))
+subprocess.run([nvcc, *options, *objects, "-o", binary], check=True)
+"""
+
+
 def native_tests(run: Run, nvcc: str, arch: str) -> None:
     """The launchers without torch, then under NVIDIA's sanitizer."""
     binary = WORK / "test_cuda"
     sources = [ROOT / "kernels" / "tests" / "test_cuda.cpp", *sorted((ROOT / "kernels" / "cuda").glob("*.cu"))]
-    options = ("-std=c++17", "-O2", "-lineinfo", "--expt-relaxed-constexpr", "--threads", "0", f"-arch={arch}")
-    command = (nvcc, *options, "-I", ROOT / "kernels" / "include", *sources, "-o", binary)
-    if not run.step("native tests: build", command, limit=120):
+    options = ("-std=c++17", "-O2", "-lineinfo", f"-arch={arch}", f"-I{ROOT / 'kernels' / 'include'}")
+    if not run.python("native tests: build", "-c", NATIVE, nvcc, binary, *options, *sources, limit=150):
         return
     run.step("native tests", (binary,), limit=60)
     sanitizer = shutil.which("compute-sanitizer") or str(Path(nvcc).resolve().parents[1] / "bin" / "compute-sanitizer")
     for tool in ("memcheck", "racecheck"):
         command = (sanitizer, "--tool", tool, "--error-exitcode", "1", binary)
         run.step(f"native tests: {tool}", command, limit=min(60, run.left() - RESERVE))
+
+
+def begin_deepspeed_ops(run: Run) -> Running:
+    """Start building DeepSpeed's own CUDA ops by DeepSpeed, without this plugin; it takes a minute or two."""
+    folder = WORK / "deepspeed_ops"
+    folder.mkdir(parents=True, exist_ok=True)
+    command = (sys.executable, ROOT / "benchmarks" / "deepspeed_cuda_ops.py", folder)
+    return run.begin(
+        "DeepSpeed's own ops", command, TORCH_DEVICE_BACKEND_AUTOLOAD="0", TORCH_EXTENSIONS_DIR=str(folder)
+    )
 
 
 def conformance(run: Run, deepspeed: bool) -> None:
@@ -187,7 +245,9 @@ def benchmarks(run: Run) -> None:
     out = WORK / "cuda_ops.json"
     out.unlink(missing_ok=True)
     seconds = max(20.0, run.left() - 60)
-    run.python("benchmarks", ROOT / "benchmarks" / "cuda_ops.py", "--json", out, "--seconds", str(seconds), limit=999)
+    program = ROOT / "benchmarks" / "cuda_ops.py"
+    options = ("--json", out, "--seconds", str(seconds), "--deepspeed-ops", WORK / "deepspeed_ops")
+    run.python("benchmarks", program, *options, limit=run.left() - 10)
 
 
 # ---- the report --------------------------------------------------------------------------------------------------
@@ -283,6 +343,29 @@ def _json(path: Path) -> Any:
     return json.loads(path.read_text()) if path.exists() else None
 
 
+def check(run: Run, environment: dict[str, Any]) -> Path:
+    """All steps, and the report, which is written anew after each: whatever ends the run, it says how far it came."""
+    deepspeed = environment["deepspeed"] is not None
+    begun: list[Running] = []
+    steps: dict[str, Callable[[], object]] = {
+        "install": lambda: install(run),
+        "build": lambda: build(run),
+        "begin DeepSpeed's own ops": lambda: begun.append(begin_deepspeed_ops(run)) if deepspeed else None,
+        "native tests": lambda: native_tests(run, environment["nvcc_path"], environment["arch"]),
+        "conformance": lambda: conformance(run, deepspeed),
+        "DeepSpeed's own ops": lambda: [run.finish(running, limit=min(60, run.left() - 100)) for running in begun],
+        "benchmarks": lambda: benchmarks(run),
+    }
+    for name, step in steps.items():
+        begin = time.monotonic()
+        try:
+            step()
+        except Exception:
+            run.note(f"{name}: broke", 1, begin, traceback.format_exc().splitlines()[-25:])
+        path = write_report(run, environment)
+    return path
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--into", type=Path, default=ROOT / "benchmarks" / "results")
@@ -291,16 +374,7 @@ def main() -> int:
     run = Run(arguments.into, arguments.wheels)
     environment = environment_of(run)
     print(", ".join(f"{name} {value}" for name, value in environment.items()), flush=True)
-    steps: list[Callable[[], None]] = [
-        lambda: install(run),
-        lambda: build(run),
-        lambda: native_tests(run, environment["nvcc_path"], environment["arch"]),
-        lambda: conformance(run, environment["deepspeed"] is not None),
-        lambda: benchmarks(run),
-    ]
-    for step in steps:
-        step()
-    path = write_report(run, environment)
+    path = check(run, environment)
     failed = [name for name, step in run.steps.items() if step["status"]]
     print(
         f"\nmake gpu-check: {path} after {time.monotonic() - run.start:.0f} s; failed: {', '.join(failed) or 'nothing'}"

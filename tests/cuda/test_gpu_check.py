@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import time
 from pathlib import Path
 
 import gpu_check
@@ -76,13 +77,51 @@ def test_the_report_for_people() -> None:
     assert "LAMB: out of memory" in text
 
 
-def test_a_step_that_fails_or_hangs_is_noted(tmp_path: Path) -> None:
-    run = gpu_check.Run(tmp_path, tmp_path)
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> gpu_check.Run:
+    monkeypatch.setattr(gpu_check, "WORK", tmp_path / "work")
+    return gpu_check.Run(tmp_path / "results", tmp_path)
+
+
+def test_a_step_that_fails_or_hangs_is_noted(run: gpu_check.Run) -> None:
     assert run.python("fails", "-c", "print('why'); raise SystemExit(3)", limit=30) is False
     assert run.python("hangs", "-c", "import time; time.sleep(60)", limit=1) is False
     assert run.step("is missing", ("/no/such/program",), limit=1) is False
     assert [run.steps[name]["status"] for name in ("fails", "hangs", "is missing")] == [3, 124, 127]
     assert run.steps["fails"]["tail"] == ["why"]
+
+
+def test_what_a_step_has_started_ends_with_it(run: gpu_check.Run) -> None:
+    """A worker that goes on would disturb the measurements that follow."""
+    assert run.step("hangs", ("sh", "-c", "sleep 60 & echo $!; wait"), limit=2) is False
+    worker = Path("/proc", run.steps["hangs"]["tail"][0], "stat")
+    deadline = time.monotonic() + 10
+    while worker.exists() and " Z " not in worker.read_text() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not worker.exists() or " Z " in worker.read_text()
+
+
+def test_a_step_that_breaks_stops_no_other_and_is_reported(run: gpu_check.Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+
+    def breaks(run: gpu_check.Run) -> None:
+        raise OSError("no room")
+
+    monkeypatch.setattr(gpu_check, "install", breaks)
+    for name in ("build", "native_tests", "conformance", "benchmarks"):
+        monkeypatch.setattr(gpu_check, name, lambda *arguments, name=name: ran.append(name))
+    environment = {"gpu": "NVIDIA H200", "nvcc_path": "nvcc", "arch": "sm_90", "deepspeed": None}
+    report = json.loads(gpu_check.check(run, environment).read_text())
+    assert ran == ["build", "native_tests", "conformance", "benchmarks"]
+    assert report["steps"]["install: broke"]["tail"][-1] == "OSError: no room"
+
+
+def test_all_steps_together_end_in_time(run: gpu_check.Run) -> None:
+    """Whatever a step may take, it gets no more than is left."""
+    run.start -= gpu_check.SECONDS - 1
+    begin = time.monotonic()
+    assert run.step("late", ("sleep", "60"), limit=60) is False
+    assert time.monotonic() - begin < 10
 
 
 def test_plugins_are_found_beside_their_sources(tmp_path: Path) -> None:
