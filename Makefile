@@ -32,6 +32,7 @@ help:
 	@echo 'make format        let ruff format the tree'
 	@echo 'make gpu-check     on a machine with an NVIDIA GPU: builds, tests, conformance, benchmarks, a report'
 	@echo 'make cuda-compile  compile every CUDA kernel for every architecture; needs nvcc, no GPU'
+	@echo 'make deepspeed-tests  tests out of a clone of DeepSpeed, DEEPSPEED=/path/to/clone, on the CPU plugin'
 	@echo 'make bench         the training step against the accelerator that DeepSpeed brings along'
 	@echo 'make clean         remove everything that these commands made'
 	@echo
@@ -104,6 +105,17 @@ pytest: $(READY)
 .PHONY: mutants
 mutants: $(READY)
 	$(BIN)/python -m ds_plugin_sdk.conformance.mutants $(MUTANTS)
+
+# Tests of DeepSpeed's repository, at the tag of the installed release: docs/deepspeed-tests.md. Only the tests are taken
+# from the clone, so that they import the installed DeepSpeed. Two ranks are what a machine with one socket else lacks.
+DEEPSPEED ?= $(error DEEPSPEED=/path/to/clone is needed)
+DEEPSPEED_TESTS ?= unit/ops unit/comm unit/runtime/comm unit/runtime/half_precision/test_fp16.py unit/moe/test_moe.py
+.PHONY: deepspeed-tests
+deepspeed-tests: $(READY)
+	rm -rf build/deepspeed-tests && mkdir -p build/deepspeed-tests
+	git -C '$(DEEPSPEED)' archive "v$$($(BIN)/python -c 'import importlib.metadata as m; print(m.version("deepspeed"))')" tests \
+	    | tar -x -C build/deepspeed-tests
+	cd build/deepspeed-tests/tests && LOCAL_SIZE=2 OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(or $(ARGS),$(DEEPSPEED_TESTS))
 
 # --- NVIDIA GPUs --------------------------------------------------------------------------------------------------
 
