@@ -6,8 +6,8 @@
 
 namespace ds_kernels {
 
-// Device is made for the index of the tensors' device, current while it lives. It has, for lists of parameters, gradients
-// and sums of squares,
+// Device is made for the index of the tensors' device, current while it lives. It has, for lists of parameters,
+// gradients and sums of squares,
 //   void update(const MultiTensor& tensors, const AdagradStep& step) const;
 template <class Device>
 struct AdagradOps {

@@ -6,8 +6,8 @@
 
 namespace ds_kernels {
 
-// Device is made for the index of the tensors' device, current while it lives. It has, for lists of parameters, gradients,
-// first and second moments, and one AdamStep for all tensors or one each,
+// Device is made for the index of the tensors' device, current while it lives. It has, for lists of parameters,
+// gradients, first and second moments, and one AdamStep for all tensors or one each,
 //   void update(const MultiTensor& tensors, const std::vector<AdamStep>& steps) const;
 //   void rollback(const MultiTensor& tensors, const std::vector<AdamStep>& steps) const;    float32 only
 template <class Device>

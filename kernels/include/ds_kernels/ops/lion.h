@@ -6,8 +6,8 @@
 
 namespace ds_kernels {
 
-// Device is made for the index of the tensors' device, current while it lives. It has, for lists of parameters, gradients
-// and moments,
+// Device is made for the index of the tensors' device, current while it lives. It has, for lists of parameters,
+// gradients and moments,
 //   void update(const MultiTensor& tensors, const LionStep& step) const;
 template <class Device>
 struct LionOps {

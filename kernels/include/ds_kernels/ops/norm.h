@@ -35,7 +35,8 @@ struct NormOps {
                                                    const OptionalTensor& input_bias, const Tensor& weight,
                                                    const Tensor& bias, double eps) {
     Tensor sum;
-    Tensor output = run({"pre_layer_norm", &Device::layer_norm, input, &residual, input_bias, weight, &bias, eps}, &sum);
+    const Norm norm{"pre_layer_norm", &Device::layer_norm, input, &residual, input_bias, weight, &bias, eps};
+    Tensor output = run(norm, &sum);
     return {output, sum};
   }
 
