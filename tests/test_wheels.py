@@ -33,6 +33,23 @@ print(ds_plugin_sdk.__file__)
 print(abs(p[0].item() - 0.9) < 1e-5, {record.origin for record in provenance.records()})
 """
 
+# The same for a program that never asks for an accelerator.
+USE_ALONE = """
+import warnings
+warnings.simplefilter("error")
+import torch
+import ds_plugin_sdk
+from ds_plugin_sdk import provenance
+from ds_plugin_sdk.nn import TransformerLayer
+from ds_plugin_sdk.optim import FusedAdam
+layer = TransformerLayer(64, 4)
+optimizer = FusedAdam(layer.parameters(), lr=0.1)
+layer(torch.randn(2, 8, 64)).sum().backward()
+optimizer.step()
+print(ds_plugin_sdk.__file__)
+print(True, {record.origin for record in provenance.records()})
+"""
+
 
 def wheel(project: Path, folder: Path, **environment: str) -> Path:
     """Build a wheel of a project offline, and unpack it into ``folder/site``."""
@@ -50,19 +67,20 @@ def test_ops_in_the_wheel_need_no_compiler(tmp_path: Path) -> None:
     assert pure.name.endswith("-py3-none-any.whl")
     native = wheel(ROOT / "plugins" / "cpu", tmp_path, DS_BUILD_OPS="1")
     assert "-py3-none-linux_" in native.name
-    done = subprocess.run(
-        [sys.executable, "-c", USE],
-        env=child_environment(PYTHONPATH=str(tmp_path / "site"), PATH=str(tmp_path), DS_PLUGIN_FALLBACK="0"),
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=tmp_path,
-    )
-    assert done.stdout.startswith(str(tmp_path / "site")), done.stdout + done.stderr
-    assert "True" in done.stdout
-    assert "'prebuilt'" in done.stdout
-    assert "'reference'" not in done.stdout
-    assert "'compiled'" not in done.stdout
+    for program in (USE, USE_ALONE):
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            env=child_environment(PYTHONPATH=str(tmp_path / "site"), PATH=str(tmp_path), DS_PLUGIN_FALLBACK="0"),
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=tmp_path,
+        )
+        assert done.stdout.startswith(str(tmp_path / "site")), done.stdout + done.stderr
+        assert "True" in done.stdout
+        assert "'prebuilt'" in done.stdout
+        assert "'reference'" not in done.stdout
+        assert "'compiled'" not in done.stdout
     assert not (tmp_path / "kernel-cache").exists()
 
 

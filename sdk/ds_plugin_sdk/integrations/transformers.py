@@ -31,8 +31,8 @@ from ds_plugin_sdk.integrations import _decoder
 from ds_plugin_sdk.integrations._decoder import Decoder, Norm, ops_for
 from ds_plugin_sdk.integrations._kv_cache import growing_layer
 from ds_plugin_sdk.integrations._weights import Matrix, Packer, Source, Weights
-from ds_plugin_sdk.op_builder import load_kernels
 from ds_plugin_sdk.ops.linear import Activation
+from ds_plugin_sdk.registry import load_kernels
 
 ATTENTION = "ds_plugin"
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_plugin_sdk.op_builder import load_kernels
 from ds_plugin_sdk.ops import transformer_layer
 from ds_plugin_sdk.ops.transformer_layer import Kept, Layer, Weights
+from ds_plugin_sdk.registry import load_kernels
 
 
 class TransformerLayer(nn.Module):

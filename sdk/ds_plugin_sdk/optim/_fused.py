@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from ds_plugin_sdk.errors import InvalidTensorError
-from ds_plugin_sdk.op_builder import load_kernels
+from ds_plugin_sdk.registry import load_kernels
 
 Group = dict[str, Any]
 State = dict[str, Any]

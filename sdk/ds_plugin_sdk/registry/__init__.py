@@ -19,6 +19,7 @@ from ds_plugin_sdk.registry.current import (
     use_host,
 )
 from ds_plugin_sdk.registry.plugin import Plugin, Probe
+from ds_plugin_sdk.registry.prebuilt import load_kernels
 from ds_plugin_sdk.registry.scan import Candidate, only, scan
 from ds_plugin_sdk.registry.select import Decision, Step
 
@@ -33,6 +34,7 @@ __all__ = [
     "decision",
     "get_accelerator",
     "load",
+    "load_kernels",
     "on_change",
     "only",
     "preview",

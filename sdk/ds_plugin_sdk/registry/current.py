@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds_plugin_sdk import op_builder, provenance
 from ds_plugin_sdk.errors import InvalidAcceleratorError, PluginLoadError
+from ds_plugin_sdk.registry import prebuilt
 from ds_plugin_sdk.registry.scan import Candidate
 from ds_plugin_sdk.registry.select import Decision, decide
 
@@ -89,8 +89,7 @@ def load(candidate: Candidate) -> DeepSpeedAccelerator:
         PluginLoadError: its module or class cannot be had.
     """
     manifest = candidate.manifest
-    if manifest.prebuilt is not None:
-        op_builder.add_prebuilt(candidate.name, _folder(manifest.prebuilt) / "prebuilt")
+    prebuilt.offer(candidate)
     module, _, name = manifest.accelerator.partition(":")
     try:
         cls = getattr(importlib.import_module(module), name)
@@ -152,11 +151,6 @@ def _install(accelerator: DeepSpeedAccelerator, decision: Decision, *, plugin: s
         listeners = list(_listeners)
     for listener in listeners:
         listener(accelerator)
-
-
-def _folder(package: str) -> Path:
-    module = importlib.import_module(package)
-    return Path(str(module.__file__)).resolve().parent
 
 
 def _torch_hardware() -> str | None:
