@@ -34,7 +34,8 @@ def offer(candidate: Candidate) -> None:
 def _offer_all() -> None:
     for candidate in itertools.chain.from_iterable(scan().values()):
         if allowed(candidate.name):
-            with contextlib.suppress(PluginError, ImportError):  # whoever chooses an accelerator is told what is wrong with it
+            # Whoever chooses an accelerator is told what is wrong with its plugin.
+            with contextlib.suppress(PluginError, ImportError):
                 offer(candidate)
 
 
