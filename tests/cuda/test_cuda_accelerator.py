@@ -53,7 +53,8 @@ def test_dtypes_are_those_of_the_hardware(
 
 
 def test_every_op_has_a_builder(cuda: CUDA_Accelerator) -> None:
-    for name in ("FusedAdamBuilder", "FusedLionBuilder", "FusedLambBuilder"):
+    names = ("FusedAdamBuilder", "FusedLionBuilder", "FusedLambBuilder", "TransformerBuilder", "QuantizerBuilder")
+    for name in (*names, "StochasticTransformerBuilder", "SpatialInferenceBuilder"):
         assert cuda.get_op_builder(name).__module__.startswith("ds_plugin_cuda.")
     assert cuda.get_op_builder("CPUAdamBuilder").__module__.startswith("ds_plugin_sdk.")
 
