@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NoReturn
 
+import torch
 from torch import Tensor
 
 from ds_plugin_sdk.errors import OpNotImplementedError, SdkError
@@ -92,23 +93,30 @@ def adam_rollback(
 ) -> int:
     """Undo step number `step` of AdamW with bias correction, whatever the optimizer's mode. Gives 0.
 
-    DeepSpeed's own op prints a line and gives -1 where a tensor is not float32, which its front end does not look at:
-    it would count the step as undone. Here that is an error.
+    Parameters of 16 bits are undone in float32 and rounded: they and their states come back to within the rounding of
+    their dtypes. DeepSpeed's own op prints a line there and gives -1, which its front end does not look at: it counts
+    a step as undone that was not.
 
     Raises:
         InvalidTensorError: the tensors do not fit; nothing was modified.
     """
+    given = [params, grads, exp_avg, exp_avg_sq]
+    wide = [tensor.float() for tensor in given] if params.dtype in (torch.float16, torch.bfloat16) else given
+    p, g, m, v = ([tensor] for tensor in wide)
     adam_rollback_(
-        [params],
-        [grads],
-        [exp_avg],
-        [exp_avg_sq],
+        p,
+        g,
+        m,
+        v,
         step,
         lr=lr,
         betas=(beta1, beta2),
         eps=eps,
         weight_decay=max(weight_decay, 0.0),
     )
+    for narrow, undone in zip(given, wide, strict=True):
+        if narrow is not undone and narrow is not grads:
+            narrow.copy_(undone)
     return 0
 
 
