@@ -28,6 +28,8 @@ help:
 	@echo 'make pytest        the Python tests alone; ARGS=... goes to pytest'
 	@echo 'make kernels-test  the native tests of the kernels alone'
 	@echo 'make mutants       the defects seeded for the conformance suite, and the checks that find them: some minutes'
+	@echo 'make sanitize      the native tests, and every op as torch calls it, under the sanitizers: a long while'
+	@echo 'make emulate       the wheels with binaries on older CPUs, under qemu: some minutes'
 	@echo 'make lint          style (ruff) and types (mypy) alone'
 	@echo 'make format        let ruff format the tree'
 	@echo 'make gpu-check     on a machine with an NVIDIA GPU: builds, tests, conformance, benchmarks, a report'
@@ -100,6 +102,24 @@ kernels-test: $(READY)
 .PHONY: pytest
 pytest: $(READY)
 	$(BIN)/python -m pytest $(ARGS)
+
+# The native tests, and every op as torch calls it, under the sanitizers.
+.PHONY: sanitize
+sanitize: $(READY)
+	for kind in address,undefined thread; do \
+	    $(CMAKE) -S kernels -B build/sanitize-$$kind/native -G Ninja -DDS_KERNELS_SANITIZE=$$kind; \
+	    $(CMAKE) --build build/sanitize-$$kind/native --parallel 2; \
+	    $(CMAKE:%cmake=%ctest) --test-dir build/sanitize-$$kind/native --output-on-failure; \
+	    DS_ACCELERATOR=cpu kernels/sanitize.sh $$kind $(BIN)/sdk conformance cpu --level ops --timeout 900 \
+	        -k ops.accuracy -k ops.strided -k ops.empty; \
+	done
+
+# The wheels with binaries, on x86-64 CPUs older than this one: needs qemu-user.
+.PHONY: emulate
+emulate: $(READY)
+	rm -rf build/wheels
+	DS_BUILD_OPS=1 $(PIP) wheel --no-deps --no-build-isolation --wheel-dir build/wheels . plugins/cpu
+	$(BIN)/python benchmarks/emulated_wheel.py build/wheels
 
 # Every check of `sdk conformance` must find the defects seeded for it; MUTANTS=... goes to the program.
 .PHONY: mutants
