@@ -400,9 +400,12 @@ def run(deadline: float, turns: int, own: Path | None, save: Callable[[dict[str,
     Returns:
         The rows, the copy rate, errors by case, and whether all cases were begun.
     """
-    for family in FAMILIES:
-        load_kernels(family, DEVICE)
     errors: dict[str, str] = {}
+    for family in FAMILIES:
+        try:
+            load_kernels(family, DEVICE)
+        except Exception as error:  # its ops are then those of torch
+            errors[f"{family} has no kernels here"] = f"{type(error).__name__}: {error}".partition("\n")[0]
     rows: list[Row] = []
     facts = {"copy_gigabytes_per_second": measured_copy_rate(), "errors": errors, "complete": False, "rows": rows}
     with torch.no_grad():
