@@ -13,24 +13,10 @@ import pytest
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.compiler, pytest.mark.slow, pytest.mark.timeout(900)]
 
-ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = Path(__file__).with_name("kernel_injection.py")
-
-# The last release whose models DeepSpeed's layers fit, and what it insists on in versions of its own time.
-OLD = ("transformers==4.43.4", "tokenizers>=0.19,<0.20", "huggingface-hub>=0.23.2,<1")
 
 GENERATE = ("gpt2", "opt", "bloom", "gptj")
 MODELS = (*GENERATE, "bert", "bert, gelu by erf")
-
-
-@pytest.fixture(scope="session")
-def old_transformers() -> Path:
-    """A folder with that release beside what is installed; made once, and kept with the tree's other build results."""
-    folder = ROOT / "build" / "transformers-4.43.4"
-    if not (folder / "transformers").is_dir():
-        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps"]
-        subprocess.run([*pip, "--target", str(folder), *OLD], check=True)
-    return folder
 
 
 def run_program(out: Path, path: str, **variables: str) -> dict[str, Any]:

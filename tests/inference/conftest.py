@@ -1,0 +1,24 @@
+"""The transformers that DeepSpeed's layers are written for."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# The last release whose models DeepSpeed's layers fit, and what it insists on in versions of its own time.
+OLD = ("transformers==4.43.4", "tokenizers>=0.19,<0.20", "huggingface-hub>=0.23.2,<1")
+
+
+@pytest.fixture(scope="session")
+def old_transformers() -> Path:
+    """A folder with that release beside what is installed; made once, and kept with the tree's other build results."""
+    folder = ROOT / "build" / "transformers-4.43.4"
+    if not (folder / "transformers").is_dir():
+        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps"]
+        subprocess.run([*pip, "--target", str(folder), *OLD], check=True)
+    return folder
