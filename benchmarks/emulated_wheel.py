@@ -88,6 +88,8 @@ def compare(info: Any, dtype: Any) -> int:
 
     compared = 0
     for sample in info.samples(Make.seeded(dtype)):
+        if sample.kind == "real":
+            break  # of the shapes of real models, which come last
         if sum(tensor.numel() for each in sample.arguments.values() for tensor in tensors(each)) > LARGEST:
             continue
         exact = {name: copied(each, exactly=True) for name, each in sample.arguments.items()}
