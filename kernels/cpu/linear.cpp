@@ -2,6 +2,8 @@
 #include "linear_loops.h"
 #include "by_dtype.h"
 
+#include <type_traits>
+
 namespace ds_kernels::cpu {
 namespace {
 
@@ -38,7 +40,8 @@ inline ShortInputs inputs_from(const ShortInputs& input, const Dots& dots, int64
   return {input.values + m * dots.columns, input.scales + m * dots.groups};
 }
 
-// `rows` rows, at most kRows, with all inputs, the widest tiles first.
+// `rows` rows, at most kRows, with all inputs, the widest tiles first. One input takes two rows, although there are
+// registers for eight: so what is fetched ahead is what comes next.
 template <class Weight, class Input>
 void dot_rows(const Dots& dots, int64_t rows, int64_t inputs, const Weight* weight, const float* scales, Input input,
               float* sums) {
@@ -59,7 +62,7 @@ void dot_rows(const Dots& dots, int64_t rows, int64_t inputs, const Weight* weig
     tiles(Constant<4>{}, Constant<2>{}, m);
     m += 2;
   }
-  if (m < inputs) tiles(Constant<8>{}, Constant<1>{}, m);
+  if (m < inputs) tiles(Constant<2>{}, Constant<1>{}, m);
 }
 
 template <class Element, class Weight>
@@ -147,16 +150,45 @@ bool shorten_inputs(const LinearTask& task, int16_t* values, float* scales) {
   return true;
 }
 
+// `count` weights times their scale.
+template <class Element>
+DS_KERNELS_INLINE void scale_weights(const int8_t* from, Element* to, int64_t count, float scale) {
+  for_each_vector(count, [=](int64_t i, auto memory) { memory.store(to + i, scale * memory.load(from + i)); });
+}
+
+// The same by AVX512-BF16's instruction, which makes zeros of subnormals. By its name, see add_pairs().
+#ifdef __AVX512F__
+inline bool narrows_by_instruction() { return __builtin_cpu_supports("avx512bf16"); }
+DS_KERNELS_INLINE void scale_vectors(const int8_t* from, BFloat16* to, int64_t count, float scale) {
+  for (int64_t i = 0; i < count; i += kLanes) {
+    const Floats x = scale * PlainVector{}.load(from + i);
+    __m256i narrow;
+    __asm__("vcvtneps2bf16 %1, %0" : "=v"(narrow) : "v"(x));
+    __builtin_memcpy(to + i, &narrow, sizeof narrow);
+  }
+}
+#else
+inline bool narrows_by_instruction() { return false; }
+inline void scale_vectors(const int8_t*, BFloat16*, int64_t, float) {}
+#endif
+
 template <class Element>
 struct LinearDequantize {
   static void run(const LinearTask& task, void* to, int64_t begin, int64_t end) {
     const int64_t width = task.columns / task.groups;
+    const bool by_instruction = width % kLanes == 0 && narrows_by_instruction();
     for (int64_t row = begin; row < end; ++row) {
       for (int64_t group = 0; group < task.groups; ++group) {
         const auto* from = static_cast<const int8_t*>(task.weight) + row * task.stride + group * width;
         auto* target = static_cast<Element*>(to) + row * task.columns + group * width;
         const float scale = task.scales[row * task.groups + group];
-        for_each_vector(width, [=](int64_t i, auto memory) { memory.store(target + i, scale * memory.load(from + i)); });
+        if constexpr (std::is_same_v<Element, BFloat16>) {
+          if (by_instruction) {
+            scale_vectors(from, target, width, scale);
+            continue;
+          }
+        }
+        scale_weights(from, target, width, scale);
       }
     }
   }

@@ -13,13 +13,28 @@ namespace {
 
 constexpr const char* kOp = "linear";
 
-// From this many inputs on torch's product is faster.
+// From this many inputs on torch's product is faster; for 16-bit weights sooner where the CPU multiplies matrices of them.
 constexpr int64_t kManyInputs = 24;
+constexpr int64_t kManyInputsForTiles = 8;
+// How much of int8 weights is dequantized at a time for that product: what then still is in the second cache.
+constexpr int64_t kBlockBytes = 1 << 20;
+constexpr int64_t kLeastBlock = 64;
 // Outputs of one share: at least a few cache lines of them.
 constexpr int64_t kShare = 16;
 
 bool is_int8(const Tensor& tensor) { return TensorRef(tensor.get()).dtype_code() == aoti_torch_dtype_int8(); }
 bool is_float32(const Tensor& tensor) { return TensorRef(tensor.get()).dtype_code() == aoti_torch_dtype_float32(); }
+
+// Whether the CPU has AMX for bfloat16.
+bool multiplies_tiles() {
+#if defined(__x86_64__)
+  unsigned a, b, c, d;  // GCC before 11 cannot be asked for AMX by name
+  static const bool has = __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 22 & 1);
+  return has;
+#else
+  return false;
+#endif
+}
 
 // What `torch.nn.functional.linear` gives.
 Tensor matrix_product(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
@@ -57,12 +72,16 @@ class Linear {
   }
 
   Tensor run() {
-    if (task_.inputs < kManyInputs || task_.columns == 0) return few();
-    return many();
+    return task_.inputs < most_few() || task_.columns == 0 ? few() : many();
   }
 
  private:
   Shape shape() const { return {shape_.data(), shape_.size()}; }
+
+  int64_t most_few() const {
+    const bool tiles = arguments_.dtype() == Dtype::BFloat16 && !quantized_ && multiplies_tiles();
+    return tiles ? kManyInputsForTiles : kManyInputs;
+  }
 
   void take_weight(const OptionalTensor& scales) {
     arguments_.check_device("weight", weight_);
@@ -116,7 +135,7 @@ class Linear {
   }
 
   Tensor many() {
-    Tensor sums = matrix_product(input_, quantized_ ? dequantized() : weight_, bias_);
+    Tensor sums = quantized_ ? product_by_blocks() : matrix_product(input_, weight_, bias_);
     if (task_.activation == Activation::Identity && !task_.gated && !task_.residual) return sums;
     Tensor output = task_.gated ? new_tensor(input_, shape()) : sums;
     const void* from = sums.data_ptr();
@@ -127,16 +146,41 @@ class Linear {
     return output;
   }
 
-  Tensor dequantized() {
+  // The product with int8 weights, which are dequantized block by block into the same memory.
+  Tensor product_by_blocks() {
+    const NoGrad guard;
     const Tensor weight = torch::stable::contiguous(weight_);
     task_.weight = weight.data_ptr();
     task_.stride = task_.columns;
-    Tensor wide = new_tensor(input_, weight.sizes());
+    const int64_t rows = weight.size(0), last = input_.dim() - 1;
+    const int64_t fit = kBlockBytes / (task_.columns * size_of(arguments_.dtype()));
+    const int64_t block = std::min(rows, std::max(fit / kLeastBlock * kLeastBlock, kLeastBlock));
+    const int64_t wide_shape[] = {block, task_.columns};
+    Tensor wide = new_tensor(input_, {wide_shape, 2});
+    std::vector<int64_t> shape(shape_);
+    shape.back() = rows;
+    Tensor sums = new_tensor(input_, {shape.data(), shape.size()});
+    for (int64_t first = 0; first < rows; first += block) {
+      const int64_t count = std::min(block, rows - first);
+      dequantize(first, count, wide.data_ptr());
+      OptionalTensor bias;
+      if (bias_) bias = torch::stable::narrow(*bias_, 0, first, count);
+      const Tensor product = matrix_product(input_, torch::stable::narrow(wide, 0, 0, count), bias);
+      if (count == rows) return product;
+      Tensor part = torch::stable::narrow(sums, last, first, count);
+      torch::stable::copy_(part, product);
+    }
+    return sums;
+  }
+
+  // `count` rows of weights from `first` on.
+  void dequantize(int64_t first, int64_t count, void* to) {
+    LinearTask part = task_;
+    part.weight = static_cast<const int8_t*>(task_.weight) + first * task_.columns;
+    part.scales = task_.scales + first * task_.groups;
     const DequantizeLoop loop = loops_.dequantize(arguments_.dtype());
-    void* to = wide.data_ptr();
-    parallel_for(0, weight.size(0), row_grain(task_.columns),
-                 [&](int64_t begin, int64_t end) { loop(task_, to, begin, end); });
-    return wide;
+    parallel_for(0, count, row_grain(task_.columns),
+                 [&](int64_t begin, int64_t end) { loop(part, to, begin, end); });
   }
 
   Arguments arguments_;

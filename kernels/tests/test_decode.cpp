@@ -122,6 +122,55 @@ void test_linear_layers() {
   });
 }
 
+void test_dequantizing() {
+  at_all_levels(all_linear_loops(), [](const LinearLoops& loops, Dtype dtype) {
+    for (const Shape s : {Shape{0, 1, 1, 1}, {0, 33, 5, 3}, {0, 96, 3, 3}, {0, 128, 4, 1}, {0, 256, 2, 2}}) {
+      const std::vector<int8_t> weight = bytes(s.outputs * s.columns);
+      std::vector<float> scales(s.outputs * s.groups);
+      for (size_t i = 0; i < scales.size(); ++i) scales[i] = (1 + i % 7) / 300.f;
+      Elements wide(dtype, weight.size());
+      LinearTask task{};
+      task.weight = weight.data();
+      task.columns = task.stride = s.columns;
+      task.scales = scales.data();
+      task.groups = s.groups;
+      loops.dequantize(dtype)(task, wide.data(), 0, s.outputs / 2);
+      loops.dequantize(dtype)(task, wide.data(), s.outputs / 2, s.outputs);
+      const int64_t width = s.columns / s.groups;
+      for (size_t i = 0; i < weight.size(); ++i) {
+        const double exact = static_cast<double>(weight[i]) * scales[i / width];
+        close("dequantized", wide, i, exact, std::abs(exact) * 6e-8);  // the product's own rounding to a float
+      }
+    }
+  });
+}
+
+void test_finishing() {
+  at_all_levels(all_linear_loops(), [](const LinearLoops& loops, Dtype dtype) {
+    constexpr int64_t kInputs = 3, kOutputs = 37;
+    Elements sums = numbers(dtype, kInputs * 2 * kOutputs, 5), residual = numbers(dtype, kInputs * kOutputs, 6);
+    Elements output(dtype, kInputs * kOutputs);
+    LinearTask task{};
+    task.inputs = kInputs;
+    task.outputs = kOutputs;
+    task.residual = residual.data();
+    task.output = output.data();
+    task.activation = Activation::Silu;
+    for (const bool gated : {false, true}) {
+      task.gated = gated;
+      loops.finish(dtype)(task, sums.data(), 0, 1);
+      loops.finish(dtype)(task, sums.data(), 1, kInputs);
+      for (int64_t i = 0; i < kInputs * kOutputs; ++i) {
+        const int64_t m = i / kOutputs, o = i % kOutputs;
+        const double first = sums[gated ? m * 2 * kOutputs + o : i];
+        const double y = gated ? first * activated(task.activation, sums[m * 2 * kOutputs + kOutputs + o])
+                               : activated(task.activation, first);
+        close("finished", output, i, y + residual[i], 2e-6 * (1 + std::abs(y)));
+      }
+    }
+  });
+}
+
 void test_shortening() {
   at_all_levels(all_linear_loops(), [](const LinearLoops& loops, Dtype) {
     std::vector<float> x(128, 0.f);
@@ -223,6 +272,8 @@ void test_attention(const AttentionLoops& loops, Dtype dtype, Heads h) {
 int main() {
   test_linear_layers();
   test_shortening();
+  test_dequantizing();
+  test_finishing();
   at_all_levels(all_attention_loops(), [](const AttentionLoops& loops, Dtype dtype) {
     for (const Heads h : {Heads{1, 1, 1, 1, 0, 1, 512, 0}, {2, 4, 2, 1, 7, 16, 512, 0}, {1, 2, 2, 3, 130, 33, 512, 0},
                           {1, 4, 1, 2, 300, 64, 128, 0}, {2, 2, 1, 1, 260, 80, 100, 5}}) {

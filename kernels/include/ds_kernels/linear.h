@@ -28,10 +28,16 @@ struct PlainVector {
   }
 };
 
-// Fetches what lies `ahead` elements on, which may be beyond the array: an address, not a pointer.
+// How far ahead of a row's columns weights are fetched: hardware prefetchers stop at every page.
+constexpr uintptr_t kWeightsAhead = 4096;
+
+// Fetches weights to come into the second cache, which has room for more requests under way than the first. They may be
+// beyond the array: an address, not a pointer.
 template <class Element>
-DS_KERNELS_INLINE void prefetch(const Element* from, int64_t ahead) {
-  __builtin_prefetch(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(from) + ahead * sizeof(Element)));
+DS_KERNELS_INLINE void prefetch(const Element* from) {
+  constexpr int kRead = 0, kSecondCache = 2;
+  __builtin_prefetch(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(from) + kWeightsAhead), kRead,
+                     kSecondCache);
 }
 
 // Rows of weights with inputs that share their columns.
@@ -63,9 +69,8 @@ DS_KERNELS_INLINE void add_columns(Floats (&sums)[rows][inputs], const Dots& dot
   constexpr int64_t line = 64 / sizeof(Weight) > kLanes ? 64 / sizeof(Weight) : kLanes;
   int64_t i = 0;
   for (; i + line <= width; i += line) {
-    // The same columns of the next rows: hardware prefetchers stop at every page of every row.
     DS_KERNELS_UNROLL
-    for (int r = 0; r < rows; ++r) prefetch(weight + i, (r + rows) * dots.stride);
+    for (int r = 0; r < rows; ++r) prefetch(weight + r * dots.stride + i);
     for (int64_t k = i; k < i + line; k += kLanes) {
       add_products(sums, PlainVector{}, dots, weight + k, input + k);
     }
@@ -138,7 +143,7 @@ DS_KERNELS_INLINE void dot_tile(const Dots& dots, const int8_t* weight, const fl
       for (int m = 0; m < inputs; ++m) __builtin_memcpy(&values[m], input.values + m * columns + i, sizeof values[m]);
       DS_KERNELS_UNROLL
       for (int r = 0; r < rows; ++r) {
-        if (i % (2 * kShortStep) == 0) prefetch(weight + i, (r + rows) * stride);
+        if (i % (2 * kShortStep) == 0) prefetch(weight + r * stride + i);
         __m256i bytes;
         __builtin_memcpy(&bytes, weight + r * stride + i, sizeof bytes);
         const __m512i wide = _mm512_maskz_cvtepi8_epi16(0xffffffff, bytes);
