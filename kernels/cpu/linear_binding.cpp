@@ -13,7 +13,7 @@ namespace {
 
 constexpr const char* kOp = "linear";
 
-// From this many inputs on torch's product is faster; for bfloat16 weights sooner where the CPU multiplies tiles of them.
+// From this many inputs on torch's product is faster; for bfloat16 weights sooner where the CPU has AMX.
 constexpr int64_t kManyInputs = 24;
 constexpr int64_t kManyInputsForTiles = 8;
 // How much of int8 weights is dequantized at a time for that product: what then still is in the second cache.
