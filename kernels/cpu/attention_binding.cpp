@@ -4,7 +4,8 @@
 
 #include <atomic>
 
-#include "arguments.h"
+#include <ds_kernels/arguments.h>
+
 #include "run.h"
 
 namespace ds_kernels::cpu {

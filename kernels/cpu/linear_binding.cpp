@@ -2,7 +2,8 @@
 // of memory; many by torch's matrix product, which is bound by arithmetic.
 #include "linear_loops.h"
 
-#include "arguments.h"
+#include <ds_kernels/arguments.h>
+
 #include "run.h"
 
 namespace ds_kernels::cpu {

@@ -1,7 +1,8 @@
 // ds_plugin::token_sort_, token_gather, token_scatter_ and mask_gather_bert for tensors in host memory.
 #include "random_ltd_loops.h"
 
-#include "arguments.h"
+#include <ds_kernels/arguments.h>
+
 #include "run.h"
 
 namespace ds_kernels::cpu {

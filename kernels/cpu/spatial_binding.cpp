@@ -1,7 +1,8 @@
 // ds_plugin::nhwc_bias_add and its variants, for tensors in host memory.
 #include "spatial_loops.h"
 
-#include "arguments.h"
+#include <ds_kernels/arguments.h>
+
 #include "run.h"
 
 namespace ds_kernels::cpu {
