@@ -60,7 +60,7 @@ struct Quad {
   template <class Element>
   __device__ __forceinline__ void add_from(const Element* row, float (&x)[kPacks][pack]) const {
     if (!row) return;
-    float more[kPacks][pack];
+    float more[kPacks][pack] = {};
     load_from(row, more);
     for_each_value([](float& to, float from) { to += from; }, x, more);
   }

@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(kMaxTeam) norm_kernel(const TrainingNormRows n
       if constexpr (decltype(is_first)::value) {
         body(quad, held);
       } else {
-        float x[kPacks][pack];
+        float x[kPacks][pack] = {};
         quad.load_from(known, x);
         body(quad, x);
       }
@@ -155,7 +155,7 @@ __device__ __forceinline__ void gather_normal(const NormGradRows& g, int64_t row
     quad.for_each_value([=](float& value) { value = (value - mean) * rstd; }, x);
     return;
   }
-  float bias[kPacks][pack];
+  float bias[kPacks][pack] = {};
   quad.load_from(static_cast<const Element*>(g.bias), bias);
   quad.for_each_value([](float& value, float w, float b) { value = (value - b) / w; }, x, weight, bias);
 }
@@ -167,7 +167,7 @@ __global__ void __launch_bounds__(kMaxTeam) norm_means_kernel(const NormGradRows
   const bool has_row = team.row < g.rows;
   float first = 0, second = 0;
   for_each_quad<pack>(team, has_row ? g.columns : 0, [&](const Quad<pack>& quad, auto) {
-    float grad[kPacks][pack], weight[kPacks][pack], normal[kPacks][pack];
+    float grad[kPacks][pack] = {}, weight[kPacks][pack] = {}, normal[kPacks][pack] = {};
     quad.load_from(row_of<Element>(g.grad_output, team.row, g.columns), grad);
     quad.load_from(static_cast<const Element*>(g.weight), weight);
     gather_normal<Element>(g, team.row, quad, weight, normal);
@@ -222,7 +222,7 @@ __device__ __forceinline__ void over_strip(int64_t rows, int64_t columns, float*
 template <class Element, int pack>
 __global__ void __launch_bounds__(kStripThreads) norm_gradient_kernel(const NormGradRows g) {
   over_strip<3, pack>(g.rows, g.columns, g.sums.parts, [&](int64_t row, const Quad<pack>& quad, auto& sums) {
-    float grad[kPacks][pack], weight[kPacks][pack], normal[kPacks][pack], more[kPacks][pack] = {};
+    float grad[kPacks][pack] = {}, weight[kPacks][pack] = {}, normal[kPacks][pack] = {}, more[kPacks][pack] = {};
     quad.load_from(row_of<Element>(g.grad_output, row, g.columns), grad);
     quad.load_from(static_cast<const Element*>(g.weight), weight);
     quad.add_from(row_of<Element>(g.grad_sum, row, g.columns), more);
@@ -258,7 +258,7 @@ __global__ void __launch_bounds__(kStripThreads) drop_gradient_sums_kernel(const
 template <class Element, int pack>
 __global__ void __launch_bounds__(kStripThreads) gelu_gradient_kernel(const GeluGradRows g) {
   over_strip<1, pack>(g.rows, g.columns, g.sums.parts, [&](int64_t row, const Quad<pack>& quad, auto& sums) {
-    float grad[kPacks][pack], x[kPacks][pack];
+    float grad[kPacks][pack] = {}, x[kPacks][pack] = {};
     quad.load_from(row_of<Element>(g.grad_output, row, g.columns), grad);
     quad.load_from(row_of<Element>(g.input, row, g.columns), x);
     quad.add_from(static_cast<const Element*>(g.bias), x);
@@ -347,14 +347,14 @@ __global__ void __launch_bounds__(kMaxTeam) softmax_kernel(const MaskedSoftmaxRo
     quad.for_each_value([=](float& value) { value = value * scale + added; }, x);
     quad.add_from(mask_row, x);
   };
-  float held[kPacks][pack];
+  float held[kPacks][pack] = {};
   // The first quad stays in registers, changed by `prepare` and `body`; others are gathered and prepared again.
   const auto for_each_kept = [&](const auto& prepare, const auto& body) {
     for_each_quad<pack>(team, columns, [&](const Quad<pack>& quad, auto is_first) {
       if constexpr (decltype(is_first)::value) {
         body(quad, held);
       } else {
-        float x[kPacks][pack];
+        float x[kPacks][pack] = {};
         gather(quad, x);
         prepare(quad, x);
         body(quad, x);
@@ -395,7 +395,7 @@ __global__ void __launch_bounds__(kMaxTeam) softmax_gradient_kernel(const Softma
   const int64_t columns = team.row < g.rows ? g.columns : 0;
   const auto* grad_output = row_of<Element>(g.grad_output, team.row, columns);
   const auto* all_probs = row_of<Element>(g.probs, team.row, columns);
-  float held[kPacks][pack], held_probs[kPacks][pack], sum = 0;
+  float held[kPacks][pack] = {}, held_probs[kPacks][pack] = {}, sum = 0;
   const auto gather = [&](const Quad<pack>& quad, float(&grad)[kPacks][pack], float(&probs)[kPacks][pack]) {
     quad.load_from(grad_output, grad);
     quad.load_from(all_probs, probs);
@@ -406,7 +406,7 @@ __global__ void __launch_bounds__(kMaxTeam) softmax_gradient_kernel(const Softma
       if constexpr (decltype(is_first)::value) {
         body(quad, held, held_probs);
       } else {
-        float grad[kPacks][pack], probs[kPacks][pack];
+        float grad[kPacks][pack] = {}, probs[kPacks][pack] = {};
         gather(quad, grad, probs);
         body(quad, grad, probs);
       }
