@@ -123,7 +123,7 @@ def test_a_timeout_may_be_given() -> None:
     with Runner("misfit:Misfit", timeout=0.5) as runner:
         outcome = runner.run(item)
     assert outcome.verdict == "timed out"
-    assert time.monotonic() - start < 60
+    assert time.monotonic() - start < 200  # a slow machine takes a minute to start a worker; the item has 1000 s
 
 
 @pytest.mark.parametrize(
