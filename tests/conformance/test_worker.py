@@ -94,7 +94,7 @@ def test_a_crash_is_told_with_signal_output_and_stack(outcomes: dict[str, Outcom
 
 def test_an_exit_is_told_with_its_status_though_a_child_lives_on(outcomes: dict[str, Outcome]) -> None:
     assert failure(outcomes["leaves"]).what == "the process ended with status 0"
-    assert outcomes["leaves"].seconds < 10
+    assert outcomes["leaves"].seconds < 50  # its child sleeps for 60
 
 
 @pytest.mark.parametrize("case", ["hangs", "hangs_in_native_code"])
