@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import statistics
 import tempfile
 import time
@@ -201,8 +202,7 @@ def _convert(model: Any, shape: Shape, folder: Path) -> Path:
 
     names = [f"t{i}" for i in range(model.config.vocab_size)]
     loader = (loaders.GPT2Loader if shape == "gpt2" else loaders.LlamaLoader)()
-    spec = loader.get_model_spec(model.float())
-    model.to(torch.bfloat16)
+    spec = loader.get_model_spec(copy.deepcopy(model).float())  # a copy: it takes the layers of some models away
     spec.register_vocabulary(names)
     spec.config.bos_token = spec.config.eos_token = spec.config.unk_token = "t0"
     spec.validate()
