@@ -18,8 +18,8 @@ from ds_plugin_sdk.registry.current import (
     set_accelerator,
     use_host,
 )
+from ds_plugin_sdk.registry.kernels import load_kernels
 from ds_plugin_sdk.registry.plugin import Plugin, Probe
-from ds_plugin_sdk.registry.prebuilt import load_kernels
 from ds_plugin_sdk.registry.scan import Candidate, only, scan
 from ds_plugin_sdk.registry.select import Decision, Step
 
