@@ -1,5 +1,8 @@
 // The CUDA launchers of every family against the formulas in double: on a GPU, built by nvcc, or on the host, built with
 // cuda_on_host.
+//
+//     test_cuda            arrays lie between guards, which must stay as they are
+//     test_cuda exact      arrays end where their memory ends: for a sanitizer, which then sees what is read beyond
 #include <cuda_runtime.h>
 
 #include <cmath>
@@ -9,6 +12,7 @@
 #include <random>
 #include <vector>
 
+#include "../cuda/activation_launch.h"
 #include "../cuda/adagrad_launch.h"
 #include "../cuda/adam_launch.h"
 #include "../cuda/attention_launch.h"
@@ -17,6 +21,8 @@
 #include "../cuda/lion_launch.h"
 #include "../cuda/norm_launch.h"
 #include "../cuda/quantizer_launch.h"
+#include "../cuda/residual_launch.h"
+#include "../cuda/rotary_launch.h"
 #include "../cuda/softmax_launch.h"
 #include "../cuda/transformer_launch.h"
 #include <ds_kernels/philox.h>
@@ -64,11 +70,13 @@ void put(Dtype dtype, unsigned char* at, float x) {
   if (dtype == Dtype::Float16) std::memcpy(at, &half, 2);
 }
 
+size_t guard_bytes = 256;
+
 // A tensor's memory: `offset` elements from an aligned address, with guard bytes before and behind.
 class Array {
  public:
-  Array(Dtype dtype, int64_t count, int offset) : dtype_(dtype), count_(count), begin_(kGuardBytes + offset * size()) {
-    host_.assign(begin_ + count * size() + kGuardBytes, kGuard);
+  Array(Dtype dtype, int64_t count, int offset) : dtype_(dtype), count_(count), begin_(guard_bytes + offset * size()) {
+    host_.assign(begin_ + count * size() + guard_bytes, kGuard);
     cudaMalloc(&device_, host_.size());
   }
   ~Array() { cudaFree(device_); }
@@ -98,7 +106,6 @@ class Array {
 
  private:
   static constexpr unsigned char kGuard = 0xa5;
-  static constexpr size_t kGuardBytes = 256;
 
   size_t size() const { return dtype_ == Dtype::Float32 ? 4 : 2; }
 
@@ -280,21 +287,21 @@ void check_lamb(Dtype dtype) {
   CHECK(arrays[0]->guards_hold() && ratios.guards_hold(), "lamb_");
 }
 
-// Rows of elements 0.5 ... 2.5; `formula` changes a row in double.
+// Rows of elements 0.5 ... 2.5, `halves` times as many as columns come out; `formula` changes a row in double.
 void check_rows(const char* op, Dtype dtype, int64_t columns, const std::function<void(void*, void*)>& launcher,
-                const std::function<void(std::vector<double>&)>& formula) {
+                const std::function<void(std::vector<double>&)>& formula, int64_t halves = 1) {
   constexpr int64_t kRows = 3;
-  Array input(dtype, kRows * columns, 0), output(dtype, kRows * columns, 0);
+  Array input(dtype, kRows * halves * columns, 0), output(dtype, kRows * columns, 0);
   std::mt19937 random(7);
-  for (int64_t i = 0; i < kRows * columns; ++i) input.set(i, 0.5f + static_cast<float>(random() % 64) / 32);
+  for (int64_t i = 0; i < input.count(); ++i) input.set(i, 0.5f + static_cast<float>(random() % 64) / 32);
   input.to_device();
   output.to_device();
   launcher(input.data(), output.data());
   CHECK(cudaDeviceSynchronize() == cudaSuccess, "%s", op);
   output.from_device();
   for (int64_t row = 0; row < kRows; ++row) {
-    std::vector<double> x(columns);
-    for (int64_t i = 0; i < columns; ++i) x[i] = input[row * columns + i];
+    std::vector<double> x(halves * columns);
+    for (int64_t i = 0; i < halves * columns; ++i) x[i] = input[row * halves * columns + i];
     formula(x);
     for (int64_t i = 0; i < columns; ++i) {
       const double got = output[row * columns + i];
@@ -340,6 +347,129 @@ void check_softmax(Dtype dtype, int64_t columns) {
         for (double& value : x) sum += value = std::exp(0.5 * value);
         for (double& value : x) value /= sum;
       });
+}
+
+// ---- ops on elements -------------------------------------------------------------------------------------------------
+
+// Gives an array numbers of either sign, 0.5 ... 1.5 in size.
+void fill(Array& array, unsigned seed) {
+  std::mt19937 random(seed);
+  for (int64_t i = 0; i < array.count(); ++i) {
+    const float size = 0.5f + static_cast<float>(random() % 64) / 64;
+    array.set(i, random() % 2 ? size : -size);
+  }
+  array.to_device();
+}
+
+void check_element(const char* op, Dtype dtype, const Array& array, int64_t i, double expected) {
+  const double allowed = (dtype == Dtype::Float32 ? 0 : 0.5 * array.unit(expected)) + 4e-6 * (1 + std::abs(expected));
+  CHECK(std::abs(array[i] - expected) <= allowed, "%s %s: element %lld of %lld: %.9g, expected %.9g", op, name_of(dtype),
+        static_cast<long long>(i), static_cast<long long>(array.count()), array[i], expected);
+}
+
+double activated(Activation activation, double x) {
+  switch (activation) {
+    case Activation::Relu: return std::max(x, 0.0);
+    case Activation::Gelu: return x / 2 * (1 + std::erf(x / std::sqrt(2.0)));
+    case Activation::GeluTanh: return x / 2 * (1 + std::tanh(std::sqrt(2 / M_PI) * (x + 0.044715 * x * x * x)));
+    case Activation::Silu: return x / (1 + std::exp(-x));
+    default: return x;
+  }
+}
+
+void check_activation(Dtype dtype, int64_t columns, Activation activation, bool gated) {
+  const int64_t halves = gated ? 2 : 1, last = (halves - 1) * columns;  // the half that is activated
+  Array bias(dtype, halves * columns, 0);
+  for (int64_t i = 0; i < bias.count(); ++i) bias.set(i, i % 3 ? -1.75f : 0.25f);
+  bias.to_device();
+  check_rows(
+      gated ? "gated_activation" : "bias_activation", dtype, columns,
+      [&](void* input, void* output) {
+        const ActivationRows rows{input, bias.data(), output, 3, columns};
+        (gated ? cuda::launch_gated_activation : cuda::launch_bias_activation)(rows, dtype, activation, nullptr);
+      },
+      [&](std::vector<double>& x) {
+        for (int64_t i = 0; i < columns; ++i) {
+          const double y = activated(activation, x[last + i] + bias[last + i]);
+          x[i] = gated ? (x[i] + bias[i]) * y : y;
+        }
+      },
+      halves);
+}
+
+void check_add_bias(Dtype dtype, int64_t columns, bool scale_attention) {
+  constexpr int64_t kRows = 3;
+  Array residual(dtype, kRows * columns, 0), hidden(dtype, kRows * columns, 0), attention(dtype, kRows * columns, 0);
+  Array attention_bias(dtype, columns, 0), final_bias(dtype, columns, 0);
+  unsigned seed = 0;
+  for (Array* array : {&residual, &hidden, &attention, &attention_bias, &final_bias}) fill(*array, ++seed);
+  std::vector<double> expected;
+  for (int64_t i = 0; i < residual.count(); ++i) {
+    const double biased = residual[i] + attention_bias[i % columns] + final_bias[i % columns];
+    expected.push_back(hidden[i] + (scale_attention ? 0.5 * (biased + attention[i]) : 0.5 * biased + attention[i]));
+  }
+  cuda::launch_add_bias({residual.data(), hidden.data(), attention.data(), attention_bias.data(), final_bias.data(), kRows,
+                         columns, 0.5f, scale_attention},
+                        dtype, nullptr);
+  CHECK(cudaDeviceSynchronize() == cudaSuccess, "residual_add_bias_");
+  residual.from_device();
+  for (int64_t i = 0; i < residual.count(); ++i) check_element("residual_add_bias_", dtype, residual, i, expected[i]);
+  CHECK(residual.guards_hold(), "residual_add_bias_");
+}
+
+void check_mix(Dtype dtype, int64_t columns) {
+  constexpr int64_t kRows = 3;
+  Array output(dtype, kRows * columns, 0), residual(dtype, kRows * columns, 0);
+  Array residual_weight(dtype, columns, 0), output_weight(dtype, columns, 0);
+  unsigned seed = 0;
+  for (Array* array : {&output, &residual, &residual_weight, &output_weight}) fill(*array, ++seed);
+  std::vector<double> expected;
+  for (int64_t i = 0; i < output.count(); ++i) {
+    expected.push_back(output[i] * output_weight[i % columns] + residual[i] * residual_weight[i % columns]);
+  }
+  cuda::launch_mix({output.data(), residual.data(), residual_weight.data(), output_weight.data(), kRows, columns}, dtype,
+                   nullptr);
+  CHECK(cudaDeviceSynchronize() == cudaSuccess, "moe_res_matmul_");
+  output.from_device();
+  for (int64_t i = 0; i < output.count(); ++i) check_element("moe_res_matmul_", dtype, output, i, expected[i]);
+  CHECK(output.guards_hold(), "moe_res_matmul_");
+}
+
+// Heads that lie after their tokens, as a layer's product gives them, into contiguous ones or in place.
+void check_rotary(Dtype dtype, int head_dim, int rotary_dim, bool interleaved, bool in_place) {
+  constexpr int64_t kBatch = 2, kTokens = 3;
+  constexpr int kHeads = 5;
+  const int half = rotary_dim / 2;
+  const int64_t of_batch = kTokens * kHeads * head_dim;
+  Array input(dtype, kBatch * of_batch, 0), output(dtype, kBatch * of_batch, 0);
+  Array cos(Dtype::Float32, kTokens * half, 0), sin(Dtype::Float32, kTokens * half, 0);
+  unsigned seed = 0;
+  for (Array* array : {&input, &output, &cos, &sin}) fill(*array, ++seed);
+  const Heads from{input.data(), of_batch, head_dim, kHeads * head_dim};
+  const Heads to = in_place ? from : Heads{output.data(), of_batch, kTokens * head_dim, head_dim};
+  std::vector<double> expected(kBatch * of_batch);
+  for (int64_t i = 0; i < kBatch * of_batch; ++i) {
+    const int d = static_cast<int>(i % head_dim);
+    const int64_t head = i / head_dim % kHeads, token = i / head_dim / kHeads % kTokens, batch = i / of_batch;
+    double& turned = expected[batch * to.batch + head * to.head + token * to.token + d];
+    turned = input[i];
+    if (d >= rotary_dim) continue;
+    const bool first = interleaved ? d % 2 == 0 : d < half;
+    const int64_t distance = interleaved ? 1 : half, angle = token * half + (interleaved ? d / 2 : d % half);
+    const double partner = input[first ? i + distance : i - distance];
+    turned = input[i] * cos[angle] + (first ? -partner : partner) * sin[angle];
+  }
+  Rotation rotation{};
+  rotation.input = from, rotation.output = to;
+  rotation.cos = static_cast<const float*>(cos.data()), rotation.sin = static_cast<const float*>(sin.data());
+  rotation.batch = kBatch, rotation.tokens = kTokens, rotation.heads = kHeads;
+  rotation.head_dim = head_dim, rotation.rotary_dim = rotary_dim, rotation.interleaved = interleaved;
+  cuda::launch_rotary("rotary", rotation, dtype, nullptr);
+  CHECK(cudaDeviceSynchronize() == cudaSuccess, "rotary");
+  Array& result = in_place ? input : output;
+  result.from_device();
+  for (int64_t i = 0; i < result.count(); ++i) check_element("rotary", dtype, result, i, expected[i]);
+  CHECK(result.guards_hold(), "rotary");
 }
 
 // ---- training ------------------------------------------------------------------------------------------------------
@@ -542,9 +672,25 @@ void check_attention(Dtype dtype, int64_t past, int64_t head_dim) {
 
 }  // namespace
 
-int main() {
+int main(int argc, char**) {
+  if (argc > 1) guard_bytes = 0;
   for (const Dtype dtype : {Dtype::Float32, Dtype::BFloat16, Dtype::Float16}) {
     check_lamb(dtype);
+    for (const int64_t columns : {1, 7, 768, 1001}) {
+      for (int i = 0; i < kActivations; ++i) {
+        for (const bool gated : {false, true}) check_activation(dtype, columns, static_cast<Activation>(i), gated);
+      }
+      for (const bool scale_attention : {false, true}) check_add_bias(dtype, columns, scale_attention);
+      check_mix(dtype, columns);
+    }
+    for (const bool interleaved : {false, true}) {
+      for (const bool in_place : {false, true}) {
+        check_rotary(dtype, 128, 128, interleaved, in_place);
+        check_rotary(dtype, 80, 32, interleaved, in_place);
+        check_rotary(dtype, 10, 6, interleaved, in_place);  // packs would not fit
+        check_rotary(dtype, 16, 0, interleaved, in_place);
+      }
+    }
     for (const int64_t columns : {1, 7, 32, 768, 1000, 1001, 20'000}) {  // the last: more than a block's registers hold
       check_layer_norm(dtype, columns);
       check_softmax(dtype, columns);
@@ -563,6 +709,8 @@ int main() {
   }
   for (const Case& which : cases()) {
     for (const Mix& mix : kMixes) {
+      // How many tensors a launch takes does not depend on their dtypes, and a sanitizer takes long for each.
+      if (which.numels.size() > 100 && &mix != kMixes) continue;
       check_adam(which, mix, true);
       check_adam(which, mix, false);
       check_adagrad(which, mix);

@@ -53,8 +53,7 @@ inline const char* cudaGetErrorString(cudaError_t) { return "unknown"; }
 
 enum cudaMemcpyKind { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost };
 inline cudaError_t cudaMalloc(void** pointer, size_t bytes) {
-  *pointer = std::aligned_alloc(256, (bytes + 255) / 256 * 256);
-  return cudaSuccess;
+  return posix_memalign(pointer, 256, bytes) ? cudaErrorUnknown : cudaSuccess;
 }
 inline cudaError_t cudaFree(void* pointer) {
   std::free(pointer);
