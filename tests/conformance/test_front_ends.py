@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import pkgutil
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -32,3 +35,54 @@ def test_every_inference_op_of_deepspeed_is_run() -> None:
             name for name, value in classes.items() if name.endswith("Op") and value.__module__.endswith(module.name)
         }
         assert ops - {"BaseOp"} <= names, f"{sorted(ops - names)} of {module.name}"
+
+
+# Puts a note of its name in the place of every function of a module, whatever names it goes by.
+CALLED = """
+import functools, importlib, json, sys
+import deepspeed, torch
+from ds_plugin_sdk.hosts.deepspeed.front_ends import FRONT_ENDS
+
+called = set()
+
+def noted(function):
+    @functools.wraps(function)
+    def wrapper(*args, **kwargs):
+        called.add(function.__name__)
+        return function(*args, **kwargs)
+    return wrapper
+
+module = importlib.import_module(f"ds_plugin_sdk.hosts.deepspeed.modules.{sys.argv[1]}")
+owned = {
+    name: value
+    for name, value in vars(module).items()
+    if callable(value) and getattr(value, "__module__", "").startswith(module.__name__)
+}
+for name, value in owned.items():
+    setattr(module, name, noted(value))
+for front_end in FRONT_ENDS:
+    if front_end.builder == sys.argv[2]:
+        list(front_end.run(torch.device("cpu")))
+everything = {value.__name__ for value in owned.values()}
+print(json.dumps({"all": sorted(everything), "never called": sorted(everything - called)}))
+"""
+
+
+@pytest.mark.deepspeed
+@pytest.mark.parametrize(
+    ("module", "builder"),
+    [("transformer_inference", "InferenceBuilder"), ("inference_core_ops", "InferenceCoreBuilder")],
+)
+def test_every_function_of_the_inference_modules_is_run(
+    module: str, builder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So conformance tries each of them on every device."""
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.setenv("DS_PLUGIN_COMPILE", "0")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", CALLED, module, builder], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert len(found["all"]) >= 12
+    assert not found["never called"]

@@ -212,3 +212,26 @@ def weights_not_transposed(target: Target) -> Target:
         return sound(*arguments[:6], False, *arguments[7:])
 
     return _inference(target, "linear_layer_fp32", function)
+
+
+@mutant("module.cache_never_reset", "O7.1", "ops", only="/SoftmaxContextOp")
+def cache_never_reset(target: Target) -> Target:
+    """reset_cache forgets nothing."""
+    return _inference(target, "reset_cache", lambda sound: None)
+
+
+@mutant("module.int8_scales_ignored", "O7.1", "ops", only="/VectorMatMulOp")
+def int8_scales_ignored(target: Target) -> Target:
+    """vector_matmul_int8 gives every part of the weights the first part's scale."""
+
+    def function(sound: Function, *arguments: Any) -> Any:
+        scale = arguments[3]
+        return sound(*arguments[:3], scale[:1].expand_as(scale), *arguments[4:])
+
+    return _inference(target, "vector_matmul_int8", function)
+
+
+@mutant("module.rotary_starts_at_zero", "O7.1", "ops", only="/apply_rotary_pos_emb")
+def rotary_starts_at_zero(target: Target) -> Target:
+    """apply_rotary_pos_emb takes the first token for the first of its sequence."""
+    return _inference(target, "apply_rotary_pos_emb", lambda sound, *a: sound(*a[:3], 0, *a[4:]))

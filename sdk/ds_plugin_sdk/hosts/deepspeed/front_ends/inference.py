@@ -1,4 +1,7 @@
-"""DeepSpeed's inference ops: every class of its ``op_binding``, on our module's function, not on its own fallback."""
+"""DeepSpeed's inference ops: every class of its ``op_binding``, on our module's function, not on its own fallback.
+
+And every function of the module that none of those classes calls.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ from ds_plugin_sdk.hosts.deepspeed.front_ends.front_end import FrontEnd, Result
 _PACKAGE = "deepspeed.ops.transformer.inference"
 _EPS = 1e-5
 _TOLERANCE = 1e-4  # sums of some hundred float32 products of size 1
+_INT8_TOLERANCE = 1e-2  # sums of size 1, of inputs and weights in float16
 
 GELU, RELU, GATED_GELU, GATED_SILU = 1, 2, 3, 4  # deepspeed.utils.types.ActivationFuncType
 
@@ -42,6 +46,11 @@ def _op(module: str, name: str, **config: Any) -> Any:
     fallbacks = [key for key, value in vars(op).items() if "fallback" in getattr(value, "__name__", "")]
     assert not fallbacks, f"{name} falls back: its module lacks the function for {', '.join(fallbacks)}"
     return op
+
+
+def _module() -> Any:
+    """The module itself, for what DeepSpeed exports and none of its classes calls."""
+    return importlib.import_module("deepspeed.ops.op_builder").InferenceBuilder().load()
 
 
 def _norm(x: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
@@ -117,9 +126,21 @@ def _pad(device: torch.device) -> Iterator[Result]:
     heads, width = 2, 24
     q, k, v = (_numbers(device, 1, 5, heads * width, seed=s).half() for s in range(3))
     found = _op("pad_transform", "PadTransformOp", dtype=torch.float16)(q, k, v, heads, True)
-    for name, given, got in zip("qkv", (q, k, v), found, strict=True):
-        wanted = torch.zeros(got.shape, dtype=torch.float64)
-        wanted[:, :, :5, :width] = _d(given).view(1, 5, heads, width).transpose(1, 2)
+    split = [_d(each).view(1, 5, heads, width).transpose(1, 2) for each in (q, k, v)]
+    yield from _padded(found, split)
+
+
+def _add_padding(device: torch.device) -> Iterator[Result]:
+    """The same of heads that are split already."""
+    split = [_numbers(device, 1, 2, 5, 24, seed=s) for s in range(3)]
+    yield from _padded(_module().add_padding_fp32(*split), [_d(each) for each in split])
+
+
+def _padded(found: list[Tensor], split: list[Tensor]) -> Iterator[Result]:
+    """Heads of 24 become heads of 32; 5 keys and values become 128."""
+    for name, given, got in zip("qkv", split, found, strict=True):
+        wanted = torch.zeros(*given.shape[:2], 5 if name == "q" else 128, 32, dtype=torch.float64)
+        wanted[:, :, :5, :24] = given
         yield Result(f"{name}, padded", got, wanted, 0.0)
 
 
@@ -139,6 +160,18 @@ def _rms_norm(device: torch.device) -> Iterator[Result]:
     yield Result("the sum of pre_rms_norm", total, both, _TOLERANCE)
 
 
+def _residual_norms(device: torch.device) -> Iterator[Result]:
+    x, residual = _numbers(device, 2, 5, 48), _numbers(device, 2, 5, 48, seed=1)
+    bias, gamma, beta = (_numbers(device, 48, seed=s) for s in (2, 3, 4))
+    total = _d(x) + _d(residual) + _d(bias)
+    wanted = _norm(total, _d(gamma), _d(beta))
+    arguments = (x, bias, residual, gamma, beta, _EPS)
+    yield Result("the norm", _module()._layer_norm_residual(*arguments), wanted, _TOLERANCE)
+    norm, stored = _module().layer_norm_residual_store_pre_ln_res(*arguments)
+    yield Result("the norm with its sum", norm, wanted, _TOLERANCE)
+    yield Result("the sum", stored, total, _TOLERANCE)
+
+
 # ---- products --------------------------------------------------------------------------------------------------------
 def _linear(device: torch.device) -> Iterator[Result]:
     x, w, bias = _numbers(device, 2, 5, 32), _numbers(device, 24, 32, seed=1), _numbers(device, 24, seed=2)
@@ -153,6 +186,28 @@ def _vector_matmul(device: torch.device) -> Iterator[Result]:
     x, w = _numbers(device, 2, 5, 32), _numbers(device, 32, 24, seed=1)
     wanted = _d(x) @ _d(w)
     yield Result("x W", _op("vector_matmul", "VectorMatMulOp")(x, w), wanted, _TOLERANCE)
+    for transposed in (True, False):
+        op = _op("vector_matmul", "VectorMatMulOp", dtype=torch.int8, transposed_mode=transposed)
+        weight, matrix = _int8(device, *((24, 32) if transposed else (32, 24)))
+        wanted = _d(x.half()) @ (matrix.T if transposed else matrix)
+        yield Result(f"x W, int8, transposed={transposed}", op(x.half(), weight), wanted, _INT8_TOLERANCE)
+
+
+def _int8(device: torch.device, rows: int, columns: int, seed: int = 0) -> tuple[Any, Tensor]:
+    """Weights with scales as DeepSpeed attaches them, two to a row, and the float64 matrix that they stand for."""
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randint(-127, 128, (rows, columns), generator=generator, dtype=torch.int8)
+    scales = (torch.rand(2 * rows, 1, generator=generator) + 0.5) / (64 * columns**0.5)
+    matrix = (weight.double().view(2 * rows, -1) * scales.double()).view(rows, columns)
+    moved = weight.to(device)
+    moved.scale = scales.to(device)  # type: ignore[attr-defined]  # where DeepSpeed looks for them
+    return moved, matrix
+
+
+def _dequantize(device: torch.device) -> Iterator[Result]:
+    weight, matrix = _int8(device, 24, 32)
+    found = _module().dequantize_fp16(weight, weight.scale, 48)
+    yield Result("the weights", found, matrix, 2**-11)
 
 
 def _qkv(device: torch.device) -> Iterator[Result]:
@@ -170,6 +225,11 @@ def _gelu_gemm(device: torch.device) -> Iterator[Result]:
     out = _numbers(device, 48, 32, seed=3)
     wanted = functional.gelu(_d(x) @ _d(w) + _d(bias), approximate="tanh") @ _d(out)
     yield Result("the result", _op("gelu_gemm", "GELUGemmOp")(x, w, bias, out), wanted, 10 * _TOLERANCE)
+    (w, first), (out, second) = _int8(device, 32, 48), _int8(device, 48, 32, seed=1)
+    x, bias = x.half(), bias.half()
+    wanted = functional.gelu(_d(x) @ first + _d(bias), approximate="tanh") @ second
+    found = _op("gelu_gemm", "GELUGemmOp", dtype=torch.int8)(x, w, bias, out)
+    yield Result("the result, int8", found, wanted, 2 * _INT8_TOLERANCE)
 
 
 def _mlp(device: torch.device) -> Iterator[Result]:
@@ -223,26 +283,63 @@ def _softmax(device: torch.device) -> Iterator[Result]:
 
 def _context(device: torch.device) -> Iterator[Result]:
     """A prompt of five tokens, then three more one by one: the cache is all that remembers."""
+    for dtype, tolerance in ((torch.float32, _TOLERANCE), (torch.float16, 5e-3)):
+        yield from _sequence(device, dtype, tolerance)
+
+
+def _sequence(device: torch.device, dtype: torch.dtype, tolerance: float) -> Iterator[Result]:
     heads, width, batch, prompt, steps = 4, 8, 2, 5, 3
-    workspace = _op("workspace", "WorkspaceOp", max_out_tokens=32)
+    workspace = _op("workspace", "WorkspaceOp", dtype=dtype, max_out_tokens=32)
     allocate: Any = workspace.allocate_workspace
     workspace.release_workspace()
     allocate(heads * width, heads, prompt, batch, 1, 1, False, 0, 32, 1)
-    op = _op("softmax_context", "SoftmaxContextOp", rotary_dim=-1, triangular_masking=True)
-    qkv = _numbers(device, batch, prompt + steps, 3 * heads * width)
+    op = _op("softmax_context", "SoftmaxContextOp", dtype=dtype, rotary_dim=-1, triangular_masking=True)
+    qkv = _numbers(device, batch, prompt + steps, 3 * heads * width).to(dtype)
     q, k, v = _d(qkv).view(batch, prompt + steps, 3, heads, width).permute(2, 0, 3, 1, 4)
     wanted = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
     wanted = wanted.transpose(1, 2).reshape(batch, prompt + steps, -1)
-    scale = 1 / math.sqrt(math.sqrt(width))  # squared by the op
+
+    def attend(begin: int, length: int, keys: int) -> Tensor:
+        piece = qkv[:, begin : begin + length].contiguous()
+        mask = torch.zeros(batch, 1, 1, keys, device=device)
+        scale = 1 / math.sqrt(math.sqrt(width))  # squared by the op
+        token = torch.tensor([begin])
+        context: Tensor = op(piece, mask, heads, heads, scale, False, 0, 1, None, begin == 0, token, None)[0]
+        return context
+
     begin = 0
     for length in (prompt, *[1] * steps):
-        piece = qkv[:, begin : begin + length].contiguous()
-        mask = torch.zeros(batch, 1, 1, begin + length, device=device)
-        arguments = (piece, mask, heads, heads, scale, False, 0, 1, None, begin == 0, torch.tensor([begin]), None)
-        context, *_ = op(*arguments)
-        yield Result(f"tokens {begin} to {begin + length - 1}", context, wanted[:, begin : begin + length], _TOLERANCE)
-        begin += length
+        end = begin + length
+        yield Result(f"tokens {begin} to {end - 1}", attend(begin, length, end), wanted[:, begin:end], tolerance)
+        begin = end
+    repeated: Any = workspace.repeat_kv_cache(batch, 2)
+    for name, found, once in zip(("keys", "values"), repeated, (k, v), strict=True):
+        yield Result(f"{name} for two continuations of each", found, once.repeat_interleave(2, dim=0), 0.0)
     workspace.release_workspace()
+    assert workspace.retake_workspace(), "a workspace that was released cannot be taken again"
+    yield Result("all tokens, after a release", attend(0, begin, begin), wanted, tolerance)
+    workspace.reset_cache()
+    # With as many keys as would be there without the reset.
+    yield Result("the first token, after a reset", attend(0, 1, begin + 1), wanted[:, :1], tolerance)
+    workspace.release_workspace()
+
+
+def _rotary(device: torch.device) -> Iterator[Result]:
+    """The first 8 of 12 numbers of each head are turned, in halves and in neighbours."""
+    heads, width, turned, tokens, offset = 4, 12, 8, 5, 3
+    both = [_numbers(device, 2, tokens, heads * width, seed=s) for s in range(2)]
+    angle = torch.arange(offset, offset + tokens).double().unsqueeze(1)
+    angle = angle * 1e4 ** (-torch.arange(0, turned, 2).double() / turned)
+    c, s = angle.cos().unsqueeze(1), angle.sin().unsqueeze(1)
+    for half in (True, False):
+        pair = (slice(0, 4), slice(4, 8)) if half else (slice(0, turned, 2), slice(1, turned, 2))
+        found = _module().apply_rotary_pos_emb(*both, turned, offset, heads, half, 1e4)
+        for name, given, got in zip(("query", "key"), both, found, strict=True):
+            x = _d(given).view(2, tokens, heads, width)
+            wanted = x.clone()
+            wanted[..., pair[0]] = x[..., pair[0]] * c - x[..., pair[1]] * s
+            wanted[..., pair[1]] = x[..., pair[1]] * c + x[..., pair[0]] * s
+            yield Result(f"{name}, rotate_half={half}", got, wanted.flatten(2), _TOLERANCE)
 
 
 _CLASSES: dict[str, Callable[[torch.device], Iterator[Result]]] = {
@@ -268,6 +365,11 @@ _CLASSES: dict[str, Callable[[torch.device], Iterator[Result]]] = {
     "SoftmaxContextOp.WorkspaceOp": _context,
     "VectorAddOp": _vector_add,
     "VectorMatMulOp": _vector_matmul,
+    # Functions that DeepSpeed's own module exports, too.
+    "_layer_norm_residual.layer_norm_residual_store_pre_ln_res": _residual_norms,
+    "add_padding": _add_padding,
+    "apply_rotary_pos_emb": _rotary,
+    "dequantize": _dequantize,
 }
 
 INFERENCE = tuple(FrontEnd(name, "InferenceBuilder", run) for name, run in _CLASSES.items())

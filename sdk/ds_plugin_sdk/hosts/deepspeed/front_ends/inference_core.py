@@ -41,6 +41,15 @@ def _linear(device: torch.device) -> Iterator[Result]:
     yield Result("x W^T", found, _d(x) @ _d(weight).T, _TOLERANCE)
 
 
+def _products(device: torch.device) -> Iterator[Result]:
+    """No class of DeepSpeed calls it; the right factor comes first."""
+    left, right = _numbers(device, 2, 3, 5, 16) / 4, _numbers(device, 2, 3, 16, 7, seed=1)
+    output = left.new_empty(2, 3, 5, 7)
+    module = importlib.import_module("deepspeed.ops.op_builder").InferenceCoreBuilder().load()
+    module.blas_4d_matmul(output, right, left)
+    yield Result("left right", output, _d(left) @ _d(right), 2 * _TOLERANCE)
+
+
 def _fp6(device: torch.device) -> Iterator[Result]:
     """As DeepSpeed's module does it, but for qtorch, which rounds to FP6 there."""
     outputs, inputs, tokens = 256, 64, 5
@@ -123,6 +132,7 @@ _CLASSES: dict[str, Callable[[torch.device], Iterator[Result]]] = {
     "CUDARMSNorm.CUDARMSPreNorm": _rms_norms,
     "CUDABiasActivation": _activations,
     "CUDAGatedActivation": _gates,
+    "blas_4d_matmul": _products,
 }
 
 INFERENCE_CORE = tuple(FrontEnd(name, "InferenceCoreBuilder", run) for name, run in _CLASSES.items())
