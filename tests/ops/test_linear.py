@@ -95,6 +95,22 @@ def test_equals_the_formula(inputs: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("columns", "rows", "group"), [(2048, 600, 128), (4200, 150, 100)])
+def test_prompts_on_int8_weights_of_several_blocks(columns: int, rows: int, group: int, dtype: torch.dtype) -> None:
+    """Kernels dequantize a MiB of weights at a time, and no less than 64 rows: here two to four blocks and a rest."""
+    generator = torch.Generator().manual_seed(columns)
+    input = torch.randn(40, columns, generator=generator).to(dtype)
+    weight = torch.randn(rows, columns, generator=generator) / columns**0.5
+    bias = torch.randn(rows, generator=generator).to(dtype)
+    residual = torch.randn(40, rows // 2, generator=generator).to(dtype)
+    check(input, weight, None, None, "identity", False, group)
+    check(input, weight, bias, residual, "silu", True, group)
+    quantized, scales = quantize_weight(weight, group)
+    folded = linear(input.view(2, 20, columns), quantized, bias, scales=scales)
+    assert torch.equal(folded.view(40, rows), linear(input, quantized, bias, scales=scales))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_layouts(dtype: torch.dtype) -> None:
     input = torch.randn(40, 2, dtype=dtype).t()
     weight = torch.randn(40, 6, dtype=dtype).t()
