@@ -35,3 +35,9 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
     for module in set(sys.modules) - before:
         if module.startswith("ds_plugin_") and not module.startswith(("ds_plugin_sdk", "ds_plugin_cpu")):
             del sys.modules[module]
+
+
+@pytest.fixture(scope="session")
+def kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One cache for the tests that compile the SDK's kernels, so that each is compiled once."""
+    return tmp_path_factory.mktemp("kernels")

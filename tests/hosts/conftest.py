@@ -36,9 +36,3 @@ def zap(install: Install) -> Path:
     site = install("zap", priority=50, accelerator="zap_accelerators:Zap")
     (site / "zap_accelerators.py").write_text(ACCELERATORS, encoding="utf-8")
     return site
-
-
-@pytest.fixture(scope="session")
-def kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One cache for the tests that compile the SDK's kernels, so that each is compiled once."""
-    return tmp_path_factory.mktemp("kernels")
