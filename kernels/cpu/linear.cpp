@@ -40,8 +40,7 @@ inline ShortInputs inputs_from(const ShortInputs& input, const Dots& dots, int64
   return {input.values + m * dots.columns, input.scales + m * dots.groups};
 }
 
-// `rows` rows, at most kRows, with all inputs, the widest tiles first. One input takes two rows, although there are
-// registers for eight: so what is fetched ahead is what comes next.
+// `rows` rows, at most kRows, with all inputs, the widest tiles first.
 template <class Weight, class Input>
 void dot_rows(const Dots& dots, int64_t rows, int64_t inputs, const Weight* weight, const float* scales, Input input,
               float* sums) {
@@ -70,10 +69,45 @@ struct Linear {
   static constexpr int64_t kInputs = 8;  // at a time: their sums shall fit into the first cache
 
   static void run(const LinearTask& task, int64_t begin, int64_t end) {
+    if (task.inputs == 1) return run_one(task, begin, end);
     for (int64_t m = 0; m < task.inputs; m += kInputs) {
       const int64_t inputs = task.inputs - m < kInputs ? task.inputs - m : kInputs;
       for (int64_t o = begin; o < end; o += kBlock) block(task, m, inputs, o, end - o < kBlock ? end - o : kBlock);
     }
+  }
+
+  // One input waits for weights alone. They come as two streams of rows, the halves of the share, or both operands of
+  // the gate, each from its first row to its last: that is what hardware prefetchers follow.
+  static void run_one(const LinearTask& task, int64_t begin, int64_t end) {
+    const int64_t outputs = end - begin, half = task.gated ? outputs : (outputs + 1) / 2;
+    const int64_t apart = task.gated ? task.outputs : half;
+    for (int64_t o = 0; o < half; o += kBlock) {
+      const int64_t count = half - o < kBlock ? half - o : kBlock;
+      const int64_t pairs = task.gated || outputs - half - o >= count ? count : outputs - half - o;
+      const int64_t first = begin + o;
+      float sums[2][kBlock];
+      for (int64_t r = 0; r < count; ++r) dot_one(task, first + r, apart, r < pairs, sums[0][r], sums[1][r]);
+      finish(task, sums[0], task.gated ? sums[1] : nullptr, 0, first, count);
+      if (!task.gated) finish(task, sums[1], nullptr, 0, first + apart, pairs);
+    }
+  }
+
+  // A row and, if there is a pair, the row that is so many `apart`.
+  static void dot_one(const LinearTask& task, int64_t row, int64_t apart, bool pair, float& first, float& second) {
+    const Dots dots{task.columns, apart * task.stride, task.groups, apart * task.groups};
+    const auto* weight = static_cast<const Weight*>(task.weight) + row * task.stride;
+    const float* scales = task.scales ? task.scales + row * task.groups : nullptr;
+    const auto dot = [&](auto input) {
+      if (!pair) return dot_tile<1, 1>(dots, weight, scales, input, &first, 1);
+      float both[2];
+      dot_tile<2, 1>(dots, weight, scales, input, both, 2);
+      first = both[0];
+      second = both[1];
+    };
+    if constexpr (kShortInputs && sizeof(Weight) == 1) {
+      if (task.shorts.values) return dot(task.shorts);
+    }
+    dot(task.input);
   }
 
   static void block(const LinearTask& task, int64_t first_input, int64_t inputs, int64_t first, int64_t count) {
@@ -87,7 +121,7 @@ struct Linear {
 
   static void dot(const LinearTask& task, int64_t first_input, int64_t inputs, int64_t first, int64_t count,
                   float* sums) {
-    const Dots dots{task.columns, task.stride, task.groups};
+    const Dots dots{task.columns, task.stride, task.groups, task.groups};
     const auto* weight = static_cast<const Weight*>(task.weight);
     for (int64_t r = 0; r < count; r += kRows) {
       const int64_t row = first + r, rows = count - r < kRows ? count - r : kRows;

@@ -111,8 +111,8 @@ void test_linear(const LinearLoops& loops, Dtype dtype, Shape s, bool quantized,
 
 void test_linear_layers() {
   at_all_levels(all_linear_loops(), [](const LinearLoops& loops, Dtype dtype) {
-    for (const Shape s : {Shape{1, 1, 1, 1}, {1, 64, 8, 2}, {1, 65, 9, 5}, {2, 96, 17, 3}, {3, 33, 66, 3}, {5, 128, 5, 1},
-                          {9, 40, 130, 4}, {4, 192, 16, 3}}) {
+    for (const Shape s : {Shape{1, 1, 1, 1}, {1, 64, 8, 2}, {1, 65, 9, 5}, {1, 64, 261, 2}, {2, 96, 17, 3}, {3, 33, 66, 3},
+                          {5, 128, 5, 1}, {9, 40, 130, 4}, {4, 192, 16, 3}}) {
       for (const bool quantized : {false, true}) {
         test_linear(loops, dtype, s, quantized, false, Activation::Identity);
         test_linear(loops, dtype, s, quantized, true, Activation::Silu);

@@ -29,22 +29,20 @@ struct PlainVector {
 };
 
 // How far ahead of a row's columns weights are fetched: hardware prefetchers stop at every page.
-constexpr uintptr_t kWeightsAhead = 4096;
+constexpr uintptr_t kWeightsAhead = 2048;
 
-// Fetches weights to come into the second cache, which has room for more requests under way than the first. They may be
-// beyond the array: an address, not a pointer.
+// Fetches weights to come. They may be beyond the array: an address, not a pointer.
 template <class Element>
 DS_KERNELS_INLINE void prefetch(const Element* from) {
-  constexpr int kRead = 0, kSecondCache = 2;
-  __builtin_prefetch(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(from) + kWeightsAhead), kRead,
-                     kSecondCache);
+  __builtin_prefetch(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(from) + kWeightsAhead));
 }
 
 // Rows of weights with inputs that share their columns.
 struct Dots {
   int64_t columns;
-  int64_t stride;  // from one row of weights to the next, in elements
-  int64_t groups;  // of columns that share a scale; one if there are no scales
+  int64_t stride;         // from one row of weights to the next, in elements
+  int64_t groups;         // of columns that share a scale; one if there are no scales
+  int64_t scales_stride;  // from one row's scales to the next's, in elements
 };
 
 // Adds the products of one vector of each row of weights with one of each input.
@@ -91,7 +89,7 @@ DS_KERNELS_INLINE void dot_tile(const Dots& dots, const Weight* weight, const fl
     add_columns(part, dots, width, weight + group * width, input + group * width);
     DS_KERNELS_UNROLL
     for (int r = 0; r < rows; ++r) {
-      const float scale = scales ? scales[r * dots.groups + group] : 1.f;
+      const float scale = scales ? scales[r * dots.scales_stride + group] : 1.f;
       DS_KERNELS_UNROLL
       for (int m = 0; m < inputs; ++m) total[r][m] += scale * part[r][m];
     }
@@ -155,7 +153,7 @@ DS_KERNELS_INLINE void dot_tile(const Dots& dots, const int8_t* weight, const fl
     for (int r = 0; r < rows; ++r) {
       DS_KERNELS_UNROLL
       for (int m = 0; m < inputs; ++m) {
-        const float scale = scales[r * groups + group] * input.scales[m * groups + group];
+        const float scale = scales[r * dots.scales_stride + group] * input.scales[m * groups + group];
         total[r][m] += scale * (Floats)_mm512_maskz_cvtepi32_ps(0xffff, part[r][m]);
       }
     }
@@ -170,24 +168,27 @@ DS_KERNELS_INLINE void dot_tile(const Dots& dots, const int8_t* weight, const fl
 constexpr bool kShortInputs = false;
 #endif
 
-// One group of one input in 16 bits; gives its scale, or NaN if an element is not finite.
+// One group of one input in 16 bits, whole vectors of it; gives its scale, or NaN if an element is not finite.
 inline float shorten(const float* from, int16_t* to, int64_t count) {
-  float top = 0;
-  bool finite = true;
-  for (int64_t i = 0; i < count; ++i) {
-    const float size = from[i] < 0 ? -from[i] : from[i];
-    top = size > top ? size : top;
-    finite &= size < __builtin_inff();
+  typedef int16_t Shorts __attribute__((vector_size(kVectorBytes / 2)));
+  typedef int32_t Integers __attribute__((vector_size(kVectorBytes)));
+  Words tops{};  // without their sign, numbers are in the order of their bits, infinity and NaN beyond all others
+  for (int64_t i = 0; i < count; i += kLanes) {
+    const Words size = bits_of(load(from + i)) & 0x7fffffffu;
+    tops = select((Words)(size > tops), size, tops);
   }
-  if (!finite) return __builtin_nanf("");
-  // top < 2^exponent; 2^15 of these scales are more than top. Tiny groups keep a scale that is no subnormal.
-  const int exponent = static_cast<int>(bits_of(top) >> 23) - 126;
+  uint32_t top = 0;
+  for (int lane = 0; lane < kLanes; ++lane) top = tops[lane] > top ? tops[lane] : top;
+  if (top >= 0x7f800000u) return __builtin_nanf("");
+  // The largest is below 2^exponent; 2^15 of these scales are more. Tiny groups keep a scale that is no subnormal.
+  const int exponent = static_cast<int>(top >> 23) - 126;
   const int lowest = exponent - 15 < -120 ? -120 : exponent - 15;
   const float scale = float_of(static_cast<uint32_t>(lowest + 127) << 23);
   const float inverse = float_of(static_cast<uint32_t>(127 - lowest) << 23);
-  for (int64_t i = 0; i < count; ++i) {
-    const float steps = from[i] * inverse + kWhole - kWhole;  // to nearest even
-    to[i] = static_cast<int16_t>(steps > 32767.f ? 32767.f : steps);
+  for (int64_t i = 0; i < count; i += kLanes) {
+    const Floats steps = load(from + i) * inverse + kWhole - kWhole;  // to nearest even
+    const Floats most = select((Words)(steps > 32767.f), Floats{} + 32767.f, steps);
+    store_bits(to + i, __builtin_convertvector(__builtin_convertvector(most, Integers), Shorts));
   }
   return scale;
 }
