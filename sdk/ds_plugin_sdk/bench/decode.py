@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import statistics
+import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-PROMPT, STEPS = 128, 16
+from ds_plugin_sdk.integrations._weights import Weights
+
+PROMPT, STEPS, ROUNDS = 128, 16, 5
 PEER = "transformers, bfloat16"
 
 Shape = Literal["gpt2", "llama"]
@@ -51,8 +55,11 @@ class Speed:
     steps: list[float]
 
 
+Measure = Callable[[], Speed]
+
+
 def run(shape: Shape = "llama", compiled: bool = True, ctranslate2: bool = True) -> list[Row]:
-    """Measure each implementation in turn, twice; the second counts.
+    """Measure all implementations in turn, in several rounds, so that noise falls on all alike.
 
     Args:
         shape: GPT-2 medium's, or a LLaMA of about the same size.
@@ -62,47 +69,47 @@ def run(shape: Shape = "llama", compiled: bool = True, ctranslate2: bool = True)
     model = _model(shape)
     weights = sum(module.weight.numel() for module in model.modules() if _is_read(module))
     rate = _read_rate()
-    speeds: dict[str, tuple[Speed, int]] = {}
-    for name, bytes_each, measure in _implementations(model, shape, compiled, ctranslate2):
-        try:
-            speeds[name] = measure(), bytes_each
-        except Exception as error:
-            warnings.warn(f"{name} is not compared: {type(error).__name__}: {error}", RuntimeWarning, stacklevel=2)
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):  # a converter prints
+        speeds = _in_rounds(_implementations(model, shape, compiled, Path(folder) if ctranslate2 else None))
     title = f"{shape}, {sum(parameter.numel() for parameter in model.parameters()) / 1e6:.0f} M"
-    plain = statistics.median(speeds[PEER][0].steps)
+    plain = statistics.median(speeds[PEER].steps)
     rows = []
-    for name, (speed, bytes_each) in speeds.items():
+    for name, speed in speeds.items():
         step = statistics.median(speed.steps)
-        fraction = weights * bytes_each / step / rate
+        fraction = weights * (1 if "int8" in name else 2) / step / rate
         rows.append(Row(title, name, PROMPT / speed.prompt, 1 / step, plain / step, fraction))
     return rows
 
 
-def _implementations(
-    model: Any, shape: Shape, compiled: bool, ctranslate2: bool
-) -> Iterator[tuple[str, int, Callable[[], Speed]]]:
-    """Name, bytes of a weight, and what measures it."""
-    from ds_plugin_sdk.integrations.transformers import accelerate
-
-    def ours(weights: Any) -> Callable[[], Speed]:
-        def measure() -> Speed:
-            with accelerate(model, weights):
-                return _twice(lambda: _measure(model, _dynamic(model)))
-
-        return measure
-
-    yield PEER, 2, lambda: _twice(lambda: _measure(model, _dynamic(model)))
+def _implementations(model: Any, shape: Shape, compiled: bool, folder: Path | None) -> dict[str, Measure]:
+    """What measures each, by name; warm from the second call on. `folder`: for CTranslate2's model, if any."""
+    measures: dict[str, Measure] = {PEER: lambda: _twice(model)}
     if compiled:
-        yield "torch.compile, bfloat16", 2, lambda: _compiled(model)
-    if ctranslate2:
-        yield "CTranslate2, int8", 1, lambda: _ctranslate2(model, shape)
-    yield "ours, bfloat16", 2, ours(None)
-    yield "ours, int8", 1, ours("int8")
+        forward = torch.compile(model.forward)
+        measures["torch.compile, bfloat16"] = lambda: _compiled(model, forward)
+    if folder is not None:
+        measures["CTranslate2, int8"] = _ctranslate2(model, shape, folder)
+    measures["ours, bfloat16"] = lambda: _ours(model, None)
+    measures["ours, int8"] = lambda: _ours(model, "int8")
+    return measures
 
 
-def _twice(measure: Callable[[], Speed]) -> Speed:
-    measure()
-    return measure()
+def _in_rounds(measures: dict[str, Measure]) -> dict[str, Speed]:
+    """The median prompt of each, and the steps of all rounds but a first; what does not run here is left out."""
+    speeds: dict[str, list[Speed]] = {}
+    for name, measure in measures.items():
+        try:
+            measure()
+            speeds[name] = []
+        except Exception as error:
+            warnings.warn(f"{name} is not compared: {type(error).__name__}: {error}", RuntimeWarning, stacklevel=3)
+    for _ in range(ROUNDS):
+        for name, found in speeds.items():
+            found.append(measures[name]())
+    return {
+        name: Speed(statistics.median(speed.prompt for speed in found), [step for s in found for step in s.steps])
+        for name, found in speeds.items()
+    }
 
 
 def _model(shape: Shape) -> Any:
@@ -151,32 +158,45 @@ def _measure(model: Any, cache: Any) -> Speed:
     return Speed(prompt, steps)
 
 
-def _compiled(model: Any) -> Speed:
+def _twice(model: Any) -> Speed:
+    """The second time: the first brings weights that were moved or unused for long to where they are read from."""
+    _measure(model, _dynamic(model))
+    return _measure(model, _dynamic(model))
+
+
+def _ours(model: Any, weights: Weights) -> Speed:
+    from ds_plugin_sdk.integrations.transformers import accelerate
+
+    with accelerate(model, weights):
+        return _twice(model)
+
+
+def _compiled(model: Any, forward: Callable[..., Any]) -> Speed:
     import transformers
 
     # A cache of fixed size, which transformers says compilation needs.
     cache = transformers.StaticCache(config=model.config, max_cache_len=PROMPT + STEPS + 1)
-    forward = model.forward
-    model.forward = torch.compile(forward)
+    model.forward = forward
     try:
         _measure(model, cache)
         cache.reset()
         return _measure(model, cache)
     finally:
         del model.forward
-        torch.compiler.reset()
 
 
-def _ctranslate2(model: Any, shape: Shape) -> Speed:
+def _ctranslate2(model: Any, shape: Shape, folder: Path) -> Measure:
     """CTranslate2 generates: a prompt alone, and a prompt with steps after it."""
-    import ctranslate2
+    path = functools.cache(lambda: str(_convert(model, shape, folder)))
+    prompt = [[f"t{i}" for i in range(PROMPT)]]
 
-    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(None):
-        path = _convert(model, shape, Path(folder))
+    def measure() -> Speed:
+        import ctranslate2
+
+        # Made anew each time: while it lives, its threads take time from torch's.
         generator = ctranslate2.Generator(
-            str(path), device="cpu", compute_type="int8", intra_threads=torch.get_num_threads()
+            path(), device="cpu", compute_type="int8", intra_threads=torch.get_num_threads()
         )
-        prompt = [[f"t{i}" for i in range(PROMPT)]]
 
         def seconds(tokens: int) -> float:
             start = time.perf_counter()
@@ -190,10 +210,10 @@ def _ctranslate2(model: Any, shape: Shape) -> Speed:
             return time.perf_counter() - start
 
         seconds(STEPS)
-        first = [seconds(1) for _ in range(3)]
-        whole = [seconds(1 + STEPS) for _ in range(3)]
-    step = (statistics.median(whole) - statistics.median(first)) / STEPS
-    return Speed(statistics.median(first), [step])
+        first, whole = seconds(1), seconds(1 + STEPS)
+        return Speed(first, [(whole - first) / STEPS])
+
+    return measure
 
 
 def _convert(model: Any, shape: Shape, folder: Path) -> Path:
