@@ -33,7 +33,7 @@ help:
 	@echo 'make lint          style (ruff) and types (mypy) alone'
 	@echo 'make format        let ruff format the tree'
 	@echo 'make gpu-check     on a machine with an NVIDIA GPU: builds, tests, conformance, benchmarks, a report'
-	@echo 'make cuda-compile  compile every CUDA kernel for every architecture; needs nvcc, no GPU'
+	@echo 'make cuda-compile  the wheel with every CUDA kernel for every architecture: nvcc, no GPU; a long while'
 	@echo 'make deepspeed-tests  tests out of a clone of DeepSpeed, DEEPSPEED=/path/to/clone, on the CPU plugin'
 	@echo 'make bench         the training step against the accelerator that DeepSpeed brings along'
 	@echo 'make clean         remove everything that these commands made'
@@ -144,26 +144,27 @@ deepspeed-tests: $(READY)
 gpu-check:
 	$(PYTHON) benchmarks/gpu_check.py $(ARGS)
 
-# What a GPU machine without a network may lack, to be carried there in build/gpu-wheels.
+# What a GPU machine without a network may lack, to be carried there in build/gpu-wheels: what the SDK and DeepSpeed need
+# beside torch, numpy and ninja, with all that these need, so that versions fit each other.
 GPU_PYTHON ?= 3.12
-GPU_WHEELS := platformdirs filelock pluggy typer rich shellingham markdown-it-py mdurl pygments editables \
-    hjson msgpack pydantic pydantic-core annotated-types typing-inspection py-cpuinfo einops
+GPU_WHEELS := platformdirs pluggy typer rich einops hjson msgpack packaging psutil py-cpuinfo pydantic tqdm
 .PHONY: gpu-wheels
 gpu-wheels: $(READY)
 	rm -rf build/gpu-wheels && mkdir -p build/gpu-wheels
-	$(PIP) download --no-deps --only-binary=:all: --python-version $(GPU_PYTHON) --implementation cp \
+	$(PIP) download --only-binary=:all: --python-version $(GPU_PYTHON) --implementation cp \
 	    --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 --platform manylinux_2_17_x86_64 \
 	    -d build/gpu-wheels $(GPU_WHEELS)
 	DS_BUILD_OPS=0 $(PIP) wheel --no-deps --no-build-isolation -w build/gpu-wheels \
 	    "deepspeed==$$($(BIN)/python -c 'import importlib.metadata; print(importlib.metadata.version("deepspeed"))')"
 
-# One compiler at a time: nvcc takes much memory.
+# The wheel with all ops. One compiler at a time: nvcc takes much memory.
 CUDA_ARCHS ?= 7.5;8.0;9.0;10.0;12.0+PTX
 .PHONY: cuda-compile
 cuda-compile: $(READY)
 	rm -rf build/cuda-compile
-	TORCH_CUDA_ARCH_LIST='$(CUDA_ARCHS)' MAX_JOBS=1 PYTHONPATH=plugins/cuda nice -n 15 \
-	    $(BIN)/python benchmarks/cuda_compile.py build/cuda-compile
+	DS_BUILD_OPS=1 TORCH_CUDA_ARCH_LIST='$(CUDA_ARCHS)' MAX_JOBS=1 nice -n 15 \
+	    $(BIN)/python -m pip wheel -v --no-deps --no-build-isolation --wheel-dir build/cuda-compile plugins/cuda
+	$(BIN)/python benchmarks/cuda_compile.py build/cuda-compile
 
 .PHONY: bench
 bench: $(READY)

@@ -5,6 +5,9 @@
 Optimizer steps run on the tensors of real models, which no cache holds. Other ops rotate among sets of arguments that
 together are several times the L2 cache, and are timed as replays of a CUDA graph, so that launches do not count.
 Implementations take turns; figures are medians. Rates are compared with a copy of one large tensor, measured first.
+
+What was measured is in the file after each case. A kernel that breaks the process's CUDA context ends the program with
+status 1; called again with the same file, it goes on with the next group of cases.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import dataclasses
 import json
 import math
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -25,7 +29,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  # torch's own convention
 from torch import Tensor
 
-from ds_plugin_sdk.op_builder import load_kernels
+from ds_plugin_sdk.registry import load_kernels
 
 Call = Callable[[], object]
 DEVICE = "cuda"
@@ -41,17 +45,17 @@ class Row:
         case: what is computed, on what.
         implementation: whose.
         milliseconds: median time of a call on the device.
-        gigabytes_per_second: the bytes that must move, each once, over that time.
+        gigabytes_per_second: the bytes that must move, each once, over that time; None where arithmetic counts.
         times_copy: that rate over the rate of a copy.
-        speed_of_ours: time of this implementation over that of ours: above 1, ours is faster.
+        speed_of_ours: time of this implementation over that of ours: above 1, ours is faster. None if ours failed.
     """
 
     case: str
     implementation: str
     milliseconds: float
-    gigabytes_per_second: float
-    times_copy: float
-    speed_of_ours: float
+    gigabytes_per_second: float | None
+    times_copy: float | None
+    speed_of_ours: float | None
 
 
 @dataclasses.dataclass
@@ -59,7 +63,7 @@ class Case:
     """What is compared: for each implementation the calls to rotate among. The first implementation is ours."""
 
     name: str
-    moved: int  # bytes of one call
+    moved: int  # bytes of one call; 0 where it is not memory that the time goes to
     calls: dict[str, list[Call]]
     in_graph: bool = True
 
@@ -97,20 +101,24 @@ def captured(calls: Sequence[Call]) -> Call:
 
 
 def rows_of(case: Case, copy_rate: float, turns: int, errors: dict[str, str]) -> Iterator[Row]:
-    """Measure a case; an implementation that fails is left out, and its error noted."""
+    """Measure a case; an implementation that fails is left out, and its error noted; launches count in what cannot be
+    captured.
+    """
     count = len(next(iter(case.calls.values())))
     runs: dict[str, Call] = {}
     for name, calls in case.calls.items():
         try:
             calls[0]()
-            runs[name] = captured(calls) if case.in_graph else _one_after_the_other(calls)
+            runs[name] = _one_after_the_other(calls)
+            if case.in_graph:
+                runs[name] = captured(calls)
         except Exception as error:
             errors[f"{case.name}, {name}"] = f"{type(error).__name__}: {error}".partition("\n")[0]
     medians = {name: total / count for name, total in take_turns(runs, turns).items()}
-    ours = next(iter(medians.values()))
+    ours = medians.get(next(iter(case.calls)))
     for name, median in medians.items():
-        rate = case.moved / median / 1e6
-        yield Row(case.name, name, median, rate, rate / copy_rate, median / ours)
+        rate = case.moved / median / 1e6 or None
+        yield Row(case.name, name, median, rate, rate and rate / copy_rate, ours and median / ours)
 
 
 def _one_after_the_other(calls: Sequence[Call]) -> Call:
@@ -169,15 +177,14 @@ def optimizer_cases(own: Path | None) -> Iterator[Case]:
         calls: dict[str, list[Call]] = {n: [o.step] for n, o in adam.items()}
         calls |= _deepspeed("fused_adam", own, _deepspeed_adam, params)
         yield Case(f"Adam {name}", 7 * size * elements, calls, in_graph=False)
-        del calls
+        del calls, adam
+        lamb: dict[str, list[Call]] = {"FusedLamb": [FusedLamb(params, lr=1e-4).step]}
         if elements < 2e9:
-            # p, g, m, v are read and m, v written; then p, m, v are read and p is written
-            lamb = {"FusedLamb": [FusedLamb(params, lr=1e-4).step], "torch foreach": [_foreach_lamb(params)]}
-            lamb |= _deepspeed("fused_lamb", own, _deepspeed_lamb, params)
-            yield Case(f"LAMB {name}", 10 * size * elements, lamb, in_graph=False)
-            del lamb
-        del params, adam
-        torch.cuda.empty_cache()
+            lamb["torch foreach"] = [_foreach_lamb(params)]
+        lamb |= _deepspeed("fused_lamb", own, _deepspeed_lamb, params)
+        # p, g, m, v are read and m, v written; then p, m, v are read and p is written
+        yield Case(f"LAMB {name}", 10 * size * elements, lamb, in_graph=False)
+        del lamb, params
 
 
 def _deepspeed(
@@ -228,13 +235,72 @@ def _foreach_lamb(params: Sequence[Tensor]) -> Call:
     return step
 
 
+# ---- a layer -----------------------------------------------------------------------------------------------------
+def layer_cases(own: Path | None) -> Iterator[Case]:
+    """BERT-large's layer, forward and backward with dropout, beside torch's and DeepSpeed's own."""
+    from ds_plugin_sdk.nn import TransformerLayer
+
+    batch, tokens, hidden, heads, p, half = 64, 128, 1024, 16, 0.1, torch.float16
+    ours = TransformerLayer(
+        hidden, heads, attn_dropout=p, hidden_dropout=p, pre_layer_norm=False, device=DEVICE, dtype=half
+    )
+    theirs = torch.nn.TransformerEncoderLayer(
+        hidden, heads, 4 * hidden, p, F.gelu, batch_first=True, device=DEVICE, dtype=half
+    )
+    x, grad = (_random(batch, tokens, hidden, dtype=half) for _ in range(2))
+    x.requires_grad_()
+    calls = {
+        "ds_plugin": [_forward_and_backward(ours, x, grad)],
+        "torch eager": [_forward_and_backward(theirs, x, grad)],
+        "torch compiled": [_forward_and_backward(torch.compile(theirs), x, grad)],
+    }
+    module = deepspeed_cuda_ops.load("transformer", own) if own else None
+    if module:
+        layer = _deepspeed_layer(module, batch, hidden, heads, p)
+        mask = torch.zeros(batch, 1, 1, tokens, device=DEVICE, dtype=half)
+        calls["DeepSpeed's own"] = [_forward_and_backward(layer, x, grad, mask)]
+    yield Case(f"layer, both passes [{batch}, {tokens}, {hidden}]", 0, calls, in_graph=False)
+
+
+def _forward_and_backward(layer: torch.nn.Module, x: Tensor, grad: Tensor, *more: Tensor) -> Call:
+    leaves = [x, *layer.parameters()]
+
+    def run() -> object:
+        with torch.enable_grad():
+            return torch.autograd.grad(layer(x, *more), leaves, grad)
+
+    return run
+
+
+def _deepspeed_layer(module: ModuleType, batch: int, hidden: int, heads: int, p: float) -> torch.nn.Module:
+    """DeepSpeed's front end on DeepSpeed's own kernels."""
+    import deepspeed.ops.transformer.transformer as front_end
+
+    front_end.transformer_cuda_module = module
+    config = front_end.DeepSpeedTransformerConfig(
+        batch_size=batch,
+        hidden_size=hidden,
+        intermediate_size=4 * hidden,
+        heads=heads,
+        attn_dropout_ratio=p,
+        hidden_dropout_ratio=p,
+        num_hidden_layers=1,
+        initializer_range=0.02,
+        seed=1,
+        fp16=True,
+        pre_layer_norm=False,
+    )
+    layer: torch.nn.Module = front_end.DeepSpeedTransformerLayer(config).to(DEVICE).half()
+    return layer
+
+
 # ---- ops on activations ------------------------------------------------------------------------------------------
-def op_cases() -> Iterator[Case]:
-    """Ops of inference and training, on the shapes of one layer."""
-    from ds_plugin_sdk.ops import activation, norm, softmax
+def op_cases(*shapes: tuple[int, int]) -> Iterator[Case]:
+    """Ops of inference and training, on tokens of a layer."""
+    from ds_plugin_sdk.ops import activation, norm
 
     half = torch.bfloat16
-    for tokens, hidden in ((8192, 4096), (32, 4096), (4096, 8192)):
+    for tokens, hidden in shapes:
         shape, weight, bias = (tokens, hidden), _random(hidden, dtype=half), _random(hidden, dtype=half)
         size = tokens * hidden * 2
         yield _case(f"layer_norm {list(shape)}", [shape], 2 * size, {
@@ -252,6 +318,25 @@ def op_cases() -> Iterator[Case]:
             "torch eager": lambda x, b=bias: F.gelu(x + b, approximate="tanh"),
             "torch compiled": torch.compile(lambda x, b=bias: F.gelu(x + b, approximate="tanh")),
         })  # fmt: skip
+
+
+def head_cases() -> Iterator[Case]:
+    """Ops on the heads of an attention: LLaMA's rotary embedding, and softmax of scores."""
+    from ds_plugin_sdk.ops import rotary, softmax
+
+    tokens, head_dim = 4096, 128
+    cos, sin = (table.to(DEVICE) for table in rotary.angles(torch.arange(tokens), head_dim))
+    heads_shape = (1, 32, tokens, head_dim)
+
+    def turned(x: Tensor) -> Tensor:
+        first, second = x.float().chunk(2, -1)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
+
+    yield _case(f"rotary {list(heads_shape)}", [heads_shape], 2 * 2 * math.prod(heads_shape), {
+        "ds_plugin": lambda x: rotary.rotary(x, cos, sin),
+        "torch eager": turned,
+        "torch compiled": torch.compile(turned),
+    })  # fmt: skip
     for batch, heads, length in ((8, 16, 2048), (32, 32, 128)):
         shape = (batch, heads, length, length)
         yield _case(f"softmax {list(shape)}", [shape], 4 * batch * heads * length * length, {
@@ -376,87 +461,169 @@ def _case(
 
 
 # ---- the run -----------------------------------------------------------------------------------------------------
-FAMILIES = ("adam", "lamb", "norm", "softmax", "activation", "transformer", "quantizer", "attention", "linear")
+# Families, by one op of each.
+OPS = {
+    "adam": "adam_",
+    "lamb": "lamb_",
+    "norm": "layer_norm",
+    "softmax": "softmax",
+    "activation": "bias_activation",
+    "rotary": "rotary",
+    "transformer": "dropout_add",
+    "quantizer": "quantize",
+    "attention": "cached_attention",
+    "linear": "linear",
+}
 
 
-def cases(own: Path | None) -> Iterator[Callable[[], Iterator[Case]]]:
+def groups_of_cases(own: Path | None) -> dict[str, Callable[[], Iterator[Case]]]:
     """All cases in groups, which fail alone; what matters most first."""
-    yield lambda: optimizer_cases(own)
-    yield training_cases
-    yield decode_cases
-    yield lambda: quantizer_cases(own)
-    yield op_cases
+    return {
+        "optimizers": lambda: optimizer_cases(own),
+        "ops": lambda: op_cases((8192, 4096)),
+        "layer": lambda: layer_cases(own),
+        "decode": decode_cases,
+        "heads": head_cases,
+        "training": training_cases,
+        "quantizer": lambda: quantizer_cases(own),
+        "ops on other shapes": lambda: op_cases((32, 4096), (4096, 8192)),
+    }
 
 
-def run(deadline: float, turns: int, own: Path | None, save: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """Measure until all is done, or the deadline (`time.monotonic`) has passed.
+def without_kernels() -> dict[str, str]:
+    """The families whose ops would be torch's here, and why: to measure those would say nothing of the kernels."""
+    missing = {}
+    for family, op in OPS.items():
+        try:
+            load_kernels(family, DEVICE)
+            if not torch._C._dispatch_has_kernel_for_dispatch_key(f"ds_plugin::{op}", DEVICE.upper()):
+                missing[family] = "no plugin that is available here has them"
+        except Exception as error:
+            missing[family] = _text(error)
+    return missing
+
+
+@dataclasses.dataclass
+class Facts:
+    """What is known so far, as it is kept in a file.
+
+    Attributes:
+        copy_gigabytes_per_second: of a copy.
+        begun: groups of cases that were begun, by this process or one before it.
+        complete: whether all were measured.
+        rows: the figures, `Row` as dictionaries.
+        errors: what went wrong, by case.
+    """
+
+    copy_gigabytes_per_second: float = 0.0
+    begun: list[str] = dataclasses.field(default_factory=list)
+    complete: bool = False
+    rows: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    errors: dict[str, str] = dataclasses.field(default_factory=dict)
+    path: Path | None = None
+
+    @staticmethod
+    def of(path: Path | None) -> Facts:
+        """What a file has, or nothing yet."""
+        return Facts(**json.loads(path.read_text()), path=path) if path and path.exists() else Facts(path=path)
+
+    def save(self) -> None:
+        """Write the file, at once whole: whoever ends this process finds it so."""
+        if self.path is not None:
+            new = self.path.with_suffix(".new")
+            known = {name: value for name, value in vars(self).items() if name != "path"}
+            new.write_text(json.dumps(known, indent=1))
+            new.replace(self.path)
+
+
+def run(deadline: float, turns: int, own: Path | None, facts: Facts) -> bool:
+    """Measure what was not begun yet, until all is done or the deadline (`time.monotonic`) has passed.
 
     Args:
         deadline: no case begins after it.
         turns: measurements of each implementation.
         own: where DeepSpeed's own ops were built, see `deepspeed_cuda_ops`.
-        save: takes all that is known after each case.
+        facts: takes what is found out, and is saved after each case.
 
     Returns:
-        The rows, the copy rate, errors by case, and whether all cases were begun.
+        Whether this process can still use the GPU.
     """
-    errors: dict[str, str] = {}
-    for family in FAMILIES:
-        try:
-            load_kernels(family, DEVICE)
-        except Exception as error:  # its ops are then those of torch
-            errors[f"{family} has no kernels here"] = f"{type(error).__name__}: {error}".partition("\n")[0]
-    rows: list[Row] = []
-    facts = {"copy_gigabytes_per_second": measured_copy_rate(), "errors": errors, "complete": False, "rows": rows}
+    facts.errors |= {f"{family} has no kernels here": why for family, why in without_kernels().items()}
+    facts.copy_gigabytes_per_second = measured_copy_rate()
     with torch.no_grad():
-        for group in cases(own):
-            name = "a case"
+        for group, cases in groups_of_cases(own).items():
+            if group in facts.begun:
+                continue
+            facts.begun.append(group)
+            facts.save()
             try:
-                for case in group():
-                    name = case.name
+                for case in cases():
                     _measure(case, facts, turns)
-                    save(facts)
-                    if time.monotonic() > deadline:
-                        return facts
+                    facts.save()
                     del case
+                    if time.monotonic() > deadline:
+                        return True
                     torch.cuda.empty_cache()
             except Exception as error:  # of making a case: the other groups go on
-                errors[f"after {name}"] = f"{type(error).__name__}: {error}".partition("\n")[0]
-    facts["complete"] = True
-    save(facts)
-    return facts
+                facts.errors[f"in {group}"] = _text(error)
+            if not _gpu_works(group, facts):
+                return False
+    facts.complete = True
+    facts.save()
+    return True
 
 
-def _measure(case: Case, facts: dict[str, Any], turns: int) -> None:
+def _measure(case: Case, facts: Facts, turns: int) -> None:
     """Add a case's rows, or its error."""
     try:
-        facts["rows"] += rows_of(case, facts["copy_gigabytes_per_second"], turns, facts["errors"])
+        rows = rows_of(case, facts.copy_gigabytes_per_second, turns, facts.errors)
+        facts.rows += [dataclasses.asdict(row) for row in rows]
     except Exception as error:  # an implementation may refuse, or run out of memory
-        facts["errors"][case.name] = f"{type(error).__name__}: {error}".partition("\n")[0]
+        facts.errors[case.name] = _text(error)
+
+
+def _gpu_works(group: str, facts: Facts) -> bool:
+    """After an illegal access nothing works in this process any more."""
+    try:
+        torch.cuda.synchronize()
+        return True
+    except Exception as error:
+        facts.errors[f"the GPU after {group}"] = _text(error)
+        facts.save()
+        return False
+
+
+def _text(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
+
+
+def shown(number: float | None, form: str) -> str:
+    """A number, or a dash for none."""
+    return "-" if number is None else format(number, form)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="file for the figures, written anew after each case")
+    parser.add_argument(
+        "--json", type=Path, help="file for the figures, written anew after each case, and gone on with"
+    )
     parser.add_argument("--seconds", type=float, default=180, help="stop beginning cases after so long")
     parser.add_argument("--turns", type=int, default=20)
     parser.add_argument("--deepspeed-ops", type=Path, help="where deepspeed_cuda_ops.py has built DeepSpeed's own ops")
     arguments = parser.parse_args()
 
-    def save(facts: dict[str, Any]) -> None:
-        if arguments.json is not None:
-            rows = [dataclasses.asdict(row) for row in facts["rows"]]
-            arguments.json.write_text(json.dumps({**facts, "rows": rows}, indent=1))
-
-    facts = run(time.monotonic() + arguments.seconds, arguments.turns, arguments.deepspeed_ops, save)
-    print(f"copy: {facts['copy_gigabytes_per_second']:.0f} GB/s")
-    for row in facts["rows"]:
+    facts = Facts.of(arguments.json)
+    works = run(time.monotonic() + arguments.seconds, arguments.turns, arguments.deepspeed_ops, facts)
+    print(f"copy: {facts.copy_gigabytes_per_second:.0f} GB/s")
+    for row in facts.rows:
         print(
-            f"{row.case:32} {row.implementation:20} {row.milliseconds:9.4f} ms {row.gigabytes_per_second:7.0f} GB/s "
-            f"{row.times_copy:5.2f} of copy  ours {row.speed_of_ours:5.2f}x"
+            f"{row['case']:32} {row['implementation']:20} {row['milliseconds']:9.4f} ms "
+            f"{shown(row['gigabytes_per_second'], '7.0f')} GB/s {shown(row['times_copy'], '5.2f')} of copy  "
+            f"ours {shown(row['speed_of_ours'], '5.2f')}x"
         )
-    for name, error in facts["errors"].items():
+    for name, error in facts.errors.items():
         print(f"{name}: {error}")
+    sys.exit(not works)
 
 
 if __name__ == "__main__":

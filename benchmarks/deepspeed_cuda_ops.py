@@ -7,6 +7,7 @@ Each op in a process of its own, all at once. What does not build is said, and i
 
 from __future__ import annotations
 
+import functools
 import importlib.machinery
 import importlib.util
 import subprocess
@@ -38,6 +39,7 @@ def build(op: str) -> str:
     return f"{op}: does not build: {error.strip()}"
 
 
+@functools.cache
 def load(op: str, folder: Path) -> ModuleType | None:
     """The module of an op that was built into a folder, or None."""
     path = folder / op / f"{op}.so"

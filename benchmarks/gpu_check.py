@@ -4,15 +4,14 @@
 
 It needs torch with CUDA, nvcc and a GPU, downloads nothing, and ends within nine minutes. What Python packages are
 missing on the machine it takes from a folder of wheels, which `make gpu-wheels` fills on a machine with a network. A
-step that fails does not stop the others. The report is ``<into>/cuda-<GPU>-<date>.json``, with a digest of the kernel
-sources that were measured, and the same in Markdown.
+step that fails, hangs or finds no time left does not stop the others. The report is ``<into>/cuda-<GPU>-<date>.json``,
+with a digest of the kernel sources that were measured, and the same in Markdown; it is written anew after each step.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import datetime
 import hashlib
 import json
@@ -23,9 +22,12 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,7 @@ WORK = ROOT / "build" / "gpu-check"
 PROJECTS = (ROOT, ROOT / "plugins" / "cpu", ROOT / "plugins" / "cuda")
 SECONDS = 520  # of the whole run
 RESERVE = 150  # of these, kept for the benchmarks
+GRACE = 5  # for a command to write down what it knows, once its time is over
 
 
 # ---- what was measured -------------------------------------------------------------------------------------------
@@ -61,48 +64,47 @@ def newest_report(folder: Path) -> Path | None:
 
 
 # ---- steps -------------------------------------------------------------------------------------------------------
-@dataclasses.dataclass
-class Running:
-    """A command that was started; no process if it could not be."""
-
-    name: str
-    process: subprocess.Popen[bytes] | None
-    log: Path
-    begin: float
-
-
 class Run:
     """The steps of a run, each a process with what is left of the time."""
 
     def __init__(self, into: Path, wheels: Path) -> None:
         self.into, self.wheels = into, wheels
         self.start = time.monotonic()
+        self.date = datetime.datetime.now(datetime.timezone.utc)
         self.steps: dict[str, dict[str, Any]] = {}
+        self.writing = threading.Lock()
+        # A shell has its background jobs ignore SIGINT, and their children too unless these handle it.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        ours = map(str, (WORK / "site", ROOT / "sdk", *PROJECTS[1:]))
         self.environment = {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join(map(str, (WORK / "site", ROOT / "sdk", *PROJECTS[1:]))),
+            "PYTHONPATH": os.pathsep.join([*ours, *filter(None, [os.environ.get("PYTHONPATH")])]),
             "DS_PLUGIN_CACHE_DIR": str(WORK / "cache"),
             "DS_PLUGIN_FALLBACK": "0",
             "TORCHINDUCTOR_CACHE_DIR": str(WORK / "inductor"),
             "PYTHONUNBUFFERED": "1",
+            "OMP_NUM_THREADS": "4",  # several steps at once
         }
 
-    def left(self) -> float:
-        return SECONDS - (time.monotonic() - self.start)
+    def left(self, reserve: float = 0) -> float:
+        return SECONDS - reserve - (time.monotonic() - self.start)
 
-    def step(self, name: str, command: Sequence[str | Path], *, limit: float) -> bool:
-        """Run a command and note how it went; whether it succeeded."""
-        return self.finish(self.begin(name, command), limit=limit)
+    def step(self, name: str, command: Sequence[str | Path], *, limit: float, **environment: str) -> bool:
+        """Run a command, and note how it went: what it printed last, to its end or to the limit. Then it and all that
+        it has started are ended. Without time for it, it is not begun.
 
-    def begin(self, name: str, command: Sequence[str | Path], **environment: str) -> Running:
-        """Start a command whose output goes to a file; `finish` notes how it went."""
-        print(f"\n=== {name} ({self.left():.0f} s left): {' '.join(map(str, command))[:200]}", flush=True)
+        Returns:
+            Whether it succeeded.
+        """
+        begin = time.monotonic()
+        if limit <= 0:
+            self.note(name, 124, begin, ["not begun: no time was left for it"])
+            return False
+        print(f"=== {name} ({self.left():.0f} s left): {' '.join(map(str, command))[:200]}", flush=True)
         log = WORK / "logs" / f"{re.sub(r'[^a-z0-9]+', '-', name.lower())}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
-        process = None
         with log.open("wb") as output:
             try:
-                # In a session of its own: what it starts can be ended with it.
                 process = subprocess.Popen(
                     list(map(str, command)),
                     cwd=ROOT,
@@ -110,47 +112,68 @@ class Run:
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
-                    start_new_session=True,
+                    start_new_session=True,  # what it starts can be ended with it
                 )
             except OSError as error:
-                output.write(str(error).encode())
-        return Running(name, process, log, time.monotonic())
-
-    def finish(self, running: Running, *, limit: float) -> bool:
-        """Wait for a command, end it and all it started at the limit, and note how it went; whether it succeeded."""
-        status = 127
-        if running.process is not None:
-            try:
-                status = running.process.wait(max(1.0, min(limit, self.left())))
-            except subprocess.TimeoutExpired:
-                status = 124
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(running.process.pid, signal.SIGKILL)
-            running.process.wait()
-        tail = running.log.read_text(errors="replace").splitlines()[-25:]
-        print("\n".join(tail), flush=True)
-        self.note(running.name, status, running.begin, tail)
+                self.note(name, 127, begin, [str(error)])
+                return False
+        status = _end_of(process, min(limit, self.left()))
+        lines = log.read_text(errors="replace").splitlines()
+        self.note(name, status, begin, lines[-25 if status == 0 else -150 :])
         return status == 0
 
     def note(self, name: str, status: int, begin: float, tail: list[str]) -> None:
         """Put a step into the report."""
-        self.steps[name] = {"status": status, "seconds": round(time.monotonic() - begin, 1), "tail": tail}
+        seconds = round(time.monotonic() - begin, 1)
+        self.steps[name] = {"status": status, "seconds": seconds, "tail": tail}
+        print("\n".join([f"--- {name}: status {status} after {seconds} s", *tail[-25:]]), flush=True)
 
     def python(self, name: str, *arguments: str | Path, limit: float) -> bool:
         return self.step(name, (sys.executable, *arguments), limit=limit)
 
 
+def _end_of(process: subprocess.Popen[bytes], limit: float) -> int:
+    """The status of a process, 124 if it had to be interrupted; its whole group is ended."""
+    try:
+        status = process.wait(max(1.0, limit))
+    except subprocess.TimeoutExpired:
+        status = 124
+        process.send_signal(signal.SIGINT)  # so that it can write down what it knows
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    return status
+
+
 def install(run: Run) -> None:
-    """Make the site folder: the carried wheels, and the entry points of our own projects beside their sources."""
+    """Make the site folder: the entry points of our own projects beside their sources, and the carried wheels."""
     site = WORK / "site"
     shutil.rmtree(site, ignore_errors=True)
     site.mkdir(parents=True)
-    wheels = sorted(run.wheels.glob("*.whl"))
-    if wheels:
-        options = ("--quiet", "--no-index", "--no-deps", "--no-compile", "--target", site)
-        run.python("install", "-m", "pip", "install", *options, *wheels, limit=60)
+    for results in WORK.glob("*.json"):  # of an earlier run
+        results.unlink()
     for project in PROJECTS:
         write_entry_points(site, (project / "pyproject.toml").read_text(encoding="utf-8"))
+    for wheel in sorted(run.wheels.glob("*.whl")):
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(site)
+
+
+CHOICE = """
+import deepspeed
+from deepspeed.accelerator import get_accelerator
+accelerator = type(get_accelerator())
+print(f"DeepSpeed {deepspeed.__version__} uses {accelerator.__module__}.{accelerator.__qualname__}")
+raise SystemExit(not accelerator.__module__.startswith("ds_plugin_cuda."))
+"""
+
+
+def choice(run: Run) -> bool:
+    """What the probes say, and what DeepSpeed uses; whether DeepSpeed can be imported and uses the plugin."""
+    run.python("sdk list", "-m", "ds_plugin_sdk.cli", "list", "--explain", limit=60)
+    return run.python("DeepSpeed's choice", "-c", CHOICE, limit=90)
 
 
 def write_entry_points(site: Path, pyproject: str) -> None:
@@ -171,17 +194,25 @@ def write_entry_points(site: Path, pyproject: str) -> None:
 
 
 BUILD = """
-import json, time
+import time
 from concurrent.futures import ThreadPoolExecutor
 from ds_plugin_sdk import op_builder, prebuild
 from ds_plugin_sdk.op_builder import CUDAOpBuilder
 classes = op_builder.builders("ds_plugin_cuda.op_builder", "cuda").values()
 builders = prebuild.distinct(cls() for cls in classes if issubclass(cls, CUDAOpBuilder))
 start = time.perf_counter()
-with ThreadPoolExecutor() as pool:
-    for builder, made in zip(builders, pool.map(lambda builder: prebuild.build(builder, None), builders)):
+def build(builder):
+    try:
+        made = prebuild.build(builder, None)
         print(f"{builder.build_spec().name}: {made.seconds:.1f} s, {made.origin}", flush=True)
-print(f"all {len(builders)} families: {time.perf_counter() - start:.1f} s")
+    except Exception as error:
+        print(f"{builder.build_spec().name}: {error}", flush=True)
+        return 1
+    return 0
+with ThreadPoolExecutor() as pool:
+    failed = sum(pool.map(build, builders))
+print(f"{len(builders) - failed} of {len(builders)} families: {time.perf_counter() - start:.1f} s")
+raise SystemExit(failed)
 """
 
 
@@ -208,46 +239,55 @@ subprocess.run([nvcc, *options, *objects, "-o", binary], check=True)
 
 
 def native_tests(run: Run, nvcc: str, arch: str) -> None:
-    """The launchers without torch, then under NVIDIA's sanitizer."""
+    """The launchers' tests, which need no torch, then the same under NVIDIA's sanitizer."""
     binary = WORK / "test_cuda"
     sources = [ROOT / "kernels" / "tests" / "test_cuda.cpp", *sorted((ROOT / "kernels" / "cuda").glob("*.cu"))]
     options = ("-std=c++17", "-O2", "-lineinfo", f"-arch={arch}", f"-I{ROOT / 'kernels' / 'include'}")
-    if not run.python("native tests: build", "-c", NATIVE, nvcc, binary, *options, *sources, limit=150):
+    command = ("-c", NATIVE, nvcc, binary, *options, *sources)
+    if not run.python("native tests: build", *command, limit=min(150, run.left(RESERVE))):
         return
-    run.step("native tests", (binary,), limit=60)
-    sanitizer = shutil.which("compute-sanitizer") or str(Path(nvcc).resolve().parents[1] / "bin" / "compute-sanitizer")
+    run.step("native tests", (binary,), limit=min(40, run.left(RESERVE)))
     for tool in ("memcheck", "racecheck"):
-        command = (sanitizer, "--tool", tool, "--error-exitcode", "1", binary)
-        run.step(f"native tests: {tool}", command, limit=min(60, run.left() - RESERVE))
+        command = (sanitizer(nvcc), "--tool", tool, "--error-exitcode", "1", binary, "exact")
+        run.step(f"native tests: {tool}", command, limit=min(60, run.left(RESERVE)))
 
 
-def begin_deepspeed_ops(run: Run) -> Running:
-    """Start building DeepSpeed's own CUDA ops by DeepSpeed, without this plugin; it takes a minute or two."""
+def sanitizer(nvcc: str) -> str:
+    """compute-sanitizer on PATH or in a toolkit: nvcc's, where that is no script outside of its toolkit."""
+    homes = (str(Path(nvcc).resolve().parents[1]), os.environ.get("CUDA_HOME", ""), "/usr/local/cuda")
+    places = [f"{home}/{folder}/compute-sanitizer" for home in homes for folder in ("bin", "compute-sanitizer")]
+    return next(filter(None, map(shutil.which, ("compute-sanitizer", *places))), "compute-sanitizer")
+
+
+def deepspeed_ops(run: Run) -> None:
+    """DeepSpeed's own CUDA ops, built by DeepSpeed without this plugin: a minute or two, while others have the GPU."""
     folder = WORK / "deepspeed_ops"
     folder.mkdir(parents=True, exist_ok=True)
-    command = (sys.executable, ROOT / "benchmarks" / "deepspeed_cuda_ops.py", folder)
-    return run.begin(
-        "DeepSpeed's own ops", command, TORCH_DEVICE_BACKEND_AUTOLOAD="0", TORCH_EXTENSIONS_DIR=str(folder)
-    )
+    command = ("nice", "-n", "10", sys.executable, ROOT / "benchmarks" / "deepspeed_cuda_ops.py", folder)
+    alone = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "TORCH_EXTENSIONS_DIR": str(folder)}
+    run.step("DeepSpeed's own ops", command, limit=min(170, run.left(RESERVE)), **alone)
 
 
-def conformance(run: Run, deepspeed: bool) -> None:
-    """The levels of the contract, as `sdk conformance` runs them."""
-    for level in ("runtime", "ops", *(("training",) if deepspeed else ())):
-        out = WORK / f"conformance-{level}.json"
-        out.unlink(missing_ok=True)
-        arguments = ("-m", "ds_plugin_sdk.cli", "conformance", "cuda", "--level", level, "--json", out)
-        run.python(f"conformance: {level}", *arguments, limit=min(150, run.left() - RESERVE))
+LEVELS = {"ops": 170, "training": 120, "runtime": 100}  # seconds at most
+
+
+def conformance(run: Run, level: str) -> None:
+    """A level of the contract, as `sdk conformance` runs it."""
+    arguments = ("-m", "ds_plugin_sdk.cli", "conformance", "cuda", "--level", level, "--json", conformance_file(level))
+    run.python(f"conformance: {level}", *arguments, limit=min(LEVELS[level], run.left(RESERVE)))
+
+
+def conformance_file(level: str) -> Path:
+    return WORK / f"conformance-{level}.json"
 
 
 def benchmarks(run: Run) -> None:
-    """`benchmarks/cuda_ops.py`, with what is left of the time."""
-    out = WORK / "cuda_ops.json"
-    out.unlink(missing_ok=True)
-    seconds = max(20.0, run.left() - 60)
-    program = ROOT / "benchmarks" / "cuda_ops.py"
-    options = ("--json", out, "--seconds", str(seconds), "--deepspeed-ops", WORK / "deepspeed_ops")
-    run.python("benchmarks", program, *options, limit=run.left() - 10)
+    """`benchmarks/cuda_ops.py`, with what is left of the time; again, if a kernel has broken its process."""
+    program, own = ROOT / "benchmarks" / "cuda_ops.py", WORK / "deepspeed_ops"
+    for name in ("benchmarks", "benchmarks, second process", "benchmarks, third process"):
+        options = ("--json", WORK / "cuda_ops.json", "--seconds", str(run.left() - 40), "--deepspeed-ops", own)
+        if run.python(name, program, *options, limit=run.left() - 10):
+            return
 
 
 # ---- the report --------------------------------------------------------------------------------------------------
@@ -282,7 +322,10 @@ def environment_of(run: Run) -> dict[str, Any]:
 
 
 def _output(*command: str) -> str:
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    """What a program prints; nothing if it cannot be run."""
+    with contextlib.suppress(OSError):
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    return ""
 
 
 def deepspeed_version(wheels: Path) -> str | None:
@@ -297,12 +340,18 @@ def deepspeed_version(wheels: Path) -> str | None:
 
 def write_report(run: Run, environment: dict[str, Any]) -> Path:
     """Write the report, as JSON and as Markdown."""
+    with run.writing:
+        return _write_report(run, environment)
+
+
+def _write_report(run: Run, environment: dict[str, Any]) -> Path:
     report = {
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "date": run.date.isoformat(timespec="seconds"),
         "seconds": round(time.monotonic() - run.start, 1),
         "environment": {name: value for name, value in environment.items() if name != "nvcc_path"},
         "sources": source_digests(),
-        "steps": run.steps,
+        "steps": dict(run.steps),
+        "conformance": {level: conformance_result(_json(conformance_file(level))) for level in LEVELS},
         "benchmarks": _json(WORK / "cuda_ops.json"),
     }
     slug = re.sub(r"[^a-z0-9]+", "-", environment["gpu"].lower()).strip("-")
@@ -320,50 +369,93 @@ def markdown(report: dict[str, Any]) -> str:
     lines += [", ".join(f"{name} {value}" for name, value in facts.items()), ""]
     lines += ["| step | status | seconds | last line |", "|---|---|---|---|"]
     for name, step in report["steps"].items():
-        last = step["tail"][-1].strip() if step["tail"] else ""
+        last = step["tail"][-1].strip().replace("|", "/") if step["tail"] else ""
         lines.append(f"| {name} | {'passed' if step['status'] == 0 else step['status']} | {step['seconds']} | {last} |")
+    for level, result in report["conformance"].items():
+        if result is not None:
+            counts = ", ".join(f"{count} {verdict}" for verdict, count in result["counts"].items())
+            lines += ["", f"Conformance, {level}: {counts}."]
+            lines += [f"- {failure['case']}: {failure['verdict']}" for failure in result["failures"]]
     measured = report["benchmarks"]
     if measured:
-        lines += [
-            "",
-            f"Copy: {measured['copy_gigabytes_per_second']:.0f} GB/s. Medians; ours is how many times as fast.",
-            "",
-        ]
-        lines += ["| case | implementation | ms | GB/s | of copy | ours |", "|---|---|---|---|---|---|"]
+        lines += ["", f"Copy: {measured['copy_gigabytes_per_second']:.0f} GB/s. Medians; ours: how many times as fast."]
+        lines += ["", "| case | implementation | ms | GB/s | of copy | ours |", "|---|---|---|---|---|---|"]
         for row in measured["rows"]:
             lines.append(
                 f"| {row['case']} | {row['implementation']} | {row['milliseconds']:.4f} | "
-                f"{row['gigabytes_per_second']:.0f} | {row['times_copy']:.2f} | {row['speed_of_ours']:.2f} |"
+                f"{_shown(row['gigabytes_per_second'], '.0f')} | {_shown(row['times_copy'], '.2f')} | "
+                f"{_shown(row['speed_of_ours'], '.2f')} |"
             )
         lines += [f"\n{name}: {error}" for name, error in measured["errors"].items()]
+        if not measured["complete"]:
+            lines += ["", "The time was over before all cases were measured."]
     return "\n".join(lines) + "\n"
 
 
+def conformance_result(found: dict[str, Any] | None) -> dict[str, Any] | None:
+    """What a report of `sdk conformance` says in short, with each failure in full."""
+    if found is None:
+        return None
+    failures = [
+        {"case": outcome["item"]["id"], "verdict": outcome["verdict"], **outcome["failure"]}
+        for outcome in found["outcomes"]
+        if outcome["failure"] and outcome["verdict"] != "expected failure"
+    ]
+    return {"counts": found["counts"], "seconds": found["seconds"], "failures": failures}
+
+
+def _shown(number: float | None, form: str) -> str:
+    return "-" if number is None else format(number, form)
+
+
 def _json(path: Path) -> Any:
-    return json.loads(path.read_text()) if path.exists() else None
+    """What a file has; None if it is not there, or was not written to its end."""
+    with contextlib.suppress(OSError, ValueError):
+        return json.loads(path.read_text())
+    return None
 
 
-def check(run: Run, environment: dict[str, Any]) -> Path:
-    """All steps, and the report, which is written anew after each: whatever ends the run, it says how far it came."""
-    deepspeed = environment["deepspeed"] is not None
-    begun: list[Running] = []
-    steps: dict[str, Callable[[], object]] = {
-        "install": lambda: install(run),
-        "build": lambda: build(run),
-        "begin DeepSpeed's own ops": lambda: begun.append(begin_deepspeed_ops(run)) if deepspeed else None,
-        "native tests": lambda: native_tests(run, environment["nvcc_path"], environment["arch"]),
-        "conformance": lambda: conformance(run, deepspeed),
-        "DeepSpeed's own ops": lambda: [run.finish(running, limit=min(60, run.left() - 100)) for running in begun],
-        "benchmarks": lambda: benchmarks(run),
-    }
+Steps = Mapping[str, Callable[[], object]]
+
+
+def do(run: Run, environment: dict[str, Any], steps: Steps) -> None:
+    """Some steps, one after the other. The report is written anew after each: whatever ends the run, it says how far it
+    came.
+    """
     for name, step in steps.items():
         begin = time.monotonic()
         try:
             step()
         except Exception:
             run.note(f"{name}: broke", 1, begin, traceback.format_exc().splitlines()[-25:])
-        path = write_report(run, environment)
-    return path
+        write_report(run, environment)
+
+
+def check(run: Run, environment: dict[str, Any]) -> Path:
+    """All steps. Those that need correct results alone run side by side; then those that look at the device's memory
+    and clocks, each with the machine to itself.
+    """
+    works: list[bool] = []  # whether DeepSpeed does, with the plugin
+    do(run, environment, {
+        "install": lambda: install(run),
+        "choice": lambda: works.append(choice(run)),
+        "build": lambda: build(run),
+    })  # fmt: skip
+    native = environment["nvcc_path"], environment["arch"]
+    lanes: list[Steps] = [
+        {"conformance, ops": lambda: conformance(run, "ops")},
+        {"native tests": lambda: native_tests(run, *native)},
+    ]
+    if any(works):
+        lanes.append({"conformance, training": lambda: conformance(run, "training")})
+        lanes.append({"DeepSpeed's own ops": lambda: deepspeed_ops(run)})
+    with ThreadPoolExecutor(len(lanes)) as pool:
+        list(pool.map(lambda steps: do(run, environment, steps), lanes))
+    do(run, environment, {
+        "conformance, runtime": lambda: conformance(run, "runtime"),
+        "benchmarks": lambda: benchmarks(run),
+    })  # fmt: skip
+    return write_report(run, environment)
 
 
 def main() -> int:

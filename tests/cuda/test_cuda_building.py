@@ -8,6 +8,7 @@ import sys
 import zipfile
 from pathlib import Path
 
+import cuda_compile
 import pytest
 from small_op import script
 
@@ -134,7 +135,7 @@ def test_every_family_has_its_three_files() -> None:
 @needs_nvcc
 @pytest.mark.compiler
 @pytest.mark.slow
-def test_the_wheel_carries_binaries(tmp_path: Path) -> None:
+def test_the_wheel_carries_binaries(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One op for one architecture; `make cuda-compile` compiles all for all."""
     options = ["--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(tmp_path)]
     command = [sys.executable, "-m", "pip", "wheel", *options, str(ROOT / "plugins" / "cuda")]
@@ -146,4 +147,8 @@ def test_the_wheel_carries_binaries(tmp_path: Path) -> None:
         prebuilt = [name for name in archive.namelist() if "/prebuilt/" in name and name.endswith(".so")]
         assert prebuilt == ["ds_plugin_cuda/prebuilt/adagrad/adagrad.so"]
         binary = archive.read(prebuilt[0])
-    assert b"sm_90" in binary and b"libcudart.so" in binary
+    assert b"libcudart.so" in binary
+    code = cuda_compile.device_code(binary)
+    assert set(code) == {"sm_90", "PTX"} and code["sm_90"] > code["PTX"] > 0
+    cuda_compile.main(tmp_path)
+    assert "| family | s | KiB | sm_90 | PTX |" in capsys.readouterr().out

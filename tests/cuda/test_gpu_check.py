@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import time
+import zipfile
 from pathlib import Path
 
 import gpu_check
@@ -23,14 +24,21 @@ def report_of(sources: dict[str, str], date: str = "2026-01-02T00:00:00+00:00") 
         "times_copy": 0.9,
         "speed_of_ours": 1.0,
     }
-    measured = {"copy_gigabytes_per_second": 4000.0, "rows": [row], "errors": {"LAMB": "out of memory"}}
-    environment = {"gpu": "NVIDIA H200", "nvcc": "13.0"}
+    layer = {**row, "case": "layer", "gigabytes_per_second": None, "times_copy": None, "speed_of_ours": None}
+    errors = {"LAMB": "out of memory"}
+    failure = {"case": "ops.empty/adam_/float32", "verdict": "failed", "what": "1 differs"}
     return {
         "date": date,
-        "environment": environment,
+        "environment": {"gpu": "NVIDIA H200", "nvcc": "13.0"},
         "sources": sources,
         "steps": {"build": step},
-        "benchmarks": measured,
+        "conformance": {"ops": {"counts": {"passed": 7, "failed": 1}, "failures": [failure]}, "runtime": None},
+        "benchmarks": {
+            "copy_gigabytes_per_second": 4000.0,
+            "rows": [row, layer],
+            "errors": errors,
+            "complete": False,
+        },
     }
 
 
@@ -74,7 +82,22 @@ def test_the_report_for_people() -> None:
     text = gpu_check.markdown(report_of({}))
     assert "| build | passed | 1.5 | all 3 families: 1.5 s |" in text
     assert "| Adam GPT-2 XL float32 | FusedAdam | 12.0000 | 3600 | 0.90 | 1.00 |" in text
-    assert "LAMB: out of memory" in text
+    assert "| layer | FusedAdam | 12.0000 | - | - | - |" in text
+    assert "LAMB: out of memory" in text and "The time was over" in text
+    assert "Conformance, ops: 7 passed, 1 failed.\n- ops.empty/adam_/float32: failed\n" in text
+
+
+def test_failures_of_conformance_are_reported_in_full() -> None:
+    failure = {"what": "1 differs", "why": "expected 2"}
+    outcomes = [
+        {"item": {"id": "a"}, "verdict": "passed", "failure": None},
+        {"item": {"id": "b"}, "verdict": "crashed", "failure": failure},
+        {"item": {"id": "c"}, "verdict": "expected failure", "failure": failure},
+    ]
+    found = {"counts": {"passed": 1, "crashed": 1, "expected failure": 1}, "seconds": 2.0, "outcomes": outcomes}
+    result = gpu_check.conformance_result(found)
+    assert result is not None and result["failures"] == [{"case": "b", "verdict": "crashed", **failure}]
+    assert gpu_check.conformance_result(None) is None
 
 
 @pytest.fixture
@@ -91,6 +114,17 @@ def test_a_step_that_fails_or_hangs_is_noted(run: gpu_check.Run) -> None:
     assert run.steps["fails"]["tail"] == ["why"]
 
 
+def test_a_step_without_time_is_not_begun(run: gpu_check.Run) -> None:
+    assert run.step("late", ("touch", run.into), limit=-3) is False
+    assert run.steps["late"]["status"] == 124 and not run.into.exists()
+
+
+def test_a_step_that_is_out_of_time_can_write_down_what_it_knows(run: gpu_check.Run) -> None:
+    program = "import time\ntry: print('begun', flush=True), time.sleep(60)\nexcept KeyboardInterrupt: print('so far')"
+    assert run.python("long", "-c", program, limit=5) is False
+    assert run.steps["long"]["tail"] == ["begun", "so far"] and run.steps["long"]["status"] == 124
+
+
 def test_what_a_step_has_started_ends_with_it(run: gpu_check.Run) -> None:
     """A worker that goes on would disturb the measurements that follow."""
     assert run.step("hangs", ("sh", "-c", "sleep 60 & echo $!; wait"), limit=2) is False
@@ -104,16 +138,54 @@ def test_what_a_step_has_started_ends_with_it(run: gpu_check.Run) -> None:
 def test_a_step_that_breaks_stops_no_other_and_is_reported(run: gpu_check.Run, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
 
-    def breaks(run: gpu_check.Run) -> None:
+    def breaks(*arguments: object) -> None:
         raise OSError("no room")
 
     monkeypatch.setattr(gpu_check, "install", breaks)
-    for name in ("build", "native_tests", "conformance", "benchmarks"):
-        monkeypatch.setattr(gpu_check, name, lambda *arguments, name=name: ran.append(name))
-    environment = {"gpu": "NVIDIA H200", "nvcc_path": "nvcc", "arch": "sm_90", "deepspeed": None}
+    monkeypatch.setattr(gpu_check, "native_tests", breaks)
+    for name in ("choice", "build", "deepspeed_ops", "benchmarks"):
+        monkeypatch.setattr(gpu_check, name, lambda *arguments, name=name: ran.append(name) or True)
+    monkeypatch.setattr(gpu_check, "conformance", lambda run, level: ran.append(level))
+    environment = {"gpu": "NVIDIA H200", "nvcc_path": "nvcc", "arch": "sm_90", "deepspeed": "0.19.8"}
     report = json.loads(gpu_check.check(run, environment).read_text())
-    assert ran == ["build", "native_tests", "conformance", "benchmarks"]
+    assert ran[:2] == ["choice", "build"] and ran[-2:] == ["runtime", "benchmarks"]
+    assert sorted(ran[2:-2]) == ["deepspeed_ops", "ops", "training"]
     assert report["steps"]["install: broke"]["tail"][-1] == "OSError: no room"
+    assert "native tests: broke" in report["steps"]
+
+
+def test_results_that_were_not_written_to_their_end_stop_nothing(run: gpu_check.Run) -> None:
+    gpu_check.WORK.mkdir(parents=True)
+    (gpu_check.WORK / "cuda_ops.json").write_text('{"rows": [')
+    report = json.loads(gpu_check.write_report(run, {"gpu": "NVIDIA H200"}).read_text())
+    assert report["benchmarks"] is None and report["conformance"] == dict.fromkeys(gpu_check.LEVELS)
+
+
+def test_benchmarks_go_on_in_another_process(run: gpu_check.Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = iter([False, True])
+    names: list[str] = []
+    monkeypatch.setattr(run, "python", lambda name, *arguments, limit: names.append(name) or next(ends))
+    gpu_check.benchmarks(run)
+    assert names == ["benchmarks", "benchmarks, second process"]
+
+
+def test_wheels_are_carried_along(run: gpu_check.Run) -> None:
+    run.wheels.mkdir(exist_ok=True)
+    with zipfile.ZipFile(run.wheels / "small-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("small.py", "SIZE = 3")
+    gpu_check.install(run)
+    assert run.python("import", "-c", "import small; print(small.SIZE)", limit=60)
+    assert run.steps["import"]["tail"] == ["3"]
+
+
+def test_the_sanitizer_is_found_beside_nvcc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    binary = tmp_path / "cuda" / "bin" / "compute-sanitizer"
+    binary.parent.mkdir(parents=True)
+    binary.touch(mode=0o755)
+    assert gpu_check.sanitizer(str(binary.with_name("nvcc"))) == str(binary)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
+    assert gpu_check.sanitizer("/usr/local/bin/nvcc") == str(binary)
 
 
 def test_all_steps_together_end_in_time(run: gpu_check.Run) -> None:
