@@ -119,7 +119,7 @@ sanitize: $(READY)
 emulate: $(READY)
 	rm -rf build/wheels
 	DS_BUILD_OPS=1 $(PIP) wheel --no-deps --no-build-isolation --wheel-dir build/wheels . plugins/cpu
-	$(BIN)/python benchmarks/emulated_wheel.py build/wheels
+	$(BIN)/python benchmarks/emulated_wheel.py build/wheels $(ARGS)
 
 # Every check of `sdk conformance` must find the defects seeded for it; MUTANTS=... goes to the program.
 .PHONY: mutants

@@ -28,20 +28,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("wheels", type=Path, help="folder of the SDK's wheel and of ds-plugin-cpu's")
     parser.add_argument("--cpu", nargs="+", default=CPUS, help="models as `qemu-x86_64 -cpu help` lists them")
+    parser.add_argument("--family", nargs="+", default=[], help="only these")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.inside:
-        check_ops(options.wheels)
+        check_ops(options.wheels, options.family)
         return
     with tempfile.TemporaryDirectory() as folder:
         for wheel in options.wheels.glob("*.whl"):
             zipfile.ZipFile(wheel).extractall(folder)
         for cpu in options.cpu:
             print(f"{cpu}:", flush=True)
-            emulate(cpu, Path(folder))
+            emulate(cpu, Path(folder), options.family)
 
 
-def emulate(cpu: str, site: Path) -> None:
+def emulate(cpu: str, site: Path, chosen: list[str]) -> None:
     """Run this program with the packages in `site`, compiling nothing and falling back on nothing."""
     emulator = shutil.which("qemu-x86_64") or shutil.which("qemu-x86_64-static")
     if emulator is None:
@@ -55,11 +56,13 @@ def emulate(cpu: str, site: Path) -> None:
         "OMP_NUM_THREADS": "2",
     }
     command = [emulator, "-cpu", cpu, sys.executable, __file__, "--inside", str(site)]
+    if chosen:
+        command += ["--family", *chosen]
     subprocess.run(command, check=True, env={**os.environ, **settings})
 
 
-def check_ops(site: Path) -> None:
-    """Every op on its small samples, in each dtype; one line for each family."""
+def check_ops(site: Path, chosen: list[str]) -> None:
+    """Every op of the chosen families, or of all, on its small samples, in each dtype; one line for each family."""
     import torch
 
     import ds_plugin_cpu
@@ -73,7 +76,8 @@ def check_ops(site: Path) -> None:
     print(f"  torch {torch.__version__} computes with {torch.backends.cpu.get_cpu_capability()}", flush=True)
     families = defaultdict(list)
     for info in op_info.infos():
-        families[info.family].append(info)
+        if not chosen or info.family in chosen:
+            families[info.family].append(info)
     for family, ops in families.items():
         op_builder.load_kernels(family, "cpu")
         results = sum(compare(info, dtype) for info in ops for dtype in info.dtypes)
