@@ -5,8 +5,8 @@ namespace ds_kernels::cpu {
 namespace {
 
 template <class Element>
-struct Attention {
-  static void append(const AttentionTask& task, int64_t b, int64_t h) {
+struct AttentionOf {
+  static void append(const Attention& task, int64_t b, int64_t h) {
     const int64_t bytes = task.head_dim * sizeof(Element);
     for (int64_t t = 0; t < task.total - task.past; ++t) {
       __builtin_memcpy(static_cast<Element*>(task.key_cache) + task.key_cache_strides.at(b, h, task.past + t),
@@ -18,7 +18,7 @@ struct Attention {
 
   // Adds to the scores of positions [first, first + count) what one query adds there.
   template <class Bias>
-  static void add_mask(const AttentionTask& task, float* scores, int64_t offset, int64_t first, int64_t count) {
+  static void add_mask(const Attention& task, float* scores, int64_t offset, int64_t first, int64_t count) {
     const auto* mask = static_cast<const Bias*>(task.mask) + offset + first * task.mask_strides[3];
     if (task.mask_strides[3] == 1) {
       for_each_vector(count, [=](int64_t p, auto memory) {
@@ -37,7 +37,7 @@ struct Attention {
     return PartVector{1}.load(from);
   }
 
-  static void add_bias(const AttentionTask& task, float* scores, int64_t b, int64_t h, int64_t t, int64_t first,
+  static void add_bias(const Attention& task, float* scores, int64_t b, int64_t h, int64_t t, int64_t first,
                        int64_t count) {
     const Range allowed = range(task, t);
     if (task.alibi) {
@@ -66,7 +66,7 @@ struct Attention {
   };
 
   // The positions that causality and window leave to a token's query.
-  static Range range(const AttentionTask& task, int64_t t) {
+  static Range range(const Attention& task, int64_t t) {
     const int64_t own = task.total - task.tokens + t;
     return {task.window && own - task.window + 1 > 0 ? own - task.window + 1 : 0, task.causal ? own + 1 : task.total};
   }
@@ -90,7 +90,7 @@ struct Attention {
     }
   }
 
-  static void query(const AttentionTask& task, Running& running, int64_t b, int64_t kv, int64_t h, int64_t t,
+  static void query(const Attention& task, Running& running, int64_t b, int64_t kv, int64_t h, int64_t t,
                     int64_t begin, int64_t end) {
     constexpr int64_t kHeadDim = 1024;  // the binding sees to it
     const int64_t head_dim = task.head_dim;
@@ -134,7 +134,7 @@ struct Attention {
     }
   }
 
-  static bool finite(const AttentionTask& task, int64_t b, int64_t kv) {
+  static bool finite(const Attention& task, int64_t b, int64_t kv) {
     Floats sums{};  // 0 x is NaN where x is not finite
     const auto add = [&](const Element* from) {
       for_each_vector(task.head_dim, [&](int64_t i, auto memory) { sums += 0.f * memory.load(from + i); });
@@ -151,7 +151,7 @@ struct Attention {
     return sum == sum;
   }
 
-  static void bias(const AttentionTask& task, int64_t heads, float* to, int64_t row) {
+  static void bias(const Attention& task, int64_t heads, float* to, int64_t row) {
     const int64_t t = row % task.tokens, h = row / task.tokens % heads, b = row / task.tokens / heads;
     auto* target = to + row * task.total;
     for (int64_t first = 0; first < task.total; first += kPositions) {
@@ -162,13 +162,13 @@ struct Attention {
   }
 };
 
-// Calls `body(Attention<Element>{})` for elements of `dtype`.
+// Calls `body(AttentionOf<Element>{})` for elements of `dtype`.
 template <class Body>
 void for_dtype(Dtype dtype, Body body) {
   switch (dtype) {
-    case Dtype::BFloat16: return body(Attention<BFloat16>{});
-    case Dtype::Float16: return body(Attention<Float16>{});
-    default: return body(Attention<float>{});
+    case Dtype::BFloat16: return body(AttentionOf<BFloat16>{});
+    case Dtype::Float16: return body(AttentionOf<Float16>{});
+    default: return body(AttentionOf<float>{});
   }
 }
 
@@ -187,13 +187,13 @@ void finish(Dtype dtype, const AttentionTask& task, int64_t begin, int64_t end) 
   });
 }
 
-void append(Dtype dtype, const AttentionTask& task, int64_t begin, int64_t end) {
+void append(Dtype dtype, const Attention& task, int64_t begin, int64_t end) {
   for_dtype(dtype, [&](auto attention) {
     for (int64_t row = begin; row < end; ++row) attention.append(task, row / task.kv_heads, row % task.kv_heads);
   });
 }
 
-bool finite(Dtype dtype, const AttentionTask& task, int64_t begin, int64_t end) {
+bool finite(Dtype dtype, const Attention& task, int64_t begin, int64_t end) {
   bool result = true;
   for_dtype(dtype, [&](auto attention) {
     for (int64_t row = begin; row < end && result; ++row) {
@@ -203,7 +203,7 @@ bool finite(Dtype dtype, const AttentionTask& task, int64_t begin, int64_t end) 
   return result;
 }
 
-void bias(Dtype dtype, const AttentionTask& task, int64_t heads, float* to, int64_t begin, int64_t end) {
+void bias(Dtype dtype, const Attention& task, int64_t heads, float* to, int64_t begin, int64_t end) {
   for_dtype(dtype, [&](auto attention) {
     for (int64_t row = begin; row < end; ++row) attention.bias(task, heads, to, row);
   });

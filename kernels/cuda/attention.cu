@@ -47,7 +47,7 @@ __device__ __forceinline__ Element* head_of(Element* data, const HeadStrides& st
 
 // A score with what is added to it; -inf where the query may not attend, whatever the score.
 template <class Element>
-__device__ __forceinline__ float biased(const AttentionTask& t, float score, int64_t batch, int64_t head, int64_t token,
+__device__ __forceinline__ float biased(const Attention& t, float score, int64_t batch, int64_t head, int64_t token,
                                         int64_t position) {
   const int64_t own = t.total - t.tokens + token;
   if ((t.causal && position > own) || (t.window && position <= own - t.window)) return kNever;
@@ -93,7 +93,7 @@ struct Running {
 struct Parts {
   int64_t size, count;
 
-  __host__ __device__ explicit Parts(const AttentionTask& t) {
+  __host__ __device__ explicit Parts(const Attention& t) {
     constexpr int64_t kLeast = 64, kBlocks = 512;  // of a part; that keep a large GPU busy
     const int64_t rows = t.batch * t.kv_heads, wanted = (kBlocks + rows - 1) / rows;
     const int64_t most = (t.total + kLeast - 1) / kLeast, parts = wanted < most ? wanted : most;
@@ -104,20 +104,20 @@ struct Parts {
 };
 
 // Where the numbers of one query and part lie: top, sum, result.
-__device__ __forceinline__ float* partial_of(const AttentionTask& t, const Parts& parts, int64_t row, int64_t part,
-                                             int64_t query) {
-  const int64_t queries = t.heads / t.kv_heads * t.tokens;
-  return t.partial + ((row * parts.count + part) * queries + query) * (2 + t.head_dim);
+__device__ __forceinline__ float* partial_of(const Attention& t, float* partial, const Parts& parts, int64_t row,
+                                             int64_t part, int64_t query) {
+  const int64_t queries = t.group() * t.tokens;
+  return partial + ((row * parts.count + part) * queries + query) * (2 + t.head_dim);
 }
 
 // `lanes` threads share a head; queries are taken `tile` at a time.
 template <class Element, int tile, bool packed>
-__global__ void __launch_bounds__(kThreads) attend_kernel(const AttentionTask t, const int lanes) {
+__global__ void __launch_bounds__(kThreads) attend_kernel(const Attention t, float* partial, const int lanes) {
   __shared__ float known[kWarps][tile][2 + kMostHeadDim];
   constexpr int kAtOnce = tile == 1 ? 4 : tile <= 4 ? 2 : 1;  // positions whose loads are under way together
   const Parts parts(t);
   const int64_t part = blockIdx.x % parts.count, row = blockIdx.x / parts.count;
-  const int64_t batch = row / t.kv_heads, kv_head = row - batch * t.kv_heads, group = t.heads / t.kv_heads;
+  const int64_t batch = row / t.kv_heads, kv_head = row - batch * t.kv_heads, group = t.group();
   const int64_t begin = part * parts.size, end = begin + parts.size < t.total ? begin + parts.size : t.total;
   const int thread = static_cast<int>(threadIdx.x), lane = thread % kWarpThreads, warp = thread / kWarpThreads;
   const int head_dim = static_cast<int>(t.head_dim), slice = thread % lanes * kSlice, together = kThreads / lanes;
@@ -193,7 +193,7 @@ __global__ void __launch_bounds__(kThreads) attend_kernel(const AttentionTask t,
         sum += known[w][q][1] * weight;
         result += known[w][q][2 + element] * weight;
       }
-      float* to = partial_of(t, parts, row, part, first + q);
+      float* to = partial_of(t, partial, parts, row, part, first + q);
       if (element == 0) to[0] = top, to[1] = sum;
       to[2 + element] = result;
     }
@@ -202,12 +202,12 @@ __global__ void __launch_bounds__(kThreads) attend_kernel(const AttentionTask t,
 
 // Merges the parts of a query. A block for each.
 template <class Element>
-__global__ void __launch_bounds__(kThreads) finish_kernel(const AttentionTask t) {
+__global__ void __launch_bounds__(kThreads) finish_kernel(const Attention t, float* partial) {
   const Parts parts(t);
-  const int64_t queries = t.heads / t.kv_heads * t.tokens, row = blockIdx.x / queries, index = blockIdx.x % queries;
+  const int64_t queries = t.group() * t.tokens, row = blockIdx.x / queries, index = blockIdx.x % queries;
   const int64_t batch = row / t.kv_heads, kv_head = row - batch * t.kv_heads;
-  const int64_t head = kv_head * (t.heads / t.kv_heads) + index / t.tokens, token = index % t.tokens;
-  const float* known = partial_of(t, parts, row, 0, index);
+  const int64_t head = kv_head * t.group() + index / t.tokens, token = index % t.tokens;
+  const float* known = partial_of(t, partial, parts, row, 0, index);
   const int64_t distance = queries * (2 + t.head_dim);
   float top = kNever;
   for (int64_t part = 0; part < parts.count; ++part) top = Maximum::combine(known[part * distance], top);
@@ -224,7 +224,7 @@ __global__ void __launch_bounds__(kThreads) finish_kernel(const AttentionTask t)
   }
 }
 
-bool fit_packs(const AttentionTask& t) {
+bool fit_packs(const Attention& t) {
   const auto fits = [](const void* data, const HeadStrides& s) {
     return is_aligned(data) && s.batch % kSlice == 0 && s.head % kSlice == 0 && s.token % kSlice == 0;
   };
@@ -242,22 +242,22 @@ void with_tile(int64_t queries, const With& with) {
 
 }  // namespace
 
-int64_t attention_partial(const AttentionTask& t) {
+int64_t attention_partial(const Attention& t) {
   return t.batch * t.heads * t.tokens * Parts(t).count * (2 + t.head_dim);
 }
 
-void launch_attention(const char* op, const AttentionTask& t, Dtype dtype, Stream stream) {
+void launch_attention(const char* op, const Attention& t, float* partial, Dtype dtype, Stream stream) {
   int lanes = 1;
   while (lanes * kSlice < t.head_dim) lanes *= 2;
-  const int64_t rows = t.batch * t.kv_heads, queries = t.heads / t.kv_heads * t.tokens;
+  const int64_t rows = t.batch * t.kv_heads, queries = t.group() * t.tokens;
   with_element(dtype, [&](auto element) {
     using Element = decltype(element);
     with_tile(queries, [&](auto tile) {
       const bool packed = fit_packs(t);
       const auto kernel = packed ? attend_kernel<Element, tile, true> : attend_kernel<Element, tile, false>;
-      launch(op, kernel, grid(op, rows * Parts(t).count), kThreads, stream, t, lanes);
+      launch(op, kernel, grid(op, rows * Parts(t).count), kThreads, stream, t, partial, lanes);
     });
-    launch(op, finish_kernel<Element>, grid(op, rows * queries), kThreads, stream, t);
+    launch(op, finish_kernel<Element>, grid(op, rows * queries), kThreads, stream, t, partial);
   });
 }
 

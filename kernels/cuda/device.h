@@ -17,6 +17,8 @@ namespace ds_kernels::cuda {
 class Device {
  public:
   explicit Device(int32_t) {}
+  int32_t type() const { return aoti_torch_device_type_cpu(); }
+  int32_t index() const { return 0; }
   Stream stream() const { return nullptr; }
 };
 
@@ -31,6 +33,10 @@ class Device {
   ~Device() { aoti_torch_delete_cuda_guard(guard_); }
   Device(const Device&) = delete;
   Device& operator=(const Device&) = delete;
+
+  // As torch numbers devices.
+  int32_t type() const { return aoti_torch_device_type_cuda(); }
+  int32_t index() const { return index_; }
 
   // The stream that torch has made current on it.
   Stream stream() const {

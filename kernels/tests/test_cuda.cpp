@@ -632,7 +632,7 @@ void check_attention(Dtype dtype, int64_t past, int64_t head_dim) {
   for (Array* array : {&query, &key, &value, &key_cache, &value_cache}) {
     for (int64_t i = 0; i < array->count(); ++i) array->set(i, 0.5f + static_cast<float>(random() % 64) / 64);
   }
-  cuda::AttentionTask task{};
+  Attention task{};
   task.batch = 1, task.heads = 2, task.kv_heads = 1, task.tokens = 1, task.past = past, task.total = past + 1;
   task.head_dim = head_dim, task.scale = 0.125f, task.causal = true;
   Array partial(Dtype::Float32, cuda::attention_partial(task), 0);
@@ -643,8 +643,7 @@ void check_attention(Dtype dtype, int64_t past, int64_t head_dim) {
   task.query_strides = {2 * head_dim, head_dim, head_dim};
   task.key_strides = task.value_strides = {head_dim, head_dim, head_dim};
   task.key_cache_strides = task.value_cache_strides = {room * head_dim, room * head_dim, head_dim};
-  task.partial = static_cast<float*>(partial.data());
-  cuda::launch_attention("cached_attention", task, dtype, nullptr);
+  cuda::launch_attention("cached_attention", task, static_cast<float*>(partial.data()), dtype, nullptr);
   CHECK(cudaDeviceSynchronize() == cudaSuccess, "cached_attention");
   for (Array* array : all) array->from_device();
   for (int64_t head = 0; head < 2; ++head) {

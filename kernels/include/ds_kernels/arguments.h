@@ -80,17 +80,32 @@ class Arguments {
   std::vector<std::pair<Tensor, Tensor>> written_;
 };
 
-// A new contiguous tensor of the dtype and on the device of `like`.
-inline Tensor new_tensor(const Tensor& like, Shape shape) {
+// A new contiguous tensor; dtype and device are codes of the shim.
+inline Tensor new_tensor(Shape shape, int32_t dtype, int32_t device_type, int32_t device) {
   std::vector<int64_t> strides(shape.size());
   int64_t stride = 1;
   for (size_t i = shape.size(); i-- > 0; stride *= std::max<int64_t>(shape[i], 1)) strides[i] = stride;
-  const TensorRef model(like.get());
   AtenTensorHandle handle;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(shape.size()), shape.data(),
-                                                         strides.data(), model.dtype_code(), model.device_type(),
-                                                         model.device_index(), &handle));
+                                                         strides.data(), dtype, device_type, device, &handle));
   return Tensor(handle);
+}
+
+// The same, of the dtype and on the device of `like`.
+inline Tensor new_tensor(const Tensor& like, Shape shape) {
+  const TensorRef model(like.get());
+  return new_tensor(shape, model.dtype_code(), model.device_type(), model.device_index());
+}
+
+inline Tensor new_float_tensor(const Tensor& like, Shape shape) {
+  const TensorRef model(like.get());
+  return new_tensor(shape, aoti_torch_dtype_float32(), model.device_type(), model.device_index());
+}
+
+// What stands for a result that is not there.
+inline Tensor no_elements(const Tensor& like) {
+  const int64_t none = 0;
+  return new_tensor(like, {&none, 1});
 }
 
 // A shape of one dimension.

@@ -1,5 +1,5 @@
-// Attention of a few queries over a run of keys and values, by blocks with a running maximum. No torch, no operating
-// system.
+// Attention over a cache: what the op asks of a device, and how CPUs attend with a few queries to a run of keys and
+// values, by blocks with a running maximum. No torch, no operating system.
 //
 //   scores = q k + bias        weights = e^(scores - max)        result = sum(weights v) / sum(weights)
 //
@@ -9,6 +9,43 @@
 #include <ds_kernels/vec_math.h>
 
 namespace ds_kernels {
+
+// ---- what is asked of a device -----------------------------------------------------------------------------------
+
+// What a mask has for each position: whether it counts, or what is added to its score, a float or of the query's dtype.
+enum class Mask : int { None, Bool, Float, Element };
+
+// Elements from one batch row, head and token to the next; those of one head lie together.
+struct HeadStrides {
+  int64_t batch, head, token;
+  DS_KERNELS_INLINE int64_t at(int64_t b, int64_t h, int64_t t) const { return b * batch + h * head + t * token; }
+};
+
+// Attention of `tokens` queries of each head, the last ones of `total` positions, of which the cache held `past`. Keys
+// and values of the others are appended to it.
+struct Attention {
+  int64_t batch, heads, kv_heads, tokens, past, total, head_dim;
+  const void *query, *key, *value;
+  HeadStrides query_strides, key_strides, value_strides;
+  void *key_cache, *value_cache;
+  HeadStrides key_cache_strides, value_cache_strides;
+  void* output;  // [batch, tokens, heads, head_dim]
+  float scale;
+  Mask mask_kind;
+  const void* mask;
+  int64_t mask_strides[4];
+  const float* alibi;  // [heads], or null
+  int64_t window;      // 0 for all positions
+  bool causal;
+
+  // Heads that share keys and values.
+  DS_KERNELS_INLINE int64_t group() const { return heads / kv_heads; }
+};
+
+#ifndef DS_KERNELS_GPU_COMPILER
+
+// ---- on CPUs -----------------------------------------------------------------------------------------------------
+
 inline namespace DS_KERNELS_CPU_LEVEL {
 
 // Positions whose scores wait together.
@@ -97,4 +134,7 @@ DS_KERNELS_INLINE void add_values(float* result, float faded, const float* weigh
 }
 
 }  // namespace DS_KERNELS_CPU_LEVEL
+
+#endif  // not DS_KERNELS_GPU_COMPILER
+
 }  // namespace ds_kernels

@@ -1,0 +1,230 @@
+// ds_plugin::cached_attention, on any device: few queries by the device's own kernel, which reads keys and values once
+// at the speed of memory; many by torch's attention, which is bound by arithmetic.
+#pragma once
+
+#include <ds_kernels/arguments.h>
+#include <ds_kernels/attention.h>
+
+namespace ds_kernels {
+
+// A call's tensors, checked, laid out for a device, and attended to by torch's means where the device has none.
+class AttentionCall {
+ public:
+  AttentionCall(Arguments& arguments, const Tensor& query, const Tensor& key, const Tensor& value,
+                const Tensor& key_cache, const Tensor& value_cache, int64_t past, double scale,
+                const OptionalTensor& mask, const OptionalTensor& alibi, int64_t window, bool causal)
+      : arguments_(arguments), key_cache_(key_cache), value_cache_(value_cache), scale_(scale) {
+    check_shapes(query, key, past);
+    const int64_t new_shape[] = {work_.batch, work_.kv_heads, key.size(2), work_.head_dim};
+    const int64_t cache_shape[] = {work_.batch, work_.kv_heads, room(), work_.head_dim};
+    arguments_.check("key", key, {new_shape, 4});
+    arguments_.check("value", value, {new_shape, 4});
+    arguments_.check("key_cache", key_cache, {cache_shape, 4});
+    arguments_.check("value_cache", value_cache, {cache_shape, 4});
+    DS_KERNELS_CHECK(window >= 0, op(), "window is ", window, "; expected a number of positions, or 0");
+    work_.window = window;
+    work_.causal = causal;
+    work_.scale = static_cast<float>(scale);
+    take_alibi(alibi);
+    take_mask(mask);
+    query_ = with_whole_heads(query);
+    key_ = with_whole_heads(key);
+    value_ = with_whole_heads(value);
+    take_cache("key_cache", key_cache_, work_.key_cache, work_.key_cache_strides);
+    take_cache("value_cache", value_cache_, work_.value_cache, work_.value_cache_strides);
+    work_.query = query_.data_ptr();
+    work_.key = key_.data_ptr();
+    work_.value = value_.data_ptr();
+    work_.query_strides = strides_of(query_);
+    work_.key_strides = strides_of(key_);
+    work_.value_strides = strides_of(value_);
+  }
+
+  const char* op() const { return arguments_.op(); }
+  Dtype dtype() const { return arguments_.dtype(); }
+  const Attention& work() const { return work_; }
+  bool is_empty() const { return work_.batch * work_.heads * work_.tokens * work_.head_dim == 0; }
+
+  // The result, for the work to be written to: [batch, heads, tokens, head_dim], in memory [batch, tokens, heads,
+  // head_dim].
+  Tensor new_output() {
+    const int64_t shape[] = {work_.batch, work_.tokens, work_.heads, work_.head_dim};
+    const Tensor memory = new_tensor(query_, {shape, 4});
+    work_.output = memory.data_ptr();
+    return torch::stable::transpose(memory, 1, 2);
+  }
+
+  // Puts what was appended where the caches' heads do not lie together, and copies took their place.
+  void write_back(const Tensor& key_cache, const Tensor& value_cache) const {
+    if (key_cache.stride(3) != 1) torch::stable::copy_(const_cast<Tensor&>(key_cache), key_cache_);
+    if (value_cache.stride(3) != 1) torch::stable::copy_(const_cast<Tensor&>(value_cache), value_cache_);
+  }
+
+  // ---- by torch's means ------------------------------------------------------------------------------------------
+
+  // Whether torch's attention needs no bias to give the same. It counts a causal query's position from the first key,
+  // we from the last.
+  bool needs_no_bias() const {
+    return work_.mask_kind == Mask::None && !work_.alibi && work_.window == 0 &&
+           (!work_.causal || work_.tokens == work_.total);
+  }
+
+  // Appends keys and values to the caches.
+  void append() {
+    append_to(key_cache_, key_);
+    append_to(value_cache_, value_);
+  }
+
+  // torch's attention to what the caches hold by now: with a bias, or without where none is needed.
+  Tensor torch_attention(const OptionalTensor& bias) {
+    const Tensor keys = torch::stable::narrow(key_cache_, 2, 0, work_.total);
+    const Tensor values = torch::stable::narrow(value_cache_, 2, 0, work_.total);
+    const bool causal = !bias && work_.causal;
+    using torch::stable::detail::from;
+    StableIValue stack[] = {from(query_), from(keys),   from(values),
+                            from(bias),   from(0.0),    from(causal),
+                            from(std::optional<double>(scale_)), from(work_.heads != work_.kv_heads)};
+    STABLE_TORCH_ERROR_CODE_CHECK(
+        torch_call_dispatcher("aten::scaled_dot_product_attention", "", stack, TORCH_ABI_VERSION));
+    const Tensor result = torch::stable::detail::to<Tensor>(stack[0]);
+    Tensor output = new_output();
+    if (result.strides() == output.strides()) return result;
+    torch::stable::copy_(output, result);
+    return output;
+  }
+
+  // The op's reference, which also appends.
+  Tensor reference() const {
+    using torch::stable::detail::from;
+    StableIValue stack[] = {from(query_),       from(key_),       from(value_), from(key_cache_),
+                            from(value_cache_), from(work_.past), from(scale_), from(mask_),
+                            from(alibi_),       from(work_.window), from(work_.causal)};
+    STABLE_TORCH_ERROR_CODE_CHECK(
+        torch_call_dispatcher("ds_plugin_reference::cached_attention", "", stack, TORCH_ABI_VERSION));
+    return torch::stable::detail::to<Tensor>(stack[0]);
+  }
+
+ private:
+  static HeadStrides strides_of(const Tensor& tensor) {
+    return {tensor.stride(0), tensor.stride(1), tensor.stride(2)};
+  }
+
+  // A tensor whose heads lie together, itself if it is so.
+  static Tensor with_whole_heads(const Tensor& tensor) {
+    return tensor.stride(3) == 1 ? tensor : torch::stable::contiguous(tensor);
+  }
+
+  static int64_t code_of(const Tensor& tensor) { return TensorRef(tensor.get()).dtype_code(); }
+
+  int64_t room() const { return key_cache_.dim() == 4 ? key_cache_.size(2) : 0; }
+
+  void check_shapes(const Tensor& query, const Tensor& key, int64_t past) {
+    DS_KERNELS_CHECK(query.dim() == 4, op(), "query is ", text_of(query.sizes()),
+                     "; expected [batch, heads, tokens, head_dim]");
+    work_.batch = query.size(0);
+    work_.heads = query.size(1);
+    work_.tokens = query.size(2);
+    work_.head_dim = query.size(3);
+    DS_KERNELS_CHECK(key.dim() == 4 && key.size(1) > 0 && work_.heads % key.size(1) == 0, op(), "key is ",
+                     text_of(key.sizes()), "; expected [batch, kv_heads, tokens, head_dim], a divisor of ", work_.heads,
+                     " heads");
+    work_.kv_heads = key.size(1);
+    work_.past = past;
+    work_.total = past + key.size(2);
+    DS_KERNELS_CHECK(past >= 0 && work_.total <= room() && work_.tokens <= work_.total &&
+                         (key.size(2) == 0 || key.size(2) == work_.tokens),
+                     op(), "past is ", past, ", with ", work_.tokens, " queries and ", key.size(2),
+                     " keys; expected as many keys or none, and at most ", room(),
+                     " positions, the room of key_cache");
+  }
+
+  void take_alibi(const OptionalTensor& alibi) {
+    if (!alibi) return;
+    arguments_.check_device("alibi", *alibi);
+    DS_KERNELS_CHECK(alibi->dim() == 1 && alibi->size(0) == work_.heads &&
+                         code_of(*alibi) == aoti_torch_dtype_float32(),
+                     op(), "alibi is ", text_of(alibi->sizes()), "; expected float32 [", work_.heads, "]");
+    alibi_ = torch::stable::contiguous(*alibi);
+    work_.alibi = static_cast<const float*>(alibi_->data_ptr());
+  }
+
+  void take_mask(const OptionalTensor& given) {
+    if (!given) return;
+    arguments_.check_device("mask", *given);
+    const bool boolean = code_of(*given) == aoti_torch_dtype_bool();
+    const bool flat = given->dim() == 2;
+    const int64_t sizes[] = {work_.batch, work_.heads, work_.tokens};
+    bool fits = flat || given->dim() == 4;
+    for (int64_t i = 0; fits && i < (flat ? 1 : 3); ++i) fits = given->size(i) == 1 || given->size(i) == sizes[i];
+    DS_KERNELS_CHECK(fits && given->size(given->dim() - 1) >= work_.total, op(), "mask is ", text_of(given->sizes()),
+                     "; expected [", work_.batch, ", ", work_.total, "] or what broadcasts to [", work_.batch, ", ",
+                     work_.heads, ", ", work_.tokens, ", ", work_.total, "], or more positions");
+    const Dtype dtype = boolean ? arguments_.dtype() : dtype_of(op(), "mask", TensorRef(given->get()));
+    DS_KERNELS_CHECK(boolean || dtype == arguments_.dtype() || dtype == Dtype::Float32, op(),
+                     "mask has another dtype than query; expected bool, float32 or ", name_of(arguments_.dtype()));
+    const int64_t last = given->stride(given->dim() - 1);
+    mask_ = last == 1 || last == 0 ? *given : torch::stable::contiguous(*given);
+    work_.mask_kind = boolean ? Mask::Bool : dtype == Dtype::Float32 ? Mask::Float : Mask::Element;
+    work_.mask = mask_->data_ptr();
+    const auto stride = [&](int64_t i) { return mask_->size(i) == 1 ? 0 : mask_->stride(i); };
+    work_.mask_strides[0] = stride(0);
+    work_.mask_strides[1] = flat ? 0 : stride(1);
+    work_.mask_strides[2] = flat ? 0 : stride(2);
+    work_.mask_strides[3] = mask_->stride(mask_->dim() - 1);
+  }
+
+  void take_cache(const char* name, Tensor& cache, void*& data, HeadStrides& strides) {
+    DS_KERNELS_CHECK(!detail::may_overlap_itself(cache.sizes(), cache.strides()), op(), name,
+                     " has elements that share memory (is it expanded?); expected one element at each index");
+    cache = with_whole_heads(cache);
+    data = cache.data_ptr();
+    strides = strides_of(cache);
+  }
+
+  void append_to(Tensor& cache, const Tensor& tokens) const {
+    if (work_.total == work_.past) return;
+    Tensor room = torch::stable::narrow(cache, 2, work_.past, work_.total - work_.past);
+    torch::stable::copy_(room, tokens);
+  }
+
+  Arguments& arguments_;
+  Tensor query_, key_, value_, key_cache_, value_cache_;
+  OptionalTensor mask_, alibi_;
+  double scale_;
+  Attention work_{};
+};
+
+// Device is made for the index of the query's device, current while it lives, and has
+//   bool takes(const Attention& attention) const;  // whether attend() is the way to do it
+//   void attend(const char* op, const Attention& attention, Dtype dtype) const;
+//   Tensor attend_by_torch(AttentionCall& call) const;  // by means of the call; reference() is right for any
+template <class Device>
+struct AttentionOps {
+  template <class Library>
+  static void implement(Library& m) {
+    m.impl("cached_attention", TORCH_BOX(&cached_attention));
+  }
+
+  static Tensor cached_attention(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& key_cache,
+                                 const Tensor& value_cache, int64_t past, double scale, const OptionalTensor& mask,
+                                 const OptionalTensor& alibi, int64_t window, bool causal) {
+    const NoGrad guard;
+    Arguments arguments("cached_attention", "query", query);
+    const Device device(arguments.device_index());
+    AttentionCall call(arguments, query, key, value, key_cache, value_cache, past, scale, mask, alibi, window, causal);
+    Tensor output = run(device, call);
+    call.write_back(key_cache, value_cache);
+    return output;
+  }
+
+ private:
+  static Tensor run(const Device& device, AttentionCall& call) {
+    if (call.is_empty()) return call.reference();
+    if (!device.takes(call.work())) return device.attend_by_torch(call);
+    Tensor output = call.new_output();
+    device.attend(call.op(), call.work(), call.dtype());
+    return output;
+  }
+};
+
+}  // namespace ds_kernels
