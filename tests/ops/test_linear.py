@@ -100,7 +100,8 @@ def test_prompts_on_int8_weights_of_several_blocks(columns: int, rows: int, grou
     """Kernels dequantize a MiB of weights at a time, and no less than 64 rows: here two to four blocks and a rest."""
     generator = torch.Generator().manual_seed(columns)
     input = torch.randn(40, columns, generator=generator).to(dtype)
-    weight = torch.randn(rows, columns, generator=generator) / columns**0.5
+    # Of sizes that tell the rows of one block from those of the next.
+    weight = torch.randn(rows, columns, generator=generator) / columns**0.5 * torch.logspace(0, -2, rows).unsqueeze(1)
     bias = torch.randn(rows, generator=generator).to(dtype)
     residual = torch.randn(40, rows // 2, generator=generator).to(dtype)
     check(input, weight, None, None, "identity", False, group)
