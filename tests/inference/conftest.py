@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,10 +16,13 @@ OLD = ("transformers==4.43.4", "tokenizers>=0.19,<0.20", "huggingface-hub>=0.23.
 
 
 @pytest.fixture(scope="session")
-def old_transformers() -> Path:
-    """A folder with that release beside what is installed; made once, and kept with the tree's other build results."""
+def old_transformers() -> str:
+    """``PYTHONPATH`` of the programs here: that release before what is installed, and the tests' own helpers.
+
+    The release is fetched once, and kept with the tree's other build results.
+    """
     folder = ROOT / "build" / "transformers-4.43.4"
     if not (folder / "transformers").is_dir():
         pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps"]
         subprocess.run([*pip, "--target", str(folder), *OLD], check=True)
-    return folder
+    return os.pathsep.join([str(folder), str(ROOT / "tests")])

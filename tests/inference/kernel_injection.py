@@ -6,7 +6,6 @@ path.
 
 from __future__ import annotations
 
-import collections
 import copy
 import json
 import sys
@@ -16,7 +15,8 @@ from typing import Any
 import deepspeed
 import torch
 import transformers
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from counted_calls import CountedCalls
 
 NEW_TOKENS = 32
 PADDING = (0, 3, 7, 1)  # of the rows of a batch, on the left
@@ -38,19 +38,6 @@ def models() -> dict[str, Any]:
         "bert": t.BertForMaskedLM(t.BertConfig(**SMALL, **bert, hidden_act="gelu_new")),
         "bert, gelu by erf": t.BertForMaskedLM(t.BertConfig(**SMALL, **bert, hidden_act="gelu")),
     }
-
-
-class CountedCalls(TorchDispatchMode):
-    """Counts the calls of our ops."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: collections.Counter[str] = collections.Counter()
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if op.namespace == "ds_plugin":
-            self.calls[op._schema.name.partition("::")[2]] += 1
-        return op(*args, **(kwargs or {}))
 
 
 def batch() -> dict[str, torch.Tensor]:

@@ -35,11 +35,10 @@ def run_program(out: Path, path: str, **variables: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="session")
-def report(old_transformers: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def report(old_transformers: str, kernel_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What `kernel_injection.py` found, on the CPU plugin."""
-    folder = tmp_path_factory.mktemp("injection")
-    cache = {"DS_PLUGIN_CACHE_DIR": str(folder / "cache"), "DS_ACCELERATOR": "cpu"}
-    return run_program(folder / "report.json", str(old_transformers), **cache)
+    out = tmp_path_factory.mktemp("injection") / "report.json"
+    return run_program(out, old_transformers, DS_PLUGIN_CACHE_DIR=str(kernel_cache), DS_ACCELERATOR="cpu")
 
 
 @pytest.mark.parametrize("model", MODELS)

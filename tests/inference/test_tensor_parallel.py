@@ -1,51 +1,53 @@
-"""``init_inference(tensor_parallel={"tp_size": 2})`` with kernel injection: two ranks say what one does."""
+"""``init_inference(tensor_parallel={"tp_size": 2})``, under every launcher: two ranks say what one does."""
 
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from launchers import launch
+
 PROGRAM = Path(__file__).with_name("tensor_parallel.py")
+
+LAYERS, STEPS = 3, 32
 
 
 @pytest.mark.deepspeed
 @pytest.mark.compiler
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_two_ranks_say_what_one_does(old_transformers: Path, tmp_path: Path) -> None:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port = server.getsockname()[1]
-    torchrun = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(port)]
-    variables = {
-        "DS_ACCELERATOR": "cpu",
-        "DS_PLUGIN_CACHE_DIR": str(tmp_path / "cache"),
-        "DS_PLUGIN_FALLBACK": "0",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(old_transformers),
-        "PYTHONWARNINGS": "ignore",
-    }
-    done = subprocess.run(
-        [sys.executable, *torchrun, str(PROGRAM), str(tmp_path / "out")],
-        env={**os.environ, **variables},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=840,
+@pytest.mark.parametrize(("launcher", "ranks"), [("deepspeed", 2), ("torchrun", 4), ("mpirun", 2)])
+def test_two_ranks_say_what_one_does(
+    launcher: str, ranks: int, old_transformers: str, kernel_cache: Path, tmp_path: Path
+) -> None:
+    launch(
+        launcher,
+        ranks,
+        PROGRAM,
+        str(tmp_path / "out"),
+        DS_PLUGIN_CACHE_DIR=str(kernel_cache),
+        DS_PLUGIN_FALLBACK="0",
+        PYTHONPATH=old_transformers,
+        PYTHONWARNINGS="ignore",
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    for rank in range(2):
-        found = json.loads((tmp_path / f"out.{rank}").read_text(encoding="utf-8"))
-        assert sorted(found) == ["gpt2", "opt"]
-        for model, result in found.items():
-            assert result["tokens"] == result["expected_tokens"], (rank, model)
-            assert all(len(row) == 44 for row in result["tokens"])
-            assert result["calls"]["cached_attention"] == 3 * 32
-            # The layers are divided; the embeddings, a tenth of these small models, are not.
-            assert result["held"] < 0.6, (rank, model)
+    found = [json.loads((tmp_path / f"out.{rank}").read_text(encoding="utf-8")) for rank in range(ranks)]
+    for rank, models in enumerate(found):
+        assert sorted(models) == ["gpt2", "llama", "opt"]
+        for model, result in models.items():
+            check(model, result, f"{model} on rank {rank}")
+    if ranks == 4:  # two pairs that say the same would not show whose sums they are
+        assert found[0]["llama"]["tokens"] != found[2]["llama"]["tokens"]
+
+
+def check(model: str, result: dict[str, Any], where: str) -> None:
+    assert result["tokens"] == result["expected_tokens"], where
+    assert all(len(row) == 12 + STEPS for row in result["tokens"]), where
+    if model == "llama":  # after attention, after the MLP, after the head
+        assert result["inference_all_reduce"] == (2 * LAYERS + 1) * STEPS, where
+    else:
+        assert result["calls"]["cached_attention"] == LAYERS * STEPS, where
+    # The layers are divided; the embeddings, a tenth to a fifth of these small models, are not.
+    assert result["held"] < 0.65, where
