@@ -2,20 +2,11 @@
 #pragma once
 
 #include <ds_kernels/config.h>
+#include <ds_kernels/spatial.h>
 
 namespace ds_kernels::cpu {
 
-// Rows of `columns` elements (channels), and what is added to them. All of one dtype.
-struct BiasRows {
-  const void* input;
-  const void* bias;        // [columns]
-  const void* other;       // shape of input, or null
-  const void* other_bias;  // [columns], or null
-  void* output;
-  int64_t columns;
-};
-
-// output = input + bias + other + other_bias, for rows [first, last).
+// Rows [first, last).
 using BiasLoop = void (*)(const BiasRows& rows, int64_t first, int64_t last);
 
 struct SpatialLoops {

@@ -1,8 +1,5 @@
 // Activations with bias, and gated ones. A thread has one pack of a row.
-#include <type_traits>
-
 #include "activation_launch.h"
-#include "launch.cuh"
 #include "row.cuh"
 
 namespace ds_kernels::cuda {
@@ -42,20 +39,10 @@ __global__ void activation_kernel(const ActivationRows n, const unsigned blocks_
 
 template <Activation activation, bool gated>
 void run(const ActivationRows& n, Dtype dtype, Stream stream) {
-  if (n.columns == 0) return;
-  with_element(dtype, [&](auto element) {
-    using Element = decltype(element);
-    const auto run = [&](auto pack) {
-      const Share share(n.columns / pack);
-      launch(kOps[gated], activation_kernel<Element, pack, activation, gated>, share.blocks(kOps[gated], n.rows),
-             share.threads, stream, n, share.blocks_of_row);
-    };
-    if (in_packs<Element>(n.columns, n.input, n.bias, n.output)) {
-      run(std::integral_constant<int, kPack<Element>>{});
-    } else {
-      run(std::integral_constant<int, 1>{});
-    }
-  });
+  const auto kernel_of = [](auto element, auto pack) {
+    return activation_kernel<decltype(element), pack, activation, gated>;
+  };
+  launch_in_packs(kOps[gated], n, dtype, stream, kernel_of, n.input, n.bias, n.output);
 }
 
 template <bool gated>

@@ -1,22 +1,9 @@
 // Additions to a residual. A thread has one pack of a row.
-#include <type_traits>
-
-#include "launch.cuh"
 #include "residual_launch.h"
 #include "row.cuh"
 
 namespace ds_kernels::cuda {
 namespace {
-
-// sum += elements at `from`, which may be null.
-template <class Element, int pack>
-__device__ __forceinline__ void add(const void* from, int64_t position, float (&sum)[pack]) {
-  if (!from) return;
-  float more[pack];
-  load<pack>(static_cast<const Element*>(from) + position, more);
-#pragma unroll
-  for (int j = 0; j < pack; ++j) sum[j] += more[j];
-}
 
 template <class Element, int pack>
 __global__ void add_bias_kernel(const ResidualRows r, const unsigned blocks_of_row) {
@@ -53,35 +40,18 @@ __global__ void mix_kernel(const MixRows r, const unsigned blocks_of_row) {
   store<pack>(output, x);
 }
 
-// Launches `kernel_of(element, pack)` for as many elements at once as the addresses allow.
-template <class Rows, class KernelOf, class... Pointers>
-void run(const char* op, const Rows& r, Dtype dtype, Stream stream, const KernelOf& kernel_of, Pointers... pointers) {
-  if (r.columns == 0) return;
-  with_element(dtype, [&](auto element) {
-    const auto with_pack = [&](auto pack) {
-      const Share share(r.columns / pack);
-      launch(op, kernel_of(element, pack), share.blocks(op, r.rows), share.threads, stream, r, share.blocks_of_row);
-    };
-    using Element = decltype(element);
-    if (in_packs<Element>(r.columns, pointers...)) {
-      with_pack(std::integral_constant<int, kPack<Element>>{});
-    } else {
-      with_pack(std::integral_constant<int, 1>{});
-    }
-  });
-}
-
 }  // namespace
 
 void launch_add_bias(const ResidualRows& r, Dtype dtype, Stream stream) {
   const auto kernel_of = [](auto element, auto pack) { return add_bias_kernel<decltype(element), pack>; };
-  run("residual_add_bias_", r, dtype, stream, kernel_of, r.residual, r.hidden, r.attention, r.attention_bias,
-      r.final_bias);
+  launch_in_packs("residual_add_bias_", r, dtype, stream, kernel_of, r.residual, r.hidden, r.attention,
+                  r.attention_bias, r.final_bias);
 }
 
 void launch_mix(const MixRows& r, Dtype dtype, Stream stream) {
   const auto kernel_of = [](auto element, auto pack) { return mix_kernel<decltype(element), pack>; };
-  run("moe_res_matmul_", r, dtype, stream, kernel_of, r.output, r.residual, r.output_weight, r.residual_weight);
+  launch_in_packs("moe_res_matmul_", r, dtype, stream, kernel_of, r.output, r.residual, r.output_weight,
+                  r.residual_weight);
 }
 
 }  // namespace ds_kernels::cuda

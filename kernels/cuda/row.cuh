@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 
 #include "element.cuh"
 #include "launch.cuh"
@@ -88,6 +89,16 @@ struct Place {
   }
 };
 
+// sum += elements at `from`, which may be null.
+template <class Element, int pack>
+__device__ __forceinline__ void add(const void* from, int64_t position, float (&sum)[pack]) {
+  if (!from) return;
+  float more[pack];
+  load<pack>(static_cast<const Element*>(from) + position, more);
+#pragma unroll
+  for (int j = 0; j < pack; ++j) sum[j] += more[j];
+}
+
 // ---- rows with reductions, several in a block if they are short --------------------------------------------------
 
 constexpr int kMaxTeam = 512;
@@ -150,6 +161,27 @@ void with_element(Dtype dtype, const With& with) {
     case Dtype::Float16: return with(Float16{});
     default: return with(0.f);
   }
+}
+
+// Launches `kernel_of(element, pack)`, of whose arguments the types count, with a thread for each pack of `rows`: in
+// packs of more than one element if these can be read so from `pointers`.
+template <class Rows, class KernelOf, class... Pointers>
+void launch_in_packs(const char* op, const Rows& rows, Dtype dtype, Stream stream, const KernelOf& kernel_of,
+                     Pointers... pointers) {
+  if (rows.columns == 0) return;
+  with_element(dtype, [&](auto element) {
+    const auto with_pack = [&](auto pack) {
+      const Share share(rows.columns / pack);
+      launch(op, kernel_of(element, pack), share.blocks(op, rows.rows), share.threads, stream, rows,
+             share.blocks_of_row);
+    };
+    using Element = decltype(element);
+    if (in_packs<Element>(rows.columns, pointers...)) {
+      with_pack(std::integral_constant<int, kPack<Element>>{});
+    } else {
+      with_pack(std::integral_constant<int, 1>{});
+    }
+  });
 }
 
 }  // namespace ds_kernels::cuda

@@ -85,7 +85,7 @@ void test_bias(const SpatialLoops& loops) {
     for (const int terms : {1, 2, 3}) {
       std::vector<float> output(rows * columns + 1, -7.f);
       BiasRows work{input.data(), bias.data(), terms > 1 ? other.data() : nullptr, terms > 2 ? second.data() : nullptr,
-                    output.data(), columns};
+                    output.data(), rows, columns};
       const BiasLoop loop = loops.bias_add(Dtype::Float32);
       loop(work, 0, 2);
       loop(work, 2, rows);
