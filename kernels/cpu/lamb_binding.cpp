@@ -1,5 +1,8 @@
-// ds_plugin::lamb_ for tensors in host memory.
+// The op of <ds_kernels/ops/lamb.h> for tensors in host memory.
 #include "lamb_loops.h"
+
+#include <ds_kernels/ops/lamb.h>
+
 #include "run.h"
 
 namespace ds_kernels::cpu {
@@ -8,26 +11,16 @@ DS_KERNELS_CPU_LEVELS(LambLoops, lamb_loops)
 
 namespace {
 
-constexpr const char* kOp = "lamb_";
-enum Lists { kParams, kGrads, kExpAvgs, kExpAvgSqs, kCopies };
-
 // Units of tensors that pass through the first loop before the second one turns to them: 2 M elements, whose parameters
 // and states a last-level cache of 32 MB still holds. A larger tensor is read from memory twice.
 constexpr int64_t kBatch = 2 * 1024;
 
-MultiTensor checked(const TensorList& params, const TensorList& grads, const TensorList& exp_avgs,
-                    const TensorList& exp_avg_sqs, const TensorList& copies) {
-  const ListArgument p{"params", params, true}, g{"grads", grads, false}, m{"exp_avgs", exp_avgs, true},
-      v{"exp_avg_sqs", exp_avg_sqs, true}, c{"copies", copies, true};
-  return copies.size() == 0 ? MultiTensor(kOp, {p, g, m, v}) : MultiTensor(kOp, {p, g, m, v, c});
-}
-
 // One call's two loops over all tensors.
 class LambCall {
  public:
-  LambCall(const MultiTensor& tensors, std::vector<LambStep> steps, bool copies, float* ratios)
-      : tensors_(tensors), steps_(std::move(steps)), copies_(copies), ratios_(ratios), slices_(tensors.numels()) {
-    const LambLoops& loops = loops_for(kOp, all_lamb_loops());
+  LambCall(const MultiTensor& tensors, const std::vector<LambStep>& steps, float* ratios)
+      : tensors_(tensors), steps_(steps), ratios_(ratios), slices_(tensors.numels()) {
+    const LambLoops& loops = loops_for(tensors.op(), all_lamb_loops());
     const bool float_states = tensors.dtype(kExpAvgs) == Dtype::Float32;
     moments_ = loops.moments(tensors.dtype(kParams), tensors.dtype(kGrads), float_states);
     params_ = loops.params(tensors.dtype(kParams), float_states);
@@ -72,10 +65,11 @@ class LambCall {
   }
 
   void update_params(size_t first, size_t last) const {
+    const bool copies = tensors_.lists() > kCopies;
     parallel_for(slices_.first_unit(first), slices_.first_unit(last), kGrain, [&](int64_t begin, int64_t end) {
       slices_.visit(begin, end, [&](size_t tensor, int64_t from, int64_t to) {
-        const LambCopy copy = copies_ ? LambCopy{at(kCopies, tensor, from), tensors_.dtype(kCopies)}
-                                      : LambCopy{nullptr, Dtype::Float32};
+        const LambCopy copy = copies ? LambCopy{at(kCopies, tensor, from), tensors_.dtype(kCopies)}
+                                     : LambCopy{nullptr, Dtype::Float32};
         params_(at(kParams, tensor, from), at(kExpAvgs, tensor, from), at(kExpAvgSqs, tensor, from), copy, to - from,
                 step(tensor), static_cast<float>(step(tensor).step_size * ratios_[tensor]));
       });
@@ -83,8 +77,7 @@ class LambCall {
   }
 
   const MultiTensor& tensors_;
-  const std::vector<LambStep> steps_;
-  const bool copies_;
+  const std::vector<LambStep>& steps_;
   float* const ratios_;
   const Slices slices_;
   LambMomentsLoop moments_;
@@ -92,31 +85,16 @@ class LambCall {
   std::vector<LambSums> sums_;
 };
 
-Tensor new_floats(size_t count) {
-  const int64_t size = static_cast<int64_t>(count), stride = 1;
-  AtenTensorHandle handle;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(1, &size, &stride, aoti_torch_dtype_float32(),
-                                                         aoti_torch_device_type_cpu(), 0, &handle));
-  return Tensor(handle);
-}
+struct Lamb : Host {
+  using Host::Host;
 
-Tensor lamb_(const TensorList& params, const TensorList& grads, const TensorList& exp_avgs,
-             const TensorList& exp_avg_sqs, const TensorList& copies, const std::vector<int64_t>& steps, double lr,
-             double beta1, double beta2, double eps, double weight_decay, double min_coeff, double max_coeff,
-             double grad_scale, bool eps_inside_sqrt, bool bias_correction, bool correct_inside) {
-  MultiTensor tensors = checked(params, grads, exp_avgs, exp_avg_sqs, copies);
-  tensors.check_dtypes(2, true);
-  const LambOptions options{lr,         beta1,      beta2,           eps,             weight_decay,  min_coeff,
-                            max_coeff,  grad_scale, eps_inside_sqrt, bias_correction, correct_inside};
-  auto constants = steps_of(kOp, steps, tensors.size(), [&](int64_t step) { return lamb_step(options, step); });
-  Tensor ratios = new_floats(tensors.size());
-  LambCall(tensors, std::move(constants), copies.size() > 0, static_cast<float*>(ratios.data_ptr())).run();
-  tensors.write_back();
-  return ratios;
-}
+  void update(const MultiTensor& tensors, const std::vector<LambStep>& steps, const Tensor& ratios) const {
+    LambCall(tensors, steps, static_cast<float*>(ratios.data_ptr())).run();
+  }
+};
 
 }  // namespace
 
-DS_KERNELS_IMPL(CPU, m) { m.impl("lamb_", DS_KERNELS_BOX(&lamb_)); }
+DS_KERNELS_IMPL(CPU, m) { LambOps<Lamb>::implement(m); }
 
 }  // namespace ds_kernels::cpu

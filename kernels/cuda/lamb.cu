@@ -8,7 +8,6 @@ namespace ds_kernels::cuda {
 namespace {
 
 constexpr const char* kOp = "lamb_";
-enum Lists { kParams, kGrads, kExpAvgs, kExpAvgSqs, kCopies, kLists };
 
 // What differs between tensors.
 struct Own {
@@ -18,7 +17,7 @@ struct Own {
   int64_t tensor;
 };
 
-using LambTable = Table<kLists, Own>;
+using LambTable = Table<kLambLists, Own>;
 
 __device__ __forceinline__ LambStep step_of(LambStep common, const Own& own) {
   common.first = own.first;
@@ -166,7 +165,7 @@ void lamb_update(const TensorLists& tensors, const LambDtypes& dtypes, const std
   };
   const MomentsKernel moments = moments_for(dtypes);
   const ParamsKernel params = params_for(dtypes);
-  for_each_launch<kLists>(tensors, own_of, [&](const LambTable& table) {
+  for_each_launch<kLambLists>(tensors, own_of, [&](const LambTable& table) {
     const dim3 chunks(static_cast<unsigned>(table.chunks()));
     launch(kOp, moments, chunks, kThreads, stream, table, steps[0], parts);
     launch(kOp, ratios_kernel, dim3(static_cast<unsigned>(table.tensors)), kThreads, stream, table, steps[0], parts,

@@ -17,6 +17,9 @@
 
 namespace ds_kernels {
 
+// The tensor lists of a step, in their order. There may be no copies.
+enum LambLists { kParams, kGrads, kExpAvgs, kExpAvgSqs, kCopies, kLambLists };
+
 struct LambOptions {
   double lr, beta1, beta2, eps, weight_decay, min_coeff, max_coeff, grad_scale;
   bool eps_inside_sqrt, bias_correction, correct_inside;
