@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections import Counter
-from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from counted_calls import CountedCalls
 
 with warnings.catch_warnings():
     # transformers' own dependencies warn of each other's releases.
@@ -19,6 +19,7 @@ with warnings.catch_warnings():
 from ds_plugin_sdk import provenance
 from ds_plugin_sdk.errors import SdkError
 from ds_plugin_sdk.integrations.transformers import accelerate
+from ds_plugin_sdk.registry import load_kernels
 
 TOKENS = 32
 PADDED = (5, 0, 1, 0)  # on the left, of a batch of four
@@ -41,12 +42,17 @@ MODELS: dict[str, transformers.PreTrainedConfig] = {
 pytestmark = pytest.mark.compiler
 
 
+FAMILIES_OF_OPS = ("linear", "attention", "norm", "rotary")
+
+
 @pytest.fixture(scope="module", autouse=True)
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def kernels(kernel_cache: Path) -> None:
+    """The native kernels, and nothing else."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DS_PLUGIN_CACHE_DIR", str(tmp_path_factory.mktemp("kernels")))
+        patch.setenv("DS_PLUGIN_CACHE_DIR", str(kernel_cache))
         patch.setenv("DS_PLUGIN_FALLBACK", "0")
-        yield
+        for family in FAMILIES_OF_OPS:
+            load_kernels(family, "cpu")
 
 
 def make(name: str, dtype: torch.dtype = torch.float32) -> transformers.PreTrainedModel:
@@ -74,20 +80,6 @@ def generate(model: transformers.PreTrainedModel, **options: Any) -> Any:
     )
 
 
-class Calls(TorchDispatchMode):
-    """Counts calls of our ops."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        namespace, _, name = func._schema.name.partition("::")
-        if namespace == "ds_plugin":
-            self.count[name] += 1
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_same_tokens(name: str) -> None:
     model = make(name)
@@ -102,17 +94,17 @@ def test_same_tokens(name: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_every_part_is_a_call_of_a_native_op(name: str) -> None:
     model = make(name)
-    with accelerate(model), Calls() as calls:
+    with accelerate(model), CountedCalls() as counted:
         generate(model)
     layers, steps = 3, TOKENS
     norm = "layer_norm" if name.startswith(("gpt2", "opt")) else "rms_norm"
-    assert calls.count["cached_attention"] == layers * steps
+    assert counted.calls["cached_attention"] == layers * steps
     # Four for each layer, the head, and OPT's projections.
-    assert calls.count["linear"] == (4 * layers + (3 if name == "opt, norm after" else 1)) * steps
-    assert calls.count[norm] >= 2 * layers * steps
-    assert calls.count["rotary_"] == {"llama": 1, "qwen2": 1, "qwen3": 2}.get(name, 0) * layers * steps
+    assert counted.calls["linear"] == (4 * layers + (3 if name == "opt, norm after" else 1)) * steps
+    assert counted.calls[norm] >= 2 * layers * steps
+    assert counted.calls["rotary_"] == {"llama": 1, "qwen2": 1, "qwen3": 2}.get(name, 0) * layers * steps
     origins = {op.name: op.origin for op in provenance.records()}
-    for family in ("linear", "attention", "norm", "rotary"):
+    for family in FAMILIES_OF_OPS:
         assert origins[family] in ("compiled", "cache", "prebuilt"), origins
 
 
@@ -131,9 +123,9 @@ def test_bfloat16(name: str) -> None:
 def test_int8(name: str) -> None:
     model = make(name)
     plain = generate(model).logits[0]
-    with accelerate(model, weights="int8"), Calls() as calls:
+    with accelerate(model, weights="int8"), CountedCalls() as counted:
         ours = generate(model).logits[0]
-    assert calls.count["linear"] > 0
+    assert counted.calls["linear"] > 0
     # Weights are off by up to 1/254 of their group's largest; what that does to logits of size 1.6 in three layers.
     assert 0 < float((ours - plain).abs().mean()) < 0.1
     assert float((ours.argmax(-1) == plain.argmax(-1)).float().mean()) >= 0.75
@@ -154,9 +146,9 @@ def test_off_again(name: str, weights: Any) -> None:
     assert model.config._attn_implementation == attention
     assert not any("forward" in vars(module) for module in model.modules())
     assert {key: value.stride() for key, value in model.state_dict().items()} == strides
-    with Calls() as calls:
+    with CountedCalls() as counted:
         again = generate(model)
-    assert not calls.count
+    assert not counted.calls
     assert torch.equal(again.sequences, expected.sequences)
     assert all(torch.equal(a, b) for a, b in zip(again.logits, expected.logits, strict=True))
 
@@ -175,9 +167,9 @@ def test_tied_weights_stay_tied() -> None:
 def test_other_ways_to_generate(name: str, options: dict[str, Any]) -> None:
     model = make(name)
     expected = generate(model, **options)
-    with accelerate(model), Calls() as calls:
+    with accelerate(model), CountedCalls() as counted:
         ours = generate(model, **options)
-    assert calls.count["cached_attention"] > 0
+    assert counted.calls["cached_attention"] > 0
     assert torch.equal(ours.sequences, expected.sequences)
 
 
@@ -222,10 +214,10 @@ def test_a_model_of_another_family_gets_attention_linear_layers_and_norms() -> N
     mask[1, 5:] = 0
     with torch.no_grad():
         expected = model(ids, attention_mask=mask).last_hidden_state
-        with accelerate(model), Calls() as calls:
+        with accelerate(model), CountedCalls() as counted:
             ours = model(ids, attention_mask=mask).last_hidden_state
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
-    assert calls.count == {"linear": 13, "layer_norm": 5, "cached_attention": 2}
+    assert counted.calls == {"linear": 13, "layer_norm": 5, "cached_attention": 2}
 
 
 def test_refuses() -> None:
