@@ -24,6 +24,7 @@
 #include "../cuda/residual_launch.h"
 #include "../cuda/rotary_launch.h"
 #include "../cuda/softmax_launch.h"
+#include "../cuda/spatial_launch.h"
 #include "../cuda/transformer_launch.h"
 #include <ds_kernels/philox.h>
 
@@ -472,6 +473,25 @@ void check_rotary(Dtype dtype, int head_dim, int rotary_dim, bool interleaved, b
   CHECK(result.guards_hold(), "rotary");
 }
 
+void check_bias_add(Dtype dtype, int64_t columns, int terms) {
+  constexpr int64_t kRows = 3;
+  Array input(dtype, kRows * columns, 0), other(dtype, kRows * columns, 0), output(dtype, kRows * columns, 0);
+  Array bias(dtype, columns, 0), other_bias(dtype, columns, 0);
+  unsigned seed = 0;
+  for (Array* array : {&input, &other, &output, &bias, &other_bias}) fill(*array, ++seed);
+  cuda::launch_bias_add("nhwc_bias_add",
+                        {input.data(), bias.data(), terms > 2 ? other.data() : nullptr,
+                         terms > 3 ? other_bias.data() : nullptr, output.data(), kRows, columns},
+                        dtype, nullptr);
+  CHECK(cudaDeviceSynchronize() == cudaSuccess, "nhwc_bias_add");
+  output.from_device();
+  for (int64_t i = 0; i < output.count(); ++i) {
+    const double sum = input[i] + bias[i % columns], added = terms > 2 ? other[i] : 0;
+    check_element("nhwc_bias_add", dtype, output, i, sum + added + (terms > 3 ? other_bias[i % columns] : 0));
+  }
+  CHECK(output.guards_hold(), "nhwc_bias_add");
+}
+
 // ---- training ------------------------------------------------------------------------------------------------------
 
 void check_training_norm(Dtype dtype, int64_t columns) {
@@ -681,6 +701,7 @@ int main(int argc, char**) {
       }
       for (const bool scale_attention : {false, true}) check_add_bias(dtype, columns, scale_attention);
       check_mix(dtype, columns);
+      for (const int terms : {2, 3, 4}) check_bias_add(dtype, columns, terms);
     }
     for (const bool interleaved : {false, true}) {
       for (const bool in_place : {false, true}) {
