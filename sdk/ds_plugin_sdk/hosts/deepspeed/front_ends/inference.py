@@ -180,6 +180,9 @@ def _linear(device: torch.device) -> Iterator[Result]:
         weight = w if transposed else w.t().contiguous()
         wanted = _d(x) @ _d(w).T + _d(bias)
         yield Result("x W + b", op(x, weight, bias, True, False, 4), wanted, _TOLERANCE)
+        for_flash = wanted.view(2, 5, 3, 4, 2).permute(2, 0, 3, 1, 4)  # q, k and v of four heads, padded from 2 to 32
+        for_flash = functional.pad(for_flash, (0, 30))
+        yield Result("x W + b for flash attention", op(x, weight, bias, True, True, 4), for_flash, _TOLERANCE)
 
 
 def _vector_matmul(device: torch.device) -> Iterator[Result]:
