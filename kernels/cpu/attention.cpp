@@ -106,7 +106,7 @@ struct AttentionOf {
     const int64_t key_stride = task.key_cache_strides.token, value_stride = task.value_cache_strides.token;
     for (int64_t first = begin; first < end; first += kPositions) {
       const int64_t count = end - first < kPositions ? end - first : kPositions;
-      for (int64_t p = 0; p < count; ++p) scores[p] = dot(query, keys + (first + p) * key_stride, head_dim);
+      score(query, keys + first * key_stride, key_stride, count, head_dim, scores);
       add_bias(task, scores, b, h, t, first, count);
       const float faded = weigh(running, scores, count);
       add_values(running.result, faded, scores, count, values + first * value_stride, value_stride, head_dim);

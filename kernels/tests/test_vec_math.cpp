@@ -83,6 +83,12 @@ void reductions() {
   Floats x;
   for (int lane = 0; lane < kLanes; ++lane) x[lane] = static_cast<float>(lane + 1);
   CHECK(sum_of(x) == kLanes * (kLanes + 1) / 2, "%a", sum_of(x));
+  Floats vectors[kLanes];
+  for (int k = 0; k < kLanes; ++k) vectors[k] = x + static_cast<float>(k * k);
+  const Floats sums = sums_of(vectors);
+  for (int k = 0; k < kLanes; ++k) {
+    CHECK(sums[k] == kLanes * (kLanes + 1) / 2 + kLanes * k * k, "vector %d: %a", k, sums[k]);
+  }
   for (int lane = 0; lane < kLanes; ++lane) {
     Floats peak = Floats{} - kInfinity;
     peak[lane] = -3.f;

@@ -73,9 +73,19 @@ inline void merge(Running& into, const Running& other, int64_t head_dim) {
   });
 }
 
-// `query . key` for elements of any storage type.
+// Fetches a row, or what lies as far behind it as hardware prefetchers, which stop at every page, leave alone. It may be
+// beyond the array: an address, not a pointer.
 template <class Element>
-DS_KERNELS_INLINE float dot(const float* query, const Element* key, int64_t head_dim) {
+DS_KERNELS_INLINE void fetch_ahead(const Element* row, int64_t head_dim) {
+  for (int64_t i = 0; i < head_dim; i += 64 / static_cast<int64_t>(sizeof(Element))) {
+    __builtin_prefetch(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(row + i) + kPrefetchBytes));
+  }
+}
+
+// The products of a query and a key, for elements of any storage type, which remain to be added up.
+template <class Element>
+DS_KERNELS_INLINE Floats products(const float* query, const Element* key, int64_t head_dim) {
+  fetch_ahead(key, head_dim);
   Floats sum{}, other{};
   int64_t i = 0;
   for (; i + 2 * kLanes <= head_dim; i += 2 * kLanes) {
@@ -85,7 +95,20 @@ DS_KERNELS_INLINE float dot(const float* query, const Element* key, int64_t head
   for_each_vector(head_dim - i, [&](int64_t k, auto memory) {
     sum += memory.load(query + i + k) * memory.load(key + i + k);
   });
-  return sum_of(sum + other);
+  return sum + other;
+}
+
+// scores[p] = query . key p
+template <class Element>
+DS_KERNELS_INLINE void score(const float* query, const Element* keys, int64_t stride, int64_t count, int64_t head_dim,
+                             float* scores) {
+  int64_t p = 0;
+  for (; p + kLanes <= count; p += kLanes) {
+    Floats sums[kLanes];
+    for (int k = 0; k < kLanes; ++k) sums[k] = products(query, keys + (p + k) * stride, head_dim);
+    store(scores + p, sums_of(sums));
+  }
+  for (; p < count; ++p) scores[p] = sum_of(products(query, keys + p * stride, head_dim));
 }
 
 // Turns `count` scores into weights e^(score - top), with a top that knows them; gives by how much less what was summed
@@ -122,6 +145,7 @@ DS_KERNELS_INLINE void add_values(float* result, float faded, const float* weigh
     Floats sums[kTile];
     for (int k = 0; k < kTile; ++k) sums[k] = load(result + i + k * kLanes) * faded;
     for (int64_t p = 0; p < count; ++p) {
+      fetch_ahead(values + p * stride + i, kTile * kLanes);
       for (int k = 0; k < kTile; ++k) sums[k] += weights[p] * load(values + p * stride + i + k * kLanes);
     }
     for (int k = 0; k < kTile; ++k) store(result + i + k * kLanes, sums[k]);

@@ -13,13 +13,6 @@ inline namespace DS_KERNELS_CPU_LEVEL {
 
 #ifndef DS_KERNELS_GPU_COMPILER
 
-// Before a loop over the rows or inputs of a tile, so that its sums stay in registers.
-#ifdef __clang__
-#define DS_KERNELS_UNROLL _Pragma("unroll")
-#else
-#define DS_KERNELS_UNROLL _Pragma("GCC unroll 8")
-#endif
-
 // A whole vector, without fetching ahead.
 struct PlainVector {
   template <class Element>

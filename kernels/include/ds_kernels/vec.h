@@ -46,6 +46,13 @@ constexpr int kVectorBytes = 16;
 #endif
 constexpr int kLanes = kVectorBytes / 4;
 
+// Before a loop over the vectors of a tile, so that they stay in registers.
+#ifdef __clang__
+#define DS_KERNELS_UNROLL _Pragma("unroll")
+#else
+#define DS_KERNELS_UNROLL _Pragma("GCC unroll 16")
+#endif
+
 typedef float Floats __attribute__((vector_size(kVectorBytes)));
 typedef uint32_t Words __attribute__((vector_size(kVectorBytes)));
 typedef uint16_t Halves __attribute__((vector_size(kVectorBytes / 2)));

@@ -9,6 +9,8 @@
 // NaN gives NaN; infinities and signed zeros give what C's functions give. Polynomials are minimax fits of our own.
 #pragma once
 
+#include <utility>
+
 #include <ds_kernels/vec.h>
 
 namespace ds_kernels {
@@ -158,6 +160,35 @@ DS_KERNELS_INLINE float sum_of(Floats x) {
     for (int lane = 0; lane < width; ++lane) lanes[lane] += lanes[lane + width];
   }
   return lanes[0];
+}
+
+// In each block of `2 * half` lanes: `a`'s two halves added, and behind them `b`'s.
+template <int half, size_t... lanes>
+DS_KERNELS_INLINE Floats add_halves(Floats a, Floats b, std::index_sequence<lanes...>) {
+#define DS_KERNELS_FROM (lanes / (2 * half) * (2 * half) + lanes % half + (lanes % (2 * half) < half ? 0 : kLanes))
+#ifdef __clang__
+  return __builtin_shufflevector(a, b, DS_KERNELS_FROM...) + __builtin_shufflevector(a, b, (DS_KERNELS_FROM + half)...);
+#else
+  const Words first{DS_KERNELS_FROM...};
+  return __builtin_shuffle(a, b, first) + __builtin_shuffle(a, b, first + half);
+#endif
+#undef DS_KERNELS_FROM
+}
+
+template <int half>
+DS_KERNELS_INLINE void fold(Floats (&vectors)[kLanes]) {
+  DS_KERNELS_UNROLL
+  for (int i = 0; i < half; ++i) {
+    vectors[i] = add_halves<half>(vectors[i], vectors[i + half], std::make_index_sequence<kLanes>{});
+  }
+  if constexpr (half > 1) fold<half / 2>(vectors);
+}
+
+// Lane i of the result is the sum of all lanes of the i-th vector, with less work than as many times sum_of(). The
+// vectors are not kept.
+DS_KERNELS_INLINE Floats sums_of(Floats (&vectors)[kLanes]) {
+  fold<kLanes / 2>(vectors);
+  return vectors[0];
 }
 
 // Whether a NaN in one lane wins is not said.
