@@ -88,8 +88,8 @@ class LambCall {
 struct Lamb : Host {
   using Host::Host;
 
-  void update(const MultiTensor& tensors, const std::vector<LambStep>& steps, const Tensor& ratios) const {
-    LambCall(tensors, steps, static_cast<float*>(ratios.data_ptr())).run();
+  void update(const MultiTensor& tensors, const std::vector<LambStep>& steps, float* ratios) const {
+    LambCall(tensors, steps, ratios).run();
   }
 };
 

@@ -13,16 +13,15 @@ namespace {
 struct Lamb : Device {
   using Device::Device;
 
-  void update(const MultiTensor& tensors, const std::vector<LambStep>& steps, const Tensor& ratios) const {
+  void update(const MultiTensor& tensors, const std::vector<LambStep>& steps, float* ratios) const {
     const bool copies = tensors.lists() > kCopies;
     TensorLists lists = lists_of(tensors);
     lists.data.resize(kLambLists * tensors.size(), nullptr);
     const LambDtypes dtypes{tensors.dtype(kParams), tensors.dtype(kGrads), tensors.dtype(kExpAvgs),
                             copies ? tensors.dtype(kCopies) : Dtype::Float32};
-    const int64_t floats = lamb_parts(tensors.numels()) * static_cast<int64_t>(sizeof(LambSums) / sizeof(float));
-    const Tensor parts = new_float_tensor(ratios, vector_of(floats));
-    lamb_update(lists, dtypes, steps, static_cast<LambSums*>(parts.data_ptr()), static_cast<float*>(ratios.data_ptr()),
-                stream());
+    constexpr int64_t kFloats = sizeof(LambSums) / sizeof(float);
+    const Room parts(*this, kFloats * lamb_parts(tensors.numels()));
+    lamb_update(lists, dtypes, steps, reinterpret_cast<LambSums*>(parts.data()), ratios, stream());
   }
 };
 

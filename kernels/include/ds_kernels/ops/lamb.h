@@ -1,15 +1,15 @@
 // ds_plugin::lamb_, on any device.
 #pragma once
 
+#include <ds_kernels/arguments.h>
 #include <ds_kernels/lamb.h>
-#include <ds_kernels/multi_tensor.h>
 
 namespace ds_kernels {
 
 // Device is made for the index of the tensors' device, current while it lives. It has, for the lists of LambLists and
 // one LambStep for all tensors or one each,
-//   void update(const MultiTensor& tensors, const std::vector<LambStep>& steps, const Tensor& ratios) const;
-// and writes the trust ratios: float32, one for each tensor, on their device.
+//   void update(const MultiTensor& tensors, const std::vector<LambStep>& steps, float* ratios) const;
+// which writes the trust ratios, one for each tensor, on their device.
 template <class Device>
 struct LambOps {
   template <class Library>
@@ -30,7 +30,7 @@ struct LambOps {
     const Tensor ratios = new_ratios(params);
     if (tensors.size() == 0) return ratios;
     const Device device(params[0].device_index());
-    device.update(tensors, constants, ratios);
+    device.update(tensors, constants, static_cast<float*>(ratios.data_ptr()));
     tensors.write_back();
     return ratios;
   }
@@ -49,13 +49,8 @@ struct LambOps {
   // On the tensors' device; of no tensors, on the CPU: there is nothing to compute, and nowhere to do it.
   static Tensor new_ratios(const TensorList& tensors) {
     const auto size = static_cast<int64_t>(tensors.size());
-    const int64_t stride = 1;
     const int32_t type = size ? tensors[0].device_type() : aoti_torch_device_type_cpu();
-    const int32_t index = size ? tensors[0].device_index() : 0;
-    AtenTensorHandle handle;
-    STABLE_TORCH_ERROR_CODE_CHECK(
-        aoti_torch_empty_strided(1, &size, &stride, aoti_torch_dtype_float32(), type, index, &handle));
-    return Tensor(handle);
+    return new_tensor(vector_of(size), aoti_torch_dtype_float32(), type, size ? tensors[0].device_index() : 0);
   }
 };
 
