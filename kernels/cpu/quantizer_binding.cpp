@@ -1,8 +1,8 @@
-// ds_plugin's quantizer ops for tensors in host memory.
-#include <optional>
-#include <tuple>
-
+// The ops of <ds_kernels/ops/quantizer.h> for tensors in host memory.
 #include "quantizer_loops.h"
+
+#include <ds_kernels/ops/quantizer.h>
+
 #include "run.h"
 
 namespace ds_kernels::cpu {
@@ -11,80 +11,10 @@ DS_KERNELS_CPU_LEVELS(QuantizerLoops, quantizer_loops)
 
 namespace {
 
-using torch::headeronly::ScalarType;
-using Quantized = std::tuple<Tensor, Tensor>;
-
 // Values that a thread is worth waking for.
 constexpr int64_t kGrainValues = 1 << 15;
 
 const QuantizerLoops& loops(const char* op) { return loops_for(op, all_quantizer_loops()); }
-
-// ---- checks ----------------------------------------------------------------------------------------------------------
-
-Dtype values_dtype(const char* op, const char* argument, const Tensor& x) {
-  return dtype_of(op, argument, TensorRef(x.get()));
-}
-
-void check_dtype(const char* op, const char* argument, const Tensor& x, ScalarType expected, const char* name) {
-  DS_KERNELS_CHECK(x.scalar_type() == expected, op, argument, " has another dtype; expected ", name);
-}
-
-void check_bits(const char* op, int64_t bits) {
-  DS_KERNELS_CHECK(bits == 8 || bits == 4, op, "bits is ", bits, "; expected 8 or 4");
-}
-
-// The number of elements in a group.
-int64_t check_groups(const char* op, const char* argument, int64_t numel, const char* name, int64_t groups) {
-  DS_KERNELS_CHECK(groups > 0, op, name, " is ", groups, "; expected a positive number");
-  DS_KERNELS_CHECK(numel % groups == 0, op, argument, " has ", numel, " elements; expected a multiple of ", name,
-                   ", which is ", groups);
-  return numel / groups;
-}
-
-int64_t check_quantize(const char* op, const Tensor& x, int64_t groups, int64_t bits) {
-  check_bits(op, bits);
-  DS_KERNELS_CHECK(x.dim() > 0, op, "x has no dimension; expected at least one");
-  const int64_t size = check_groups(op, "x", x.numel(), "groups", groups), last = x.size(x.dim() - 1);
-  DS_KERNELS_CHECK(bits == 8 || (size % 2 == 0 && last % 2 == 0), op, "groups of ", size,
-                   " elements, a last dimension of ", last, "; expected even numbers with 4 bits");
-  return size;
-}
-
-// The number of groups.
-int64_t check_params(const char* op, const Tensor& levels, const Tensor& params, int64_t bits, bool symmetric) {
-  check_bits(op, bits);
-  check_dtype(op, "levels", levels, ScalarType::Char, "int8");
-  check_dtype(op, "params", params, ScalarType::Float, "float32");
-  DS_KERNELS_CHECK(params.device() == levels.device(), op, "params is on another device; expected that of levels");
-  DS_KERNELS_CHECK(levels.dim() > 0, op, "levels has no dimension; expected at least one");
-  const int64_t columns = symmetric ? 1 : 2;
-  DS_KERNELS_CHECK(params.dim() == 2 && params.size(0) > 0 && params.size(1) == columns, op, "params has shape ",
-                   text_of(params.sizes()), "; expected [groups, ", columns, "]");
-  check_groups(op, "levels", levels.numel(), "groups", params.size(0));
-  return params.size(0);
-}
-
-// ---- tensors ---------------------------------------------------------------------------------------------------------
-
-// A tensor of the shape of `x`, whose last dimension becomes `last`.
-Tensor new_like(const Tensor& x, int64_t last, ScalarType dtype) {
-  const auto sizes = x.sizes();
-  std::vector<int64_t> shape(sizes.begin(), sizes.end());
-  shape.back() = last;
-  return torch::stable::new_empty(x, shape, dtype);
-}
-
-Tensor new_params(const Tensor& x, int64_t groups, bool symmetric) {
-  return torch::stable::new_empty(x, {groups, symmetric ? 1 : 2}, ScalarType::Float);
-}
-
-ScalarType scalar_type_of(Dtype dtype) {
-  switch (dtype) {
-    case Dtype::BFloat16: return ScalarType::BFloat16;
-    case Dtype::Float16: return ScalarType::Half;
-    default: return ScalarType::Float;
-  }
-}
 
 // Calls `body(group)` for every group, on torch's threads.
 template <class Body>
@@ -94,170 +24,61 @@ void for_each_group(int64_t groups, int64_t size, const Body& body) {
   });
 }
 
-const char* bytes(const Tensor& x) { return static_cast<const char*>(x.const_data_ptr()); }
-char* mutable_bytes(Tensor& x) { return static_cast<char*>(x.mutable_data_ptr()); }
-
-// ---- ops -------------------------------------------------------------------------------------------------------------
-
-// Quantizes `groups` groups of `x`; `slot(group)` is where a group goes.
-template <class Slot>
-void quantize_into(const char* op, const Tensor& x, Tensor& levels, Tensor& params, int64_t groups, int64_t bits,
-                   bool symmetric, const Slot& slot) {
-  const Dtype dtype = values_dtype(op, "x", x);
-  const QuantizeLoop loop = loops(op).quantize(dtype, static_cast<int>(bits), symmetric);
-  const Tensor values = torch::stable::contiguous(x);
-  const int64_t size = x.numel() / groups;
-  const char* from = bytes(values);
-  char* to = mutable_bytes(levels);
-  float* numbers = params.mutable_data_ptr<float>();
-  for_each_group(groups, size, [&](int64_t group) {
-    const int64_t place = slot(group);
-    loop(from + group * size * size_of(dtype), to + place * size * bits / 8, numbers + place * (symmetric ? 1 : 2),
-         size);
-  });
+// Where group number `group` begins, of so many bytes each.
+const char* at(const void* groups, int64_t group, int64_t bytes) {
+  return static_cast<const char*>(groups) + group * bytes;
 }
+char* at(void* groups, int64_t group, int64_t bytes) { return static_cast<char*>(groups) + group * bytes; }
 
-Quantized quantize(const Tensor& x, int64_t groups, int64_t bits, bool symmetric) {
-  const char* op = "quantize";
-  values_dtype(op, "x", x);
-  check_quantize(op, x, groups, bits);
-  Tensor levels = new_like(x, x.size(x.dim() - 1) * bits / 8, ScalarType::Char);
-  Tensor params = new_params(x, groups, symmetric);
-  quantize_into(op, x, levels, params, groups, bits, symmetric, [](int64_t group) { return group; });
-  return {levels, params};
-}
+struct Quantizer : Host {
+  using Host::Host;
 
-Quantized swizzle_quantize(const Tensor& x, int64_t groups, int64_t bits, bool symmetric, int64_t pipeline,
-                           int64_t nodes, int64_t devices_per_node) {
-  const char* op = "swizzle_quantize";
-  values_dtype(op, "x", x);
-  check_quantize(op, x, groups, bits);
-  const int64_t parts = pipeline * nodes * devices_per_node;
-  DS_KERNELS_CHECK(pipeline > 0 && nodes > 0 && devices_per_node > 0 && groups % parts == 0, op, "groups is ", groups,
-                   "; expected a multiple of pipeline * nodes * devices_per_node, which is ", parts);
-  Tensor levels = torch::stable::new_empty(x, {x.numel() * bits / 8}, ScalarType::Char);
-  Tensor params = new_params(x, groups, symmetric);
-  const int64_t run = groups / parts;
-  // From node, device, slice to slice, device, node.
-  quantize_into(op, x, levels, params, groups, bits, symmetric, [=](int64_t group) {
-    const int64_t slice = group / run % pipeline, rank = group / run / pipeline;
-    const int64_t device = rank % devices_per_node, node = rank / devices_per_node;
-    return ((slice * devices_per_node + device) * nodes + node) * run + group % run;
-  });
-  return {levels, params};
-}
-
-Tensor dequantize(const Tensor& levels, const Tensor& params, int64_t bits, bool symmetric, ScalarType dtype) {
-  const char* op = "dequantize";
-  DS_KERNELS_CHECK(dtype == ScalarType::Float || dtype == ScalarType::BFloat16 || dtype == ScalarType::Half, op,
-                   "dtype is none that this kernel gives; expected float32, bfloat16 or float16");
-  const int64_t groups = check_params(op, levels, params, bits, symmetric);
-  Tensor x = new_like(levels, levels.size(levels.dim() - 1) * 8 / bits, dtype);
-  const Dtype to = values_dtype(op, "x", x);
-  const DequantizeLoop loop = loops(op).dequantize(to, static_cast<int>(bits), symmetric);
-  const Tensor packed = torch::stable::contiguous(levels), numbers = torch::stable::contiguous(params);
-  const int64_t size = x.numel() / groups;
-  const char* from = bytes(packed);
-  const float* number = numbers.const_data_ptr<float>();
-  char* values = mutable_bytes(x);
-  for_each_group(groups, size, [&](int64_t group) {
-    loop(from + group * size * bits / 8, number + group * (symmetric ? 1 : 2), values + group * size * size_of(to),
-         size);
-  });
-  return x;
-}
-
-Quantized quantized_reduce(const Tensor& levels, const Tensor& params, int64_t out_groups, int64_t devices,
-                           int64_t bits, bool symmetric) {
-  const char* op = "quantized_reduce";
-  const int64_t groups = check_params(op, levels, params, bits, symmetric), last = levels.size(levels.dim() - 1);
-  DS_KERNELS_CHECK(devices > 0, op, "devices is ", devices, "; expected a positive number");
-  DS_KERNELS_CHECK(groups % devices == 0 && last % devices == 0, op, "params has ", groups,
-                   " groups, the last dimension of levels ", last, " elements; expected multiples of devices, which is ",
-                   devices);
-  const int64_t packed_size = check_groups(op, "the sum", levels.numel() / devices, "out_groups", out_groups);
-  Tensor out = new_like(levels, last / devices, ScalarType::Char), out_params = new_params(levels, out_groups, symmetric);
-  const Tensor packed = torch::stable::contiguous(levels), numbers = torch::stable::contiguous(params);
-  const int64_t size = packed_size * 8 / bits, count = size * out_groups;
-  if (count == 0) {
-    quantize_into(op, torch::stable::new_empty(levels, {0}, ScalarType::Float), out, out_params, out_groups, bits,
-                  symmetric, [](int64_t group) { return group; });
-    return {out, out_params};
+  void quantize(const char* op, const QuantizeGroups& g, Dtype dtype) const {
+    const QuantizeLoop loop = loops(op).quantize(dtype, g.as.bits, g.as.symmetric);
+    const int64_t values = g.size * size_of(dtype), levels = g.size * g.as.bits / 8, params = g.as.symmetric ? 1 : 2;
+    for_each_group(g.groups, g.size, [&](int64_t group) {
+      const int64_t place = place_of(g.swizzle, group);
+      loop(at(g.x, group, values), at(g.levels, place, levels), g.params + place * params, g.size);
+    });
   }
-  const ReduceLoop loop = loops(op).reduce(static_cast<int>(bits), symmetric);
-  const Received received{bytes(packed), numbers.const_data_ptr<float>(), devices, count, count / (groups / devices)};
-  char* to = mutable_bytes(out);
-  float* number = out_params.mutable_data_ptr<float>();
-  for_each_group(out_groups, size * devices, [&](int64_t group) {
-    loop(received, group * size, (group + 1) * size, to + group * packed_size, number + group * (symmetric ? 1 : 2));
-  });
-  return {out, out_params};
-}
 
-Tensor dequantize_range(const Tensor& levels, const Tensor& scale, const Tensor& minimum, int64_t group_size,
-                        int64_t bits) {
-  const char* op = "dequantize_range";
-  check_bits(op, bits);
-  check_dtype(op, "levels", levels, ScalarType::Byte, "uint8");
-  const Dtype dtype = values_dtype(op, "scale", scale);
-  check_dtype(op, "minimum", minimum, scale.scalar_type(), name_of(dtype));
-  DS_KERNELS_CHECK(scale.device() == levels.device() && minimum.device() == levels.device(), op,
-                   "scale or minimum is on another device; expected that of levels");
-  const int64_t groups = scale.numel(), values = levels.numel() * 8 / bits;
-  DS_KERNELS_CHECK(minimum.numel() == groups, op, "minimum has ", minimum.numel(), " elements; expected ", groups,
-                   ", as many as scale");
-  DS_KERNELS_CHECK(group_size > 0 && group_size * bits % 8 == 0 && values == groups * group_size, op, "levels has ",
-                   values, " values; expected ", groups, " groups of ", group_size);
-  Tensor x = torch::stable::new_empty(scale, {groups, group_size}, scalar_type_of(dtype));
-  const DequantizeRangeLoop loop = loops(op).dequantize_range(dtype, static_cast<int>(bits));
-  const Tensor packed = torch::stable::contiguous(levels), scales = torch::stable::contiguous(scale),
-               minima = torch::stable::contiguous(minimum);
-  const int64_t element = size_of(dtype);
-  const char *from = bytes(packed), *divisors = bytes(scales), *least = bytes(minima);
-  char* to = mutable_bytes(x);
-  for_each_group(groups, group_size, [&](int64_t group) {
-    loop(from + group * group_size * bits / 8, divisors + group * element, least + group * element,
-         to + group * group_size * element, group_size);
-  });
-  return x;
-}
+  void dequantize(const char* op, const DequantizeGroups& g, Dtype dtype) const {
+    const DequantizeLoop loop = loops(op).dequantize(dtype, g.as.bits, g.as.symmetric);
+    const int64_t values = g.size * size_of(dtype), levels = g.size * g.as.bits / 8, params = g.as.symmetric ? 1 : 2;
+    for_each_group(g.groups, g.size, [&](int64_t group) {
+      loop(at(g.levels, group, levels), g.params + group * params, at(g.x, group, values), g.size);
+    });
+  }
 
-void check_noise(const char* op, const Tensor& x, const Tensor& noise) {
-  check_dtype(op, "noise", noise, ScalarType::Float, "float32");
-  DS_KERNELS_CHECK(noise.device() == x.device(), op, "noise is on another device; expected that of x");
-  DS_KERNELS_CHECK(noise.sizes() == x.sizes(), op, "noise has shape ", text_of(noise.sizes()), "; expected ",
-                   text_of(x.sizes()), ", that of x");
-}
+  void reduce(const char* op, const ReduceGroups& g) const {
+    const ReduceLoop loop = loops(op).reduce(g.as.bits, g.as.symmetric);
+    const Received received{static_cast<const char*>(g.received), g.received_params, g.devices, g.groups * g.size,
+                            g.received_size};
+    const int64_t levels = g.size * g.as.bits / 8, params = g.as.symmetric ? 1 : 2;
+    for_each_group(g.groups, g.size * g.devices, [&](int64_t group) {
+      loop(received, group * g.size, (group + 1) * g.size, at(g.levels, group, levels), g.params + group * params);
+    });
+  }
 
-void fake_quantize_(const Tensor& x, const std::optional<Tensor>& noise, int64_t groups, int64_t bits,
-                    bool symmetric) {
-  const char* op = "fake_quantize_";
-  const Dtype dtype = values_dtype(op, "x", x);
-  DS_KERNELS_CHECK(2 <= bits && bits <= 16, op, "bits is ", bits, "; expected 2 to 16");
-  const int64_t size = check_groups(op, "x", x.numel(), "groups", groups);
-  if (noise) check_noise(op, x, *noise);
-  DS_KERNELS_CHECK(x.is_contiguous() || !detail::may_overlap_itself(x.sizes(), x.strides()), op,
-                   "x has elements that share memory (is it expanded?); expected one element at each index");
-  const FakeQuantizeLoop loop = loops(op).fake_quantize(dtype, symmetric);
-  Tensor original = x, values = torch::stable::contiguous(x);
-  const std::optional<Tensor> drawn = noise ? std::optional(torch::stable::contiguous(*noise)) : std::nullopt;
-  const float* random = drawn ? drawn->const_data_ptr<float>() : nullptr;
-  char* at = mutable_bytes(values);
-  for_each_group(groups, size, [&](int64_t group) {
-    loop(at + group * size * size_of(dtype), random ? random + group * size : random, size, static_cast<int>(bits));
-  });
-  if (!x.is_contiguous()) torch::stable::copy_(original, values);
-}
+  void dequantize_range(const char* op, const DequantizeRangeGroups& g, Dtype dtype) const {
+    const DequantizeRangeLoop loop = loops(op).dequantize_range(dtype, g.bits);
+    const int64_t one = size_of(dtype);
+    for_each_group(g.groups, g.size, [&](int64_t group) {
+      loop(at(g.levels, group, g.size * g.bits / 8), at(g.scale, group, one), at(g.minimum, group, one),
+           at(g.x, group, g.size * one), g.size);
+    });
+  }
+
+  void fake_quantize(const char* op, const FakeQuantizeGroups& g, Dtype dtype) const {
+    const FakeQuantizeLoop loop = loops(op).fake_quantize(dtype, g.symmetric);
+    for_each_group(g.groups, g.size, [&](int64_t group) {
+      loop(at(g.x, group, g.size * size_of(dtype)), g.noise ? g.noise + group * g.size : nullptr, g.size, g.bits);
+    });
+  }
+};
 
 }  // namespace
 
-DS_KERNELS_IMPL(CPU, m) {
-  m.impl("quantize", TORCH_BOX(&quantize));
-  m.impl("swizzle_quantize", TORCH_BOX(&swizzle_quantize));
-  m.impl("dequantize", TORCH_BOX(&dequantize));
-  m.impl("quantized_reduce", TORCH_BOX(&quantized_reduce));
-  m.impl("dequantize_range", TORCH_BOX(&dequantize_range));
-  m.impl("fake_quantize_", TORCH_BOX(&fake_quantize_));
-}
+DS_KERNELS_IMPL(CPU, m) { QuantizerOps<Quantizer>::implement(m); }
 
 }  // namespace ds_kernels::cpu

@@ -26,11 +26,6 @@ void check_int32(const char* op, const Tensor& indices) {
                    "indices have another dtype; expected int32");
 }
 
-Tensor without_gaps(const Tensor& tensor) {
-  const NoGrad guard;
-  return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
-}
-
 // Token indices: int32, on the host, each less than `limit`; contiguous.
 Tensor checked_indices(const char* op, const Tensor& indices, int64_t dimensions, const char* first) {
   check_int32(op, indices);

@@ -2,10 +2,6 @@
 // time from the cache. What only dequantizes has a thread for each pack.
 #include "quantizer_launch.h"
 
-#include <type_traits>
-
-#include <ds_kernels/quantizer.h>
-
 #include "row.cuh"
 
 namespace ds_kernels::cuda {
@@ -170,13 +166,6 @@ __device__ __forceinline__ void quantize_group(const Team& team, const Source& s
   if (!params || team.thread != 0) return;
   params[0] = 1 / q.scale;
   if (!symmetric) params[1] = q.offset;
-}
-
-__device__ __forceinline__ int64_t place_of(const Swizzle& s, int64_t group) {
-  if (s.run == 0) return group;
-  const int64_t slice = group / s.run % s.pipeline, rank = group / s.run / s.pipeline;
-  const int64_t device = rank % s.devices_per_node, node = rank / s.devices_per_node;
-  return ((slice * s.devices_per_node + device) * s.nodes + node) * s.run + group % s.run;
 }
 
 template <class Element, int bits, int count>

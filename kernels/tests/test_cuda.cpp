@@ -589,7 +589,7 @@ void check_quantizer(Dtype dtype, int64_t size, int bits, bool symmetric) {
   check_rows(
       "quantize", dtype, size,
       [&](void* input, void* output) {
-        const cuda::Levels as{bits, symmetric};
+        const Levels as{bits, symmetric};
         cuda::launch_quantize("quantize", {input, levels.data(), numbers, 3, size, as, {}}, dtype, nullptr);
         cuda::launch_dequantize("dequantize", {levels.data(), numbers, output, 3, size, as}, dtype, nullptr);
       },

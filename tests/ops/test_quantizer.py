@@ -130,6 +130,16 @@ def test_stochastic_rounding_keeps_the_mean(implementation: str) -> None:
         assert (total / 4000 - value)[:4].abs().max() < 4 * step / 2 / 4000**0.5
 
 
+def test_a_leaf_that_is_not_contiguous_stays_one(implementation: str) -> None:
+    """Autograd records nothing, also where the kernel works on a copy."""
+    x = normal(6, 4).t().requires_grad_()
+    rounded = x.detach().contiguous()
+    for tensor in (x, rounded):
+        ops(implementation).fake_quantize_(tensor, None, 4, 4, True)
+    assert x.is_leaf and x.grad_fn is None
+    assert torch.equal(x, rounded)
+
+
 def test_dequantize_range_reads_unsigned_levels(implementation: str) -> None:
     data = torch.tensor([[0x0F, 0xA1]], dtype=torch.uint8)
     scale, minimum = torch.tensor([2.0]).half(), torch.tensor([-1.0]).half()

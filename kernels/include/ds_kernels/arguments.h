@@ -108,6 +108,13 @@ inline Tensor no_elements(const Tensor& like) {
   return new_tensor(like, {&none, 1});
 }
 
+// The tensor, or a contiguous copy.
+inline Tensor without_gaps(const Tensor& tensor) {
+  if (tensor.is_contiguous()) return tensor;
+  const NoGrad guard;
+  return torch::stable::contiguous(tensor);
+}
+
 // A shape of one dimension.
 inline Shape vector_of(const int64_t& size) { return {&size, 1}; }
 

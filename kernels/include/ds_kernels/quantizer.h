@@ -20,7 +20,76 @@ struct Quantization {
   float low, high;  // the levels
 };
 
+// ---- what is asked of a device -------------------------------------------------------------------------------------
+//
+// `groups` groups of `size` elements each, contiguous. `params` has 1 / s of each group, and o behind it unless symmetric.
+// Levels of 4 bits lie two in a byte.
+
+struct Levels {
+  int bits;  // 8 or 4
+  bool symmetric;
+};
+
+// Where a group goes: from node, device, slice to slice, device, node, in runs of groups that stay together.
+struct Swizzle {
+  int64_t pipeline = 1, nodes = 1, devices_per_node = 1, run = 0;  // 0: each group stays at its place
+};
+
+struct QuantizeGroups {
+  const void* x;
+  void* levels;
+  float* params;
+  int64_t groups, size;
+  Levels as;
+  Swizzle swizzle;
+};
+
+struct DequantizeGroups {
+  const void* levels;
+  const float* params;
+  void* x;
+  int64_t groups, size;
+  Levels as;
+};
+
+// What several devices sent, each `groups * size` levels in groups of `received_size`, is added up and quantized again.
+struct ReduceGroups {
+  const void* received;
+  const float* received_params;
+  int64_t devices, received_size;
+  void* levels;
+  float* params;
+  int64_t groups, size;
+  Levels as;
+};
+
+// x = level / scale + minimum, with unsigned levels; scale and minimum are of x's dtype, one for each group.
+struct DequantizeRangeGroups {
+  const void* levels;
+  const void* scale;
+  const void* minimum;
+  void* x;
+  int64_t groups, size;
+  int bits;
+};
+
+// x becomes, in place, what quantization would leave of it.
+struct FakeQuantizeGroups {
+  void* x;
+  const float* noise;  // null for rounding to nearest
+  int64_t groups, size;
+  int bits;  // 2 to 16
+  bool symmetric;
+};
+
 inline namespace DS_KERNELS_CPU_LEVEL {
+
+DS_KERNELS_INLINE int64_t place_of(const Swizzle& s, int64_t group) {
+  if (s.run == 0) return group;
+  const int64_t slice = group / s.run % s.pipeline, rank = group / s.run / s.pipeline;
+  const int64_t device = rank % s.devices_per_node, node = rank / s.devices_per_node;
+  return ((slice * s.devices_per_node + device) * s.nodes + node) * s.run + group % s.run;
+}
 
 // A span of 0 needs no scale; a NaN stays one.
 DS_KERNELS_INLINE Quantization quantization(float span, float offset, int bits) {
