@@ -107,7 +107,7 @@ struct Linear {
     if constexpr (kShortInputs && sizeof(Weight) == 1) {
       if (task.shorts.values) return dot(task.shorts);
     }
-    dot(task.input);
+    dot(task.widened);
   }
 
   static void block(const LinearTask& task, int64_t first_input, int64_t inputs, int64_t first, int64_t count) {
@@ -133,12 +133,12 @@ struct Linear {
           continue;
         }
       }
-      dot_rows(dots, rows, inputs, from, scales, inputs_from(task.input, dots, first_input), sums + r);
+      dot_rows(dots, rows, inputs, from, scales, inputs_from(task.widened, dots, first_input), sums + r);
     }
   }
 
   // Bias, activation, gate and residual of `count` outputs of one input.
-  static void finish(const LinearTask& task, const float* sums, const float* gates, int64_t input, int64_t first,
+  static void finish(const LinearLayer& task, const float* sums, const float* gates, int64_t input, int64_t first,
                      int64_t count) {
     const auto* bias = static_cast<const Element*>(task.bias);
     const auto* gate_bias = bias ? bias + task.outputs + first : nullptr;
@@ -178,7 +178,7 @@ bool shorten_inputs(const LinearTask& task, int16_t* values, float* scales) {
 #endif
   if (!kShortInputs || width % kShortStep != 0 || width > kMostShortColumns) return false;
   for (int64_t group = 0; group < task.inputs * task.groups; ++group) {
-    scales[group] = shorten(task.input + group * width, values + group * width, width);
+    scales[group] = shorten(task.widened + group * width, values + group * width, width);
     if (scales[group] != scales[group]) return false;
   }
   return true;
@@ -208,21 +208,22 @@ inline void scale_vectors(const int8_t*, BFloat16*, int64_t, float) {}
 
 template <class Element>
 struct LinearDequantize {
-  static void run(const LinearTask& task, void* to, int64_t begin, int64_t end) {
-    const int64_t width = task.columns / task.groups;
+  static void run(const QuantizedRows& rows, int64_t begin, int64_t end) {
+    const int64_t width = rows.columns / rows.groups;
     const bool by_instruction = width % kLanes == 0 && narrows_by_instruction();
     for (int64_t row = begin; row < end; ++row) {
-      for (int64_t group = 0; group < task.groups; ++group) {
-        const auto* from = static_cast<const int8_t*>(task.weight) + row * task.stride + group * width;
-        auto* target = static_cast<Element*>(to) + row * task.columns + group * width;
-        const float scale = task.scales[row * task.groups + group];
+      for (int64_t group = 0; group < rows.groups; ++group) {
+        const int64_t first = row * rows.columns + group * width;
+        const int8_t* from = rows.weight + first;
+        auto* to = static_cast<Element*>(rows.to) + first;
+        const float scale = rows.scales[row * rows.groups + group];
         if constexpr (std::is_same_v<Element, BFloat16>) {
           if (by_instruction) {
-            scale_vectors(from, target, width, scale);
+            scale_vectors(from, to, width, scale);
             continue;
           }
         }
-        scale_weights(from, target, width, scale);
+        scale_weights(from, to, width, scale);
       }
     }
   }
@@ -230,15 +231,15 @@ struct LinearDequantize {
 
 template <class Element>
 struct LinearFinish {
-  static void run(const LinearTask& task, const void* sums, int64_t begin, int64_t end) {
-    const int64_t outputs = task.outputs, rows = task.gated ? 2 * outputs : outputs;
-    const bool gated = task.gated;
-    with_constant(task.activation, [=, &task](auto activation) {
+  static void run(const LinearLayer& layer, const void* sums, int64_t begin, int64_t end) {
+    const int64_t outputs = layer.outputs, rows = layer.gated ? 2 * outputs : outputs;
+    const bool gated = layer.gated;
+    with_constant(layer.activation, [=, &layer](auto activation) {
       for (int64_t input = begin; input < end; ++input) {
         const auto* sum = static_cast<const Element*>(sums) + input * rows;
-        const auto* residual = static_cast<const Element*>(task.residual);
+        const auto* residual = static_cast<const Element*>(layer.residual);
         if (residual) residual += input * outputs;
-        auto* output = static_cast<Element*>(task.output) + input * outputs;
+        auto* output = static_cast<Element*>(layer.output) + input * outputs;
         for_each_vector(outputs, [=](int64_t i, auto memory) {
           Floats y = memory.load(sum + i);
           y = gated ? y * activate_by(activation, memory.load(sum + outputs + i)) : activate_by(activation, y);

@@ -53,7 +53,7 @@ __device__ __forceinline__ float activated(Activation activation, float x) {
 
 // What becomes of the sums of an output: of both halves if it is gated.
 template <class Element>
-__device__ __forceinline__ float finished(const LinearTask& t, int64_t input, int64_t output, float first,
+__device__ __forceinline__ float finished(const LinearLayer& t, int64_t input, int64_t output, float first,
                                           float second) {
   const float result = t.gated ? first * activated(t.activation, second) : activated(t.activation, first);
   return t.residual ? result + widen(static_cast<const Element*>(t.residual)[input * t.outputs + output]) : result;
@@ -61,7 +61,7 @@ __device__ __forceinline__ float finished(const LinearTask& t, int64_t input, in
 
 // Adds the products of the columns that the calling thread has of two rows.
 template <int count, int inputs, class Weight, class Element>
-__device__ __forceinline__ void add_products(const LinearTask& t, const Weight* const (&weights)[kRows],
+__device__ __forceinline__ void add_products(const LinearLayer& t, const Weight* const (&weights)[kRows],
                                              const float* const (&scales)[kRows], const Element* const (&x)[inputs],
                                              float (&sums)[kRows][inputs]) {
   const auto width = static_cast<uint32_t>(t.columns / t.groups);
@@ -90,7 +90,7 @@ __device__ __forceinline__ void add_products(const LinearTask& t, const Weight* 
 }
 
 template <class Weight, class Element, int inputs, bool packed>
-__global__ void __launch_bounds__(kThreads) linear_kernel(const LinearTask t) {
+__global__ void __launch_bounds__(kThreads) linear_kernel(const LinearLayer t) {
   const int64_t pair = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / kWarpThreads;
   // Two neighbouring outputs, or the halves of one.
   const int64_t begin = t.gated ? pair : pair * kRows, distance = t.gated ? t.outputs : 1;
@@ -132,20 +132,20 @@ __global__ void __launch_bounds__(kThreads) linear_kernel(const LinearTask t) {
 // ---- around torch's product --------------------------------------------------------------------------------------
 
 template <class Element, bool packed>
-__global__ void dequantize_kernel(const LinearTask t, Element* to, const unsigned blocks_of_row) {
+__global__ void dequantize_kernel(const QuantizedRows q, const unsigned blocks_of_row) {
   constexpr int count = kTaken<int8_t, packed>;
   const auto [row, column] = Place(blocks_of_row, count);
-  if (column >= t.columns) return;
+  if (column >= q.columns) return;
   float weight[count];
-  load_weights<count>(static_cast<const int8_t*>(t.weight) + row * t.stride + column, weight);
-  const float scale = t.scales[row * t.groups + column / (t.columns / t.groups)];
+  load_weights<count>(q.weight + row * q.columns + column, weight);
+  const float scale = q.scales[row * q.groups + column / (q.columns / q.groups)];
 #pragma unroll
   for (int j = 0; j < count; ++j) weight[j] *= scale;
-  store<count>(to + row * t.columns + column, weight);
+  store<count>(static_cast<Element*>(q.to) + row * q.columns + column, weight);
 }
 
 template <class Element>
-__global__ void finish_kernel(const LinearTask t, const Element* sums, const unsigned blocks_of_row) {
+__global__ void finish_kernel(const LinearLayer t, const Element* sums, const unsigned blocks_of_row) {
   const auto [input, output] = Place(blocks_of_row, 1);
   if (output >= t.outputs) return;
   const Element* from = sums + input * (t.gated ? 2 * t.outputs : t.outputs) + output;
@@ -160,7 +160,7 @@ template <int value>
 using Constant = std::integral_constant<int, value>;
 
 template <class Weight, class Element>
-void run(const char* op, const LinearTask& t, Stream stream) {
+void run(const char* op, const LinearLayer& t, Stream stream) {
   constexpr int count = kTaken<Weight, true>;
   const int64_t width = t.columns / t.groups;
   const bool packed = width % count == 0 && t.stride % count == 0 && is_aligned(t.weight) && is_aligned(t.input);
@@ -177,28 +177,27 @@ void run(const char* op, const LinearTask& t, Stream stream) {
 
 }  // namespace
 
-void launch_linear(const char* op, const LinearTask& t, Dtype dtype, Stream stream) {
+void launch_linear(const char* op, const LinearLayer& t, Dtype dtype, Stream stream) {
   with_element(dtype, [&](auto element) {
     using Element = decltype(element);
     return t.scales ? run<int8_t, Element>(op, t, stream) : run<Element, Element>(op, t, stream);
   });
 }
 
-void launch_dequantize_weight(const char* op, const LinearTask& t, void* to, Dtype dtype, Stream stream) {
+void launch_dequantize_weight(const char* op, const QuantizedRows& q, Dtype dtype, Stream stream) {
   constexpr int count = kTaken<int8_t, true>;
-  if (t.columns == 0) return;
-  const int64_t width = t.columns / t.groups;
-  const bool packed = width % count == 0 && t.stride % count == 0 && is_aligned(t.weight) && is_aligned(to);
+  if (q.columns == 0) return;
+  const int64_t width = q.columns / q.groups;
+  const bool packed = width % count == 0 && is_aligned(q.weight) && is_aligned(q.to);
   with_element(dtype, [&](auto element) {
     using Element = decltype(element);
-    const Share share(packed ? t.columns / count : t.columns);
+    const Share share(packed ? q.columns / count : q.columns);
     const auto kernel = packed ? dequantize_kernel<Element, true> : dequantize_kernel<Element, false>;
-    launch(op, kernel, share.blocks(op, t.rows()), share.threads, stream, t, static_cast<Element*>(to),
-           share.blocks_of_row);
+    launch(op, kernel, share.blocks(op, q.rows), share.threads, stream, q, share.blocks_of_row);
   });
 }
 
-void launch_linear_finish(const char* op, const LinearTask& t, const void* sums, Dtype dtype, Stream stream) {
+void launch_linear_finish(const char* op, const LinearLayer& t, const void* sums, Dtype dtype, Stream stream) {
   if (t.outputs == 0) return;
   with_element(dtype, [&](auto element) {
     using Element = decltype(element);

@@ -623,7 +623,7 @@ void check_linear(Dtype dtype, int64_t inputs, int64_t columns) {
   for (size_t i = 0; i < bytes.size(); ++i) bytes[i] = static_cast<int8_t>(i * 37 % 255 - 127);
   for (Array* array : {&x, &y, &scales, &weights}) array->to_device();
   cudaMemcpy(weights.data(), bytes.data(), bytes.size(), cudaMemcpyHostToDevice);
-  cuda::LinearTask task{};
+  LinearLayer task{};
   task.inputs = inputs, task.columns = columns, task.outputs = kOutputs, task.stride = columns, task.groups = 2;
   task.input = x.data(), task.weight = weights.data(), task.output = y.data();
   task.scales = static_cast<const float*>(scales.data());

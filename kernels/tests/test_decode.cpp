@@ -74,7 +74,7 @@ void test_linear(const LinearLoops& loops, Dtype dtype, Shape s, bool quantized,
   task.inputs = s.inputs;
   task.columns = task.stride = s.columns;
   task.outputs = s.outputs;
-  task.input = wide.data();
+  task.widened = wide.data();
   task.weight = quantized ? static_cast<const void*>(q.data()) : w.data();
   task.scales = quantized ? scales.data() : nullptr;
   task.groups = quantized ? s.groups : 1;
@@ -129,13 +129,9 @@ void test_dequantizing() {
       std::vector<float> scales(s.outputs * s.groups);
       for (size_t i = 0; i < scales.size(); ++i) scales[i] = (1 + i % 7) / 300.f;
       Elements wide(dtype, weight.size());
-      LinearTask task{};
-      task.weight = weight.data();
-      task.columns = task.stride = s.columns;
-      task.scales = scales.data();
-      task.groups = s.groups;
-      loops.dequantize(dtype)(task, wide.data(), 0, s.outputs / 2);
-      loops.dequantize(dtype)(task, wide.data(), s.outputs / 2, s.outputs);
+      const QuantizedRows rows{weight.data(), scales.data(), wide.data(), s.outputs, s.columns, s.groups};
+      loops.dequantize(dtype)(rows, 0, s.outputs / 2);
+      loops.dequantize(dtype)(rows, s.outputs / 2, s.outputs);
       const int64_t width = s.columns / s.groups;
       for (size_t i = 0; i < weight.size(); ++i) {
         const double exact = static_cast<double>(weight[i]) * scales[i / width];
@@ -150,21 +146,21 @@ void test_finishing() {
     constexpr int64_t kInputs = 3, kOutputs = 37;
     Elements sums = numbers(dtype, kInputs * 2 * kOutputs, 5), residual = numbers(dtype, kInputs * kOutputs, 6);
     Elements output(dtype, kInputs * kOutputs);
-    LinearTask task{};
-    task.inputs = kInputs;
-    task.outputs = kOutputs;
-    task.residual = residual.data();
-    task.output = output.data();
-    task.activation = Activation::Silu;
+    LinearLayer layer{};
+    layer.inputs = kInputs;
+    layer.outputs = kOutputs;
+    layer.residual = residual.data();
+    layer.output = output.data();
+    layer.activation = Activation::Silu;
     for (const bool gated : {false, true}) {
-      task.gated = gated;
-      loops.finish(dtype)(task, sums.data(), 0, 1);
-      loops.finish(dtype)(task, sums.data(), 1, kInputs);
+      layer.gated = gated;
+      loops.finish(dtype)(layer, sums.data(), 0, 1);
+      loops.finish(dtype)(layer, sums.data(), 1, kInputs);
       for (int64_t i = 0; i < kInputs * kOutputs; ++i) {
         const int64_t m = i / kOutputs, o = i % kOutputs;
         const double first = sums[gated ? m * 2 * kOutputs + o : i];
-        const double y = gated ? first * activated(task.activation, sums[m * 2 * kOutputs + kOutputs + o])
-                               : activated(task.activation, first);
+        const double y = gated ? first * activated(layer.activation, sums[m * 2 * kOutputs + kOutputs + o])
+                               : activated(layer.activation, first);
         close("finished", output, i, y + residual[i], 2e-6 * (1 + std::abs(y)));
       }
     }
@@ -180,7 +176,7 @@ void test_shortening() {
     task.inputs = 1;
     task.columns = 128;
     task.groups = 2;
-    task.input = x.data();
+    task.widened = x.data();
     for (const float top : {0.f, 1e-45f, 1.1754944e-38f, 0.99f, 1.f, 3.4028235e38f}) {
       x[3] = -top;
       if (!loops.shorten(task, shorts.data(), scales)) return;  // not on this CPU

@@ -1,4 +1,5 @@
-// Dot products of weights with inputs, and what follows them in a linear layer. No torch, no operating system.
+// A linear layer: what the op asks of a device, and on CPUs the dot products of weights with inputs. No torch, no
+// operating system.
 //
 //   y = activation(W x + b) + residual            gated:  y = h1 activation(h2) + residual,  [h1; h2] = W x + b
 //
@@ -8,6 +9,33 @@
 #include <ds_kernels/activation.h>
 
 namespace ds_kernels {
+
+// ---- what is asked of a device -----------------------------------------------------------------------------------
+
+// A layer on some inputs. All but int8 weights and scales are of one dtype; absent ones are null.
+struct LinearLayer {
+  int64_t inputs, columns, outputs;
+  const void* input;     // [inputs, columns]
+  const void* weight;    // [rows, columns], rows being outputs, or twice as many if gated
+  int64_t stride;        // of a row of weights, in elements
+  const float* scales;   // [rows, groups] for int8 weights, else null
+  int64_t groups;        // 1 without scales
+  const void* bias;      // [rows]
+  const void* residual;  // [inputs, outputs]
+  void* output;          // [inputs, outputs]
+  Activation activation;
+  bool gated;
+};
+
+// Contiguous int8 weights to be made floats: to = weight * scale of its group.
+struct QuantizedRows {
+  const int8_t* weight;  // [rows, columns]
+  const float* scales;   // [rows, groups]
+  void* to;              // [rows, columns]
+  int64_t rows, columns, groups;
+};
+
+// ---- on CPUs -----------------------------------------------------------------------------------------------------
 
 inline namespace DS_KERNELS_CPU_LEVEL {
 
