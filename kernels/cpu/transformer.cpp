@@ -4,8 +4,6 @@
 // A row is read from memory once; what a loop reads again of it lies in the first-level cache then.
 #include "transformer_loops.h"
 
-#include <ds_kernels/transformer.h>
-
 #include "by_dtype.h"
 #include "row.h"
 
@@ -59,7 +57,9 @@ template <class Element>
 struct DropoutAdd {
   static void run(const SumRows& rows, int64_t first, int64_t last) {
     const SumRows s = rows;  // a copy, which the compiler knows the stores do not change
-    for (int64_t row = first; row < last; ++row) s.dropping ? add_row<Element, true>(s, row) : add_row<Element, false>(s, row);
+    for (int64_t row = first; row < last; ++row) {
+      s.dropout.seed ? add_row<Element, true>(s, row) : add_row<Element, false>(s, row);
+    }
   }
 };
 
@@ -79,7 +79,7 @@ struct DropoutAddBackward {
   static void run(const DropoutGradRows& rows, int64_t first, int64_t last, float* sums) {
     const DropoutGradRows g = rows;
     for (int64_t row = first; row < last; ++row) {
-      g.dropping ? drop_gradient<Element, true>(g, row, sums) : drop_gradient<Element, false>(g, row, sums);
+      g.dropout.seed ? drop_gradient<Element, true>(g, row, sums) : drop_gradient<Element, false>(g, row, sums);
     }
   }
 };
@@ -88,7 +88,7 @@ struct DropoutAddBackward {
 
 // Normalises x and stores the row's mean and 1 / sqrt(variance + eps).
 template <class Element>
-void normalise_row(const NormRows& n, int64_t row, const Element* x) {
+void normalise_row(const TrainingNormRows& n, int64_t row, const Element* x) {
   const int64_t columns = n.sum.columns;
   const float count = static_cast<float>(columns > 0 ? columns : 1);
   // The sum was read or written just now, the input was not.
@@ -114,10 +114,10 @@ void normalise_row(const NormRows& n, int64_t row, const Element* x) {
 
 template <class Element>
 struct TrainingNorm {
-  static void run(const NormRows& rows, int64_t first, int64_t last) {
-    const NormRows n = rows;
+  static void run(const TrainingNormRows& rows, int64_t first, int64_t last) {
+    const TrainingNormRows n = rows;
     for (int64_t row = first; row < last; ++row) {
-      if (n.sum.sum) n.sum.dropping ? add_row<Element, true>(n.sum, row) : add_row<Element, false>(n.sum, row);
+      if (n.sum.sum) n.sum.dropout.seed ? add_row<Element, true>(n.sum, row) : add_row<Element, false>(n.sum, row);
       normalise_row(n, row, row_of<Element>(n.sum.sum ? n.sum.sum : n.sum.input, row, n.sum.columns));
     }
   }
@@ -144,13 +144,13 @@ void norm_gradient(const NormGradRows& g, int64_t row, float* sums) {
   const int64_t columns = g.columns;
   const Element* grad_output = row_of<Element>(g.grad_output, row, columns);
   const Element* grad_sum = row_of<Element>(g.grad_sum, row, columns);
-  const Element* rows = row_of<Element>(g.rows, row, columns);
+  const Element* rows = row_of<Element>(g.rows_in, row, columns);
   const Element* weight = row_of<Element>(g.weight, 0, 0);
   Element* grad_total = row_of<Element>(g.grad_total, row, columns);
   Element* grad_input = row_of<Element>(g.grad_input, row, columns);
   const Normal<Element, inverted> normal{rows, weight, row_of<Element>(g.bias, 0, 0), inverted ? 0.f : g.mean[row],
                                          g.rstd[row]};
-  float *weight_sums = sums, *bias_sums = sums + columns, *input_sums = g.bias_sums ? sums + 2 * columns : nullptr;
+  float *weight_sums = sums, *bias_sums = sums + columns, *input_sums = g.input_sums ? sums + 2 * columns : nullptr;
   Floats total_g{}, total_gn{};
   for_each_vector(columns, [&](int64_t i, auto memory) {
     const Floats grad = memory.load(grad_output + i), n = normal(i, memory, memory.load(rows + i));
@@ -181,8 +181,9 @@ template <class Element>
 struct TrainingNormBackward {
   static void run(const NormGradRows& rows, int64_t first, int64_t last, float* sums) {
     const NormGradRows g = rows;
-    const auto one = g.mean ? (g.dropping ? norm_gradient<Element, false, true> : norm_gradient<Element, false, false>)
-                            : (g.dropping ? norm_gradient<Element, true, true> : norm_gradient<Element, true, false>);
+    const bool dropping = g.dropout.seed;
+    const auto one = g.mean ? (dropping ? norm_gradient<Element, false, true> : norm_gradient<Element, false, false>)
+                            : (dropping ? norm_gradient<Element, true, true> : norm_gradient<Element, true, false>);
     for (int64_t row = first; row < last; ++row) one(g, row, sums);
   }
 };
@@ -221,7 +222,7 @@ void gelu_gradient(const GeluGradRows& g, int64_t row, float* sums) {
     if (bias) x += load_again(memory, bias + i);
     const Floats grad = memory.load(grad_output + i) * (tanh ? gelu_tanh_slope(x) : gelu_slope(x));
     memory.store(grad_input + i, grad);
-    if (bias) add_to(memory, sums + i, grad);
+    if (sums) add_to(memory, sums + i, grad);
   });
 }
 
@@ -240,7 +241,7 @@ struct BiasGeluBackward {
 // Where the mask's row begins for each row of the scores, one after the other.
 class MaskRows {
  public:
-  MaskRows(const SoftmaxRows& s, int64_t row) : s_(s) {
+  MaskRows(const MaskedSoftmaxRows& s, int64_t row) : s_(s) {
     for (int d = kLeadingDimensions - 1; d >= 0; --d) {
       index_[d] = row % s.sizes[d];
       offset_ += index_[d] * s.mask_strides[d];
@@ -260,14 +261,14 @@ class MaskRows {
   }
 
  private:
-  const SoftmaxRows& s_;
+  const MaskedSoftmaxRows& s_;
   int64_t index_[kLeadingDimensions] = {};
   int64_t offset_ = 0;
 };
 
 // Leaves e^(score - largest score) in `scratch`, and gives what it is to be multiplied by.
 template <class Element>
-float exponentials(const SoftmaxRows& s, int64_t row, const Element* mask, float* scratch) {
+float exponentials(const MaskedSoftmaxRows& s, int64_t row, const Element* mask, float* scratch) {
   const Element* scores = row_of<Element>(s.scores, row, s.columns);
   const bool one = s.mask_is_one;
   const float scale = s.scale, added = mask && one ? PartVector{1}.load(mask)[0] : 0.f;
@@ -288,7 +289,7 @@ float exponentials(const SoftmaxRows& s, int64_t row, const Element* mask, float
 }
 
 template <class Element, bool dropping>
-void softmax_row(const SoftmaxRows& s, int64_t row, float factor, const float* scratch) {
+void softmax_row(const MaskedSoftmaxRows& s, int64_t row, float factor, const float* scratch) {
   Element* probs = row_of<Element>(s.probs, row, s.columns);
   Element* output = row_of<Element>(s.output, row, s.columns);
   for_each_kept_vector<dropping>(s.columns, s.dropout, row, [=](int64_t i, auto memory, auto kept) {
@@ -300,15 +301,15 @@ void softmax_row(const SoftmaxRows& s, int64_t row, float factor, const float* s
 
 template <class Element>
 struct MaskedSoftmaxDropout {
-  static void run(const SoftmaxRows& rows, int64_t first, int64_t last, float* scratch) {
-    const SoftmaxRows s = rows;
+  static void run(const MaskedSoftmaxRows& rows, int64_t first, int64_t last, float* scratch) {
+    const MaskedSoftmaxRows s = rows;
     if (first >= last) return;
     MaskRows mask_rows(s, first);
     for (int64_t row = first; row < last; ++row, mask_rows.next()) {
       const Element* mask = s.mask ? static_cast<const Element*>(s.mask) + mask_rows.offset() : nullptr;
       const float factor = exponentials<Element>(s, row, mask, scratch);
-      s.dropping ? softmax_row<Element, true>(s, row, factor, scratch)
-                 : softmax_row<Element, false>(s, row, factor, scratch);
+      s.dropout.seed ? softmax_row<Element, true>(s, row, factor, scratch)
+                     : softmax_row<Element, false>(s, row, factor, scratch);
     }
   }
 };
@@ -336,7 +337,7 @@ template <class Element>
 struct MaskedSoftmaxDropoutBackward {
   static void run(const SoftmaxGradRows& rows, int64_t first, int64_t last, float* scratch) {
     const SoftmaxGradRows g = rows;
-    const auto one = g.dropping ? softmax_gradient<Element, true> : softmax_gradient<Element, false>;
+    const auto one = g.dropout.seed ? softmax_gradient<Element, true> : softmax_gradient<Element, false>;
     for (int64_t row = first; row < last; ++row) one(g, row, scratch);
   }
 };

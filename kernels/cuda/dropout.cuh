@@ -7,7 +7,6 @@
 #include <ds_kernels/philox.h>
 
 #include "row.cuh"
-#include "transformer_launch.h"
 
 namespace ds_kernels::cuda {
 

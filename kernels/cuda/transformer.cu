@@ -7,8 +7,6 @@
 
 #include <type_traits>
 
-#include <ds_kernels/transformer.h>
-
 #include "dropout.cuh"
 #include "row.cuh"
 
@@ -162,7 +160,8 @@ __device__ __forceinline__ void gather_normal(const NormGradRows& g, int64_t row
 
 // The means of g and g n over each row, g being the gradient of the result times weight and n the normalised element.
 template <class Element, int pack>
-__global__ void __launch_bounds__(kMaxTeam) norm_means_kernel(const NormGradRows g, const int team_size) {
+__global__ void __launch_bounds__(kMaxTeam) norm_means_kernel(const NormGradRows g, float* means,
+                                                              const int team_size) {
   const Team team(team_size);
   const bool has_row = team.row < g.rows;
   float first = 0, second = 0;
@@ -181,7 +180,7 @@ __global__ void __launch_bounds__(kMaxTeam) norm_means_kernel(const NormGradRows
   first = team.over<Sum>(first);
   second = team.over<Sum>(second);
   const float count = static_cast<float>(g.columns > 0 ? g.columns : 1);
-  if (has_row && team.thread == 0) g.means[2 * team.row] = first / count, g.means[2 * team.row + 1] = second / count;
+  if (has_row && team.thread == 0) means[2 * team.row] = first / count, means[2 * team.row + 1] = second / count;
 }
 
 // ---- sums of columns ---------------------------------------------------------------------------------------------
@@ -220,14 +219,15 @@ __device__ __forceinline__ void over_strip(int64_t rows, int64_t columns, float*
 }
 
 template <class Element, int pack>
-__global__ void __launch_bounds__(kStripThreads) norm_gradient_kernel(const NormGradRows g) {
-  over_strip<3, pack>(g.rows, g.columns, g.sums.parts, [&](int64_t row, const Quad<pack>& quad, auto& sums) {
+__global__ void __launch_bounds__(kStripThreads) norm_gradient_kernel(const NormGradRows g, const float* means,
+                                                                      float* parts) {
+  over_strip<kNormSums, pack>(g.rows, g.columns, parts, [&](int64_t row, const Quad<pack>& quad, auto& sums) {
     float grad[kPacks][pack] = {}, weight[kPacks][pack] = {}, normal[kPacks][pack] = {}, more[kPacks][pack] = {};
     quad.load_from(row_of<Element>(g.grad_output, row, g.columns), grad);
     quad.load_from(static_cast<const Element*>(g.weight), weight);
     quad.add_from(row_of<Element>(g.grad_sum, row, g.columns), more);
     gather_normal<Element>(g, row, quad, weight, normal);
-    const float mean_g = g.means[2 * row], mean_gn = g.means[2 * row + 1], rstd = g.rstd[row];
+    const float mean_g = means[2 * row], mean_gn = means[2 * row + 1], rstd = g.rstd[row];
     quad.for_each_value([](float& sum, float value, float n) { sum += value * n; }, sums[0], grad, normal);
     quad.for_each_value([](float& sum, float value) { sum += value; }, sums[1], grad);
     quad.for_each_value(
@@ -245,8 +245,8 @@ __global__ void __launch_bounds__(kStripThreads) norm_gradient_kernel(const Norm
 }
 
 template <class Element, int pack>
-__global__ void __launch_bounds__(kStripThreads) drop_gradient_sums_kernel(const DropoutGradRows g) {
-  over_strip<1, pack>(g.rows, g.columns, g.sums.parts, [&](int64_t row, const Quad<pack>& quad, auto& sums) {
+__global__ void __launch_bounds__(kStripThreads) drop_gradient_sums_kernel(const DropoutGradRows g, float* parts) {
+  over_strip<1, pack>(g.rows, g.columns, parts, [&](int64_t row, const Quad<pack>& quad, auto& sums) {
     float grad[kPacks][pack] = {};
     quad.load_from(row_of<Element>(g.grad_output, row, g.columns), grad);
     Kept<pack>(g.dropout, row, quad).apply(grad);
@@ -256,8 +256,8 @@ __global__ void __launch_bounds__(kStripThreads) drop_gradient_sums_kernel(const
 }
 
 template <class Element, int pack>
-__global__ void __launch_bounds__(kStripThreads) gelu_gradient_kernel(const GeluGradRows g) {
-  over_strip<1, pack>(g.rows, g.columns, g.sums.parts, [&](int64_t row, const Quad<pack>& quad, auto& sums) {
+__global__ void __launch_bounds__(kStripThreads) gelu_gradient_kernel(const GeluGradRows g, float* parts) {
+  over_strip<1, pack>(g.rows, g.columns, parts, [&](int64_t row, const Quad<pack>& quad, auto& sums) {
     float grad[kPacks][pack] = {}, x[kPacks][pack] = {};
     quad.load_from(row_of<Element>(g.grad_output, row, g.columns), grad);
     quad.load_from(row_of<Element>(g.input, row, g.columns), x);
@@ -269,10 +269,16 @@ __global__ void __launch_bounds__(kStripThreads) gelu_gradient_kernel(const Gelu
   });
 }
 
+// Where sums of columns go, a row each; null where none is wanted.
+struct Totals {
+  void* rows[kNormSums];
+};
+
 // Adds up the parts. A warp of each row has 32 columns of an array.
 template <class Element>
-__global__ void __launch_bounds__(kStripThreads)
-    total_kernel(const ColumnSums sums, const int64_t parts, const int arrays, const int64_t columns) {
+__global__ void __launch_bounds__(kStripThreads) total_kernel(const Totals totals, const float* sums,
+                                                              const int64_t parts, const int arrays,
+                                                              const int64_t columns) {
   __shared__ float shared[kStripWarps][kWarpThreads];
   const int thread = static_cast<int>(threadIdx.x), lane = thread % kWarpThreads, warp = thread / kWarpThreads;
   const int array = static_cast<int>(blockIdx.y);
@@ -280,15 +286,15 @@ __global__ void __launch_bounds__(kStripThreads)
   float total = 0;
   if (column < columns) {
     for (int64_t part = warp; part < parts; part += kStripWarps) {
-      total += sums.parts[(part * arrays + array) * columns + column];
+      total += sums[(part * arrays + array) * columns + column];
     }
   }
   shared[warp][lane] = total;
   __syncthreads();
-  auto* totals = static_cast<Element*>(sums.totals[array]);
-  if (warp > 0 || column >= columns || !totals) return;
+  auto* row = static_cast<Element*>(totals.rows[array]);
+  if (warp > 0 || column >= columns || !row) return;
   for (int w = 1; w < kStripWarps; ++w) total += shared[w][lane];
-  narrow(total, totals[column]);
+  narrow(total, row[column]);
 }
 
 // ---- bias and gelu -----------------------------------------------------------------------------------------------
@@ -452,11 +458,12 @@ dim3 strips(const char* op, int64_t rows, int64_t columns) {
 }
 
 template <class Element>
-void add_up(const char* op, const ColumnSums& sums, int arrays, int64_t rows, int64_t columns, Stream stream) {
-  if (!sums.parts) return;
+void add_up(const char* op, const Totals& totals, const float* parts, int arrays, int64_t rows, int64_t columns,
+            Stream stream) {
+  if (!parts) return;
   dim3 blocks = grid(op, (columns + kWarpThreads - 1) / kWarpThreads);
   blocks.y = static_cast<unsigned>(arrays);
-  launch(op, total_kernel<Element>, blocks, kStripThreads, stream, sums, column_parts(rows), arrays, columns);
+  launch(op, total_kernel<Element>, blocks, kStripThreads, stream, totals, parts, column_parts(rows), arrays, columns);
 }
 
 }  // namespace
@@ -485,27 +492,29 @@ void launch_training_norm(const char* op, const TrainingNormRows& n, Dtype dtype
   with_quads(dtype, fit_packs(s.columns, s.input, s.bias, s.residual, s.sum, n.weight, n.bias, n.output), run);
 }
 
-void launch_training_norm_backward(const char* op, const NormGradRows& g, Dtype dtype, Stream stream) {
+void launch_training_norm_backward(const char* op, const NormGradRows& g, float* means, float* parts, Dtype dtype,
+                                   Stream stream) {
   if (g.columns == 0) return;
-  const auto means = [&](auto element, auto pack) {
+  const auto take_means = [&](auto element, auto pack) {
     const Teams teams(quads_of<pack>(g.columns));
     launch(op, norm_means_kernel<decltype(element), pack>, teams.blocks(op, g.rows), teams.threads, stream, g,
-           teams.size);
+           means, teams.size);
   };
-  with_quads(dtype, fit_packs(g.columns, g.grad_output, g.rows_in, g.weight, g.bias), means);
+  with_quads(dtype, fit_packs(g.columns, g.grad_output, g.rows_in, g.weight, g.bias), take_means);
   const auto gradients = [&](auto element, auto pack) {
     launch(op, norm_gradient_kernel<decltype(element), pack>, strips<pack>(op, g.rows, g.columns), kStripThreads, stream,
-           g);
-    add_up<decltype(element)>(op, g.sums, 3, g.rows, g.columns, stream);
+           g, means, parts);
+    const Totals totals{{g.weight_sums, g.bias_sums, g.input_sums}};
+    add_up<decltype(element)>(op, totals, parts, kNormSums, g.rows, g.columns, stream);
   };
   const bool packed =
       fit_packs(g.columns, g.grad_output, g.grad_sum, g.rows_in, g.weight, g.bias, g.grad_total, g.grad_input);
   with_quads(dtype, packed, gradients);
 }
 
-void launch_dropout_add_backward(const char* op, const DropoutGradRows& g, Dtype dtype, Stream stream) {
+void launch_dropout_add_backward(const char* op, const DropoutGradRows& g, float* parts, Dtype dtype, Stream stream) {
   if (g.columns == 0) return;
-  if (!g.sums.parts) {
+  if (!parts) {
     const auto run = [&](auto element, auto pack) {
       const Share share(quads_of<pack>(g.columns));
       launch(op, drop_gradient_kernel<decltype(element), pack>, share.blocks(op, g.rows), share.threads, stream, g,
@@ -515,8 +524,8 @@ void launch_dropout_add_backward(const char* op, const DropoutGradRows& g, Dtype
   }
   const auto run = [&](auto element, auto pack) {
     launch(op, drop_gradient_sums_kernel<decltype(element), pack>, strips<pack>(op, g.rows, g.columns), kStripThreads,
-           stream, g);
-    add_up<decltype(element)>(op, g.sums, 1, g.rows, g.columns, stream);
+           stream, g, parts);
+    add_up<decltype(element)>(op, {{g.sums}}, parts, 1, g.rows, g.columns, stream);
   };
   with_quads(dtype, fit_packs(g.columns, g.grad_output, g.grad_input), run);
 }
@@ -537,12 +546,12 @@ void launch_bias_gelu(const char* op, const GeluRows& g, Dtype dtype, Stream str
   });
 }
 
-void launch_bias_gelu_backward(const char* op, const GeluGradRows& g, Dtype dtype, Stream stream) {
+void launch_bias_gelu_backward(const char* op, const GeluGradRows& g, float* parts, Dtype dtype, Stream stream) {
   if (g.columns == 0) return;
   const auto run = [&](auto element, auto pack) {
     launch(op, gelu_gradient_kernel<decltype(element), pack>, strips<pack>(op, g.rows, g.columns), kStripThreads, stream,
-           g);
-    add_up<decltype(element)>(op, g.sums, 1, g.rows, g.columns, stream);
+           g, parts);
+    add_up<decltype(element)>(op, {{g.sums}}, parts, 1, g.rows, g.columns, stream);
   };
   with_quads(dtype, fit_packs(g.columns, g.grad_output, g.input, g.bias, g.grad_input), run);
 }

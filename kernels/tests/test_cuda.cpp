@@ -502,7 +502,7 @@ void check_training_norm(Dtype dtype, int64_t columns) {
   check_rows(
       "dropout_add_layer_norm", dtype, columns,
       [&](void* input, void* output) {
-        const cuda::TrainingNormRows rows{{input, nullptr, nullptr, nullptr, 3, columns, {}}, weight.data(), bias.data(),
+        const TrainingNormRows rows{{input, nullptr, nullptr, nullptr, 3, columns, {}}, weight.data(), bias.data(),
                                           output, numbers, numbers + 3, 1e-5f};
         cuda::launch_training_norm("dropout_add_layer_norm", rows, dtype, nullptr);
       },
@@ -518,18 +518,16 @@ void check_training_norm(Dtype dtype, int64_t columns) {
 
 // The same seed drops the same elements as on the CPU.
 void check_dropout(Dtype dtype, int64_t columns) {
-  constexpr uint64_t kSeed = 0x123456789abcdefu;
+  constexpr int64_t kSeed = 0x123456789abcdef;
   Array seed(Dtype::Float32, 2, 0);
   cudaMemcpy(seed.data(), &kSeed, sizeof kSeed, cudaMemcpyHostToDevice);
-  const Dropout dropout = dropout_of(kSeed, 0.25);
+  const Dropout dropout = with_key(dropout_of(&kSeed, 0.25));
   int64_t row = 0;
   check_rows(
       "dropout_add", dtype, columns,
       [&](void* input, void* output) {
-        const auto* at = static_cast<const int64_t*>(seed.data());
-        cuda::launch_dropout_add("dropout_add",
-                                 {input, nullptr, nullptr, output, 3, columns, {at, dropout.threshold, dropout.factor}},
-                                 dtype, nullptr);
+        const SeededDropout seeded = dropout_of(static_cast<const int64_t*>(seed.data()), 0.25);
+        cuda::launch_dropout_add("dropout_add", {input, nullptr, nullptr, output, 3, columns, seeded}, dtype, nullptr);
       },
       [&](std::vector<double>& x) {
         for (int64_t i = 0; i < columns; ++i) {
@@ -543,7 +541,7 @@ void check_masked_softmax(Dtype dtype, int64_t columns) {
   check_rows(
       "masked_softmax_dropout", dtype, columns,
       [&](void* input, void* output) {
-        cuda::MaskedSoftmaxRows rows{};
+        MaskedSoftmaxRows rows{};
         rows.scores = input, rows.output = output, rows.rows = 3, rows.columns = columns, rows.scale = 0.5f;
         cuda::launch_masked_softmax("masked_softmax_dropout", rows, dtype, nullptr);
       },
@@ -565,10 +563,8 @@ void check_column_sums(Dtype dtype, int64_t rows, int64_t columns) {
     expected[i % columns] += grad[i];
   }
   for (Array* array : {&grad, &result, &total, &parts}) array->to_device();
-  cuda::launch_dropout_add_backward(
-      "dropout_add_backward",
-      {grad.data(), result.data(), rows, columns, {}, {{total.data()}, static_cast<float*>(parts.data())}}, dtype,
-      nullptr);
+  const DropoutGradRows grads{grad.data(), result.data(), total.data(), rows, columns, {}};
+  cuda::launch_dropout_add_backward("dropout_add_backward", grads, static_cast<float*>(parts.data()), dtype, nullptr);
   CHECK(cudaDeviceSynchronize() == cudaSuccess, "dropout_add_backward");
   for (Array* array : {&result, &total, &parts}) array->from_device();
   for (int64_t i = 0; i < columns; ++i) {

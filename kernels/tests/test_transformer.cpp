@@ -135,10 +135,11 @@ void test_known_answers() {
   const uint32_t of_zeros[4] = {0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8};
   const uint32_t of_ones[4] = {0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd};
   for (int i = 0; i < 4; ++i) CHECK(zeros[i] == of_zeros[i] && ones[i] == of_ones[i], "word %d", i);
-  const Dropout dropout = dropout_of(0x123456789abcdefull, 0.25);
+  const int64_t seed = 0x123456789abcdef;
+  const Dropout dropout = with_key(dropout_of(&seed, 0.25));
   for (int64_t row : {int64_t{0}, int64_t{3}, int64_t{1} << 33}) {
     for (int64_t column = 0; column < 300; ++column) {
-      CHECK((dropout_word(dropout, row, column) >= dropout.threshold) == is_kept(0x123456789abcdefull, 0.25, row, column),
+      CHECK((dropout_word(dropout, row, column) >= dropout.threshold) == is_kept(seed, 0.25, row, column),
             "row %lld, column %lld", static_cast<long long>(row), static_cast<long long>(column));
     }
   }
@@ -146,7 +147,7 @@ void test_known_answers() {
 
 // ---- cases -------------------------------------------------------------------------------------------------------
 
-constexpr uint64_t kSeed = 0xfedcba9876543210ull;
+constexpr auto kSeed = static_cast<int64_t>(0xfedcba9876543210u);
 
 struct Case {
   const TransformerLoops& loops;
@@ -156,7 +157,7 @@ struct Case {
   std::string label;
 
   size_t count() const { return static_cast<size_t>(kRows * columns); }
-  Dropout dropout() const { return p == 0 ? Dropout{} : dropout_of(kSeed, p); }
+  SeededDropout dropout() const { return p == 0 ? SeededDropout{} : dropout_of(&kSeed, p); }
   double kept(int64_t i, double x) const {
     return p == 0 ? x : is_kept(kSeed, p, i / columns, i % columns) ? x / (1 - p) : 0;
   }
@@ -194,14 +195,14 @@ void test_sums() {
     Array input(c.dtype, x), b(c.dtype, bias), r(c.dtype, residual), sum(c.dtype, c.count());
     Numbers expected(c.count());
     for (size_t i = 0; i < c.count(); ++i) expected[i] = residual[i] + c.kept(i, x[i] + bias[i % c.columns]);
-    SumRows rows{input.data(), b.data(), r.data(), sum.data(), c.columns, c.p != 0, c.dropout()};
+    SumRows rows{input.data(), b.data(), r.data(), sum.data(), kRows, c.columns, c.dropout()};
     c.loops.dropout_add(c.dtype)(rows, 0, 2);
     c.loops.dropout_add(c.dtype)(rows, 2, kRows);
     expect(c.label + "sum", sum, expected);
 
     Array grad(c.dtype, c.count());
     std::vector<float> sums(c.columns);
-    DropoutGradRows grads{input.data(), grad.data(), c.columns, c.p != 0, c.dropout()};
+    DropoutGradRows grads{input.data(), grad.data(), nullptr, kRows, c.columns, c.dropout()};
     c.loops.dropout_add_backward(c.dtype)(grads, 0, kRows, sums.data());
     for (size_t i = 0; i < c.count(); ++i) expected[i] = c.kept(i, x[i]);
     expect(c.label + "gradient", grad, expected);
@@ -216,8 +217,9 @@ void test_norms() {
     Array input(c.dtype, x), w(c.dtype, weight), b(c.dtype, bias), sum(c.dtype, c.count()), output(c.dtype, c.count());
     std::vector<float> mean(kRows), rstd(kRows);
     // A sum of multiples of 1/16, half of it dropped and the rest doubled, is exact in every dtype.
-    NormRows rows{{input.data(), nullptr, nullptr, c.p != 0 ? sum.data() : nullptr, c.columns, c.p != 0, c.dropout()},
-                  w.data(), b.data(), output.data(), mean.data(), rstd.data(), 0.5f};
+    TrainingNormRows rows{
+        {input.data(), nullptr, nullptr, c.p != 0 ? sum.data() : nullptr, kRows, c.columns, c.dropout()},
+        w.data(), b.data(), output.data(), mean.data(), rstd.data(), 0.5f};
     c.loops.norm(c.dtype)(rows, 0, kRows);
     Numbers total(c.count()), expected(c.count()), normal(c.count()), factors(kRows), means(kRows);
     for (int64_t row = 0; row < kRows; ++row) {
@@ -253,8 +255,8 @@ void test_norms() {
     Array grad(c.dtype, g), grad_sum(c.dtype, more), grad_total(c.dtype, c.count()), grad_input(c.dtype, c.count());
     std::vector<float> sums(3 * c.columns);
     NormGradRows grads{grad.data(), grad_sum.data(), c.p != 0 ? sum.data() : input.data(), mean.data(), rstd.data(),
-                       w.data(), nullptr, grad_total.data(), c.p != 0 ? grad_input.data() : nullptr, true, c.columns,
-                       c.p != 0, c.dropout()};
+                       w.data(), nullptr, grad_total.data(), c.p != 0 ? grad_input.data() : nullptr, sums.data(),
+                       sums.data(), sums.data(), kRows, c.columns, c.dropout()};
     c.loops.norm_backward(c.dtype)(grads, 0, kRows, sums.data());
     expect(c.label + "gradient of the sum", grad_total, all, 40);
     if (c.p != 0) expect(c.label + "gradient of the input", grad_input, dropped, 80);
@@ -287,7 +289,7 @@ void test_inverted_norm() {
     Array w(c.dtype, Numbers(c.columns, 0.5)), b(c.dtype, Numbers(c.columns, 1));
     std::vector<float> rstd(kRows, 0.75f), sums(2 * c.columns);
     NormGradRows grads{grad.data(), nullptr, rows.data(), nullptr, rstd.data(), w.data(), b.data(), grad_total.data(),
-                       grad_input.data(), false, c.columns, c.p != 0, c.dropout()};
+                       grad_input.data(), sums.data(), sums.data(), nullptr, kRows, c.columns, c.dropout()};
     c.loops.norm_backward(c.dtype)(grads, 0, kRows, sums.data());
     // Halves of 16ths and 1 added are not exact in bfloat16.
     if (c.dtype != Dtype::BFloat16) {
@@ -320,11 +322,11 @@ void test_gelu() {
         expected[i] = gelu(x[i] + bias[i % c.columns], tanh);
         slopes[i] = g[i] * gelu_derivative(x[i] + bias[i % c.columns], tanh);
       }
-      c.loops.gelu(c.dtype)({input.data(), b.data(), output.data(), c.columns, tanh}, 0, kRows);
+      c.loops.gelu(c.dtype)({input.data(), b.data(), output.data(), kRows, c.columns, tanh}, 0, kRows);
       expect(c.label + "gelu", output, expected);
       std::vector<float> sums(c.columns);
-      c.loops.gelu_backward(c.dtype)({grad.data(), input.data(), b.data(), result.data(), c.columns, tanh}, 0, kRows,
-                                     sums.data());
+      const GeluGradRows grads{grad.data(), input.data(), b.data(), result.data(), nullptr, kRows, c.columns, tanh};
+      c.loops.gelu_backward(c.dtype)(grads, 0, kRows, sums.data());
       expect(c.label + "gradient of gelu", result, slopes);
       expect(c.label + "gradient of bias", sums, sums_of(slopes, c.columns), 40);
     }
@@ -338,8 +340,9 @@ void test_softmax() {
     for (const int kind : {0, 1, 2}) {
       Array scores(c.dtype, x), mask(c.dtype, masked), output(c.dtype, c.count()), probs(c.dtype, c.count());
       const int64_t stride = kind == 1 ? c.columns : 1;
-      SoftmaxRows rows{scores.data(), kind ? mask.data() : nullptr, {1, 1, kRows, 1}, {0, 0, stride, 0}, kind == 2,
-                       output.data(), c.p != 0 ? probs.data() : nullptr, c.columns, 0.5f, c.p != 0, c.dropout()};
+      MaskedSoftmaxRows rows{scores.data(), kind ? mask.data() : nullptr, {1, 1, kRows, 1}, {0, 0, stride, 0},
+                             kind == 2, output.data(), c.p != 0 ? probs.data() : nullptr, kRows, c.columns, 0.5f,
+                             c.dropout()};
       std::vector<float> scratch(c.columns);
       c.loops.softmax(c.dtype)(rows, 0, 3, scratch.data());
       c.loops.softmax(c.dtype)(rows, 3, kRows, scratch.data());
@@ -362,8 +365,8 @@ void test_softmax() {
       if (c.p != 0) expect(c.label + "softmax before dropout", probs, expected, 1);
 
       Array grad(c.dtype, g), result(c.dtype, c.count());
-      SoftmaxGradRows grads{grad.data(), c.p != 0 ? probs.data() : output.data(), result.data(), c.columns, 0.5f,
-                            c.p != 0, c.dropout()};
+      SoftmaxGradRows grads{grad.data(), c.p != 0 ? probs.data() : output.data(), result.data(), kRows, c.columns,
+                            0.5f, c.dropout()};
       c.loops.softmax_backward(c.dtype)(grads, 0, kRows, scratch.data());
       expect(c.label + "gradient of softmax", result, slopes, 8);
     }
@@ -388,7 +391,7 @@ void test_not_finite() {
     std::vector<float> scores(3 * 20, -inf), output(60), scratch(20);
     std::fill(scores.begin() + 20, scores.end(), 1.f);
     scores[45] = nan;
-    SoftmaxRows rows{scores.data(), nullptr, {1, 1, 1, 3}, {}, false, output.data(), nullptr, 20, 1.f, false, {}};
+    MaskedSoftmaxRows rows{scores.data(), nullptr, {1, 1, 1, 3}, {}, false, output.data(), nullptr, 3, 20, 1.f, {}};
     table->softmax(Dtype::Float32)(rows, 0, 3, scratch.data());
     for (int i = 0; i < 20; ++i) {
       CHECK(output[i] == 0 && std::abs(output[20 + i] - 0.05f) < 1e-8f && std::isnan(output[40 + i]), "column %d", i);
@@ -396,7 +399,8 @@ void test_not_finite() {
     for (const bool tanh : {true, false}) {
       const std::vector<float> x{inf, -inf, nan, 3e38f, -3e38f, 0.f}, g(6, 1.f);
       std::vector<float> slope(6);
-      table->gelu_backward(Dtype::Float32)({g.data(), x.data(), nullptr, slope.data(), 6, tanh}, 0, 1, nullptr);
+      const GeluGradRows grads{g.data(), x.data(), nullptr, slope.data(), nullptr, 1, 6, tanh};
+      table->gelu_backward(Dtype::Float32)(grads, 0, 1, nullptr);
       CHECK(slope[0] == 1 && std::abs(slope[1]) < 1e-30f && std::isnan(slope[2]) && slope[3] == 1 &&
                 std::abs(slope[4]) < 1e-30f && slope[5] == 0.5f,
             "slopes of gelu: %g %g %g %g %g %g", slope[0], slope[1], slope[2], slope[3], slope[4], slope[5]);

@@ -222,6 +222,16 @@ def test_dropout_without_a_fitting_seed_is_refused(seed: Tensor | None, dtype: t
         dropout_add(torch.ones(2, 3, dtype=dtype), p=0.5, seed=seed)
 
 
+@pytest.mark.parametrize("ops", [KERNELS, REFERENCES], ids=["kernel", "reference"])
+@pytest.mark.parametrize("name", ["mean", "rstd"])
+@pytest.mark.parametrize("wrong", [torch.ones(3), torch.ones(2, dtype=torch.float64)], ids=["shape", "dtype"])
+def test_statistics_that_do_not_fit_are_refused(ops: Any, name: str, wrong: Tensor) -> None:
+    rows, weight = torch.ones(2, 3), torch.ones(3)
+    mean, rstd = ({"mean": torch.zeros(2), "rstd": torch.ones(2)} | {name: wrong}).values()
+    with pytest.raises((InvalidTensorError, RuntimeError), match=name):
+        ops.dropout_add_layer_norm_backward(rows, None, rows, mean, rstd, weight, None, None, 0.0, False)
+
+
 def test_a_mask_that_wants_a_gradient_is_refused() -> None:
     with pytest.raises(InvalidTensorError, match="mask requires a gradient"):
         masked_softmax_dropout(torch.ones(2, 3), torch.zeros(3, requires_grad=True))

@@ -10,26 +10,38 @@
 
 namespace ds_kernels {
 
-// What is dropped, and what the rest is multiplied by: 1 / (1 - p).
+// What an op asks of a device: which elements are dropped, and what the rest is multiplied by, 1 / (1 - p). Where the
+// device reads the seed, a graph that is replayed takes the one that is there then.
+struct SeededDropout {
+  const int64_t* seed;  // on the device; null where nothing is dropped
+  uint32_t threshold;
+  float factor;
+};
+
+// For 0 <= p < 1.
+inline SeededDropout dropout_of(const int64_t* seed, double p) {
+  const double threshold = p * 4294967296.0 + 0.5;
+  return {seed, threshold < 4294967295.0 ? static_cast<uint32_t>(threshold) : 0xffffffffu,
+          static_cast<float>(1 / (1 - p))};
+}
+
+// The same with the seed at hand.
 struct Dropout {
   uint32_t key[2];
   uint32_t threshold;
   float factor;
 };
 
-// For 0 <= p < 1.
-inline Dropout dropout_of(uint64_t seed, double p) {
-  const double threshold = p * 4294967296.0 + 0.5;
-  return {{static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)},
-          threshold < 4294967295.0 ? static_cast<uint32_t>(threshold) : 0xffffffffu,
-          static_cast<float>(1 / (1 - p))};
-}
-
 constexpr int kPhiloxRounds = 10;
 constexpr uint32_t kPhiloxMultipliers[2] = {0xD2511F53u, 0xCD9E8D57u};
 constexpr uint32_t kPhiloxWeyl[2] = {0x9E3779B9u, 0xBB67AE85u};
 
 inline namespace DS_KERNELS_CPU_LEVEL {
+
+DS_KERNELS_INLINE Dropout with_key(const SeededDropout& dropout) {
+  const auto seed = static_cast<uint64_t>(*dropout.seed);
+  return {{static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)}, dropout.threshold, dropout.factor};
+}
 
 // The four words of one counter, in its place.
 DS_KERNELS_INLINE void philox(uint32_t (&words)[4], uint32_t key0, uint32_t key1) {
@@ -138,11 +150,11 @@ struct KeepAll {
 
 // Calls `body(column, memory, kept)` for the vectors that cover a row; `kept(x)` is x after dropout.
 template <bool dropping, class Body>
-DS_KERNELS_INLINE void for_each_kept_vector(int64_t columns, const Dropout& dropout, int64_t row, Body body) {
+DS_KERNELS_INLINE void for_each_kept_vector(int64_t columns, const SeededDropout& dropout, int64_t row, Body body) {
   if constexpr (!dropping) {
     for_each_vector(columns, [&](int64_t column, auto memory) { body(column, memory, KeepAll{}); });
   } else {
-    const Dropout d = dropout;
+    const Dropout d = with_key(dropout);
     for (int64_t block = 0; block * kBlockColumns < columns; ++block) {
       const BlockWords words = dropout_words(d, row, block);
       const int64_t first = block * kBlockColumns, count = columns - first;

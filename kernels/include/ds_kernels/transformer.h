@@ -1,10 +1,108 @@
-// What a transformer layer computes between its matrix products, one element or one vector of elements at a time. No
-// torch, no operating system. The activations themselves are in activation.h.
+// What a transformer layer computes between its matrix products: what the ops of this family ask of a device, and their
+// formulas for one element or one vector of elements. No torch, no operating system. The activations themselves are in
+// activation.h.
 #pragma once
 
 #include <ds_kernels/activation.h>
+#include <ds_kernels/philox.h>
 
 namespace ds_kernels {
+
+// ---- what is asked of a device -----------------------------------------------------------------------------------
+//
+// All arrays are contiguous rows of `columns` elements of one dtype, unless said otherwise. Sums are those of columns:
+// one row, or null where they are not wanted.
+
+// sum = residual + dropout(input + bias)
+struct SumRows {
+  const void* input;
+  const void* bias;      // one row, or null
+  const void* residual;  // or null
+  void* sum;
+  int64_t rows, columns;
+  SeededDropout dropout;
+};
+
+struct DropoutGradRows {
+  const void* grad_output;
+  void* grad_input;
+  void* sums;  // of grad_input
+  int64_t rows, columns;
+  SeededDropout dropout;
+};
+
+// The norm of a sum, or of its input if there is none to be written.
+struct TrainingNormRows {
+  SumRows sum;         // whose `sum` may be null
+  const void* weight;  // one row
+  const void* bias;    // one row
+  void* output;
+  float* mean;  // one a row
+  float* rstd;  // one a row: 1 / sqrt(variance + eps)
+  float eps;
+};
+
+struct NormGradRows {
+  const void* grad_output;
+  const void* grad_sum;  // or null
+  const void* rows_in;   // the sum; or the norm's output if `mean` is null
+  const float* mean;     // or null
+  const float* rstd;
+  const void* weight;  // one row
+  const void* bias;    // one row; there if `mean` is null
+  void* grad_total;    // the gradient of the sum
+  void* grad_input;    // that after dropout; null if nothing is dropped
+  void* weight_sums;   // the gradient of weight
+  void* bias_sums;     // the gradient of bias
+  void* input_sums;    // of grad_input, or of grad_total if nothing is dropped
+  int64_t rows, columns;
+  SeededDropout dropout;
+};
+
+struct GeluRows {
+  const void* input;
+  const void* bias;  // one row, or null
+  void* output;
+  int64_t rows, columns;
+  bool tanh;
+};
+
+struct GeluGradRows {
+  const void* grad_output;
+  const void* input;
+  const void* bias;  // one row, or null
+  void* grad_input;
+  void* sums;  // of grad_input
+  int64_t rows, columns;
+  bool tanh;
+};
+
+// How the dimensions before the last are laid out: row r of the scores adds the mask's row at the offset of r.
+constexpr int kLeadingDimensions = 4;
+struct MaskedSoftmaxRows {
+  const void* scores;
+  const void* mask;  // or null
+  int64_t sizes[kLeadingDimensions];
+  int64_t mask_strides[kLeadingDimensions];
+  bool mask_is_one;  // each of the mask's rows is one element, for all columns
+  void* output;      // after dropout
+  void* probs;       // before dropout; null if nothing is dropped
+  int64_t rows, columns;
+  float scale;
+  SeededDropout dropout;
+};
+
+struct SoftmaxGradRows {
+  const void* grad_output;
+  const void* probs;
+  void* grad_scores;
+  int64_t rows, columns;
+  float scale;
+  SeededDropout dropout;
+};
+
+// ---- formulas ----------------------------------------------------------------------------------------------------
+
 inline namespace DS_KERNELS_CPU_LEVEL {
 
 // x within [-bound, bound]; NaN stays.
