@@ -103,6 +103,7 @@ SELECTED = {
     "ops.accuracy/fused_bias_gelu/float32": "transformer",
     "ops.gradcheck/fused_bias_gelu": "transformer",
     "ops.front_end/FusedLamb": "lamb",
+    "ops.front_end/SoftmaxContextOp.WorkspaceOp": "softmax",
     "training.zero.losses/1": "adam",
 }
 
