@@ -148,45 +148,58 @@ DS_KERNELS_INLINE float from_order(int32_t order) {
 
 #ifndef DS_KERNELS_GPU_COMPILER
 
-typedef int8_t Bytes __attribute__((vector_size(kLanes)));
-typedef uint8_t UnsignedBytes __attribute__((vector_size(kLanes)));
-
 // How many elements of a vector there are.
 DS_KERNELS_INLINE int64_t lanes_in(WholeVector) { return kLanes; }
 DS_KERNELS_INLINE int64_t lanes_in(PartVector part) { return part.count; }
 
-// The levels from `position` on of an array of levels of `bits` bits; `position` is even.
-template <int bits, class Memory>
-DS_KERNELS_INLINE UnsignedBytes load_levels(const void* levels, int64_t position, Memory memory) {
-  constexpr int kBytes = kLanes * bits / 8;
-  uint8_t packed[kBytes] = {};
-  __builtin_memcpy(packed, static_cast<const uint8_t*>(levels) + position * bits / 8, lanes_in(memory) * bits / 8);
-  uint8_t unpacked[kLanes];
-  if constexpr (bits == 8) {
-    __builtin_memcpy(unpacked, packed, kLanes);
-  } else {
-    for (int byte = 0; byte < kBytes; byte += 4) {
-      constexpr int kWord = kBytes < 4 ? kBytes : 4;
-      uint32_t nibbles = 0;
-      __builtin_memcpy(&nibbles, packed + byte, kWord);
-      const uint64_t bytes = bytes_of_nibbles(nibbles);
-      __builtin_memcpy(unpacked + 2 * byte, &bytes, 2 * kWord);
-    }
-  }
-  return load_bits<UnsignedBytes>(unpacked);
+// The first lanes of an array.
+DS_KERNELS_INLINE Words lanes_of(const uint32_t (&array)[16]) {
+  Words words;
+  __builtin_memcpy(&words, array, sizeof words);
+  return words;
 }
 
-// Signed levels, and unsigned ones.
+// The unsigned 4-bit levels of a vector, by shifting all of them down at once.
+DS_KERNELS_INLINE Integers spread_nibbles(const uint32_t (&packed)[2]) {
+  static constexpr uint32_t kShifts[16] = {4, 0, 12, 8, 20, 16, 28, 24, 4, 0, 12, 8, 20, 16, 28, 24};
+  Words words = Words{} + packed[0];
+  if constexpr (kLanes == 16) {
+    static constexpr uint32_t kSecond[16] = {0, 0, 0, 0, 0, 0, 0, 0, ~0u, ~0u, ~0u, ~0u, ~0u, ~0u, ~0u, ~0u};
+    words = select(lanes_of(kSecond), Words{} + packed[1], words);
+  }
+  return (Integers)(words >> lanes_of(kShifts) & 15u);
+}
+
+template <class Memory>
+DS_KERNELS_INLINE Integers load_nibbles(const void* levels, int64_t position, Memory memory) {
+  uint32_t packed[2] = {};
+  __builtin_memcpy(packed, static_cast<const uint8_t*>(levels) + position / 2, lanes_in(memory) / 2);
+  return spread_nibbles(packed);
+}
+
+template <class Memory>
+DS_KERNELS_INLINE Bytes load_bytes(const void* levels, int64_t position, Memory memory) {
+  int8_t loaded[kLanes] = {};
+  __builtin_memcpy(loaded, static_cast<const int8_t*>(levels) + position, lanes_in(memory));
+  return load_bits<Bytes>(loaded);
+}
+
+// The levels from `position` on of an array of levels of `bits` bits; `position` is even.
 template <int bits, class Memory>
 DS_KERNELS_INLINE Floats load_signed(const void* levels, int64_t position, Memory memory) {
-  const auto loaded = (Bytes)load_levels<bits>(levels, position, memory);
-  const Integers wide = __builtin_convertvector(loaded, Integers);
-  return __builtin_convertvector(bits == 8 ? wide : (wide ^ 8) - 8, Floats);
+  if constexpr (bits == 8) {
+    return widen_int8(load_bytes(levels, position, memory));
+  } else {
+    return __builtin_convertvector((load_nibbles(levels, position, memory) ^ 8) - 8, Floats);
+  }
 }
 template <int bits, class Memory>
 DS_KERNELS_INLINE Floats load_unsigned(const void* levels, int64_t position, Memory memory) {
-  return __builtin_convertvector(
-      __builtin_convertvector(load_levels<bits>(levels, position, memory), Integers), Floats);
+  if constexpr (bits == 8) {
+    return widen_int8(load_bytes(levels, position, memory) ^ -128) + 128.f;
+  } else {
+    return __builtin_convertvector(load_nibbles(levels, position, memory), Floats);
+  }
 }
 
 template <int bits, class Memory>
