@@ -1,7 +1,7 @@
 """Spares DeepSpeed's ``inference_all_reduce`` the search for an op that nobody has.
 
-Each call asks ``torch.ops`` for DeepSpeed's shared-memory op, and what is not there torch looks for anew each time. That
-is 7 of the 24 us that a call takes in a group of one. A backend that has loaded no such op need not ask.
+Each call asks ``torch.ops`` for DeepSpeed's shared-memory op, and what is not there torch looks for anew each time.
+That is 7 of the 24 us that a call takes in a group of one. A backend that has loaded no such op need not ask.
 """
 
 from __future__ import annotations
