@@ -24,9 +24,10 @@ def shorten(backend: ModuleType) -> None:
         return
 
     @functools.wraps(own)
-    def inference_all_reduce(self: Any, tensor: Tensor, op: Any, group: Any = None) -> Any:
-        if getattr(self, "shm_comm_op", own) is not None or distributed.get_world_size(group) <= 1:
-            return own(self, tensor, op, group)
+    def inference_all_reduce(self: Any, tensor: Tensor, op: Any, group: Any = None, *rest: Any) -> Any:
+        # Older releases have one argument more; they do not look for the op.
+        if rest or getattr(self, "shm_comm_op", own) is not None or distributed.get_world_size(group) <= 1:
+            return own(self, tensor, op, group, *rest)
         return distributed.all_reduce(tensor, op=self._reduce_op(op), group=group)
 
     backend.TorchBackend.inference_all_reduce = inference_all_reduce
