@@ -237,7 +237,10 @@ class CudaToolchain(Toolchain):
             "-o",
             spec.library,
             *spec.link_args,
-            *torch_libraries(spec, machine, "torch_cuda", "c10_cuda"),
+            *torch_libraries(spec, machine, *_TORCH_CUDA),
+            # A wheel may be built with a torch without CUDA: its libraries then look into those of the torch that loads
+            # them, where there are such.
+            *(f"-Xlinker=--auxiliary=lib{name}.so" for name in _TORCH_CUDA if not machine.torch.has(name)),
             *settings.ldflags,
         ]
 
@@ -272,6 +275,7 @@ class CudaToolchain(Toolchain):
         yield from _pip_folders()
 
 
+_TORCH_CUDA = ("torch_cuda", "c10_cuda")
 _OLDEST_NVCC = (12, 0)  # torch 2.11 is built for CUDA 12 and 13
 
 
