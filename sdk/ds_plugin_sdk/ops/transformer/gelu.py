@@ -1,0 +1,103 @@
+"""``ds_plugin::fused_bias_gelu`` and its derivative."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ds_plugin_sdk.ops import _library
+from ds_plugin_sdk.ops._library import Autograd
+from ds_plugin_sdk.ops._tensors import check, check_first, working
+from ds_plugin_sdk.ops.transformer._parts import biased, columns_of, contiguous, empty, empty_columns
+
+
+def fused_bias_gelu(input: Tensor, bias: Tensor | None = None, *, tanh: bool = True) -> Tensor:
+    """``gelu(input + bias)`` (Hendrycks & Gimpel 2016): with s the sum,
+
+    ``s/2 (1 + tanh(sqrt(2/pi) (s + 0.044715 s^3)))``, the form of DeepSpeed's layer, or ``s/2 (1 + erf(s / sqrt 2))``.
+
+    Args:
+        input: ``[..., columns]``: float32, bfloat16, float16 (float64 by the reference alone).
+        bias: ``[columns]``, the dtype of input; nothing is added if None.
+        tanh: the first form, or the second.
+
+    Returns:
+        A new contiguous tensor of input's shape and dtype.
+
+    Raises:
+        InvalidTensorError: shapes, dtypes or devices do not fit.
+    """
+    result: Tensor = _library.call("fused_bias_gelu", input, bias, tanh)
+    return result
+
+
+def fused_bias_gelu_reference(input: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:
+    """``ds_plugin::fused_bias_gelu`` in plain torch, on any device; arguments as in `fused_bias_gelu`."""
+    _check_gelu("fused_bias_gelu", input, bias)
+    s = biased(input, bias)
+    return contiguous(functional.gelu(s, approximate="tanh" if tanh else "none"), input)
+
+
+def fused_bias_gelu_backward_reference(
+    grad_output: Tensor, input: Tensor, bias: Tensor | None, tanh: bool
+) -> tuple[Tensor, Tensor]:
+    """The gradients of input and of bias; that of bias has no elements if there was none."""
+    _check_gelu("fused_bias_gelu_backward", grad_output, bias)
+    check("fused_bias_gelu_backward", "input", input, grad_output, grad_output.shape)
+    grad = grad_output.to(working(grad_output)) * _gelu_slope(biased(input, bias), tanh)
+    return contiguous(grad, grad_output), columns_of(grad, grad_output, bias is not None)
+
+
+def _gelu_slope(s: Tensor, tanh: bool) -> Tensor:
+    """The derivative of either form of gelu."""
+    if tanh:
+        t = torch.tanh(math.sqrt(2 / math.pi) * (s + 0.044715 * s**3))
+        inner = math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * s**2)
+        # Far out, where tanh is 1, the other factors may be infinite.
+        return 0.5 * (1 + t) + torch.where(t.abs() == 1, 0.0, 0.5 * s * (1 - t * t) * inner)
+    density = torch.exp(-0.5 * s**2) / math.sqrt(2 * math.pi)
+    return 0.5 * (1 + torch.erf(s / math.sqrt(2))) + torch.where(density == 0, 0.0, s * density)
+
+
+def _fake_gelu(input: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:
+    _check_gelu("fused_bias_gelu", input, bias)
+    return empty(input)
+
+
+def _fake_gelu_backward(grad_output: Tensor, input: Tensor, bias: Tensor | None, tanh: bool) -> tuple[Tensor, Tensor]:
+    _check_gelu("fused_bias_gelu_backward", grad_output, bias)
+    check("fused_bias_gelu_backward", "input", input, grad_output, grad_output.shape)
+    return empty(grad_output), empty_columns(grad_output, bias is not None)
+
+
+def _save_gelu(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    input, bias, ctx.tanh = inputs
+    ctx.save_for_backward(input, bias)
+
+
+def _derive_gelu(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    input, bias = ctx.saved_tensors
+    grad_input, grad_bias = _library.call("fused_bias_gelu_backward", grad_output, input, bias, ctx.tanh)
+    return grad_input, None if bias is None else grad_bias, None
+
+
+def _check_gelu(op: str, input: Tensor, bias: Tensor | None) -> None:
+    check_first(op, "input", input)
+    check(op, "bias", bias, input, input.shape[-1:])
+
+
+_library.define(
+    "fused_bias_gelu_backward(Tensor grad_output, Tensor input, Tensor? bias, bool tanh) -> (Tensor, Tensor)",
+    reference=fused_bias_gelu_backward_reference,
+    fake=_fake_gelu_backward,
+)
+_library.define(
+    "fused_bias_gelu(Tensor input, Tensor? bias, bool tanh) -> Tensor",
+    reference=fused_bias_gelu_reference,
+    fake=_fake_gelu,
+    autograd=Autograd(_derive_gelu, _save_gelu),
+)
