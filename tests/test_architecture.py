@@ -38,11 +38,12 @@ RANK = {
     "scaffold": 8,
     "optim": 7,
     "nn": 7,
-    "hosts": 7,
+    "comm": 7,
+    "hosts": 8,
     "integrations": 8,
-    "conformance": 8,
-    "bench": 9,
-    "cli": 10,
+    "conformance": 9,
+    "bench": 10,
+    "cli": 11,
 }
 
 

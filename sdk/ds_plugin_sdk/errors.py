@@ -16,6 +16,7 @@
     │   └── ArtifactError                           a binary is damaged, foreign, or cannot be loaded
     ├── ScaffoldError                               a project cannot be generated
     ├── ConformanceError                            the conformance suite cannot run, or its expectations cannot be read
+    ├── CollectiveError             (RuntimeError)  a rank has ended, or does not come to a collective
     └── OpError
         ├── OpNotImplementedError   (ValueError)    this plugin does not offer this op
         └── InvalidTensorError      (ValueError)    an op was given a tensor it cannot work on
@@ -122,6 +123,10 @@ class ScaffoldError(SdkError):
 
 class ConformanceError(SdkError):
     """The conformance suite cannot run: its target or its expectations cannot be had."""
+
+
+class CollectiveError(SdkError, RuntimeError):
+    """A rank that takes part in a collective has ended, or did not come in time."""
 
 
 class OpError(SdkError):

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
+from ds_plugin_sdk import comm
 from ds_plugin_sdk.hosts.deepspeed import all_reduce
 from launchers import LAUNCHERS, launch
 
@@ -50,19 +50,14 @@ def test_two_groups_of_two_ranks(launcher: str, tmp_path: Path) -> None:
     assert not wrong, wrong
 
 
-@pytest.mark.parametrize(
-    ("shared_memory", "ranks", "asked"),
-    [(None, 2, "the group"), (None, 1, "DeepSpeed"), ("DeepSpeed's op", 2, "DeepSpeed")],
-)
-def test_who_has_no_shared_memory_op_is_not_asked_for_it(
-    shared_memory: str | None, ranks: int, asked: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("its_own_op", "asked"), [(None, "the SDK"), ("DeepSpeed's op", "DeepSpeed")])
+def test_who_has_deepspeeds_op_keeps_it(its_own_op: str | None, asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[Any, ...]] = []
 
     class TorchBackend:
         """As DeepSpeed's, whose own method asks torch for the op."""
 
-        shm_comm_op = shared_memory
+        shm_comm_op = its_own_op
 
         def inference_all_reduce(self, tensor: Any, op: Any, group: Any = None) -> None:
             calls.append(("DeepSpeed", tensor, op, group))
@@ -70,17 +65,14 @@ def test_who_has_no_shared_memory_op_is_not_asked_for_it(
         def _reduce_op(self, op: Any) -> Any:
             return f"torch's {op}"
 
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: ranks)
-    monkeypatch.setattr(
-        torch.distributed, "all_reduce", lambda tensor, op, group: calls.append(("the group", tensor, op, group))
-    )
-    all_reduce.shorten(SimpleNamespace(TorchBackend=TorchBackend))  # type: ignore[arg-type]  # stands for the module
+    monkeypatch.setattr(comm, "all_reduce", lambda *arguments: calls.append(("the SDK", *arguments)))
+    all_reduce.replace(SimpleNamespace(TorchBackend=TorchBackend))  # type: ignore[arg-type]  # stands for the module
     TorchBackend().inference_all_reduce("a tensor", "SUM", "a group")
-    assert calls == [(asked, "a tensor", "torch's SUM" if asked == "the group" else "SUM", "a group")]
+    assert calls == [(asked, "a tensor", "torch's SUM" if asked == "the SDK" else "SUM", "a group")]
 
 
 @pytest.mark.deepspeed
-def test_deepspeed_has_the_shorter_way(python) -> None:  # type: ignore[no-untyped-def]  # a fixture of conftest.py
+def test_deepspeed_calls_the_sdk(python) -> None:  # type: ignore[no-untyped-def]  # a fixture of conftest.py
     done = python(
         "from deepspeed.comm.torch import TorchBackend as b\nprint(b.inference_all_reduce.__code__.co_filename)"
     )

@@ -34,6 +34,8 @@ FAMILIES = {
     "linear": "linear",
     "attention": "attention",
     "fp6": "fp6",
+    # DeepSpeed's op of that purpose cannot be right for groups of ranks, and has a name of its own.
+    "all_reduce": "all_reduce",
 }
 
 _modules: dict[str, str] = {}

@@ -34,13 +34,14 @@ class Autograd(NamedTuple):
 
 
 def define(
-    schema: str, *, reference: Callable[..., Any], fake: Callable[..., Any], autograd: Autograd | None = None
+    schema: str, *, reference: Callable[..., Any] | None, fake: Callable[..., Any], autograd: Autograd | None = None
 ) -> None:
     """Define an op; again is no error, so that a module may be imported twice.
 
     Args:
         schema: as `torch.library.Library.define` takes it.
-        reference: the op in plain torch; it serves every device that has no kernel of its own.
+        reference: the op in plain torch; it serves every device that has no kernel of its own. None if plain torch
+            cannot do it.
         fake: what tracing sees: the same checks, outputs without data.
         autograd: its derivative, if it has one. `backward` calls ops through `call`, so that float64 stays exact.
     """
@@ -50,7 +51,8 @@ def define(
     _defined.add(name)
     for namespace, library in _libraries.items():
         library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-        library.impl(name, reference, "CompositeExplicitAutograd")
+        if reference is not None:
+            library.impl(name, reference, "CompositeExplicitAutograd")
         torch.library.register_fake(f"{namespace}::{name}", fake, lib=library)
         if autograd is not None:
             torch.library.register_autograd(

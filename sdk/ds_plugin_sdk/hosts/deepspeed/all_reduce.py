@@ -1,7 +1,8 @@
-"""Spares DeepSpeed's ``inference_all_reduce`` the search for an op that nobody has.
+"""DeepSpeed's ``inference_all_reduce`` in memory that the ranks share, for the ranks that it was asked for.
 
-Each call asks ``torch.ops`` for DeepSpeed's shared-memory op, and what is not there torch looks for anew each time.
-That is 7 of the 24 us that a call takes in a group of one. A backend that has loaded no such op need not ask.
+DeepSpeed's own op of that kind sums over all ranks whatever the group and the reduction, and crashes under launchers
+that do not say how many ranks are on a machine; none of the SDK's accelerators offer it. What is left of DeepSpeed's
+method then is `torch.distributed.all_reduce`, after a search for the op in each call.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ import functools
 from types import ModuleType
 from typing import Any
 
-from torch import Tensor, distributed
+from torch import Tensor
+
+from ds_plugin_sdk import comm
 
 
-def shorten(backend: ModuleType) -> None:
-    """Let ``TorchBackend.inference_all_reduce`` call the process group at once where there is no shared-memory op.
+def replace(backend: ModuleType) -> None:
+    """Let ``TorchBackend.inference_all_reduce`` call `ds_plugin_sdk.comm.all_reduce` where DeepSpeed has no op for it.
 
     Args:
         backend: ``deepspeed.comm.torch``, executed.
@@ -25,9 +28,10 @@ def shorten(backend: ModuleType) -> None:
 
     @functools.wraps(own)
     def inference_all_reduce(self: Any, tensor: Tensor, op: Any, group: Any = None, *rest: Any) -> Any:
-        # Older releases have one argument more; they do not look for the op.
-        if rest or getattr(self, "shm_comm_op", own) is not None or distributed.get_world_size(group) <= 1:
+        # Older releases have one argument more, and may return a handle to wait for.
+        if rest or getattr(self, "shm_comm_op", own) is not None:
             return own(self, tensor, op, group, *rest)
-        return distributed.all_reduce(tensor, op=self._reduce_op(op), group=group)
+        comm.all_reduce(tensor, self._reduce_op(op), group)
+        return tensor
 
     backend.TorchBackend.inference_all_reduce = inference_all_reduce

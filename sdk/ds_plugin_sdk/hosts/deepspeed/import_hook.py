@@ -23,7 +23,7 @@ HOST = "deepspeed.accelerator.real_accelerator"
 # op builders come to know the functions DeepSpeed calls on an op, without knowing this host.
 _AFTER = {
     HOST: "ds_plugin_sdk.hosts.deepspeed.adopt:adopt",
-    "deepspeed.comm.torch": "ds_plugin_sdk.hosts.deepspeed.all_reduce:shorten",
+    "deepspeed.comm.torch": "ds_plugin_sdk.hosts.deepspeed.all_reduce:replace",
     "deepspeed.inference.engine": "ds_plugin_sdk.hosts.deepspeed.injection:explain",
     "deepspeed.ops.op_builder.all_ops": "ds_plugin_sdk.hosts.deepspeed.op_table:complete",
     "ds_plugin_sdk.op_builder": "ds_plugin_sdk.hosts.deepspeed.modules:register",

@@ -1,0 +1,135 @@
+// Sums over the ranks of a machine, through memory that they share: what they agree on, without torch.
+//
+// A tensor goes through the memory in pieces. Each rank has two slots, which it posts its pieces into in turn, and counts
+// its pieces. Who has seen that all others have posted piece n takes the sum out of all slots, and may then post n + 1
+// into its other slot: nobody posts n + 2, into the slot of n, before all have posted n + 1, and so are through with n.
+#pragma once
+
+#include <sched.h>
+#include <time.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+namespace ds_kernels::cpu {
+
+// Two cache lines of each rank, because processors fetch two at a time.
+struct alignas(128) RankState {
+  std::atomic<int64_t> posted;  // pieces; the rank alone writes it, after the slot and `bytes`
+  int64_t summed;               // pieces; nobody else reads it
+  int64_t bytes[2];             // what was left of the tensor when the slot was posted
+};
+static_assert(std::atomic<int64_t>::is_always_lock_free, "processes share it");
+
+class SharedRanks {
+ public:
+  // Of `size` bytes at `base`, zero before the first use, aligned to 128.
+  SharedRanks(void* base, int64_t size, int64_t rank, int64_t ranks)
+      : states_(static_cast<RankState*>(base)),
+        slots_(static_cast<char*>(base) + ranks * int64_t{sizeof(RankState)}),
+        slot_bytes_(std::max<int64_t>(0, size - ranks * int64_t{sizeof(RankState)}) / (2 * ranks) / 128 * 128),
+        rank_(rank),
+        ranks_(ranks) {}
+
+  int64_t slot_bytes() const { return slot_bytes_; }
+
+  // Adds up `data[start..bytes)` over all ranks. Returns where it stopped: at `bytes`, or before it where some rank has
+  // kept this one waiting for `patience` seconds; it is then called again with what it returned.
+  // `add(output, slots, bytes)` adds up a piece. All ranks call it with as many bytes, or it fails: `other()` is then not -1.
+  template <class Add>
+  int64_t all_reduce(char* data, int64_t bytes, int64_t start, double patience, const Add& add) {
+    std::vector<const void*> slots(ranks_);
+    while (start < bytes && other_ < 0) {
+      const int64_t piece = std::min(bytes - start, slot_bytes_);
+      const int64_t number = mine().summed + 1;
+      if (mine().posted.load(std::memory_order_relaxed) < number) post(number, data + start, piece, bytes - start);
+      if (!wait_for_all(number, patience)) break;
+      other_ = find_other(number);
+      for (int64_t rank = 0; rank < ranks_; ++rank) slots[rank] = slot(rank, number);
+      slots[rank_] = data + start;  // what was posted, still at hand
+      if (other_ < 0) add(data + start, slots.data(), piece);
+      mine().summed = number;
+      start += piece;
+    }
+    return start;
+  }
+
+  // A rank that reduces another number of bytes than this one, or -1; and what was left of its tensor then.
+  int64_t other() const { return other_; }
+  int64_t bytes_of(int64_t rank) const { return states_[rank].bytes[mine().summed % 2]; }
+
+ private:
+  RankState& mine() const { return states_[rank_]; }
+  char* slot(int64_t rank, int64_t number) const { return slots_ + (2 * rank + number % 2) * slot_bytes_; }
+
+  void post(int64_t number, const char* data, int64_t piece, int64_t left) const {
+    std::memcpy(slot(rank_, number), data, piece);
+    mine().bytes[number % 2] = left;
+    mine().posted.store(number, std::memory_order_release);
+  }
+
+  bool wait_for_all(int64_t number, double patience) const {
+    for (int64_t rank = 0; rank < ranks_; ++rank) {
+      if (!wait_for(states_[rank].posted, number, patience)) return false;
+    }
+    return true;
+  }
+
+  int64_t find_other(int64_t number) const {
+    for (int64_t rank = 0; rank < ranks_; ++rank) {
+      if (states_[rank].bytes[number % 2] != mine().bytes[number % 2]) return rank;
+    }
+    return -1;
+  }
+
+  // Ranks that take their steps together wait for microseconds: these are spent looking. Where there are fewer cores
+  // than ranks, the other one needs this core; and who is late by more is waited for asleep.
+  static bool wait_for(const std::atomic<int64_t>& posted, int64_t number, double patience) {
+    if (seen(posted, number)) return true;
+    const double begun = seconds();
+    while (!seen(posted, number)) {
+      const double waited = seconds() - begun;
+      if (waited > patience) return false;
+      if (waited < 1e-3) {
+        sched_yield();
+      } else {
+        const timespec nap{0, 50000};
+        nanosleep(&nap, nullptr);
+      }
+    }
+    return true;
+  }
+
+  static bool seen(const std::atomic<int64_t>& posted, int64_t number) {
+    constexpr int kLooks = 64;
+    for (int look = 0; look < kLooks; ++look) {
+      if (posted.load(std::memory_order_acquire) >= number) return true;
+      pause();
+    }
+    return false;
+  }
+
+  static double seconds() {
+    timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return static_cast<double>(now.tv_sec) + 1e-9 * static_cast<double>(now.tv_nsec);
+  }
+
+  static void pause() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+  }
+
+  RankState* states_;
+  char* slots_;
+  int64_t slot_bytes_, rank_, ranks_;
+  int64_t other_ = -1;
+};
+
+}  // namespace ds_kernels::cpu

@@ -1,0 +1,175 @@
+"""all_reduce through memory that ranks share: real ranks, against float64 and against torch's own."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from launchers import launch
+
+START = """
+import os, sys, time
+from pathlib import Path
+import torch
+from torch import distributed
+from ds_plugin_sdk import comm
+from ds_plugin_sdk.errors import CollectiveError, InvalidTensorError
+
+distributed.init_process_group("gloo")
+rank, ranks = distributed.get_rank(), distributed.get_world_size()
+by_torch = []
+own = distributed.all_reduce
+distributed.all_reduce = lambda tensor, **rest: (by_torch.append(tensor.dtype), own(tensor, **rest))
+
+def say(*words):
+    sys.stdout.write(" ".join(map(str, (f"rank {rank}:", *words))) + "\\n")
+    sys.stdout.flush()
+"""
+END = "\ndistributed.barrier()\ndistributed.destroy_process_group()\n"
+
+SUMS = (
+    START
+    + """
+def numbers(of, numel, dtype):
+    return torch.randn(numel, generator=torch.Generator().manual_seed(of)).to(dtype)
+
+for dtype, unit in ((torch.float32, 2**-24), (torch.bfloat16, 2**-8), (torch.float16, 2**-11)):
+    for numel in (0, 1, 1000, 65536, 300_001):  # one piece, exactly one, and several
+        tensor = numbers(rank, numel, dtype)
+        exact = sum((numbers(of, numel, dtype).double() for of in range(ranks)), torch.zeros(1))
+        comm.all_reduce(tensor)
+        # Rounded once, after sums in float32, each of which is at most 16.
+        assert ((tensor.double() - exact).abs() <= unit * exact.abs() + ranks * 16 * 2**-24).all(), (dtype, numel)
+        everyone = [torch.empty_like(tensor) for _ in range(ranks)]
+        distributed.all_gather(everyone, tensor)
+        assert all(torch.equal(each, tensor) for each in everyone), (dtype, numel)
+
+columns = torch.full((4, 6), 1.0 + rank).t()[::2]
+leaf = torch.nn.Parameter(torch.full((5,), 1.0 + rank))
+comm.all_reduce(columns)
+comm.all_reduce(leaf)
+for tensor in (columns, leaf):
+    assert (tensor == ranks * (ranks + 1) / 2).all(), tensor
+assert not by_torch, by_torch
+
+for dtype in (torch.float64, torch.int32):
+    comm.all_reduce(torch.ones(3, dtype=dtype))
+largest = torch.tensor(float(rank))
+comm.all_reduce(largest, distributed.ReduceOp.MAX)
+say("largest", largest.item(), *by_torch)
+
+try:
+    comm.all_reduce(torch.ones(10 + rank))
+except InvalidTensorError as error:
+    say(error)
+after = torch.ones(3)
+comm.all_reduce(after)
+distributed.barrier()
+mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm/ds-plugin-" in line]
+say("then", after.tolist(), len(mapped), sum("(deleted)" in line for line in mapped))
+"""
+    + END
+)
+
+ENDED = (
+    START
+    + """
+comm.all_reduce(torch.ones(3))
+if rank == 1:
+    say("ends")
+    os._exit(0)
+for _ in range(2):
+    try:
+        comm.all_reduce(torch.ones(3))
+    except CollectiveError as error:
+        say(str(error).replace("\\n", " "))
+os._exit(0)
+"""
+)
+
+LATE = (
+    START
+    + """
+from datetime import timedelta
+comm.all_reduce(torch.ones(3))
+tensor = torch.ones(200_000)
+if rank == 1:
+    time.sleep(2.5)
+comm.all_reduce(tensor)
+say("in time", tensor.unique().tolist())
+group = distributed.new_group(timeout=timedelta(seconds=1))
+comm.all_reduce(tensor, group=group)
+if rank == 0:
+    try:
+        comm.all_reduce(tensor, group=group)
+    except CollectiveError as error:
+        say(str(error).replace("\\n", " "))
+"""
+    + END
+)
+
+WITHOUT = (
+    START
+    + """
+if rank == 1:  # a rank in another container, say
+    comm._SHARED_MEMORY = Path("/nowhere")
+    open_ = torch.from_file
+    def from_file(*_, **__):
+        raise RuntimeError("no such file")
+    torch.from_file = from_file
+tensor = torch.ones(3)
+comm.all_reduce(tensor)
+say(tensor.tolist(), *by_torch)
+"""
+    + END
+)
+
+
+def run(program: str, ranks: int, folder: Path) -> list[str]:
+    """What the ranks say, in the order of their numbers."""
+    path = folder / "program.py"
+    path.write_text(program, encoding="utf-8")
+    return sorted(re.findall(r"^rank \d: .*$", launch("torchrun", ranks, path), flags=re.MULTILINE))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_sums(ranks: int, tmp_path: Path) -> None:
+    said = run(SUMS, ranks, tmp_path)
+    for rank in range(ranks):
+        other = 1 if rank == 0 else 0
+        largest = f"rank {rank}: largest {ranks - 1.0} torch.float64 torch.int32 torch.float32"
+        refused = (
+            f"rank {rank}: rank {other} has {40 + 4 * other} bytes to add up where this rank has {40 + 4 * rank} "
+            "(op 'all_reduce_'): expected as many of all"
+        )
+        # One mapping, of a file that has no name any more.
+        then = f"rank {rank}: then {[float(ranks)] * 3} 1 1"
+        assert {largest, refused, then} <= set(said), said
+
+
+@pytest.mark.slow
+def test_a_rank_that_ended_is_told(tmp_path: Path) -> None:
+    again, ended, _ = run(ENDED, 2, tmp_path)
+    assert ended.startswith(
+        "rank 0: rank 1 of 2 ended before all_reduce (op 'all_reduce'): rank 0 has waited for it for"
+    )
+    assert again.startswith("rank 0: an earlier all_reduce of this group was broken off (op 'all_reduce'): ")
+
+
+@pytest.mark.slow
+def test_a_late_rank_is_waited_for_until_the_groups_timeout(tmp_path: Path) -> None:
+    said = run(LATE, 2, tmp_path)
+    assert {"rank 0: in time [2.0]", "rank 1: in time [2.0]"} <= set(said), said
+    [late] = [line for line in said if "in time" not in line]
+    assert late.startswith(
+        "rank 0: ranks [1] of 2 did not come to all_reduce (op 'all_reduce'): rank 0 has waited for"
+    ), said
+    assert "every rank of a group must call the same collectives in the same order" in late
+
+
+@pytest.mark.slow
+def test_where_one_rank_has_no_shared_memory_all_take_torchs(tmp_path: Path) -> None:
+    assert run(WITHOUT, 2, tmp_path) == [f"rank {rank}: [2.0, 2.0, 2.0] torch.float32" for rank in range(2)]
