@@ -58,7 +58,7 @@ struct SoftmaxOps {
     work.scale = static_cast<float>(scale);
     work.causal = causal;
     work.float_mask = (m && m.dtype() == Dtype::Float32) || (a && a.dtype() == Dtype::Float32);
-    device.softmax(op, work, arguments.dtype());
+    if (scores.numel() > 0) device.softmax(op, work, arguments.dtype());  // else there may be no memory at all
     arguments.write_back();
   }
 
