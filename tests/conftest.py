@@ -6,12 +6,15 @@ import functools
 import importlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from plugin_site import Install, write_plugin
+
+# Read before any fixture changes it.
+CALLERS_CACHE = os.environ.get("DS_PLUGIN_CACHE_DIR")
 
 
 @pytest.fixture(autouse=True)
@@ -39,5 +42,26 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
 
 @pytest.fixture(scope="session")
 def kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One cache for the tests that compile the SDK's kernels, so that each is compiled once."""
-    return tmp_path_factory.mktemp("kernels")
+    """One cache for all tests that need native code and are not about caches, so that each op is compiled once."""
+    return Path(CALLERS_CACHE) if CALLERS_CACHE else tmp_path_factory.mktemp("kernels")
+
+
+@pytest.fixture
+def compiled_once(private_cache: None, kernel_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test and its processes use the one cache, instead of an empty one of their own."""
+    monkeypatch.setenv("DS_PLUGIN_CACHE_DIR", str(kernel_cache))
+
+
+@pytest.fixture(scope="session")
+def native(kernel_cache: Path) -> Callable[..., None]:
+    """``native("adam", "lamb")`` loads the host's native kernels of families; without a compiler the test fails."""
+    from ds_plugin_sdk.op_builder import load_kernels
+
+    def load(*families: str) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("DS_PLUGIN_CACHE_DIR", str(kernel_cache))
+            patch.setenv("DS_PLUGIN_FALLBACK", "0")
+            for family in families:
+                load_kernels(family, "cpu")
+
+    return load

@@ -126,6 +126,8 @@ say(tensor.tolist(), *by_torch)
     + END
 )
 
+pytestmark = [pytest.mark.compiler, pytest.mark.slow, pytest.mark.usefixtures("compiled_once")]
+
 
 def run(program: str, ranks: int, folder: Path) -> list[str]:
     """What the ranks say, in the order of their numbers."""
@@ -134,7 +136,6 @@ def run(program: str, ranks: int, folder: Path) -> list[str]:
     return sorted(re.findall(r"^rank \d: .*$", launch("torchrun", ranks, path), flags=re.MULTILINE))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_sums(ranks: int, tmp_path: Path) -> None:
     said = run(SUMS, ranks, tmp_path)
@@ -150,7 +151,6 @@ def test_sums(ranks: int, tmp_path: Path) -> None:
         assert {largest, refused, then} <= set(said), said
 
 
-@pytest.mark.slow
 def test_a_rank_that_ended_is_told(tmp_path: Path) -> None:
     again, ended, _ = run(ENDED, 2, tmp_path)
     assert ended.startswith(
@@ -159,7 +159,6 @@ def test_a_rank_that_ended_is_told(tmp_path: Path) -> None:
     assert again.startswith("rank 0: an earlier all_reduce of this group was broken off (op 'all_reduce'): ")
 
 
-@pytest.mark.slow
 def test_a_late_rank_is_waited_for_until_the_groups_timeout(tmp_path: Path) -> None:
     said = run(LATE, 2, tmp_path)
     assert {"rank 0: in time [2.0]", "rank 1: in time [2.0]"} <= set(said), said
@@ -170,6 +169,5 @@ def test_a_late_rank_is_waited_for_until_the_groups_timeout(tmp_path: Path) -> N
     assert "every rank of a group must call the same collectives in the same order" in late
 
 
-@pytest.mark.slow
 def test_where_one_rank_has_no_shared_memory_all_take_torchs(tmp_path: Path) -> None:
     assert run(WITHOUT, 2, tmp_path) == [f"rank {rank}: [2.0, 2.0, 2.0] torch.float32" for rank in range(2)]

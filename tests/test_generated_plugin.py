@@ -18,13 +18,10 @@ from ds_plugin_sdk.scaffold import Project, generate
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.compiler, pytest.mark.slow]
 
-# The simulated device is compiled once where the caller has a cache. Read before any fixture changes it.
-CALLERS_CACHE = os.environ.get("DS_PLUGIN_CACHE_DIR")
-
 OFFLINE = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
 
 
-def installed(folder: Path, site: Path) -> dict[str, str]:
+def installed(folder: Path, site: Path, cache: Path) -> dict[str, str]:
     """The environment in which the plugin in `folder` is installed, and requested."""
     subprocess.run(
         [sys.executable, "-m", "pip", "install", *OFFLINE, "--target", str(site), str(folder)],
@@ -33,7 +30,7 @@ def installed(folder: Path, site: Path) -> dict[str, str]:
     )
     return {
         **os.environ,
-        "DS_PLUGIN_CACHE_DIR": CALLERS_CACHE or str(site / "kernel-cache"),
+        "DS_PLUGIN_CACHE_DIR": str(cache),
         "DS_ACCELERATOR": folder.name.removeprefix("ds-plugin-"),
         "PYTHONPATH": str(site),
         "PROJECT": str(folder),
@@ -41,21 +38,21 @@ def installed(folder: Path, site: Path) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def environment(tmp_path_factory: pytest.TempPathFactory, kernel_cache: Path) -> dict[str, str]:
     """Where plugin ``zap`` is installed, and requested."""
     folder = generate(Project("zap", output=tmp_path_factory.mktemp("vendor")))
-    return installed(folder, tmp_path_factory.mktemp("site"))
+    return installed(folder, tmp_path_factory.mktemp("site"), kernel_cache)
 
 
 @pytest.fixture(scope="module")
-def without_kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def without_kernels(tmp_path_factory: pytest.TempPathFactory, kernel_cache: Path) -> dict[str, str]:
     """Where plugin ``bare`` is installed, whose vendor has taken the template's kernels away."""
     folder = generate(Project("bare", output=tmp_path_factory.mktemp("vendor")))
     package = folder / "ds_plugin_bare"
     for kernel in ("fused_adam", "hello"):
         (package / "op_builder" / f"{kernel}.py").unlink()
         (package / "csrc" / f"{kernel}.cpp").unlink()
-    return installed(folder, tmp_path_factory.mktemp("site"))
+    return installed(folder, tmp_path_factory.mktemp("site"), kernel_cache)
 
 
 def test_it_is_listed_and_chosen(environment: dict[str, str]) -> None:

@@ -12,7 +12,7 @@ HERE = Path(__file__).resolve().parent
 
 
 @pytest.fixture(autouse=True)
-def misfit_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
+def misfit_on_path(compiled_once: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """``misfit:Misfit`` is a target, in this process and in its children."""
     monkeypatch.syspath_prepend(str(HERE))
     monkeypatch.setenv("PYTHONPATH", str(HERE), prepend=os.pathsep)

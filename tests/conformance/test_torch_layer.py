@@ -14,9 +14,6 @@ from ds_plugin_sdk.conformance.mutants.mutant import SIMULATED
 
 pytestmark = [pytest.mark.slow, pytest.mark.compiler]
 
-# The simulated device is compiled once where the caller has a cache. Read before any fixture changes it.
-CALLERS_CACHE = os.environ.get("DS_PLUGIN_CACHE_DIR")
-
 # A test file as torch's are.
 TORCH_TEST = """
 import torch
@@ -35,10 +32,9 @@ if __name__ == "__main__":
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    cache = {"DS_PLUGIN_CACHE_DIR": CALLERS_CACHE} if CALLERS_CACHE else {}
     return subprocess.run(
         [sys.executable, "-m", "ds_plugin_sdk.conformance.torch_layer", *arguments],
-        env={**os.environ, **cache, **environment},
+        env={**os.environ, **environment},
         capture_output=True,
         text=True,
         check=False,

@@ -39,6 +39,7 @@ torch.distributed.destroy_process_group()
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.usefixtures("compiled_once")
 def test_two_groups_of_two_ranks(launcher: str, tmp_path: Path) -> None:
     program = tmp_path / "reduce.py"
     program.write_text(PROGRAM, encoding="utf-8")

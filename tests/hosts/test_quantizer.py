@@ -141,7 +141,7 @@ print([record.origin for record in provenance.records() if record.name == 'quant
 @pytest.mark.compiler
 def test_weight_only_quantization_runs_on_the_op(python: Python, kernel_cache: Path) -> None:
     """DeepSpeed's DeQuantizer, alone and in a model, takes our kernel and agrees with its own formula in float32."""
-    done = python(WEIGHT_ONLY, DS_PLUGIN_CACHE_DIR=str(kernel_cache / "compiled"))
+    done = python(WEIGHT_ONLY, DS_PLUGIN_CACHE_DIR=str(kernel_cache))
     assert re.search(r"\['(compiled|cache)'\]", done.stdout), done.stdout
 
 
@@ -175,7 +175,7 @@ dist.barrier()
 @pytest.mark.slow
 def test_quantized_gradients_meet_on_two_nodes_of_two(kernel_cache: Path) -> None:
     """qgZ: swizzle, all-to-all within nodes, reduction, all-to-all among nodes; each rank gets its own shard."""
-    outputs = run_ranks(ALL_TO_ALL, kernel_cache / "compiled", nodes=2, devices=2)
+    outputs = run_ranks(ALL_TO_ALL, kernel_cache, nodes=2, devices=2)
     assert all(out.count("torch.") == 3 for out in outputs), outputs
 
 
@@ -217,7 +217,7 @@ for name, zero in (('none', {}), ('weights', weights), ('gradients', gradients),
 def test_zero_3_trains_with_quantized_weights_and_gradients(dtype: str, kernel_cache: Path) -> None:
     """ZeRO++ on two nodes of one rank: losses of 30 steps stay near those without quantization, and fall as far."""
     program = TRAIN.replace("BF16", str(dtype == "bfloat16"))
-    for out in run_ranks(program, kernel_cache / "compiled", nodes=2, devices=1):
+    for out in run_ranks(program, kernel_cache, nodes=2, devices=1):
         found = {
             name: torch.tensor([float(loss) for loss in text.split()])
             for name, text in re.findall(r"losses (\w+) (.*)", out)

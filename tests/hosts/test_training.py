@@ -59,7 +59,7 @@ def test_deepspeeds_launcher_trains_on_the_plugin(tmp_path: Path, kernel_cache: 
     loads = tmp_path / "loads.jsonl"
     launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators", "2"]
     environment = child_environment(
-        DS_PLUGIN_CACHE_DIR=str(kernel_cache / "compiled"),
+        DS_PLUGIN_CACHE_DIR=str(kernel_cache),
         DS_PLUGIN_PROVENANCE=str(loads),
         PATH=f"{Path(sys.executable).parent}:{child_environment()['PATH']}",
     )

@@ -205,9 +205,7 @@ def ours(python: Python, kernel_cache: Path) -> Python:
     """A process that has the native kernels, or fails."""
 
     def run(program: str, **variables: str | None) -> object:
-        return python(
-            program, DS_PLUGIN_FALLBACK="0", DS_PLUGIN_CACHE_DIR=str(kernel_cache / "transformer"), **variables
-        )
+        return python(program, DS_PLUGIN_FALLBACK="0", DS_PLUGIN_CACHE_DIR=str(kernel_cache), **variables)
 
     return run
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,7 +19,6 @@ with warnings.catch_warnings():
 from ds_plugin_sdk import provenance
 from ds_plugin_sdk.errors import SdkError
 from ds_plugin_sdk.integrations.transformers import accelerate
-from ds_plugin_sdk.registry import load_kernels
 
 TOKENS = 32
 PADDED = (5, 0, 1, 0)  # on the left, of a batch of four
@@ -46,13 +45,9 @@ FAMILIES_OF_OPS = ("linear", "attention", "norm", "rotary")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def kernels(kernel_cache: Path) -> None:
+def kernels(native: Callable[..., None]) -> None:
     """The native kernels, and nothing else."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DS_PLUGIN_CACHE_DIR", str(kernel_cache))
-        patch.setenv("DS_PLUGIN_FALLBACK", "0")
-        for family in FAMILIES_OF_OPS:
-            load_kernels(family, "cpu")
+    native(*FAMILIES_OF_OPS)
 
 
 def make(name: str, dtype: torch.dtype = torch.float32) -> transformers.PreTrainedModel:

@@ -15,18 +15,14 @@ from torch.utils.checkpoint import checkpoint
 
 from ds_plugin_sdk.errors import InvalidTensorError
 from ds_plugin_sdk.nn import TransformerLayer
-from ds_plugin_sdk.op_builder import load_kernels
 
 HIDDEN, HEADS, INTER, BATCH = 48, 4, 80, 3
 OPTIONS = ("attn_dropout_checkpoint", "normalize_invertible", "gelu_checkpoint")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DS_PLUGIN_CACHE_DIR", str(tmp_path_factory.mktemp("transformer")))
-        patch.setenv("DS_PLUGIN_FALLBACK", "0")
-        load_kernels("transformer", "cpu")
+def kernels(native: Callable[..., None]) -> None:
+    native("transformer")
 
 
 def make(dtype: torch.dtype = torch.float64, **options: Any) -> TransformerLayer:

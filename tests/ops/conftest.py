@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from ds_plugin_sdk.conformance.op_info.optimizer_formulas import OPTIMIZER_OPS, OptimizerOp
 
 
 @pytest.fixture(scope="session", autouse=True)
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> None:
+def kernels(native: Callable[..., None]) -> None:
     """Native kernels of every family; without a compiler the tests that need them must fail, not fall back."""
-    from ds_plugin_sdk.op_builder import load_kernels
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DS_PLUGIN_CACHE_DIR", str(tmp_path_factory.mktemp("kernels")))
-        patch.setenv("DS_PLUGIN_FALLBACK", "0")
-        for family in sorted({op.family for op in OPTIMIZER_OPS}):
-            load_kernels(family, "cpu")
+    native(*sorted({op.family for op in OPTIMIZER_OPS}))
 
 
 @pytest.fixture(params=OPTIMIZER_OPS, ids=lambda op: op.name)

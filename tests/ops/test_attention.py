@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -11,7 +12,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from ds_plugin_sdk.errors import InvalidTensorError
-from ds_plugin_sdk.op_builder import load_kernels
 from ds_plugin_sdk.ops.attention import cached_attention
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -22,11 +22,8 @@ MASKS = ("none", "bool, flat", "bool", "added, for each head", "added, in the qu
 
 
 @pytest.fixture(scope="module", autouse=True)
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DS_PLUGIN_CACHE_DIR", str(tmp_path_factory.mktemp("kernels")))
-        patch.setenv("DS_PLUGIN_FALLBACK", "0")
-        load_kernels("attention", "cpu")
+def kernels(native: Callable[..., None]) -> None:
+    native("attention")
 
 
 def formula(

@@ -21,15 +21,9 @@ pytestmark = [pytest.mark.compiler, pytest.mark.timeout(900)]  # five libraries 
 
 
 @pytest.fixture(scope="module", autouse=True)
-def inference_kernels(tmp_path_factory: pytest.TempPathFactory) -> None:
+def inference_kernels(native: Callable[..., None]) -> None:
     """The native kernels, and nothing else."""
-    from ds_plugin_sdk.op_builder import load_kernels
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DS_PLUGIN_CACHE_DIR", str(tmp_path_factory.mktemp("inference")))
-        patch.setenv("DS_PLUGIN_FALLBACK", "0")
-        for family in FAMILIES:
-            load_kernels(family, "cpu")
+    native(*FAMILIES)
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,14 +14,9 @@ from ds_plugin_sdk.ops.lamb import lamb_
 
 
 @pytest.fixture(scope="module", autouse=True)
-def lamb_kernels(tmp_path_factory: pytest.TempPathFactory) -> None:
+def lamb_kernels(native: Callable[..., None]) -> None:
     """The native kernels, and nothing else."""
-    from ds_plugin_sdk.op_builder import load_kernels
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DS_PLUGIN_CACHE_DIR", str(tmp_path_factory.mktemp("lamb")))
-        patch.setenv("DS_PLUGIN_FALLBACK", "0")
-        load_kernels("lamb", "cpu")
+    native("lamb")
 
 
 Lists = list[list[Tensor]]

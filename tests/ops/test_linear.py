@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import product
 
 import pytest
@@ -10,7 +11,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from ds_plugin_sdk.errors import InvalidTensorError
-from ds_plugin_sdk.op_builder import load_kernels
 from ds_plugin_sdk.ops.linear import ACTIVATIONS, dequantize_weight, linear, quantize_weight
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -23,11 +23,8 @@ INPUTS = (1, 2, 3, 7, 9, 40)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DS_PLUGIN_CACHE_DIR", str(tmp_path_factory.mktemp("kernels")))
-        patch.setenv("DS_PLUGIN_FALLBACK", "0")
-        load_kernels("linear", "cpu")
+def kernels(native: Callable[..., None]) -> None:
+    native("linear")
 
 
 def activate(x: Tensor, activation: str) -> Tensor:

@@ -15,14 +15,9 @@ FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def quantizer_kernels(tmp_path_factory: pytest.TempPathFactory) -> None:
+def quantizer_kernels(native: Callable[..., None]) -> None:
     """The native kernels, and nothing else."""
-    from ds_plugin_sdk.op_builder import load_kernels
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DS_PLUGIN_CACHE_DIR", str(tmp_path_factory.mktemp("quantizer")))
-        patch.setenv("DS_PLUGIN_FALLBACK", "0")
-        load_kernels("quantizer", "cpu")
+    native("quantizer")
 
 
 def ops(implementation: str) -> object:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -11,15 +13,9 @@ from ds_plugin_sdk.ops import random_ltd, spatial, utils
 
 
 @pytest.fixture(scope="module", autouse=True)
-def small_kernels(tmp_path_factory: pytest.TempPathFactory) -> None:
+def small_kernels(native: Callable[..., None]) -> None:
     """The native kernels, and nothing else."""
-    from ds_plugin_sdk.op_builder import load_kernels
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DS_PLUGIN_CACHE_DIR", str(tmp_path_factory.mktemp("small")))
-        patch.setenv("DS_PLUGIN_FALLBACK", "0")
-        load_kernels("random_ltd", "cpu")
-        load_kernels("spatial", "cpu")
+    native("random_ltd", "spatial")
 
 
 def ops(implementation: str) -> object:

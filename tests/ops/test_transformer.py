@@ -13,7 +13,6 @@ from ds_plugin_sdk.conformance import op_info
 from ds_plugin_sdk.conformance.ops import every_op
 from ds_plugin_sdk.conformance.target import Target
 from ds_plugin_sdk.errors import InvalidTensorError
-from ds_plugin_sdk.op_builder import load_kernels
 from ds_plugin_sdk.ops import _philox
 from ds_plugin_sdk.ops.transformer import (
     dropout_add,
@@ -28,11 +27,8 @@ KERNELS, REFERENCES = torch.ops.ds_plugin, torch.ops.ds_plugin_reference
 
 
 @pytest.fixture(scope="module", autouse=True)
-def transformer_kernels(kernels: None, tmp_path_factory: pytest.TempPathFactory) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DS_PLUGIN_CACHE_DIR", str(tmp_path_factory.mktemp("transformer")))
-        patch.setenv("DS_PLUGIN_FALLBACK", "0")
-        load_kernels("transformer", "cpu")
+def transformer_kernels(kernels: None, native: Callable[..., None]) -> None:
+    native("transformer")
 
 
 # ---------------------------------------------------------------------------------- the generic checks, on the kernels

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,13 +15,8 @@ from ds_plugin_sdk.optim import FusedLamb
 
 
 @pytest.fixture(scope="module", autouse=True)
-def lamb_kernels(tmp_path_factory: pytest.TempPathFactory) -> None:
-    from ds_plugin_sdk.op_builder import load_kernels
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DS_PLUGIN_CACHE_DIR", str(tmp_path_factory.mktemp("lamb")))
-        patch.setenv("DS_PLUGIN_FALLBACK", "0")
-        load_kernels("lamb", "cpu")
+def lamb_kernels(native: Callable[..., None]) -> None:
+    native("lamb")
 
 
 def model(dtype: torch.dtype = torch.float32) -> torch.nn.Module:

@@ -16,16 +16,12 @@ from running import Run, RunChecks
 HERE = Path(__file__).resolve().parent
 CSRC = HERE.parents[1] / "sdk" / "ds_plugin_sdk" / "simulator" / "csrc"
 
-# Compiled once for all tests, and again only when a source changes where the user has a cache: read before any fixture.
-USERS_CACHE = os.environ.get("DS_PLUGIN_CACHE_DIR")
-
 
 @pytest.fixture(scope="session")
-def simulator_environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    cache = USERS_CACHE or str(tmp_path_factory.mktemp("simulator-cache"))
+def simulator_environment(kernel_cache: Path) -> dict[str, str]:
     dropped = ("DS_ACCELERATOR", "DS_PLUGINS", "ZAP_VISIBLE_DEVICES", "RANK", "LOCAL_RANK", "WORLD_SIZE")
     kept = {name: value for name, value in os.environ.items() if name not in dropped}
-    return {**kept, "DS_PLUGIN_CACHE_DIR": cache, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"}
+    return {**kept, "DS_PLUGIN_CACHE_DIR": str(kernel_cache), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"}
 
 
 @pytest.fixture(scope="session")
