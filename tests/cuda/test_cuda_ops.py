@@ -7,6 +7,7 @@ import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import cuda_cases
 import cuda_ops
 import deepspeed_cuda_ops
 import pytest
@@ -18,16 +19,16 @@ from ds_plugin_sdk.optim import _fused
 @pytest.fixture
 def no_data(monkeypatch: pytest.MonkeyPatch) -> None:
     """The meta device for the GPU, with an L2 cache of 50 MB, and nothing compiled."""
-    monkeypatch.setattr(cuda_ops, "DEVICE", "meta")
+    monkeypatch.setattr(cuda_cases, "DEVICE", "meta")
     monkeypatch.setattr(torch, "compile", lambda function: function)
     properties = types.SimpleNamespace(L2_cache_size=50 << 20)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
 
 
-@pytest.mark.parametrize("group", [name for name in cuda_ops.groups_of_cases(None) if name != "optimizers"])
+@pytest.mark.parametrize("group", [name for name in cuda_cases.groups_of_cases(None) if name != "optimizers"])
 def test_every_case_can_be_called(no_data: None, group: str) -> None:
     count = 0
-    for case in cuda_ops.groups_of_cases(None)[group]():
+    for case in cuda_cases.groups_of_cases(None)[group]():
         assert len({len(calls) for calls in case.calls.values()}) == 1, "all rotate among as many arguments"
         assert next(iter(case.calls)).startswith("ds_plugin"), "ours comes first"
         for calls in case.calls.values():
@@ -37,11 +38,11 @@ def test_every_case_can_be_called(no_data: None, group: str) -> None:
 
 
 def test_every_optimizer_can_be_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_ops, "DEVICE", "cpu")
+    monkeypatch.setattr(cuda_cases, "DEVICE", "cpu")
     monkeypatch.setattr(_fused, "load_kernels", lambda family, device_type: None)  # the references will do
-    monkeypatch.setattr(cuda_ops, "MODELS", {"small": (lambda: [(3, 4), (5,)], torch.float32)})
+    monkeypatch.setattr(cuda_cases, "MODELS", {"small": (lambda: [(3, 4), (5,)], torch.float32)})
     names = []
-    for case in cuda_ops.optimizer_cases(None):
+    for case in cuda_cases.optimizer_cases(None):
         names.append(case.name)
         for (call,) in case.calls.values():
             call()
@@ -53,7 +54,7 @@ def test_an_implementation_that_fails_leaves_the_others(monkeypatch: pytest.Monk
         raise ValueError("no such kernel")
 
     monkeypatch.setattr(cuda_ops, "take_turns", lambda runs, turns: dict.fromkeys(runs, 2.0))
-    case = cuda_ops.Case("c", 8_000_000, {"ours": [lambda: None], "theirs": [fails]}, in_graph=False)
+    case = cuda_cases.Case("c", 8_000_000, {"ours": [lambda: None], "theirs": [fails]}, in_graph=False)
     errors: dict[str, str] = {}
     (row,) = cuda_ops.rows_of(case, copy_rate=8.0, turns=1, errors=errors)
     assert (row.implementation, row.gigabytes_per_second, row.times_copy) == ("ours", 4.0, 0.5)
@@ -65,7 +66,7 @@ def test_what_ours_is_compared_with_stays_if_ours_fails(monkeypatch: pytest.Monk
         raise ValueError("no such kernel")
 
     monkeypatch.setattr(cuda_ops, "take_turns", lambda runs, turns: dict.fromkeys(runs, 2.0))
-    case = cuda_ops.Case("c", 0, {"ours": [fails], "theirs": [lambda: None]}, in_graph=False)
+    case = cuda_cases.Case("c", 0, {"ours": [fails], "theirs": [lambda: None]}, in_graph=False)
     (row,) = cuda_ops.rows_of(case, copy_rate=8.0, turns=1, errors={})
     assert (row.implementation, row.speed_of_ours, row.times_copy) == ("theirs", None, None)
 
@@ -76,8 +77,8 @@ def test_ops_that_have_no_kernels_are_named() -> None:
 
 
 def test_another_process_goes_on_where_a_gpu_was_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def one(name: str) -> Callable[[], Iterator[cuda_ops.Case]]:
-        return lambda: iter([cuda_ops.Case(name, 0, {"ours": [lambda: None]}, in_graph=False)])
+    def one(name: str) -> Callable[[], Iterator[cuda_cases.Case]]:
+        return lambda: iter([cuda_cases.Case(name, 0, {"ours": [lambda: None]}, in_graph=False)])
 
     monkeypatch.setattr(cuda_ops, "groups_of_cases", lambda own: {"first": one("a"), "second": one("b")})
     monkeypatch.setattr(cuda_ops, "take_turns", lambda runs, turns: dict.fromkeys(runs, 2.0))

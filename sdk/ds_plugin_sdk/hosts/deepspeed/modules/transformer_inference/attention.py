@@ -104,13 +104,11 @@ def softmax_context(
     layer = workspace.layer(layer_id, key, tokens > 1 or _begins(layer_id, added))
     past, layer.length = layer.length, layer.length + tokens
     if rotary_dim > 0:
-        if position_ids is None:
-            position_ids = torch.arange(past, past + tokens, device=qkv.device)
-        cos, sin = angles(position_ids, rotary_dim, rope_theta)
+        positions = torch.arange(past, past + tokens, device=qkv.device) if position_ids is None else position_ids
+        cos, sin = angles(positions, rotary_dim, rope_theta)
         query, key = (rotary(each, cos, sin, interleaved=not rotate_half) for each in (query, key))
     if alibi is not None and alibi.dim() > 1:
-        biases = alibi.reshape(-1, heads, alibi.shape[-2], alibi.shape[-1])[..., : layer.length].to(qkv.dtype)
-        added = biases if added is None else biases + added[..., : layer.length]
+        added = _with_biases(added, alibi.reshape(-1, heads, *alibi.shape[-2:])[..., : layer.length].to(qkv.dtype))
     context = cached_attention(
         query,
         key,
@@ -125,6 +123,11 @@ def softmax_context(
     )
     filled = (cache[:batch, :, : layer.length] for cache in (layer.keys, layer.values))
     return [context.transpose(1, 2).flatten(2), *filled]
+
+
+def _with_biases(mask: Tensor | None, biases: Tensor) -> Tensor:
+    """What is added to the scores, of the positions that have biases."""
+    return biases if mask is None else biases + mask[..., : biases.shape[-1]]
 
 
 def _begins(layer_id: int, mask: Tensor | None) -> bool:

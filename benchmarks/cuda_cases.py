@@ -1,0 +1,367 @@
+"""What `cuda_ops.py` measures: each case with the calls of every implementation, ours first."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import deepspeed_cuda_ops
+import torch
+import torch.nn.functional as F  # noqa: N812  # torch's own convention
+from torch import Tensor
+
+Call = Callable[[], object]
+DEVICE = "cuda"
+ROTATION_IN_L2 = 4  # the rotated arguments are so many times the L2 cache
+
+
+@dataclasses.dataclass
+class Case:
+    """What is compared: for each implementation the calls to rotate among. The first implementation is ours."""
+
+    name: str
+    moved: int  # bytes of one call; 0 where it is not memory that the time goes to
+    calls: dict[str, list[Call]]
+    in_graph: bool = True
+
+
+# ---- optimizers --------------------------------------------------------------------------------------------------
+def gpt2_xl() -> list[tuple[int, ...]]:
+    """GPT-2 XL: 1.56 G elements in 580 tensors."""
+    h = 1600
+    layer = [(h,), (h,), (h, 3 * h), (3 * h,), (h, h), (h,), (h,), (h,), (h, 4 * h), (4 * h,), (4 * h, h), (h,)]
+    return [(50257, h), (1024, h), *layer * 48, (h,), (h,)]
+
+
+def llama_7b() -> list[tuple[int, ...]]:
+    """LLaMA-7B: 6.74 G elements in 291 tensors."""
+    h, m = 4096, 11008
+    layer = [(h, h)] * 4 + [(m, h), (m, h), (h, m), (h,), (h,)]
+    return [(32000, h), *layer * 32, (h,), (32000, h)]
+
+
+MODELS = {
+    "GPT-2 XL float32": (gpt2_xl, torch.float32),
+    "LLaMA-7B bfloat16": (llama_7b, torch.bfloat16),
+    "2,000 of 1 k float32": (lambda: [(1024,)] * 2000, torch.float32),
+}
+
+
+def optimizer_cases(own: Path | None) -> Iterator[Case]:
+    """FusedAdam and FusedLamb beside torch's and DeepSpeed's own, on the same parameters and gradients."""
+    from ds_plugin_sdk.optim import FusedAdam, FusedLamb
+
+    for name, (shapes, dtype) in MODELS.items():
+        params = [torch.nn.Parameter(torch.randn(shape, device=DEVICE, dtype=dtype) * 0.02) for shape in shapes()]
+        for param in params:
+            param.grad = torch.randn_like(param) * 0.01
+        elements = sum(param.numel() for param in params)
+        size = params[0].element_size()
+        adam = {
+            "FusedAdam": FusedAdam(params, lr=1e-4, weight_decay=0.01),
+            "torch AdamW fused": torch.optim.AdamW(params, lr=1e-4, weight_decay=0.01, fused=True),
+        }
+        if elements < 2e9:
+            adam["torch AdamW foreach"] = torch.optim.AdamW(params, lr=1e-4, weight_decay=0.01, foreach=True)
+        calls: dict[str, list[Call]] = {n: [o.step] for n, o in adam.items()}
+        calls |= _deepspeed("fused_adam", own, _deepspeed_adam, params)
+        yield Case(f"Adam {name}", 7 * size * elements, calls, in_graph=False)
+        del calls, adam
+        lamb: dict[str, list[Call]] = {"FusedLamb": [FusedLamb(params, lr=1e-4).step]}
+        if elements < 2e9:
+            lamb["torch foreach"] = [_foreach_lamb(params)]
+        lamb |= _deepspeed("fused_lamb", own, _deepspeed_lamb, params)
+        # p, g, m, v are read and m, v written; then p, m, v are read and p is written
+        yield Case(f"LAMB {name}", 10 * size * elements, lamb, in_graph=False)
+        del lamb, params
+
+
+def _deepspeed(
+    op: str, own: Path | None, call_of: Callable[..., Call], params: Sequence[Tensor]
+) -> dict[str, list[Call]]:
+    """DeepSpeed's own op as one more implementation, if it was built."""
+    module = deepspeed_cuda_ops.load(op, own) if own else None
+    return {"DeepSpeed's own": [call_of(module, params)]} if module else {}
+
+
+def _deepspeed_adam(module: ModuleType, params: Sequence[Tensor]) -> Call:
+    flag = torch.zeros(1, dtype=torch.int, device=DEVICE)
+    first, second = ([torch.zeros_like(p) for p in params] for _ in range(2))
+    lists = [[p.grad for p in params], [p.data for p in params], first, second]
+    return lambda: module.multi_tensor_adam(2048 * 32, flag, lists, 1e-4, 0.9, 0.999, 1e-8, 3, 1, 1, 0.01)
+
+
+def _deepspeed_lamb(module: ModuleType, params: Sequence[Tensor]) -> Call:
+    first, second = ([torch.zeros_like(p) for p in params] for _ in range(2))
+    none = torch.empty(0, device=DEVICE)
+
+    def step() -> None:
+        for p, m, v in zip(params, first, second, strict=True):
+            module.lamb(p.data, none, m, v, p.grad, 1e-4, 0.9, 0.999, 10.0, 0.01, 1e-8, 1.0, 3, 1, 1, 0.0)
+
+    return step
+
+
+def _foreach_lamb(params: Sequence[Tensor]) -> Call:
+    """DeepSpeed's LAMB in torch's foreach functions: how it would be written without a kernel."""
+    first, second = ([torch.zeros_like(p) for p in params] for _ in range(2))
+    grads = [p.grad for p in params]
+
+    @torch.no_grad()
+    def step() -> None:
+        torch._foreach_lerp_(first, grads, 0.1)
+        torch._foreach_mul_(second, 0.999)
+        torch._foreach_addcmul_(second, grads, grads, 0.001)
+        denominators = torch._foreach_sqrt(second)
+        torch._foreach_add_(denominators, 1e-8)
+        updates = torch._foreach_div(first, denominators)
+        ratios = torch._foreach_div(torch._foreach_norm(list(params)), torch._foreach_norm(updates))
+        torch._foreach_clamp_min_(ratios, 0.01)
+        torch._foreach_clamp_max_(ratios, 10.0)
+        torch._foreach_mul_(updates, ratios)
+        torch._foreach_add_(list(params), updates, alpha=-1e-4)
+
+    return step
+
+
+# ---- a layer -----------------------------------------------------------------------------------------------------
+def layer_cases(own: Path | None) -> Iterator[Case]:
+    """BERT-large's layer, forward and backward with dropout, beside torch's and DeepSpeed's own."""
+    from ds_plugin_sdk.nn import TransformerLayer
+
+    batch, tokens, hidden, heads, p, half = 64, 128, 1024, 16, 0.1, torch.float16
+    ours = TransformerLayer(
+        hidden, heads, attn_dropout=p, hidden_dropout=p, pre_layer_norm=False, device=DEVICE, dtype=half
+    )
+    theirs = torch.nn.TransformerEncoderLayer(
+        hidden, heads, 4 * hidden, p, F.gelu, batch_first=True, device=DEVICE, dtype=half
+    )
+    x, grad = (_random(batch, tokens, hidden, dtype=half) for _ in range(2))
+    x.requires_grad_()
+    calls = {
+        "ds_plugin": [_forward_and_backward(ours, x, grad)],
+        "torch eager": [_forward_and_backward(theirs, x, grad)],
+        "torch compiled": [_forward_and_backward(torch.compile(theirs), x, grad)],
+    }
+    module = deepspeed_cuda_ops.load("transformer", own) if own else None
+    if module:
+        layer = _deepspeed_layer(module, batch, hidden, heads, p)
+        mask = torch.zeros(batch, 1, 1, tokens, device=DEVICE, dtype=half)
+        calls["DeepSpeed's own"] = [_forward_and_backward(layer, x, grad, mask)]
+    yield Case(f"layer, both passes [{batch}, {tokens}, {hidden}]", 0, calls, in_graph=False)
+
+
+def _forward_and_backward(layer: torch.nn.Module, x: Tensor, grad: Tensor, *more: Tensor) -> Call:
+    leaves = [x, *layer.parameters()]
+
+    def run() -> object:
+        with torch.enable_grad():
+            return torch.autograd.grad(layer(x, *more), leaves, grad)
+
+    return run
+
+
+def _deepspeed_layer(module: ModuleType, batch: int, hidden: int, heads: int, p: float) -> torch.nn.Module:
+    """DeepSpeed's front end on DeepSpeed's own kernels."""
+    import deepspeed.ops.transformer.transformer as front_end
+
+    front_end.transformer_cuda_module = module
+    config = front_end.DeepSpeedTransformerConfig(
+        batch_size=batch,
+        hidden_size=hidden,
+        intermediate_size=4 * hidden,
+        heads=heads,
+        attn_dropout_ratio=p,
+        hidden_dropout_ratio=p,
+        num_hidden_layers=1,
+        initializer_range=0.02,
+        seed=1,
+        fp16=True,
+        pre_layer_norm=False,
+    )
+    layer: torch.nn.Module = front_end.DeepSpeedTransformerLayer(config).to(DEVICE).half()
+    return layer
+
+
+# ---- ops on activations ------------------------------------------------------------------------------------------
+def op_cases(*shapes: tuple[int, int]) -> Iterator[Case]:
+    """Ops of inference and training, on tokens of a layer."""
+    from ds_plugin_sdk.ops import activation, norm
+
+    half = torch.bfloat16
+    for tokens, hidden in shapes:
+        shape, weight, bias = (tokens, hidden), _random(hidden, dtype=half), _random(hidden, dtype=half)
+        size = tokens * hidden * 2
+        yield _case(f"layer_norm {list(shape)}", [shape], 2 * size, {
+            "ds_plugin": lambda x, w=weight, b=bias: norm.layer_norm(x, w, b),
+            "torch eager": lambda x, w=weight, b=bias: F.layer_norm(x, (x.shape[-1],), w, b),
+            "torch compiled": torch.compile(lambda x, w=weight, b=bias: F.layer_norm(x, (x.shape[-1],), w, b)),
+        })  # fmt: skip
+        yield _case(f"rms_norm {list(shape)}", [shape], 2 * size, {
+            "ds_plugin": lambda x, w=weight: norm.rms_norm(x, w),
+            "torch eager": lambda x, w=weight: F.rms_norm(x, (x.shape[-1],), w, 1e-6),
+            "torch compiled": torch.compile(lambda x, w=weight: F.rms_norm(x, (x.shape[-1],), w, 1e-6)),
+        })  # fmt: skip
+        yield _case(f"bias_gelu {list(shape)}", [shape], 2 * size, {
+            "ds_plugin": lambda x, b=bias: activation.bias_activation(x, b, "gelu_tanh"),
+            "torch eager": lambda x, b=bias: F.gelu(x + b, approximate="tanh"),
+            "torch compiled": torch.compile(lambda x, b=bias: F.gelu(x + b, approximate="tanh")),
+        })  # fmt: skip
+
+
+def head_cases() -> Iterator[Case]:
+    """Ops on the heads of an attention: LLaMA's rotary embedding, and softmax of scores."""
+    from ds_plugin_sdk.ops import rotary, softmax
+
+    tokens, head_dim = 4096, 128
+    cos, sin = (table.to(DEVICE) for table in rotary.angles(torch.arange(tokens), head_dim))
+    heads_shape = (1, 32, tokens, head_dim)
+
+    def turned(x: Tensor) -> Tensor:
+        first, second = x.float().chunk(2, -1)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
+
+    yield _case(f"rotary {list(heads_shape)}", [heads_shape], 2 * 2 * math.prod(heads_shape), {
+        "ds_plugin": lambda x: rotary.rotary(x, cos, sin),
+        "torch eager": turned,
+        "torch compiled": torch.compile(turned),
+    })  # fmt: skip
+    for batch, heads, length in ((8, 16, 2048), (32, 32, 128)):
+        shape = (batch, heads, length, length)
+        yield _case(f"softmax {list(shape)}", [shape], 4 * batch * heads * length * length, {
+            "ds_plugin": lambda x: softmax.softmax(x, scale=0.125),
+            "torch eager": lambda x: torch.softmax(x * 0.125, -1),
+            "torch compiled": torch.compile(lambda x: torch.softmax(x * 0.125, -1)),
+        })  # fmt: skip
+
+
+def training_cases() -> Iterator[Case]:
+    """What a transformer layer does between its matrix products, forward and backward."""
+    from ds_plugin_sdk.ops import transformer
+
+    half, seed, hidden = torch.bfloat16, transformer.new_seed(device=DEVICE), 4096
+    shape, size = (8192, hidden), 8192 * hidden * 2
+    weight, bias = _random(hidden, dtype=half), _random(hidden, dtype=half)
+
+    def sum_norm(x: Tensor, residual: Tensor) -> Tensor:
+        return F.layer_norm(residual + F.dropout(x + bias, 0.1), (hidden,), weight, bias)
+
+    yield _case(f"dropout_add_layer_norm {list(shape)}", [shape, shape], 4 * size, {
+        "ds_plugin": lambda x, r: transformer.dropout_add_layer_norm(x, weight, bias, r, bias=bias, p=0.1, seed=seed),
+        "torch eager": sum_norm,
+        "torch compiled": torch.compile(sum_norm),
+    })  # fmt: skip
+    mean, rstd = (torch.rand(8192, device=DEVICE) for _ in range(2))
+    backward = torch.ops.ds_plugin.dropout_add_layer_norm_backward
+    torch_backward = torch.ops.aten.native_layer_norm_backward
+    statistics_of_torch = (mean.unsqueeze(1), rstd.unsqueeze(1))
+    yield _case(f"layer norm backward {list(shape)}", [shape, shape], 3 * size, {
+        "ds_plugin": lambda g, x: backward(g, None, x, mean, rstd, weight, None, None, 0.0, False),
+        "torch eager": lambda g, x: torch_backward(g, x, (hidden,), *statistics_of_torch, weight, bias, [True] * 3),
+    })  # fmt: skip
+    yield _case(f"gelu backward {list(shape)}", [shape, shape], 3 * size, {
+        "ds_plugin": lambda g, x: torch.ops.ds_plugin.fused_bias_gelu_backward(g, x, bias, True),
+        "torch eager": lambda g, x: torch.ops.aten.gelu_backward(g, x + bias, approximate="tanh").sum(0),
+    })  # fmt: skip
+    for length in (128, 1024):
+        scores = (8 * (1024 // length) ** 2, 16, length, length)
+        size = math.prod(scores) * 2
+
+        def softmax(x: Tensor) -> Tensor:
+            return F.dropout(torch.softmax(x * 0.125, -1), 0.1)
+
+        yield _case(f"masked_softmax_dropout {list(scores)}", [scores], 3 * size, {
+            "ds_plugin": lambda x: transformer.masked_softmax_dropout(x, scale=0.125, p=0.1, seed=seed),
+            "torch eager": softmax,
+            "torch compiled": torch.compile(softmax),
+        })  # fmt: skip
+
+
+def quantizer_cases(own: Path | None) -> Iterator[Case]:
+    """Groups of 2,048 float16 values to 8 bits, beside DeepSpeed's own op."""
+    from ds_plugin_sdk.ops import quantizer
+
+    shape, groups = (8192, 4096), 16384
+    size = 8192 * 4096 * 2
+
+    def formula(x: Tensor) -> tuple[Tensor, Tensor]:
+        values = x.view(groups, -1).float()
+        scale = 128 / values.abs().amax(1, keepdim=True)
+        return (values * scale).round().clamp(-128, 127).to(torch.int8), 1 / scale
+
+    calls: dict[str, Callable[..., Any]] = {
+        "ds_plugin": lambda x: quantizer.quantize(x, groups=groups),
+        "torch eager": formula,
+        "torch compiled": torch.compile(formula),
+    }
+    module = own and deepspeed_cuda_ops.load("quantizer", own)
+    if module:
+        calls["DeepSpeed"] = lambda x: module.quantize(x, groups, 8, module.Symmetric)
+    yield _case(f"quantize {list(shape)}", [shape], size + size // 2, calls, dtype=torch.float16)
+
+
+def decode_cases() -> Iterator[Case]:
+    """One token after 4,095 others: attention, and a linear layer with int8 weights. LLaMA's shapes."""
+    from ds_plugin_sdk.ops import attention, linear
+
+    past, head_dim = 4095, 128
+    for batch, heads, kv_heads in ((1, 32, 32), (8, 32, 8)):
+        cache = (batch, kv_heads, past + 1, head_dim)
+        new = (batch, kv_heads, 1, head_dim)
+        yield _case(f"decode attention {list(cache)}, {heads} heads", [(batch, heads, 1, head_dim), new, cache, cache],
+                    2 * 2 * math.prod(cache), {
+            "ds_plugin": lambda q, k, key, value: attention.cached_attention(q, k, k, key, value, past),
+            "torch SDPA, nothing appended": lambda q, k, key, value: F.scaled_dot_product_attention(
+                q, key, value, enable_gqa=True
+            ),
+        })  # fmt: skip
+    rows, columns = 11008, 4096
+    for inputs in (1, 4):
+        weights = [linear.quantize_weight(_random(rows, columns, dtype=torch.bfloat16)) for _ in range(8)]
+        floats = [_random(rows, columns, dtype=torch.bfloat16) for _ in range(8)]
+        x = _random(inputs, columns, dtype=torch.bfloat16)
+        yield Case(f"linear int8 [{inputs}, {columns}] x [{rows}]", rows * columns, {
+            "ds_plugin int8": [lambda x=x, w=w: linear.linear(x, w[0], scales=w[1]) for w in weights],
+            "ds_plugin bfloat16": [lambda x=x, w=w: linear.linear(x, w) for w in floats],
+            "torch bfloat16": [lambda x=x, w=w: F.linear(x, w) for w in floats],
+        })  # fmt: skip
+
+
+def _random(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(shape, device=DEVICE, dtype=dtype)
+
+
+def _case(
+    name: str,
+    shapes: Sequence[tuple[int, ...]],
+    moved: int,
+    functions: dict[str, Callable[..., Any]],
+    dtype: torch.dtype = torch.bfloat16,
+) -> Case:
+    """A case of functions of tensors, rotating among as many sets of arguments as keep the L2 cache cold."""
+    l2 = torch.cuda.get_device_properties(DEVICE).L2_cache_size
+    sets = max(2, min(256, -(-ROTATION_IN_L2 * l2 // moved)))
+    arguments = [[_random(*shape, dtype=dtype) for shape in shapes] for _ in range(sets)]
+
+    def call(function: Callable[..., Any], tensors: Sequence[Tensor]) -> Call:
+        return lambda: function(*tensors)
+
+    return Case(name, moved, {n: [call(f, tensors) for tensors in arguments] for n, f in functions.items()})
+
+
+def groups_of_cases(own: Path | None) -> dict[str, Callable[[], Iterator[Case]]]:
+    """All cases in groups, which fail alone; what matters most first."""
+    return {
+        "optimizers": lambda: optimizer_cases(own),
+        "ops": lambda: op_cases((8192, 4096)),
+        "layer": lambda: layer_cases(own),
+        "decode": decode_cases,
+        "heads": head_cases,
+        "training": training_cases,
+        "quantizer": lambda: quantizer_cases(own),
+        "ops on other shapes": lambda: op_cases((32, 4096), (4096, 8192)),
+    }
