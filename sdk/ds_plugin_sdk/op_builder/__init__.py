@@ -16,7 +16,7 @@ from ds_plugin_sdk.op_builder.builder import (
     ReferenceOpBuilder,
     add_prebuilt,
 )
-from ds_plugin_sdk.op_builder.combined import PARTS, CombinedOpBuilder
+from ds_plugin_sdk.op_builder.combined import OWN_NAMES, CombinedOpBuilder
 from ds_plugin_sdk.op_builder.families import module_for, register_modules
 from ds_plugin_sdk.op_builder.kinds import CppOpBuilder, CUDAOpBuilder, SYCLOpBuilder
 from ds_plugin_sdk.op_builder.lookup import (
@@ -34,7 +34,7 @@ from ds_plugin_sdk.op_builder.lookup import (
 __all__ = [
     "HOST_BUILDERS",
     "OPTIONAL_BUILDERS",
-    "PARTS",
+    "OWN_NAMES",
     "CUDAOpBuilder",
     "CombinedOpBuilder",
     "CppOpBuilder",

@@ -13,8 +13,8 @@ COMBINED = {
     "inference_core_ops": ("norm", "activation", "linear", "fp6"),
 }
 
-# Op names that are parts only: no host asks for them.
-PARTS = frozenset(family for parts in COMBINED.values() for family in parts)
+# Op names of our own, which no host asks for: parts, and what hosts are given in another way.
+OWN_NAMES = frozenset({"all_reduce", *(family for parts in COMBINED.values() for family in parts)})
 
 
 class CombinedOpBuilder(OpBuilder):
@@ -42,4 +42,4 @@ class CombinedOpBuilder(OpBuilder):
         return families.module_for(self.NAME)
 
 
-__all__ = ["COMBINED", "PARTS", "CombinedOpBuilder"]
+__all__ = ["COMBINED", "OWN_NAMES", "CombinedOpBuilder"]

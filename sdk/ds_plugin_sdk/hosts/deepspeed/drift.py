@@ -180,7 +180,7 @@ def _builders() -> Iterator[Difference]:
         builder = op_builder.find(name, package, device)
         if issubclass(builder, op_builder.NotImplementedBuilder) and name != "NotImplementedBuilder":
             yield Difference(name, "missing", "default", "builder", f"not offered on '{device}': load() raises")
-    ours = {name for name, cls in op_builder.builders(package, device).items() if cls.NAME not in op_builder.PARTS}
+    ours = {name for name, cls in op_builder.builders(package, device).items() if cls.NAME not in op_builder.OWN_NAMES}
     for name in sorted(ours - set(asked)):
         yield Difference(name, "default", "missing", "builder", "this DeepSpeed does not ask for it")
 
