@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -127,6 +128,7 @@ say(tensor.tolist(), *by_torch)
 )
 
 pytestmark = [pytest.mark.compiler, pytest.mark.slow, pytest.mark.usefixtures("compiled_once")]
+shared_memory = pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="ranks share no memory here: no /dev/shm")
 
 
 def run(program: str, ranks: int, folder: Path) -> list[str]:
@@ -136,6 +138,7 @@ def run(program: str, ranks: int, folder: Path) -> list[str]:
     return sorted(re.findall(r"^rank \d: .*$", launch("torchrun", ranks, path), flags=re.MULTILINE))
 
 
+@shared_memory
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_sums(ranks: int, tmp_path: Path) -> None:
     said = run(SUMS, ranks, tmp_path)
@@ -151,6 +154,7 @@ def test_sums(ranks: int, tmp_path: Path) -> None:
         assert {largest, refused, then} <= set(said), said
 
 
+@shared_memory
 def test_a_rank_that_ended_is_told(tmp_path: Path) -> None:
     again, ended, _ = run(ENDED, 2, tmp_path)
     assert ended.startswith(
@@ -159,6 +163,7 @@ def test_a_rank_that_ended_is_told(tmp_path: Path) -> None:
     assert again.startswith("rank 0: an earlier all_reduce of this group was broken off (op 'all_reduce'): ")
 
 
+@shared_memory
 def test_a_late_rank_is_waited_for_until_the_groups_timeout(tmp_path: Path) -> None:
     said = run(LATE, 2, tmp_path)
     assert {"rank 0: in time [2.0]", "rank 1: in time [2.0]"} <= set(said), said
