@@ -40,9 +40,9 @@ inline ShortInputs inputs_from(const ShortInputs& input, const Dots& dots, int64
   return {input.values + m * dots.columns, input.scales + m * dots.groups};
 }
 
-// `rows` rows, at most kRows, with all inputs, the widest tiles first.
+// `rows` rows, at most kRows, with all inputs, the widest tiles first. Not inline, see finish().
 template <class Weight, class Input>
-void dot_rows(const Dots& dots, int64_t rows, int64_t inputs, const Weight* weight, const float* scales, Input input,
+__attribute__((noinline)) void dot_rows(const Dots& dots, int64_t rows, int64_t inputs, const Weight* weight, const float* scales, Input input,
               float* sums) {
   const auto tiles = [&](auto tile_rows, auto tile_inputs, int64_t m) {
     constexpr int R = decltype(tile_rows)::value, M = decltype(tile_inputs)::value;
@@ -62,6 +62,32 @@ void dot_rows(const Dots& dots, int64_t rows, int64_t inputs, const Weight* weig
     m += 2;
   }
   if (m < inputs) tiles(Constant<2>{}, Constant<1>{}, m);
+}
+
+// Bias, activation, gate and residual of `count` outputs of one input. Not inline: each copy takes long to compile.
+template <class Element>
+__attribute__((noinline)) void finish(const LinearLayer& task, const float* sums, const float* gates, int64_t input, int64_t first,
+                   int64_t count) {
+  const auto* bias = static_cast<const Element*>(task.bias);
+  const auto* gate_bias = bias ? bias + task.outputs + first : nullptr;
+  const auto* residual = static_cast<const Element*>(task.residual);
+  const int64_t at = input * task.outputs + first;
+  auto* output = static_cast<Element*>(task.output) + at;
+  with_constant(task.activation, [=](auto activation) {
+    for_each_vector(count, [=](int64_t i, auto memory) {
+      Floats sum = memory.load(sums + i);
+      if (bias) sum += memory.load(bias + first + i);
+      if (gates) {
+        Floats gate = memory.load(gates + i);
+        if (gate_bias) gate += memory.load(gate_bias + i);
+        sum *= activate_by(activation, gate);
+      } else {
+        sum = activate_by(activation, sum);
+      }
+      if (residual) sum += memory.load(residual + at + i);
+      memory.store(output + i, sum);
+    });
+  });
 }
 
 template <class Element, class Weight>
@@ -87,8 +113,8 @@ struct Linear {
       const int64_t first = begin + o;
       float sums[2][kBlock];
       for (int64_t r = 0; r < count; ++r) dot_one(task, first + r, apart, r < pairs, sums[0][r], sums[1][r]);
-      finish(task, sums[0], task.gated ? sums[1] : nullptr, 0, first, count);
-      if (!task.gated) finish(task, sums[1], nullptr, 0, first + apart, pairs);
+      finish<Element>(task, sums[0], task.gated ? sums[1] : nullptr, 0, first, count);
+      if (!task.gated) finish<Element>(task, sums[1], nullptr, 0, first + apart, pairs);
     }
   }
 
@@ -115,7 +141,7 @@ struct Linear {
     dot(task, first_input, inputs, first, count, sums);
     if (task.gated) dot(task, first_input, inputs, task.outputs + first, count, gates);
     for (int64_t m = 0; m < inputs; ++m) {
-      finish(task, sums + m * kBlock, task.gated ? gates + m * kBlock : nullptr, first_input + m, first, count);
+      finish<Element>(task, sums + m * kBlock, task.gated ? gates + m * kBlock : nullptr, first_input + m, first, count);
     }
   }
 
@@ -135,31 +161,6 @@ struct Linear {
       }
       dot_rows(dots, rows, inputs, from, scales, inputs_from(task.widened, dots, first_input), sums + r);
     }
-  }
-
-  // Bias, activation, gate and residual of `count` outputs of one input.
-  static void finish(const LinearLayer& task, const float* sums, const float* gates, int64_t input, int64_t first,
-                     int64_t count) {
-    const auto* bias = static_cast<const Element*>(task.bias);
-    const auto* gate_bias = bias ? bias + task.outputs + first : nullptr;
-    const auto* residual = static_cast<const Element*>(task.residual);
-    const int64_t at = input * task.outputs + first;
-    auto* output = static_cast<Element*>(task.output) + at;
-    with_constant(task.activation, [=](auto activation) {
-      for_each_vector(count, [=](int64_t i, auto memory) {
-        Floats sum = memory.load(sums + i);
-        if (bias) sum += memory.load(bias + first + i);
-        if (gates) {
-          Floats gate = memory.load(gates + i);
-          if (gate_bias) gate += memory.load(gate_bias + i);
-          sum *= activate_by(activation, gate);
-        } else {
-          sum = activate_by(activation, sum);
-        }
-        if (residual) sum += memory.load(residual + at + i);
-        memory.store(output + i, sum);
-      });
-    });
   }
 };
 
