@@ -29,6 +29,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(transformer, "SIZES", {"small": (1, 8, 32, 2)})
     monkeypatch.setattr(quantizer, "SIZES", {"16 k": 16 << 10})
     monkeypatch.setattr(sparse_attention, "LENGTH", 512)
+    patterns = {name: sparse_attention.PATTERNS[name] for name in ("bigbird", "local")}
+    monkeypatch.setattr(sparse_attention, "PATTERNS", patterns)
     monkeypatch.setattr(inference, "SETTINGS", {"decode": (1, 1, 8)})
     monkeypatch.setattr(ops, "copy_rate", lambda: 2.0)
     monkeypatch.setattr(timing, "_TURN", 0.0)
