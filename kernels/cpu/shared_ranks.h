@@ -38,7 +38,8 @@ class SharedRanks {
 
   // Adds up `data[start..bytes)` over all ranks. Returns where it stopped: at `bytes`, or before it where some rank has
   // kept this one waiting for `patience` seconds; it is then called again with what it returned.
-  // `add(output, slots, bytes)` adds up a piece. All ranks call it with as many bytes, or it fails: `other()` is then not -1.
+  // `add(output, slots, bytes)` adds up a piece. All ranks call it with as many bytes, or it fails: `other()` is then
+  // not -1.
   template <class Add>
   int64_t all_reduce(char* data, int64_t bytes, int64_t start, double patience, const Add& add) {
     std::vector<const void*> slots(ranks_);

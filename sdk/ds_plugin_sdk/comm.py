@@ -5,7 +5,7 @@
     comm.all_reduce(activations, group=tensor_parallel_group)
 
 Between layers that are divided among ranks, a token's activations are summed: some kilobytes, dozens of times a token.
-Ranks of one machine do it in memory that they share, in microseconds; gloo's sockets take a hundred times as long.
+Ranks of one machine do it in memory that they share, in microseconds; gloo's sockets take dozens of times as long.
 """
 
 from __future__ import annotations

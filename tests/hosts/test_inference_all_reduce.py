@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from ds_plugin_sdk import comm
 from ds_plugin_sdk.hosts.deepspeed import all_reduce
@@ -51,8 +52,13 @@ def test_two_groups_of_two_ranks(launcher: str, tmp_path: Path) -> None:
     assert not wrong, wrong
 
 
-@pytest.mark.parametrize(("its_own_op", "asked"), [(None, "the SDK"), ("DeepSpeed's op", "DeepSpeed")])
-def test_who_has_deepspeeds_op_keeps_it(its_own_op: str | None, asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("its_own_op", "ranks", "asked"),
+    [(None, 2, "the SDK"), (None, 1, "nobody"), ("DeepSpeed's op", 2, "DeepSpeed"), ("DeepSpeed's op", 1, "DeepSpeed")],
+)
+def test_who_has_deepspeeds_op_keeps_it(
+    its_own_op: str | None, ranks: int, asked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls: list[tuple[Any, ...]] = []
 
     class TorchBackend:
@@ -66,10 +72,12 @@ def test_who_has_deepspeeds_op_keeps_it(its_own_op: str | None, asked: str, monk
         def _reduce_op(self, op: Any) -> Any:
             return f"torch's {op}"
 
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: ranks)
     monkeypatch.setattr(comm, "all_reduce", lambda *arguments: calls.append(("the SDK", *arguments)))
     all_reduce.replace(SimpleNamespace(TorchBackend=TorchBackend))  # type: ignore[arg-type]  # stands for the module
     TorchBackend().inference_all_reduce("a tensor", "SUM", "a group")
-    assert calls == [(asked, "a tensor", "torch's SUM" if asked == "the SDK" else "SUM", "a group")]
+    reduction = "torch's SUM" if asked == "the SDK" else "SUM"
+    assert calls == ([] if asked == "nobody" else [(asked, "a tensor", reduction, "a group")])
 
 
 @pytest.mark.deepspeed

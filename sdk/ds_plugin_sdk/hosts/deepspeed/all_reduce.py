@@ -11,7 +11,7 @@ import functools
 from types import ModuleType
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, distributed
 
 from ds_plugin_sdk import comm
 
@@ -31,7 +31,8 @@ def replace(backend: ModuleType) -> None:
         # Older releases have one argument more, and may return a handle to wait for.
         if rest or getattr(self, "shm_comm_op", own) is not None:
             return own(self, tensor, op, group, *rest)
-        comm.all_reduce(tensor, self._reduce_op(op), group)
+        if distributed.get_world_size(group) > 1:
+            comm.all_reduce(tensor, self._reduce_op(op), group)
         return tensor
 
     backend.TorchBackend.inference_all_reduce = inference_all_reduce
