@@ -3,8 +3,6 @@
 // (Milakov and Gimelshein 2018). How many parts there are depends on shapes alone: any GPU gives the same bits.
 #include "attention_launch.h"
 
-#include <type_traits>
-
 #include "row.cuh"
 
 namespace ds_kernels::cuda {
@@ -235,9 +233,9 @@ bool fit_packs(const Attention& t) {
 // Calls `with(tile)` for the queries that a head of keys has.
 template <class With>
 void with_tile(int64_t queries, const With& with) {
-  if (queries == 1) return with(std::integral_constant<int, 1>{});
-  if (queries <= 4) return with(std::integral_constant<int, 4>{});
-  with(std::integral_constant<int, 8>{});
+  if (queries == 1) return with(Constant<1>{});
+  if (queries <= 4) return with(Constant<4>{});
+  with(Constant<8>{});
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <cstdint>
 
 #include <ds_kernels/config.h>
@@ -50,6 +51,14 @@ __device__ __forceinline__ void narrow(float x, Float16& to) {
 // Elements that a thread takes at once: 16 bytes of the narrowest type involved.
 template <class T>
 constexpr int kPack = 16 / sizeof(T);
+template <class... Elements>
+constexpr int kWidestPack = std::max({kPack<Elements>...});
+
+// A number as a type: an argument of a generic lambda from which that can make an array.
+template <int value>
+struct Constant {
+  __host__ __device__ constexpr operator int() const { return value; }
+};
 
 namespace detail {
 

@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(kThreads)
   auto* v = static_cast<State*>(table.data[kExpAvgSqs][chunk.tensor]) + chunk.begin;
   const bool aligned = is_aligned(p) && is_aligned(g) && is_aligned(m) && is_aligned(v);
   LambSums sums;
-  for_each_pack<std::max({kPack<Param>, kPack<Grad>, kPack<State>})>(aligned, chunk.count, [&](auto pack, int i) {
+  for_each_pack<kWidestPack<Param, Grad, State>>(aligned, chunk.count, [&](auto pack, int i) {
     float params[pack], grads[pack], first[pack], second[pack];
     load<pack>(p + i, params);
     load<pack>(g + i, grads);
@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(kThreads)
   auto* copies = static_cast<Copy*>(table.data[kCopies][chunk.tensor]);
   if (copies) copies += chunk.begin;
   const bool aligned = is_aligned(p) && is_aligned(m) && is_aligned(v) && is_aligned(copies);
-  for_each_pack<std::max({kPack<Param>, kPack<State>, kPack<Copy>})>(aligned, chunk.count, [&](auto pack, int i) {
+  for_each_pack<kWidestPack<Param, State, Copy>>(aligned, chunk.count, [&](auto pack, int i) {
     float params[pack], first[pack], second[pack];
     load<pack>(p + i, params);
     load<pack>(m + i, first);

@@ -2,8 +2,6 @@
 // output if it is gated, and four inputs.
 #include "linear_launch.h"
 
-#include <type_traits>
-
 #include "row.cuh"
 
 namespace ds_kernels::cuda {
@@ -155,9 +153,6 @@ __global__ void finish_kernel(const LinearLayer t, const Element* sums, const un
 }
 
 // ---- launches ----------------------------------------------------------------------------------------------------
-
-template <int value>
-using Constant = std::integral_constant<int, value>;
 
 template <class Weight, class Element>
 void run(const char* op, const LinearLayer& t, Stream stream) {

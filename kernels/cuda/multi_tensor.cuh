@@ -56,8 +56,8 @@ struct Table {
 template <int pack, class Body>
 __device__ __forceinline__ void for_each_pack(bool aligned, int count, const Body& body) {
   const int thread = static_cast<int>(threadIdx.x), packed = aligned ? count / pack * pack : 0;
-  for (int i = thread * pack; i < packed; i += kThreads * pack) body(std::integral_constant<int, pack>{}, i);
-  for (int i = packed + thread; i < count; i += kThreads) body(std::integral_constant<int, 1>{}, i);
+  for (int i = thread * pack; i < packed; i += kThreads * pack) body(Constant<pack>{}, i);
+  for (int i = packed + thread; i < count; i += kThreads) body(Constant<1>{}, i);
 }
 
 // Cuts the tensors into launches: calls `body(table)` for each. `extra_of(tensor)` gives what a table has of a tensor.
@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(kThreads)
     data[list] = table.data[list][chunk.tensor];
     aligned = aligned && is_aligned(data[list]);
   }
-  for_each_pack<std::max({kPack<Elements>...})>(aligned, chunk.count, [&](auto pack, int i) {
+  for_each_pack<kWidestPack<Elements...>>(aligned, chunk.count, [&](auto pack, int i) {
     update_elements<pack, Update, Constants, Elements...>(data, chunk.begin + i, constants,
                                                           std::make_index_sequence<lists>{});
   });

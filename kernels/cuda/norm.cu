@@ -2,8 +2,6 @@
 //
 // A row is gathered into registers. One pass gives its mean, another its variance and what rounding took from the mean,
 // for which both are corrected (Chan, Golub & LeVeque 1983): rows far from zero lose no digits.
-#include <type_traits>
-
 #include "launch.cuh"
 #include "norm_launch.h"
 #include "row.cuh"
@@ -70,9 +68,9 @@ void norm(const NormRows& n, Dtype dtype, Stream stream) {
       launch(op, norm_kernel<Element, pack, centred>, grid(op, n.rows), row_threads(n.columns / pack), stream, n);
     };
     if (in_packs<Element>(n.columns, n.input, n.residual, n.input_bias, n.weight, n.bias, n.output, n.sum)) {
-      run(std::integral_constant<int, kPack<Element>>{});
+      run(Constant<kPack<Element>>{});
     } else {
-      run(std::integral_constant<int, 1>{});
+      run(Constant<1>{});
     }
   });
 }

@@ -245,9 +245,6 @@ __global__ void __launch_bounds__(kMaxTeam) fake_quantize_kernel(const FakeQuant
 
 // ---- launches ----------------------------------------------------------------------------------------------------
 
-template <int value>
-using Constant = std::integral_constant<int, value>;
-
 // Calls `with(bits, count)`, of whose arguments the types count.
 template <class With>
 void with_levels(int bits, bool packed, const With& with) {

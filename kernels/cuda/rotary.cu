@@ -1,6 +1,4 @@
 // Rotary position embedding. A block has the heads of one token, which share its angles; a thread has packs of pairs.
-#include <type_traits>
-
 #include "launch.cuh"
 #include "rotary_launch.h"
 #include "row.cuh"
@@ -94,9 +92,9 @@ void run(const char* op, const Rotation& r, Stream stream) {
     launch(op, rotary_kernel<Element, pack, interleaved>, grid(op, r.batch * r.tokens), threads, stream, r);
   };
   if (in_packs(r, kPack<Element>)) {
-    run(std::integral_constant<int, kPack<Element>>{});
+    run(Constant<kPack<Element>>{});
   } else {
-    run(std::integral_constant<int, 1>{});
+    run(Constant<1>{});
   }
 }
 

@@ -177,9 +177,9 @@ void launch_in_packs(const char* op, const Rows& rows, Dtype dtype, Stream strea
     };
     using Element = decltype(element);
     if (in_packs<Element>(rows.columns, pointers...)) {
-      with_pack(std::integral_constant<int, kPack<Element>>{});
+      with_pack(Constant<kPack<Element>>{});
     } else {
-      with_pack(std::integral_constant<int, 1>{});
+      with_pack(Constant<1>{});
     }
   });
 }

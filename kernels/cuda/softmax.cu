@@ -1,6 +1,4 @@
 // Softmax of attention scores, a block for each row.
-#include <type_traits>
-
 #include "launch.cuh"
 #include "row.cuh"
 #include "softmax_launch.h"
@@ -86,9 +84,9 @@ void run(const char* op, const Scores& s, Stream stream) {
            row_threads(s.keys / pack), stream, s);
   };
   if (in_packs(s, kPack<Element>)) {
-    run(std::integral_constant<int, kPack<Element>>{});
+    run(Constant<kPack<Element>>{});
   } else {
-    run(std::integral_constant<int, 1>{});
+    run(Constant<1>{});
   }
 }
 

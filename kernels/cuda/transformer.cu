@@ -433,9 +433,6 @@ __global__ void __launch_bounds__(kMaxTeam) softmax_gradient_kernel(const Softma
 
 // ---- launches ----------------------------------------------------------------------------------------------------
 
-template <int count>
-using Packs = std::integral_constant<int, count>;
-
 // Whether rows can be read in packs from these addresses (null ones do not matter).
 template <class... Pointers>
 bool fit_packs(int64_t columns, Pointers... pointers) {
@@ -446,7 +443,7 @@ bool fit_packs(int64_t columns, Pointers... pointers) {
 template <class With>
 void with_quads(Dtype dtype, bool packed, const With& with) {
   with_element(dtype, [&](auto element) {
-    return packed ? with(element, Packs<kQuadPack>{}) : with(element, Packs<1>{});
+    return packed ? with(element, Constant<kQuadPack>{}) : with(element, Constant<1>{});
   });
 }
 
@@ -539,9 +536,9 @@ void launch_bias_gelu(const char* op, const GeluRows& g, Dtype dtype, Stream str
       launch(op, gelu_kernel<Element, pack>, share.blocks(op, g.rows), share.threads, stream, g, share.blocks_of_row);
     };
     if (in_packs<Element>(g.columns, g.input, g.bias, g.output)) {
-      run(Packs<kPack<Element>>{});
+      run(Constant<kPack<Element>>{});
     } else {
-      run(Packs<1>{});
+      run(Constant<1>{});
     }
   });
 }

@@ -6,10 +6,16 @@
 // synchronises a warp; a barrier that some thread never reaches is an error and not a deadlock.
 //
 //     g++ -x c++ -DDS_KERNELS_CUDA_ON_HOST -Ikernels/tests/cuda_on_host ... kernels/cuda/adam.cu
+//
+// With -fsanitize=thread each fiber is a thread for ThreadSanitizer, ordered with those of its block by barriers alone,
+// as on a GPU: a barrier that is missing is reported, whichever turn the fibers took. Shuffles order no memory.
 #pragma once
 
 #include <setjmp.h>
 #include <ucontext.h>
+#ifdef __SANITIZE_THREAD__
+#include <sanitizer/tsan_interface.h>
+#endif
 
 #include <cmath>
 #include <cstddef>
@@ -19,10 +25,16 @@
 #include <cstring>
 #include <functional>
 #include <memory>
-#include <vector>
 
 #ifndef DS_KERNELS_CUDA_ON_HOST
 #error "this header is for -DDS_KERNELS_CUDA_ON_HOST"
+#endif
+
+// What stands in for the GPU itself is no access of a kernel.
+#ifdef __SANITIZE_THREAD__
+#define ON_HOST_UNSEEN __attribute__((no_sanitize("thread"), noinline))
+#else
+#define ON_HOST_UNSEEN
 #endif
 
 #define __global__
@@ -69,27 +81,49 @@ inline cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }
 
 namespace on_host {
 
-constexpr int kWarp = 32;
+constexpr int kWarp = 32, kMostThreads = 1024;
 constexpr size_t kStackBytes = 256 << 10;
 
 enum class State { runnable, at_warp, at_block, done };
 
+// What ThreadSanitizer is told: which thread runs, and what orders threads.
+#ifdef __SANITIZE_THREAD__
+inline void* new_thread() { return __tsan_create_fiber(0); }
+inline void* this_thread() { return __tsan_get_current_fiber(); }
+inline void runs(void* thread) { __tsan_switch_to_fiber(thread, __tsan_switch_to_fiber_no_sync); }
+inline void before(void* order) { __tsan_release(order); }
+inline void after(void* order) { __tsan_acquire(order); }
+#else
+inline void* new_thread() { return nullptr; }
+inline void* this_thread() { return nullptr; }
+inline void runs(void*) {}
+inline void before(void*) {}
+inline void after(void*) {}
+#endif
+
 // Where a fiber goes on. A jump takes nanoseconds; swapcontext asks the system for the signal mask, twice.
-using Place = jmp_buf;
+struct Place {
+  jmp_buf registers;
+  void* thread;
+};
 
 struct Fiber {
   Place place;
   std::unique_ptr<char[]> stack{new char[kStackBytes]};
   State state = State::done;
   int shuffles = 0;
+  int warp_barriers = 0, block_barriers = 0;
   uint64_t slot[2];  // what it offers to the shuffle under way, and to the one before
 };
 
 struct Block {
   Place scheduler;
-  std::vector<std::unique_ptr<Fiber>> fibers;
+  Fiber* fibers[kMostThreads];
   std::function<void()> kernel;
-  int threads = 0, current = 0;
+  int made = 0, threads = 0, current = 0;
+  // Addresses that stand for what threads wait for. A barrier has two, in turns: who is already at the next one has not
+  // let anybody pass this one.
+  char begin, end, block_barrier[2], warp_barrier[kMostThreads / kWarp][2];
 };
 
 inline Block block;
@@ -100,48 +134,62 @@ inline dim3 thread_index, block_index, block_dimensions, grid_dimensions;
   std::abort();
 }
 
-inline Fiber& current() { return *block.fibers[block.current]; }
+ON_HOST_UNSEEN inline Fiber& current() { return *block.fibers[block.current]; }
 
-__attribute__((noinline)) inline void go(Place& from, Place& to) {
-  if (!_setjmp(from)) _longjmp(to, 1);
+__attribute__((noinline)) ON_HOST_UNSEEN inline void go(Place& from, Place& to) {
+  if (_setjmp(from.registers)) return;
+  runs(to.thread);
+  _longjmp(to.registers, 1);
 }
 
-inline void wait(State state) {
+ON_HOST_UNSEEN inline void wait(State state) {
   const int me = block.current;
   current().state = state;
   go(current().place, block.scheduler);
   block.current = me;  // the scheduler has set thread_index with it
 }
 
+ON_HOST_UNSEEN inline void barrier(State state, int& barriers, char (&orders)[2]) {
+  char* order = &orders[barriers++ & 1];
+  before(order);
+  wait(state);
+  after(order);
+}
+
 // A fiber runs the thread of its index in one block after the other.
 inline void live() {
   for (;;) {
     wait(State::done);
+    after(&block.begin);
     block.kernel();
+    before(&block.end);
   }
 }
 
-inline void resume(int thread) {
+ON_HOST_UNSEEN inline void resume(int thread) {
   block.current = thread;
   thread_index = dim3(static_cast<unsigned>(thread), 0, 0);
   go(block.scheduler, current().place);
 }
 
 // Makes a fiber, up to its first wait.
-__attribute__((noinline)) inline void add_fiber() {
-  block.fibers.push_back(std::make_unique<Fiber>());
-  block.current = static_cast<int>(block.fibers.size()) - 1;
+__attribute__((noinline)) ON_HOST_UNSEEN inline void add_fiber() {
+  block.current = block.made++;
+  block.fibers[block.current] = new Fiber;
+  current().place.thread = new_thread();
   ucontext_t context;
   getcontext(&context);
   context.uc_stack.ss_sp = current().stack.get();
   context.uc_stack.ss_size = kStackBytes;
   context.uc_link = nullptr;
   makecontext(&context, live, 0);
-  if (!_setjmp(block.scheduler)) setcontext(&context);
+  if (_setjmp(block.scheduler.registers)) return;
+  runs(current().place.thread);
+  setcontext(&context);
 }
 
 // Lets the threads [first, last) go on if all of them that still run wait for each other. Whether any did.
-inline bool release(int first, int last, State state) {
+ON_HOST_UNSEEN inline bool release(int first, int last, State state) {
   int waiting = 0;
   for (int i = first; i < last; ++i) {
     const State now = block.fibers[i]->state;
@@ -154,29 +202,34 @@ inline bool release(int first, int last, State state) {
   return waiting > 0;
 }
 
-inline void start(int threads) {
-  while (static_cast<int>(block.fibers.size()) < threads) add_fiber();
+ON_HOST_UNSEEN inline void start(int threads) {
+  if (threads > kMostThreads) die("a block of more threads than a GPU takes");
+  block.scheduler.thread = this_thread();
+  while (block.made < threads) add_fiber();
   block.threads = threads;
   for (int i = 0; i < threads; ++i) {
-    block.fibers[i]->state = State::runnable;
-    block.fibers[i]->shuffles = 0;
+    Fiber& fiber = *block.fibers[i];
+    fiber.state = State::runnable;
+    fiber.shuffles = fiber.warp_barriers = fiber.block_barriers = 0;
   }
 }
 
-inline void run_block() {
+ON_HOST_UNSEEN inline void run_block() {
+  before(&block.begin);
   for (;;) {
     bool ran = false, all_done = true;
     for (int i = 0; i < block.threads; ++i) {
       if (block.fibers[i]->state == State::runnable) resume(i), ran = true;
       all_done = all_done && block.fibers[i]->state == State::done;
     }
-    if (all_done) return;
+    if (all_done) break;
     for (int i = 0; i < block.threads; i += kWarp) {
       ran |= release(i, i + kWarp < block.threads ? i + kWarp : block.threads, State::at_warp);
     }
     ran |= release(0, block.threads, State::at_block);
     if (!ran) die("a barrier that not all threads reach");
   }
+  after(&block.end);
 }
 
 template <class... Parameters, class... Arguments>
@@ -195,15 +248,15 @@ void run(void (*kernel)(Parameters...), dim3 blocks, unsigned threads, const Arg
 
 // The value that the thread of another lane offers; one's own where that lane has no thread or has ended.
 template <class T>
-T shuffle(T value, int lane) {
+ON_HOST_UNSEEN T shuffle(T value, int lane) {
   static_assert(sizeof(T) <= 8, "one register or two");
   const int me = block.current, parity = current().shuffles++ & 1;
-  std::memcpy(&current().slot[parity], &value, sizeof(T));
+  __builtin_memcpy(&current().slot[parity], &value, sizeof(T));
   wait(State::at_warp);
   const int other = me / kWarp * kWarp + lane;
   // It may have taken part and ended since.
   if (lane >= kWarp || other >= block.threads || block.fibers[other]->shuffles < current().shuffles) return value;
-  std::memcpy(&value, &block.fibers[other]->slot[parity], sizeof(T));
+  __builtin_memcpy(&value, &block.fibers[other]->slot[parity], sizeof(T));
   return value;
 }
 
@@ -238,8 +291,13 @@ inline uint16_t narrow_float16(float x) {
 
 // ---- what kernels call -----------------------------------------------------------------------------------------
 
-inline void __syncthreads() { on_host::wait(on_host::State::at_block); }
-inline void __syncwarp(unsigned = 0xffffffffu) { on_host::wait(on_host::State::at_warp); }
+inline void __syncthreads() {
+  on_host::barrier(on_host::State::at_block, on_host::current().block_barriers, on_host::block.block_barrier);
+}
+inline void __syncwarp(unsigned = 0xffffffffu) {
+  const int warp = on_host::block.current / on_host::kWarp;
+  on_host::barrier(on_host::State::at_warp, on_host::current().warp_barriers, on_host::block.warp_barrier[warp]);
+}
 
 template <class T>
 T __shfl_sync(unsigned, T value, int lane) {
