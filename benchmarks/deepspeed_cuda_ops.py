@@ -10,9 +10,12 @@ from __future__ import annotations
 import functools
 import importlib.machinery
 import importlib.util
+import os
+import re
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
@@ -26,17 +29,42 @@ OPS = {
 BUILD = "from deepspeed.accelerator import get_accelerator; get_accelerator().create_op_builder({builder!r}).load()"
 
 
-def build(op: str) -> str:
+def build(op: str, environment: Mapping[str, str]) -> str:
     """Build one op; how it went, in a line."""
     begin = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-c", BUILD.format(builder=OPS[op])], capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "-c", BUILD.format(builder=OPS[op])]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode == 0:
         return f"{op}: {time.monotonic() - begin:.0f} s"
-    lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
-    error = next((line for line in lines if "error" in line.lower()), lines[-1] if lines else "no output")
-    return f"{op}: does not build: {error.strip()}"
+    return f"{op}: does not build: {first_error(done.stdout + done.stderr)}"
+
+
+def first_error(output: str) -> str:
+    """The line that says most: a compiler's or linker's, else the last."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()] or ["no output"]
+    return next(filter(re.compile(r"\berror: |cannot find |undefined reference").search, lines), lines[-1])
+
+
+def with_pips_cuda(environment: Mapping[str, str], links: Path) -> dict[str, str]:
+    """An environment in which compilers also find headers and libraries of the CUDA that pip has installed with torch.
+
+    DeepSpeed wants more of them than some toolkits have. pip's libraries are named as only a loader takes them, hence
+    the links.
+    """
+    torch = importlib.util.find_spec("torch")
+    site = Path(torch.origin).parents[1] if torch and torch.origin else Path()
+    homes = sorted(site.glob("nvidia/cu[0-9]*"))
+    links.mkdir(parents=True, exist_ok=True)
+    for library in (library for home in homes for library in home.glob("lib/lib*.so.*")):
+        link = links / library.name.partition(".so.")[0]
+        link = link.with_name(f"{link.name}.so")
+        if not link.exists():
+            link.symlink_to(library)
+    more = {"CPLUS_INCLUDE_PATH": [home / "include" for home in homes], "LIBRARY_PATH": [links]}
+    return {**environment} | {
+        name: os.pathsep.join([*filter(None, [environment.get(name)]), *map(str, paths)])
+        for name, paths in more.items()
+    }
 
 
 @functools.cache
@@ -54,8 +82,9 @@ def load(op: str, folder: Path) -> ModuleType | None:
 
 
 def main() -> None:
+    environment = with_pips_cuda(os.environ, Path(sys.argv[1]) / "libraries")
     with ThreadPoolExecutor() as pool:
-        for line in pool.map(build, OPS):
+        for line in pool.map(lambda op: build(op, environment), OPS):
             print(line, flush=True)
 
 

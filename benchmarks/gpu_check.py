@@ -238,12 +238,17 @@ subprocess.run([nvcc, *options, *objects, "-o", binary], check=True)
 """
 
 
-def native_tests(run: Run, nvcc: str, arch: str) -> None:
-    """The launchers' tests, which need no torch, then the same under NVIDIA's sanitizer."""
-    binary = WORK / "test_cuda"
+def building_of_native_tests(nvcc: str, arch: str, binary: Path) -> tuple[str | Path, ...]:
+    """Arguments for Python, to compile the launchers' tests, which need no torch."""
     sources = [ROOT / "kernels" / "tests" / "test_cuda.cpp", *sorted((ROOT / "kernels" / "cuda").glob("*.cu"))]
     options = ("-std=c++17", "-O2", "-lineinfo", f"-arch={arch}", f"-I{ROOT / 'kernels' / 'include'}")
-    command = ("-c", NATIVE, nvcc, binary, *options, *sources)
+    return ("-c", NATIVE, nvcc, binary, *options, *sources)
+
+
+def native_tests(run: Run, nvcc: str, arch: str) -> None:
+    """The launchers' tests, then the same under NVIDIA's sanitizer."""
+    binary = WORK / "test_cuda"
+    command = building_of_native_tests(nvcc, arch, binary)
     if not run.python("native tests: build", *command, limit=min(150, run.left(RESERVE))):
         return
     run.step("native tests", (binary,), limit=min(40, run.left(RESERVE)))

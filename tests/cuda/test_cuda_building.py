@@ -9,6 +9,7 @@ import zipfile
 from pathlib import Path
 
 import cuda_compile
+import gpu_check
 import pytest
 from small_op import script
 
@@ -152,3 +153,15 @@ def test_the_wheel_carries_binaries(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert set(code) == {"sm_90", "PTX"} and code["sm_90"] > code["PTX"] > 0
     cuda_compile.main(tmp_path)
     assert "| family | s | KiB | sm_90 | PTX |" in capsys.readouterr().out
+
+
+@needs_nvcc
+@pytest.mark.compiler
+@pytest.mark.slow
+def test_the_native_tests_compile_as_on_a_gpu_machine(tmp_path: Path) -> None:
+    """Without the JIT's options for nvcc: what `make gpu-check` runs under compute-sanitizer."""
+    assert NVCC is not None
+    command = gpu_check.building_of_native_tests(NVCC, "sm_90", tmp_path / "test_cuda")
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "test_cuda").exists()

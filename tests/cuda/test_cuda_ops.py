@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import time
 import types
 from collections.abc import Callable, Iterator
@@ -97,3 +98,26 @@ def test_another_process_goes_on_where_a_gpu_was_lost(tmp_path: Path, monkeypatc
 
 def test_ops_that_were_not_built_are_none(tmp_path: Path) -> None:
     assert deepspeed_cuda_ops.load("fused_adam", tmp_path) is None
+
+
+def test_why_an_op_does_not_build_is_said_in_a_line() -> None:
+    output = "nvcc -c a.cu\na.cu(3): error: no operator\n  detail\nsubprocess.CalledProcessError: non-zero exit status"
+    assert deepspeed_cuda_ops.first_error(output) == "a.cu(3): error: no operator"
+    assert deepspeed_cuda_ops.first_error("ld: cannot find -lcurand\ncollect2: error") == "ld: cannot find -lcurand"
+    assert deepspeed_cuda_ops.first_error("Traceback\n\n  killed\n") == "killed"
+    assert deepspeed_cuda_ops.first_error("") == "no output"
+
+
+def test_pips_cuda_libraries_are_found_by_a_linker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    site = tmp_path / "site-packages"
+    library = site / "nvidia" / "cu13" / "lib" / "libcurand.so.10"
+    for path in (library, site / "torch" / "__init__.py"):
+        path.parent.mkdir(parents=True)
+        path.touch()
+    spec = importlib.machinery.ModuleSpec("torch", None, origin=str(site / "torch" / "__init__.py"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: spec)
+    for _ in range(2):
+        found = deepspeed_cuda_ops.with_pips_cuda({"LIBRARY_PATH": "/mine"}, tmp_path / "links")
+    assert found["LIBRARY_PATH"] == f"/mine:{tmp_path / 'links'}"
+    assert found["CPLUS_INCLUDE_PATH"] == str(site / "nvidia" / "cu13" / "include")
+    assert (tmp_path / "links" / "libcurand.so").resolve() == library

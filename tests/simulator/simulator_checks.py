@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ds_plugin_sdk import simulator
+from ds_plugin_sdk.nn import TransformerLayer
 from ds_plugin_sdk.simulator import build
 
 NAME = "zap"
@@ -393,14 +394,22 @@ def random_states_can_be_saved() -> None:
 
 
 def recomputed_activations_drop_the_same() -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8)).to(NAME)
-    x = torch.randn(4, 8, device=NAME, requires_grad=True)
-    gradients = []
-    for call in (model, lambda x: checkpoint(model, x, use_reentrant=False)):
-        torch.manual_seed(3)
-        (gradient,) = torch.autograd.grad(call(x).square().sum(), x)
-        gradients.append(gradient.cpu())
-    assert torch.equal(*gradients)
+    x = torch.randn(2, 4, 8, device=NAME, requires_grad=True)
+    for made in (nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8)), TransformerLayer(8, 2)):
+        model, gradients = made.to(NAME), []
+        for seed in (3, 3, 4):
+            torch.manual_seed(seed)
+            y = checkpoint(model, x, use_reentrant=False) if gradients else model(x)
+            gradients.append(torch.autograd.grad(y.square().sum(), x)[0].cpu())
+        assert torch.equal(gradients[0], gradients[1]), f"{model} dropped others the second time"
+        assert not torch.equal(gradients[0], gradients[2])
+
+
+def what_a_layer_drops_moves_no_state_of_the_host() -> None:
+    layer, x = TransformerLayer(8, 2).to(NAME), torch.randn(2, 4, 8, device=NAME)
+    state = torch.get_rng_state()
+    layer(x)
+    assert torch.equal(torch.get_rng_state(), state), "a copy from the host would wait for the device"
 
 
 # ---------------------------------------------------------------------- models

@@ -18,8 +18,8 @@ class TransformerLayer(nn.Module):
     The formulas are those of `ds_plugin_sdk.ops.transformer_layer.forward`. Parameters have the names and shapes of
     DeepSpeed's DeepSpeedTransformerLayer, so that state dicts fit both: normally distributed weights, biases of 0.
 
-    In training, dropout follows torch's default CPU generator: `torch.manual_seed` repeats it, and a layer that
-    `torch.utils.checkpoint` computes again drops the same elements. No dropout mask is kept.
+    In training, dropout follows torch's default generator of the input's device: `torch.manual_seed` repeats it, and a
+    layer that `torch.utils.checkpoint` computes again drops the same elements. No dropout mask is kept.
 
     Args:
         hidden_size: H.

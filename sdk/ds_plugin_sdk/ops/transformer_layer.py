@@ -1,7 +1,8 @@
 """A whole transformer layer, forward and backward, with what lies between spelled out: what is kept, and what is not.
 
 DeepSpeed's functions and `ds_plugin_sdk.nn.TransformerLayer` both are these two. Matrix products are torch's, and so is
-attention where nothing is dropped from it; the rest is `ds_plugin_sdk.ops.transformer`.
+attention where torch has a kernel that is faster than plain products around a fused softmax; the rest is
+`ds_plugin_sdk.ops.transformer`.
 """
 
 from __future__ import annotations
@@ -14,14 +15,10 @@ import torch
 from torch import Tensor
 
 from ds_plugin_sdk.errors import InvalidTensorError
-from ds_plugin_sdk.ops import _library
+from ds_plugin_sdk.ops import _library, _torch_attention
 from ds_plugin_sdk.ops.transformer import new_seed
 
 OP = "transformer layer"
-
-# Attention that drops nothing is torch's own on a CPU: it keeps no scores and is faster, but in 16 bits only from this
-# sequence length on. Otherwise it is plain products around the fused softmax.
-_LONG = 256
 
 
 @dataclass(frozen=True)
@@ -79,7 +76,7 @@ class Kept(NamedTuple):
     """What the backward pass wants of the forward pass. A tensor without elements where nothing is kept."""
 
     qkv: Tensor  # [B, S, 3 H]
-    probs: Tensor  # softmax [B, heads, S, S]; or where torch's attention ran, what it keeps: [B, heads, S]
+    probs: Tensor  # softmax [B, heads, S, S]; or where torch's attention ran, the sums that it keeps: [B, heads, S]
     dropped: Tensor  # the same after dropout; `probs` itself if it is to be made again
     context: Tensor  # [B, S, H], the attention's result
     attn_sum: Tensor  # [B, S, H], input of the norm between attention and feed-forward
@@ -87,7 +84,9 @@ class Kept(NamedTuple):
     inter: Tensor  # [B, S, I], input of bias and gelu
     gelu: Tensor  # [B, S, I], output of gelu; `inter` itself if it is to be made again
     normed: Tensor  # [B, S, H]: output of the norm before attention, or input of the last norm
-    seeds: Tensor  # int64 [3]: of the attention's dropout and of the two halves'
+    attn_seed: Tensor  # what torch's attention keeps of its random numbers, where it ran
+    attn_offset: Tensor
+    seeds: Tensor  # int64 [3]: of the attention's dropout, where it is ours, and of the two halves'
     attn_mean: Tensor  # [B, S] of the norm between attention and feed-forward
     attn_rstd: Tensor
     mean: Tensor  # [B, S] of the other norm
@@ -125,7 +124,7 @@ def forward(layer: Layer, input: Tensor, mask: Tensor | None, weights: Weights) 
     if layer.pre_layer_norm:
         normed, _, mean, rstd = _norm(input, None, None, weights.norm_w, weights.norm_b, None, 0.0, layer.eps)
     qkv = torch.addmm(weights.attn_qkvb, _rows(normed), weights.attn_qkvw.t()).view(*input.shape[:2], -1)
-    context, probs, dropped = _attend(layer, qkv, mask, seeds[0], attn_p)
+    context, probs, dropped, attn_seed, attn_offset = _attend(layer, qkv, mask, seeds[0], attn_p)
     attention = (_rows(context) @ weights.attn_ow.t()).view_as(input)
     attn_normed, attn_sum, attn_mean, attn_rstd = _norm(
         attention, weights.attn_ob, input, weights.attn_nw, weights.attn_nb, seeds[1], p, layer.eps
@@ -156,6 +155,8 @@ def forward(layer: Layer, input: Tensor, mask: Tensor | None, weights: Weights) 
         inter,
         gelu,
         normed,
+        attn_seed,
+        attn_offset,
         seeds,
         attn_mean,
         attn_rstd,
@@ -236,27 +237,29 @@ def backward(
 # ---------------------------------------------------------------------------------- attention
 
 
-def _attend(layer: Layer, qkv: Tensor, mask: Tensor | None, seed: Tensor, p: float) -> tuple[Tensor, Tensor, Tensor]:
+def _attend(
+    layer: Layer, qkv: Tensor, mask: Tensor | None, seed: Tensor, p: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The attention's result, ``[B, S, H]``, and what is kept of it."""
     q, k, v = _heads(layer, qkv)
-    if _is_torchs(qkv, p):
-        context, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=_full(mask))
-        return _merged(context), sums, sums
+    if _torch_attention.is_best(q, mask, p):
+        context, kept = _torch_attention.forward(q, k, v, _full(mask), p)
+        return _merged(context), kept.sums, kept.sums, kept.seed, kept.offset
     scores = _product(_matrices(q), _matrices(k).mT, q)
     dropped, probs = _library.call("masked_softmax_dropout", scores, mask, 1 / math.sqrt(q.shape[-1]), seed, p)
     context = _product(_matrices(dropped), _matrices(v), q)
-    return _merged(context), probs if p else dropped, dropped
+    nothing = q.new_empty(0)
+    return _merged(context), probs if p else dropped, dropped, nothing, nothing
 
 
 def _attend_backward(layer: Layer, grad_context: Tensor, kept: Kept, mask: Tensor | None, p: float) -> Tensor:
     """The gradient of queries, keys and values, ``[B, S, 3 H]``."""
     q, k, v = _heads(layer, kept.qkv)
     grad = grad_context.view(*grad_context.shape[:2], layer.heads, -1).transpose(1, 2)
-    if _is_torchs(kept.qkv, p):
+    if kept.probs.dim() == 3:
         context = kept.context.view(*grad_context.shape[:2], layer.heads, -1).transpose(1, 2)
-        grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, k, v, context, kept.probs, 0.0, False, attn_mask=_full(mask)
-        )
+        of_torch = _torch_attention.Kept(kept.probs, kept.attn_seed, kept.attn_offset)
+        grads = _torch_attention.backward(grad, q, k, v, _full(mask), context, of_torch, p)
     else:
         dropped = kept.dropped
         if layer.attn_dropout_checkpoint and p:
@@ -274,11 +277,6 @@ def _attend_backward(layer: Layer, grad_context: Tensor, kept: Kept, mask: Tenso
     for part, grad in zip(_heads(layer, grad_qkv), grads, strict=True):
         part.copy_(grad)
     return grad_qkv
-
-
-def _is_torchs(qkv: Tensor, p: float) -> bool:
-    """Whether torch's attention runs, which has no dropout on a CPU."""
-    return p == 0 and qkv.device.type == "cpu" and (qkv.element_size() > 2 or qkv.shape[1] >= _LONG)
 
 
 def _heads(layer: Layer, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:

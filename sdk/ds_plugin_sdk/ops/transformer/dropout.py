@@ -23,10 +23,10 @@ from ds_plugin_sdk.ops.transformer._parts import (
 
 
 def new_seed(count: int = 1, device: torch.device | str = "cpu") -> Tensor:
-    """Seeds for dropouts, drawn from torch's default CPU generator: ``torch.manual_seed`` repeats them.
+    """Seeds for dropouts, drawn from torch's default generator of a device: ``torch.manual_seed`` repeats them.
 
     Recomputation under `torch.utils.checkpoint` and DeepSpeed's checkpointing restores that generator, and so draws the
-    same seeds and the same masks again.
+    same seeds and the same masks again. Nothing waits for the device, and a captured graph drops anew in each replay.
 
     Args:
         count: how many; each dropout of a step wants one of its own.
@@ -35,7 +35,7 @@ def new_seed(count: int = 1, device: torch.device | str = "cpu") -> Tensor:
     Returns:
         int64, ``[count]``.
     """
-    return torch.randint(2**63 - 1, (count,), dtype=torch.int64).to(device)
+    return torch.randint(2**63 - 1, (count,), dtype=torch.int64, device=device)
 
 
 def dropout_add(

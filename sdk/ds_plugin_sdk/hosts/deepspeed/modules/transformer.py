@@ -107,7 +107,7 @@ def forward_fp32(
     )
     layer = _layer(layer_id)
     output, kept = transformer_layer.forward(layer if training else layer.in_evaluation(), input, input_mask, weights)
-    masks = (kept.seeds,) * 3
+    masks = (kept.attn_seed, kept.attn_offset, kept.seeds)
     return [
         *(output, kept.normed, kept.qkv, kept.probs, kept.dropped, kept.context, kept.attn_sum, kept.attn_normed),
         *(kept.inter, kept.gelu, *masks, kept.attn_rstd, kept.attn_mean, kept.rstd, kept.mean),
@@ -158,7 +158,8 @@ def backward_fp32(
     """
     kept = Kept(
         *(qkv_tf, soft_inp, ctx_buf_b, attn_o_inp, add_res, ff1_inp, gelu_inp, ff2_inp, inp_norm),
-        *(attn_prob_dropout_mask, attn_layer_norm_mean, attn_layer_norm_var, layer_norm_mean, layer_norm_var),
+        *(attn_prob_dropout_mask, attn_output_dropout_mask, layer_output_dropout_mask),
+        *(attn_layer_norm_mean, attn_layer_norm_var, layer_norm_mean, layer_norm_var),
     )
     grad_input, grads = transformer_layer.backward(
         _layer(layer_id), grad_output, output, kept, input, input_mask, Weights(*weights)
