@@ -85,23 +85,38 @@ def captured(calls: Sequence[Call]) -> Call:
 
 def rows_of(case: Case, copy_rate: float, turns: int, errors: dict[str, str]) -> Iterator[Row]:
     """Measure a case; an implementation that fails is left out, and its error noted; launches count in what cannot be
-    captured.
+    captured. Where ours waits for the device, that is noted too.
     """
-    count = len(next(iter(case.calls.values())))
+    first = next(iter(case.calls))
+    count = len(case.calls[first])
     runs: dict[str, Call] = {}
     for name, calls in case.calls.items():
         try:
             calls[0]()
+            if name == first and (why := _why_it_waits(calls[0])):
+                errors[f"{case.name}, {name} waits for the device"] = why
             runs[name] = _one_after_the_other(calls)
             if case.in_graph:
                 runs[name] = captured(calls)
         except Exception as error:
             errors[f"{case.name}, {name}"] = f"{type(error).__name__}: {error}".partition("\n")[0]
     medians = {name: total / count for name, total in take_turns(runs, turns).items()}
-    ours = medians.get(next(iter(case.calls)))
+    ours = medians.get(first)
     for name, median in medians.items():
         rate = case.moved / median / 1e6 or None
         yield Row(case.name, name, median, rate, rate and rate / copy_rate, ours and median / ours)
+
+
+def _why_it_waits(call: Call) -> str | None:
+    """What torch says of a call after which host and device are in step; None if the host goes ahead."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        call()
+    except RuntimeError as error:
+        return _text(error)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return None
 
 
 def _one_after_the_other(calls: Sequence[Call]) -> Call:

@@ -54,12 +54,29 @@ def test_an_implementation_that_fails_leaves_the_others(monkeypatch: pytest.Monk
     def fails() -> None:
         raise ValueError("no such kernel")
 
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
     monkeypatch.setattr(cuda_ops, "take_turns", lambda runs, turns: dict.fromkeys(runs, 2.0))
     case = cuda_cases.Case("c", 8_000_000, {"ours": [lambda: None], "theirs": [fails]}, in_graph=False)
     errors: dict[str, str] = {}
     (row,) = cuda_ops.rows_of(case, copy_rate=8.0, turns=1, errors=errors)
     assert (row.implementation, row.gigabytes_per_second, row.times_copy) == ("ours", 4.0, 0.5)
     assert errors == {"c, theirs": "ValueError: no such kernel"}
+
+
+def test_it_is_noted_where_ours_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    modes: list[str] = ["default"]
+
+    def waits() -> None:
+        if modes[-1] == "error":
+            raise RuntimeError("called a synchronizing CUDA operation")
+
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    monkeypatch.setattr(cuda_ops, "take_turns", lambda runs, turns: dict.fromkeys(runs, 2.0))
+    case = cuda_cases.Case("c", 0, {"ours": [waits], "theirs": [waits]}, in_graph=False)
+    errors: dict[str, str] = {}
+    assert len(list(cuda_ops.rows_of(case, copy_rate=8.0, turns=1, errors=errors))) == 2
+    assert errors == {"c, ours waits for the device": "RuntimeError: called a synchronizing CUDA operation"}
+    assert modes[-1] == "default"
 
 
 def test_what_ours_is_compared_with_stays_if_ours_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,6 +103,7 @@ def test_another_process_goes_on_where_a_gpu_was_lost(tmp_path: Path, monkeypatc
     monkeypatch.setattr(cuda_ops, "without_kernels", dict)
     monkeypatch.setattr(cuda_ops, "measured_copy_rate", lambda: 4000.0)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: 1 / 0)
     path = tmp_path / "ops.json"
     assert cuda_ops.run(time.monotonic() + 60, 1, None, cuda_ops.Facts.of(path)) is False

@@ -234,13 +234,17 @@ def test_coefficients_of_each_token_serve_their_token() -> None:
     close(output, wanted)
 
 
-def test_rotary_alone() -> None:
+@pytest.mark.parametrize(("first", "theta"), [(3, 10000.0), (253, 10000.0), (254, 5e5)])
+def test_rotary_alone(first: int, theta: float) -> None:
+    """Also where the table of angles ends, and with one of another base."""
     query, key = numbers(2, 5, HEADS * DIM), numbers(2, 5, HEADS * DIM, seed=1)
     for half in (False, True):
-        turned, _ = module.apply_rotary_pos_emb(query, key, DIM, 3, HEADS, half, 10000.0)
+        with torch.inference_mode():
+            turned, _ = module.apply_rotary_pos_emb(query, key, DIM, first, HEADS, half, theta)
         pair = (slice(0, DIM // 2), slice(DIM // 2, DIM)) if half else (slice(0, DIM, 2), slice(1, DIM, 2))
         x, y = query.view(2, 5, HEADS, DIM).double(), turned.view(2, 5, HEADS, DIM).double()
-        angle = torch.arange(3, 8).double().unsqueeze(1) * 10000.0 ** (-torch.arange(0, DIM, 2).double() / DIM)
+        positions = torch.arange(first, first + 5).double().unsqueeze(1)
+        angle = positions * theta ** (-torch.arange(0, DIM, 2).double() / DIM)
         c, s = angle.cos().unsqueeze(1), angle.sin().unsqueeze(1)
         close(y[..., pair[0]], x[..., pair[0]] * c - x[..., pair[1]] * s)
         close(y[..., pair[1]], x[..., pair[1]] * c + x[..., pair[0]] * s)

@@ -98,8 +98,10 @@ def test_rotary_turns_a_slice_of_a_fused_projection_in_place() -> None:
     assert torch.equal(qkv, expected)
 
 
-def test_angles_are_exact_far_along_a_sequence() -> None:
+@pytest.mark.parametrize("has_float64", [True, False])
+def test_angles_are_exact_far_along_a_sequence(monkeypatch: pytest.MonkeyPatch, has_float64: bool) -> None:
     """In float32 the angle itself would be off by 0.005 there."""
+    monkeypatch.setattr(rotary, "_has_float64", lambda device_type: has_float64)
     cos, sin = rotary.angles(torch.tensor([100_003]), 64)
     angle = 100_003 * 10000.0 ** (-torch.arange(0, 64, 2).double() / 64)
     assert float((cos[0, 0].double() - angle.cos()).abs().max()) < 1e-7

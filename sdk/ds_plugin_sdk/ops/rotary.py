@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -53,13 +55,24 @@ def angles(positions: Tensor, rotary_dim: int, theta: float = 10000.0) -> tuple[
 
     Returns:
         ``[1 or batch, tokens, rotary_dim / 2]`` each, float32; computed in float64 where the device has it, for float32
-        knows positions beyond 2,000 or so only to three digits of an angle.
+        knows positions beyond 2,000 or so only to three digits of an angle. Elsewhere the host computes them, and waits
+        for the device.
     """
     if positions.dim() == 1:
         positions = positions.unsqueeze(0)
-    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim
-    table = positions.cpu().to(torch.float64).unsqueeze(-1) * theta**-exponents
+    where = positions.device if _has_float64(positions.device.type) else torch.device("cpu")
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float64, device=where) / rotary_dim
+    table = positions.to(where).to(torch.float64).unsqueeze(-1) * theta**-exponents
     return tuple(part.to(torch.float32).to(positions.device) for part in (table.cos(), table.sin()))  # type: ignore[return-value]  # two of two
+
+
+@functools.cache
+def _has_float64(device_type: str) -> bool:
+    try:
+        torch.ones(1, dtype=torch.float64, device=device_type).cos()
+    except (RuntimeError, TypeError):
+        return False
+    return True
 
 
 @torch.no_grad()
