@@ -281,6 +281,36 @@ def training_cases() -> Iterator[Case]:
         })  # fmt: skip
 
 
+def token_cases(own: Path | None) -> Iterator[Case]:
+    """Half of the tokens of a batch, there and back, beside DeepSpeed's own op."""
+    from ds_plugin_sdk.ops import random_ltd
+
+    batch, tokens, hidden = 8, 2048, 4096
+    everything, part = (batch, tokens, hidden), (batch, tokens // 2, hidden)
+    rows = torch.arange(batch, device=DEVICE)[:, None]
+    indices = torch.rand(batch, tokens, device=DEVICE).argsort(-1)[:, : tokens // 2].sort(-1).values
+    small, moved = indices.int(), 2 * 2 * math.prod(part)
+
+    def put(x: Tensor, chosen: Tensor) -> None:
+        x[rows, indices] = chosen
+
+    gathers: dict[str, Callable[..., Any]] = {
+        "ds_plugin": lambda x: random_ltd.token_gather(x, small),
+        "torch eager": lambda x: x[rows, indices],
+        "torch compiled": torch.compile(lambda x: x[rows, indices]),
+    }
+    scatters: dict[str, Callable[..., Any]] = {
+        "ds_plugin": lambda x, chosen: random_ltd.token_scatter_(x, chosen, small),
+        "torch eager": put,
+    }
+    module = own and deepspeed_cuda_ops.load("random_ltd", own)
+    if module:
+        gathers["DeepSpeed's own"] = lambda x: module.token_gather(x, small, True)
+        scatters["DeepSpeed's own"] = lambda x, chosen: module.token_scatter_(x, chosen, small, True)
+    yield _case(f"token_gather {list(everything)}, half", [everything], moved, gathers)
+    yield _case(f"token_scatter_ {list(everything)}, half", [everything, part], moved, scatters)
+
+
 def quantizer_cases(own: Path | None) -> Iterator[Case]:
     """Groups of 2,048 float16 values to 8 bits, beside DeepSpeed's own op."""
     from ds_plugin_sdk.ops import quantizer
@@ -363,5 +393,6 @@ def groups_of_cases(own: Path | None) -> dict[str, Callable[[], Iterator[Case]]]
         "heads": head_cases,
         "training": training_cases,
         "quantizer": lambda: quantizer_cases(own),
+        "tokens": lambda: token_cases(own),
         "ops on other shapes": lambda: op_cases((32, 4096), (4096, 8192)),
     }

@@ -145,6 +145,7 @@ OPS = {
     "rotary": "rotary",
     "transformer": "dropout_add",
     "quantizer": "quantize",
+    "random_ltd": "token_gather",
     "attention": "cached_attention",
     "linear": "linear",
 }

@@ -24,6 +24,7 @@ OPS = {
     "fused_adam": "FusedAdamBuilder",
     "fused_lamb": "FusedLambBuilder",
     "quantizer": "QuantizerBuilder",
+    "random_ltd": "RandomLTDBuilder",
     "transformer": "TransformerBuilder",
 }
 BUILD = "from deepspeed.accelerator import get_accelerator; get_accelerator().create_op_builder({builder!r}).load()"

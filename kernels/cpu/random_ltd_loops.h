@@ -1,30 +1,9 @@
-// What the loops of random_ltd.cpp offer to random_ltd_binding.cpp. Elements are moved as bytes, whatever they mean.
+// What the loops of random_ltd.cpp offer to random_ltd_binding.cpp.
 #pragma once
 
-#include <cstdint>
+#include <ds_kernels/random_ltd.h>
 
 namespace ds_kernels::cpu {
-
-// Tokens of a batch of sequences: where each begins, in bytes.
-struct Tokens {
-  char* data;
-  int64_t sequence;  // from one sequence of the batch to the next
-  int64_t token;     // from one token to the next
-};
-
-struct TokenMove {
-  Tokens all, chosen;
-  const int32_t* indices;  // [batch, reserved]
-  int64_t batch, reserved;
-  int64_t bytes;  // of a token
-};
-
-struct MaskGather {
-  const char* mask;        // [batch, 1, sequence, sequence]
-  const int32_t* indices;  // [layers, batch, reserved]
-  char* output;            // [layers, batch, 1, reserved, reserved]
-  int64_t batch, sequence, reserved;
-};
 
 struct RandomLTDLoops {
   // Whether all of `count` indices are at least 0 and less than `limit`.

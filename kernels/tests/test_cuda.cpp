@@ -5,6 +5,7 @@
 //     test_cuda exact      arrays end where their memory ends: for a sanitizer, which then sees what is read beyond
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <functional>
@@ -21,6 +22,7 @@
 #include "../cuda/lion_launch.h"
 #include "../cuda/norm_launch.h"
 #include "../cuda/quantizer_launch.h"
+#include "../cuda/random_ltd_launch.h"
 #include "../cuda/residual_launch.h"
 #include "../cuda/rotary_launch.h"
 #include "../cuda/softmax_launch.h"
@@ -685,10 +687,125 @@ void check_attention(Dtype dtype, int64_t past, int64_t head_dim) {
   for (const Array* array : all) CHECK(array->guards_hold(), "cached_attention");
 }
 
+// ---- random layerwise token dropping -------------------------------------------------------------------------------
+
+// Memory with so many numbers in it, between guards.
+template <class T>
+class Numbers {
+ public:
+  explicit Numbers(const std::vector<T>& values) : count_(values.size()), bytes_(count_ * sizeof(T)) {
+    raw_.assign(bytes_ + 2 * guard_bytes, 0x5a);
+    if (bytes_) std::memcpy(raw_.data() + guard_bytes, values.data(), bytes_);
+    cudaMalloc(&device_, raw_.size());
+    cudaMemcpy(device_, raw_.data(), raw_.size(), cudaMemcpyHostToDevice);
+  }
+  ~Numbers() { cudaFree(device_); }
+  Numbers(const Numbers&) = delete;
+  Numbers& operator=(const Numbers&) = delete;
+
+  T* data() const { return reinterpret_cast<T*>(static_cast<char*>(device_) + guard_bytes); }
+  std::vector<T> values(const char* op) {
+    CHECK(cudaDeviceSynchronize() == cudaSuccess, "%s", op);
+    cudaMemcpy(raw_.data(), device_, raw_.size(), cudaMemcpyDeviceToHost);
+    for (size_t i = 0; i < raw_.size(); ++i) {
+      CHECK((i >= guard_bytes && i < guard_bytes + bytes_) || raw_[i] == 0x5a, "%s: wrote beside its tensor", op);
+    }
+    std::vector<T> result(count_);
+    if (bytes_) std::memcpy(result.data(), raw_.data() + guard_bytes, bytes_);
+    return result;
+  }
+
+ private:
+  size_t count_, bytes_;
+  std::vector<unsigned char> raw_;
+  void* device_ = nullptr;
+};
+
+std::vector<int32_t> some_tokens(int64_t count, int64_t sequence) {
+  std::mt19937 random(3);
+  std::vector<int32_t> tokens(count);
+  for (int32_t& token : tokens) token = static_cast<int32_t>(random() % sequence);
+  return tokens;
+}
+
+void check_token_sort(int64_t rows, int64_t reserved, int64_t sequence) {
+  const char* op = "token_sort_";
+  std::vector<int32_t> expected = some_tokens(rows * reserved, sequence);
+  Numbers<int32_t> from(expected), to(std::vector<int32_t>(rows * reserved, -1));
+  cuda::launch_token_sort(op, {from.data(), to.data(), rows, reserved, sequence}, nullptr);
+  for (int64_t row = 0; row < rows; ++row) {
+    std::sort(expected.begin() + row * reserved, expected.begin() + (row + 1) * reserved);
+  }
+  CHECK(to.values(op) == expected, "%s of %lld of %lld", op, static_cast<long long>(reserved),
+        static_cast<long long>(sequence));
+}
+
+// Tokens of `bytes` bytes, some of them chosen twice: the last wins.
+void check_tokens(int64_t bytes, bool batch_first) {
+  constexpr int64_t kBatch = 3, kSequence = 11, kReserved = 7;
+  std::vector<uint8_t> all(kBatch * kSequence * bytes), chosen(kBatch * kReserved * bytes);
+  for (size_t i = 0; i < all.size(); ++i) all[i] = static_cast<uint8_t>(i * 7);
+  for (size_t i = 0; i < chosen.size(); ++i) chosen[i] = static_cast<uint8_t>(i * 11 + 1);
+  const std::vector<int32_t> tokens = some_tokens(kBatch * kReserved, kSequence);
+  const auto at = [&](int64_t sequence, int64_t token, int64_t length) {
+    return (batch_first ? sequence * length + token : token * kBatch + sequence) * bytes;
+  };
+  std::vector<uint8_t> gathered(chosen.size()), scattered = all;
+  for (int64_t b = 0; b < kBatch; ++b) {
+    for (int64_t i = 0; i < kReserved; ++i) {
+      const int64_t there = at(b, tokens[b * kReserved + i], kSequence), here = at(b, i, kReserved);
+      std::copy_n(all.begin() + there, bytes, gathered.begin() + here);
+      std::copy_n(chosen.begin() + here, bytes, scattered.begin() + there);
+    }
+  }
+  Numbers<uint8_t> from(all), to(std::vector<uint8_t>(chosen.size())), new_ones(chosen);
+  Numbers<int32_t> indices(tokens), last(std::vector<int32_t>(kBatch * kSequence));
+  const auto places = [&](uint8_t* data, int64_t length) {
+    return Tokens{reinterpret_cast<char*>(data), batch_first ? length * bytes : bytes,
+                  batch_first ? bytes : kBatch * bytes};
+  };
+  TokenMove move{places(from.data(), kSequence), places(to.data(), kReserved), indices.data(), kBatch, kSequence,
+                 kReserved, bytes};
+  cuda::launch_token_gather("token_gather", move, nullptr);
+  CHECK(to.values("token_gather") == gathered, "token_gather, %lld bytes", static_cast<long long>(bytes));
+  move.chosen = places(new_ones.data(), kReserved);
+  cuda::launch_token_scatter("token_scatter_", move, last.data(), nullptr);
+  CHECK(from.values("token_scatter_") == scattered, "token_scatter_, %lld bytes", static_cast<long long>(bytes));
+  last.values("token_scatter_");
+}
+
+template <class Element>
+void check_mask(int64_t reserved) {
+  constexpr int64_t kLayers = 2, kBatch = 3, kSequence = 37;
+  std::vector<Element> mask(kBatch * kSequence * kSequence), expected;
+  for (size_t i = 0; i < mask.size(); ++i) mask[i] = static_cast<Element>(i);
+  const std::vector<int32_t> tokens = some_tokens(kLayers * kBatch * reserved, kSequence);
+  for (int64_t row = 0; row < kLayers * kBatch * reserved; ++row) {
+    const int64_t sequence = row / reserved, from = (sequence % kBatch * kSequence + tokens[row]) * kSequence;
+    for (int64_t i = 0; i < reserved; ++i) expected.push_back(mask[from + tokens[sequence * reserved + i]]);
+  }
+  Numbers<Element> from(mask), to(std::vector<Element>(expected.size()));
+  Numbers<int32_t> indices(tokens);
+  const auto* data = reinterpret_cast<const char*>(from.data());
+  cuda::launch_mask_gather("mask_gather_bert", {data, indices.data(), reinterpret_cast<char*>(to.data()), kLayers,
+                                                kBatch, kSequence, reserved, sizeof(Element)}, nullptr);
+  CHECK(to.values("mask_gather_bert") == expected, "mask_gather_bert, elements of %d bytes", int(sizeof(Element)));
+}
+
 }  // namespace
 
 int main(int argc, char**) {
   if (argc > 1) guard_bytes = 0;
+  for (const int64_t reserved : {0, 1, 31, 300, 5000}) {
+    check_token_sort(3, reserved, 1);
+    check_token_sort(2, reserved, 100);
+    check_token_sort(2, reserved, 10'000);  // more than a block counts at once
+  }
+  for (const int64_t bytes : {0, 1, 6, 12, 64, 262, 8192}) check_tokens(bytes, true), check_tokens(bytes, false);
+  for (const int64_t reserved : {0, 1, 20, 300}) {
+    check_mask<uint8_t>(reserved), check_mask<uint16_t>(reserved);
+    check_mask<uint32_t>(reserved), check_mask<uint64_t>(reserved);
+  }
   for (const Dtype dtype : {Dtype::Float32, Dtype::BFloat16, Dtype::Float16}) {
     check_lamb(dtype);
     for (const int64_t columns : {1, 7, 768, 1001}) {

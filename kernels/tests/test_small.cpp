@@ -46,7 +46,7 @@ void test_tokens(const RandomLTDLoops& loops) {
   std::vector<char> all(30), chosen(18), back(30);
   for (int i = 0; i < 30; ++i) all[i] = static_cast<char>(i);
   const int32_t indices[] = {0, 2, 4, 1, 2, 3};
-  TokenMove move{{all.data(), 3, 6}, {chosen.data(), 3, 6}, indices, 2, 3, 3};
+  TokenMove move{{all.data(), 3, 6}, {chosen.data(), 3, 6}, indices, 2, 5, 3, 3};
   loops.gather(move, 0, 2);
   loops.gather(move, 2, 6);
   const std::vector<char> expected{0, 1, 2, 9, 10, 11, 12, 13, 14, 15, 16, 17, 24, 25, 26, 21, 22, 23};
@@ -69,7 +69,8 @@ void test_mask(const RandomLTDLoops& loops) {
   std::vector<Element> mask(2 * 16), output(2 * 2 * 4);  // [2, 1, 4, 4] -> [2, 2, 1, 2, 2]
   for (size_t i = 0; i < mask.size(); ++i) mask[i] = static_cast<Element>(i);
   const int32_t indices[] = {0, 3, 1, 2, 2, 3, 0, 1};
-  const MaskGather work{reinterpret_cast<char*>(mask.data()), indices, reinterpret_cast<char*>(output.data()), 2, 4, 2};
+  const MaskGather work{reinterpret_cast<char*>(mask.data()), indices, reinterpret_cast<char*>(output.data()),
+                        2, 2, 4, 2, sizeof(Element)};
   loops.mask(sizeof(Element))(work, 0, 5);
   loops.mask(sizeof(Element))(work, 5, 8);
   const int expected[] = {0, 3, 12, 15, 21, 22, 25, 26, 10, 11, 14, 15, 16, 17, 20, 21};

@@ -308,6 +308,11 @@ T __shfl_xor_sync(unsigned, T value, int mask) {
   return on_host::shuffle(value, (on_host::block.current % on_host::kWarp) ^ mask);
 }
 template <class T>
+T __shfl_up_sync(unsigned, T value, int delta) {
+  const int lane = on_host::block.current % on_host::kWarp;
+  return on_host::shuffle(value, lane >= delta ? lane - delta : lane);
+}
+template <class T>
 T __shfl_down_sync(unsigned, T value, int delta) {
   return on_host::shuffle(value, on_host::block.current % on_host::kWarp + delta);
 }
@@ -329,10 +334,16 @@ template <class T>
 T __ldg(const T* from) {
   return *from;
 }
+// Of whole numbers; the order in which they happen is open, but orders no other memory.
 template <class T>
 T atomicAdd(T* to, T value) {
-  const T before = *to;
-  *to = before + value;
+  return __atomic_fetch_add(to, value, __ATOMIC_RELAXED);
+}
+template <class T>
+T atomicMax(T* to, T value) {
+  T before = __atomic_load_n(to, __ATOMIC_RELAXED);
+  while (before < value && !__atomic_compare_exchange_n(to, &before, value, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+  }
   return before;
 }
 // Four bytes of eight: those of `a` are 0 to 3, those of `b` 4 to 7.

@@ -2,6 +2,9 @@
 
 ``ds_plugin::token_sort_``, ``token_gather``, ``token_scatter_``, ``mask_gather_bert`` and ``mask_gather_gpt``. Elements
 are moved, not computed with: results are exact, and data may be of any dtype.
+
+An index that is out of range raises `InvalidTensorError`, except by kernels that would have to wait for their device to
+know: CUDA's assert it there, as torch's own indexing does, and the process cannot use its GPU any more.
 """
 
 from __future__ import annotations
@@ -62,7 +65,8 @@ def token_scatter_(
     Args:
         all_activations: ``[batch, sequence, channels]``, or ``[sequence, batch, channels]`` if not `batch_first`.
         layer_activations: the same with ``reserved`` instead of ``sequence``, of the same dtype.
-        indices: int32 ``[batch, reserved]``, each in ``[0, sequence)``. Of a row's equal indices one wins.
+        indices: int32 ``[batch, reserved]``, each in ``[0, sequence)``. Of a row's equal indices one wins: by kernels
+            the last, by the reference any.
         batch_first: the order of the first two dimensions.
 
     Returns:

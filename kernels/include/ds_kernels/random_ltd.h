@@ -1,0 +1,39 @@
+// Random layerwise token dropping: tokens are moved as bytes, whatever they mean.
+#pragma once
+
+#include <cstdint>
+
+namespace ds_kernels {
+
+// Rows of token indices, to be sorted.
+struct TokenRows {
+  const int32_t* from;  // [rows, reserved]; each in [0, sequence), some of them perhaps equal
+  int32_t* to;          // elsewhere
+  int64_t rows, reserved, sequence;
+};
+
+// Tokens of a batch of sequences: where each begins, in bytes.
+struct Tokens {
+  char* data;
+  int64_t sequence;  // from one sequence of the batch to the next
+  int64_t token;     // from one token to the next
+};
+
+// all[b, indices[b, i]] = chosen[b, i], of equal indices the last; or the other way round.
+struct TokenMove {
+  Tokens all, chosen;
+  const int32_t* indices;  // [batch, reserved]
+  int64_t batch, sequence, reserved;
+  int64_t bytes;  // of a token
+};
+
+// output[l, b, 0, i, j] = mask[b, 0, indices[l, b, i], indices[l, b, j]]
+struct MaskGather {
+  const char* mask;        // [batch, 1, sequence, sequence]
+  const int32_t* indices;  // [layers, batch, reserved]
+  char* output;            // [layers, batch, 1, reserved, reserved]
+  int64_t layers, batch, sequence, reserved;
+  int64_t element_size;  // 1, 2, 4 or 8 bytes
+};
+
+}  // namespace ds_kernels
