@@ -103,15 +103,17 @@ kernels-test: $(READY)
 pytest: $(READY)
 	$(BIN)/python -m pytest $(ARGS)
 
-# The native tests, and every op as torch calls it, under the sanitizers.
+# The native tests, and every op as torch calls it, under the sanitizers: the CPU's kernels and, on the host, the GPU's.
 .PHONY: sanitize
 sanitize: $(READY)
 	for kind in address,undefined thread; do \
 	    $(CMAKE) -S kernels -B build/sanitize-$$kind/native -G Ninja -DDS_KERNELS_SANITIZE=$$kind; \
 	    $(CMAKE) --build build/sanitize-$$kind/native --parallel 2; \
 	    $(CMAKE:%cmake=%ctest) --test-dir build/sanitize-$$kind/native --output-on-failure; \
-	    DS_ACCELERATOR=cpu kernels/sanitize.sh $$kind $(BIN)/sdk conformance cpu --level ops --timeout 900 \
-	        -k ops.accuracy -k ops.strided -k ops.empty; \
+	    for target in cpu cuda_on_host:CudaOnHost; do \
+	        DS_ACCELERATOR=cpu PYTHONPATH=plugins/cuda:tests/cuda kernels/sanitize.sh $$kind \
+	            $(BIN)/sdk conformance $$target --level ops --timeout 900 -k ops.accuracy -k ops.strided -k ops.empty; \
+	    done; \
 	done
 
 # The wheels with binaries, on x86-64 CPUs older than this one: needs qemu-user.

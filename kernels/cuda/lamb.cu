@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(kThreads)
   auto* m = static_cast<State*>(table.data[kExpAvgs][chunk.tensor]) + chunk.begin;
   auto* v = static_cast<State*>(table.data[kExpAvgSqs][chunk.tensor]) + chunk.begin;
   const bool aligned = is_aligned(p) && is_aligned(g) && is_aligned(m) && is_aligned(v);
-  LambSums sums;
+  Two<double> sums{};  // of the parameter's squares, of its update's
   for_each_pack<kWidestPack<Param, Grad, State>>(aligned, chunk.count, [&](auto pack, int i) {
     float params[pack], grads[pack], first[pack], second[pack];
     load<pack>(p + i, params);
@@ -57,15 +57,14 @@ __global__ void __launch_bounds__(kThreads)
       lamb_moments(grads[j], first[j], second[j], step);
       const double param = params[j];
       const double update = lamb_direction(params[j], rounded<State>(first[j]), rounded<State>(second[j]), step);
-      sums.param += param * param;
-      sums.update += update * update;
+      sums.first += param * param;
+      sums.second += update * update;
     }
     store<pack>(m + i, first);
     store<pack>(v + i, second);
   });
-  sums.param = over_block<Sum>(sums.param);
-  sums.update = over_block<Sum>(sums.update);
-  if (threadIdx.x == 0) parts[own.first_part + chunk.number] = sums;
+  sums = over_block<Sum>(sums);
+  if (threadIdx.x == 0) parts[own.first_part + chunk.number] = {sums.first, sums.second};
 }
 
 // A block for each tensor.
@@ -75,14 +74,13 @@ __global__ void __launch_bounds__(kThreads)
   const int tensor = static_cast<int>(blockIdx.x);
   const Own own = table.extra[tensor];
   const int chunks = table.first_chunk[tensor + 1] - table.first_chunk[tensor];
-  LambSums total;
+  Two<double> total{};
   for (int i = static_cast<int>(threadIdx.x); i < chunks; i += kThreads) {
-    total.param += parts[own.first_part + i].param;
-    total.update += parts[own.first_part + i].update;
+    total.first += parts[own.first_part + i].param;
+    total.second += parts[own.first_part + i].update;
   }
-  total.param = over_block<Sum>(total.param);
-  total.update = over_block<Sum>(total.update);
-  if (threadIdx.x == 0) ratios[own.tensor] = static_cast<float>(lamb_ratio(total, common));
+  total = over_block<Sum>(total);
+  if (threadIdx.x == 0) ratios[own.tensor] = static_cast<float>(lamb_ratio({total.first, total.second}, common));
 }
 
 template <class Param, class State, class Copy>

@@ -38,9 +38,9 @@ __global__ void __launch_bounds__(kMaxRowThreads) norm_kernel(const NormRows n) 
   float centre = 0, factor, shift = 0;
   if (centred) {
     centre = row.sum([](float x) { return x; }) / count;
-    const float error = row.sum([=](float x) { return x - centre; }) / count;
-    const float squares = row.sum([=](float x) { return (x - centre) * (x - centre); });
-    factor = 1.f / sqrtf(squares / count - error * error + n.eps);
+    const auto sums = row.sum([=](float x) { return Two<float>{x - centre, (x - centre) * (x - centre)}; });
+    const float error = sums.first / count;
+    factor = 1.f / sqrtf(sums.second / count - error * error + n.eps);
     shift = -error * factor;
   } else {
     factor = 1.f / sqrtf(row.sum([](float x) { return x * x; }) / count + n.eps);

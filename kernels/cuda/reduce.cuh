@@ -8,6 +8,25 @@ namespace ds_kernels::cuda {
 constexpr int kWarpThreads = 32;
 constexpr unsigned kWholeWarp = 0xffffffffu;
 
+// Two numbers whose sums are taken together: threads wait once for both.
+template <class T>
+struct Two {
+  T first, second;
+};
+template <class T>
+__device__ __forceinline__ Two<T> operator+(Two<T> a, Two<T> b) {
+  return {a.first + b.first, a.second + b.second};
+}
+
+template <class T>
+__device__ __forceinline__ T of_other_lane(T x, int mask) {
+  return __shfl_xor_sync(kWholeWarp, x, mask);
+}
+template <class T>
+__device__ __forceinline__ Two<T> of_other_lane(Two<T> x, int mask) {
+  return {of_other_lane(x.first, mask), of_other_lane(x.second, mask)};
+}
+
 struct Sum {
   template <class T>
   static __device__ __forceinline__ T combine(T a, T b) {
@@ -24,7 +43,7 @@ struct Maximum {
 template <class Operation, class T>
 __device__ __forceinline__ T over_warp(T x) {
 #pragma unroll
-  for (int mask = kWarpThreads / 2; mask > 0; mask /= 2) x = Operation::combine(x, __shfl_xor_sync(kWholeWarp, x, mask));
+  for (int mask = kWarpThreads / 2; mask > 0; mask /= 2) x = Operation::combine(x, of_other_lane(x, mask));
   return x;
 }
 

@@ -11,7 +11,9 @@
 namespace ds_kernels::cuda {
 
 constexpr int kMaxRowThreads = 1024;
-constexpr int kHeldPacks = 4;  // a thread keeps so many in registers; those of longer rows are read again
+// A thread keeps so many in registers; those of rows beyond 32 KB are read again. With four, half as many blocks would
+// find room on a multiprocessor.
+constexpr int kHeldPacks = 2;
 
 // Threads for rows of `packs` packs: about two packs each.
 inline unsigned row_threads(int64_t packs) {
@@ -46,11 +48,11 @@ class Row {
 
   // The sum over the row of `term(value)`.
   template <class Term>
-  __device__ __forceinline__ float sum(const Term& term) {
-    float total = 0;
+  __device__ __forceinline__ auto sum(const Term& term) {
+    decltype(term(0.f)) total{};
     for_each([&](int64_t, float(&values)[pack]) {
 #pragma unroll
-      for (int j = 0; j < pack; ++j) total += term(values[j]);
+      for (int j = 0; j < pack; ++j) total = total + term(values[j]);
     });
     return over_block<Sum>(total);
   }
@@ -119,7 +121,7 @@ struct Team {
   template <class Operation, class T>
   __device__ __forceinline__ T over(T x) const {
     if (size > kWarpThreads) return over_block<Operation>(x);
-    for (int mask = size / 2; mask > 0; mask /= 2) x = Operation::combine(x, __shfl_xor_sync(kWholeWarp, x, mask));
+    for (int mask = size / 2; mask > 0; mask /= 2) x = Operation::combine(x, of_other_lane(x, mask));
     return x;
   }
 };

@@ -164,7 +164,7 @@ __global__ void __launch_bounds__(kMaxTeam) norm_means_kernel(const NormGradRows
                                                               const int team_size) {
   const Team team(team_size);
   const bool has_row = team.row < g.rows;
-  float first = 0, second = 0;
+  Two<float> sums{};
   for_each_quad<pack>(team, has_row ? g.columns : 0, [&](const Quad<pack>& quad, auto) {
     float grad[kPacks][pack] = {}, weight[kPacks][pack] = {}, normal[kPacks][pack] = {};
     quad.load_from(row_of<Element>(g.grad_output, team.row, g.columns), grad);
@@ -172,15 +172,16 @@ __global__ void __launch_bounds__(kMaxTeam) norm_means_kernel(const NormGradRows
     gather_normal<Element>(g, team.row, quad, weight, normal);
     quad.for_each_value(
         [&](float value, float w, float n) {
-          first += value * w;
-          second += value * w * n;
+          sums.first += value * w;
+          sums.second += value * w * n;
         },
         grad, weight, normal);
   });
-  first = team.over<Sum>(first);
-  second = team.over<Sum>(second);
+  sums = team.over<Sum>(sums);
   const float count = static_cast<float>(g.columns > 0 ? g.columns : 1);
-  if (has_row && team.thread == 0) means[2 * team.row] = first / count, means[2 * team.row + 1] = second / count;
+  if (!has_row || team.thread != 0) return;
+  means[2 * team.row] = sums.first / count;
+  means[2 * team.row + 1] = sums.second / count;
 }
 
 // ---- sums of columns ---------------------------------------------------------------------------------------------
