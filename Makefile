@@ -34,6 +34,7 @@ help:
 	@echo 'make format        let ruff format the tree'
 	@echo 'make gpu-check     on a machine with an NVIDIA GPU: builds, tests, conformance, benchmarks, a report'
 	@echo 'make cuda-compile  the wheel with every CUDA kernel for every architecture: nvcc, no GPU; a long while'
+	@echo 'make cuda-volta    every CUDA kernel for sm_70, by clang-14: a minute or two'
 	@echo 'make deepspeed-tests  tests out of a clone of DeepSpeed, DEEPSPEED=/path/to/clone, on the CPU plugin'
 	@echo 'make bench         the training step against the accelerator that DeepSpeed brings along'
 	@echo 'make clean         remove everything that these commands made'
@@ -167,6 +168,22 @@ cuda-compile: $(READY)
 	DS_BUILD_OPS=1 TORCH_CUDA_ARCH_LIST='$(CUDA_ARCHS)' MAX_JOBS=1 nice -n 15 \
 	    $(BIN)/python -m pip wheel -v --no-deps --no-build-isolation --wheel-dir build/cuda-compile plugins/cuda
 	$(BIN)/python benchmarks/cuda_compile.py build/cuda-compile
+
+# Device code for Volta, which CUDA 13 has dropped: by clang with pip's CUDA 12, which has all but a compiler. clang wants a
+# header of cuRAND's that no kernel uses.
+CLANG ?= clang++-14
+.PHONY: cuda-volta
+cuda-volta: $(READY)
+	rm -rf build/cuda-12 && mkdir -p build/cuda-12/toolkit
+	$(PIP) install --no-deps --target build/cuda-12/parts 'nvidia-cuda-nvcc-cu12==12.*' 'nvidia-cuda-runtime-cu12==12.*'
+	cp -r build/cuda-12/parts/nvidia/cuda_nvcc/. build/cuda-12/parts/nvidia/cuda_runtime/. build/cuda-12/toolkit
+	touch build/cuda-12/toolkit/include/curand_mtgp32_kernel.h
+	for source in kernels/cuda/*.cu; do \
+	    echo "$$source"; \
+	    $(CLANG) -x cuda --cuda-device-only --cuda-gpu-arch=sm_70 --cuda-path=build/cuda-12/toolkit -std=c++17 -O3 \
+	        -Wno-unknown-cuda-version -Wno-unknown-attributes -D__CLANG_CUDA_TEXTURE_INTRINSICS_H__ -Ikernels/include \
+	        -c "$$source" -o "build/cuda-12/$$(basename "$$source" .cu).cubin"; \
+	done
 
 .PHONY: bench
 bench: $(READY)

@@ -254,7 +254,7 @@ def native_tests(run: Run, nvcc: str, arch: str) -> None:
     run.step("native tests", (binary,), limit=min(40, run.left(RESERVE)))
     for tool in ("memcheck", "racecheck"):
         command = (sanitizer(nvcc), "--tool", tool, "--error-exitcode", "1", binary, "exact")
-        run.step(f"native tests: {tool}", command, limit=min(60, run.left(RESERVE)))
+        run.step(f"native tests: {tool}", command, limit=min(110, run.left(RESERVE)))
 
 
 def sanitizer(nvcc: str) -> str:
