@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 _LIBRARY = "libnvidia-ml.so.1"
+# Where containers and WSL have the driver's libraries, if the loader does not know.
+_PLACES = ("/usr/local/nvidia/lib64/", "/usr/lib/wsl/lib/")
 _NAME_BYTES = 96
 _DRIVER_NOT_LOADED = 9
 
@@ -62,10 +64,7 @@ def ask(library: str = _LIBRARY) -> Driver:
     Raises:
         NvmlError: there is no driver, or it does not answer.
     """
-    try:
-        nvml = ctypes.CDLL(library)
-    except OSError as error:
-        raise NvmlError(f"{library} is not there: no NVIDIA driver is installed", absent=True) from error
+    nvml = _load(library)
     _call(nvml, "nvmlInit_v2")
     try:
         count, cuda = ctypes.c_uint(), ctypes.c_int()
@@ -97,6 +96,15 @@ def visible(gpus: Sequence[Gpu], variable: str | None) -> int:
             return 0
         seen.append(device)
     return len(seen)
+
+
+def _load(library: str) -> ctypes.CDLL:
+    for place in ("", *_PLACES):
+        try:
+            return ctypes.CDLL(place + library)
+        except OSError:
+            continue
+    raise NvmlError(f"{library} is not there: no NVIDIA driver is installed", absent=True)
 
 
 def _device(gpus: Sequence[Gpu], entry: str) -> str | None:

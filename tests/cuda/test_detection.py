@@ -53,6 +53,13 @@ def test_nvml_is_understood(tmp_path: Path) -> None:
 
 
 @pytest.mark.compiler
+def test_a_driver_that_the_loader_does_not_know_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = Path(fake_nvml(tmp_path, 0))
+    monkeypatch.setattr(nvml, "_PLACES", ("/nowhere/", f"{library.parent}/"))
+    assert nvml.ask(library.name).version == "570.1"
+
+
+@pytest.mark.compiler
 @pytest.mark.parametrize(("code", "absent", "text"), [(9, True, "Driver Not Loaded"), (18, False, "version mismatch")])
 def test_a_driver_that_does_not_answer(tmp_path: Path, code: int, absent: bool, text: str) -> None:
     with pytest.raises(nvml.NvmlError, match=text) as caught:

@@ -56,6 +56,25 @@ _BATCH, _LENGTH, _HIDDEN, _HEADS, _INNER = 2, 13, 32, 4, 64
 
 def _layer(pre_layer_norm: bool, stochastic: bool, device: torch.device) -> Iterator[Result]:
     """Output and gradients of one layer without dropout, with a padding mask."""
+    mask = torch.zeros(_BATCH, 1, 1, _LENGTH)
+    mask[1, ..., 9:] = -10000.0
+    for result in _layer_in(torch.float32, _LENGTH, mask, pre_layer_norm, stochastic, device):
+        yield Result(*result, 1e-4 if result[0] == "the output" else 1e-3)
+
+
+def _half_layer(device: torch.device) -> Iterator[Result]:
+    """The same in float16, with a padding mask and without, where a device may have other kernels for attention."""
+    mask = torch.zeros(_BATCH, 1, 1, _LENGTH)
+    mask[1, ..., 9:] = -10000.0
+    for length, given in ((_LENGTH, mask), (16, None)):
+        for what, actual, expected in _layer_in(torch.float16, length, given, True, False, device):
+            which = f"{what} {'without' if given is None else 'with'} a mask"
+            yield Result(which, actual, expected, 5e-3 * float(expected.abs().max()))
+
+
+def _layer_in(
+    dtype: torch.dtype, length: int, mask: Tensor | None, pre_layer_norm: bool, stochastic: bool, device: torch.device
+) -> Iterator[tuple[str, Tensor, Tensor]]:
     module = importlib.import_module("deepspeed.ops.transformer")
     config = module.DeepSpeedTransformerConfig(
         batch_size=_BATCH,
@@ -66,29 +85,28 @@ def _layer(pre_layer_norm: bool, stochastic: bool, device: torch.device) -> Iter
         hidden_dropout_ratio=0.0,
         num_hidden_layers=1,
         initializer_range=0.2,
+        fp16=dtype == torch.float16,
         pre_layer_norm=pre_layer_norm,
         stochastic_mode=stochastic,
         training=True,
         seed=1,
     )
     torch.manual_seed(0)
-    layer = module.DeepSpeedTransformerLayer(config).to(device)
-    mask = torch.zeros(_BATCH, 1, 1, _LENGTH)
-    mask[1, ..., 9:] = -10000.0
-    x, cotangent = _numbers(_BATCH, _LENGTH, _HIDDEN), _numbers(_BATCH, _LENGTH, _HIDDEN, seed=1)
+    layer = module.DeepSpeedTransformerLayer(config).to(device, dtype)
+    x, cotangent = (_numbers(_BATCH, length, _HIDDEN, seed=seed).to(dtype) for seed in range(2))
     given = x.clone().to(device).requires_grad_()
-    output = layer(given, mask.to(device))
+    output = layer(given, None if mask is None else mask.to(device, dtype))
     output = output[0] if isinstance(output, tuple) else output
     torch.autograd.backward(output, cotangent.to(device))
 
     weights = {name: p.detach().cpu().double().requires_grad_() for name, p in layer.named_parameters()}
     exact = x.double().requires_grad_()
-    wanted = _bert_layer(exact, mask.double(), weights, pre_layer_norm)
+    wanted = _bert_layer(exact, torch.zeros(1) if mask is None else mask.double(), weights, pre_layer_norm)
     torch.autograd.backward(wanted, cotangent.double())
-    yield Result("the output", output.detach(), wanted.detach(), 1e-4)
-    yield Result("the gradient of the input", _gradient(given), _gradient(exact), 1e-3)
+    yield "the output", output.detach(), wanted.detach()
+    yield "the gradient of the input", _gradient(given), _gradient(exact)
     for name, parameter in layer.named_parameters():
-        yield Result(f"the gradient of {name}", _gradient(parameter), _gradient(weights[name]), 1e-3)
+        yield f"the gradient of {name}", _gradient(parameter), _gradient(weights[name])
 
 
 def _gradient(tensor: Tensor) -> Tensor:
@@ -103,9 +121,7 @@ def _bert_layer(x: Tensor, mask: Tensor, w: dict[str, Tensor], pre_layer_norm: b
         return functional.layer_norm(value, (_HIDDEN,), w[f"{name}w"], w[f"{name}b"], 1e-12)
 
     def attention(value: Tensor) -> Tensor:
-        q, k, v = (
-            (value @ w["attn_qkvw"].T + w["attn_qkvb"]).view(_BATCH, _LENGTH, 3, _HEADS, -1).permute(2, 0, 3, 1, 4)
-        )
+        q, k, v = (value @ w["attn_qkvw"].T + w["attn_qkvb"]).view(*x.shape[:2], 3, _HEADS, -1).permute(2, 0, 3, 1, 4)
         weights = torch.softmax(q @ k.transpose(-1, -2) / math.sqrt(_HIDDEN // _HEADS) + mask, dim=-1)
         context: Tensor = (weights @ v).transpose(1, 2).reshape(x.shape)
         return context @ w["attn_ow"].T + w["attn_ob"]
@@ -221,6 +237,7 @@ TRAINING = (
     FrontEnd(
         "DeepSpeedTransformerLayer.post_layer_norm", "TransformerBuilder", functools.partial(_layer, False, False)
     ),
+    FrontEnd("DeepSpeedTransformerLayer.fp16", "TransformerBuilder", _half_layer),
     FrontEnd(
         "DeepSpeedTransformerLayer.stochastic_mode",
         "StochasticTransformerBuilder",
