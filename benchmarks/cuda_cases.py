@@ -334,6 +334,22 @@ def quantizer_cases(own: Path | None) -> Iterator[Case]:
     yield _case(f"quantize {list(shape)}", [shape], size + size // 2, calls, dtype=torch.float16)
 
 
+def prompt_cases() -> Iterator[Case]:
+    """Attention of prompts of several lengths, padded on the left."""
+    from ds_plugin_sdk.ops import attention
+
+    batch, heads, tokens, head_dim = 4, 32, 2048, 128
+    shape = (batch, heads, tokens, head_dim)
+    q, k, v, keys, values = (_random(*shape, dtype=torch.bfloat16) for _ in range(5))
+    first = torch.arange(batch, device=DEVICE).unsqueeze(1) * 100
+    mask = torch.arange(tokens, device=DEVICE) >= first
+    allowed = mask[:, None, None] & torch.ones(tokens, tokens, dtype=torch.bool, device=DEVICE).tril()
+    yield Case(f"padded prompt {list(shape)}", 0, {
+        "ds_plugin": [lambda: attention.cached_attention(q, k, v, keys, values, 0, mask=mask)],
+        "torch SDPA, nothing appended": [lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=allowed)],
+    })  # fmt: skip
+
+
 def decode_cases() -> Iterator[Case]:
     """One token after 4,095 others: attention, and a linear layer with int8 weights. LLaMA's shapes."""
     from ds_plugin_sdk.ops import attention, linear
@@ -390,6 +406,7 @@ def groups_of_cases(own: Path | None) -> dict[str, Callable[[], Iterator[Case]]]
         "ops": lambda: op_cases((8192, 4096)),
         "layer": lambda: layer_cases(own),
         "decode": decode_cases,
+        "prompt": prompt_cases,
         "heads": head_cases,
         "training": training_cases,
         "quantizer": lambda: quantizer_cases(own),

@@ -222,6 +222,42 @@ __global__ void __launch_bounds__(kThreads) finish_kernel(const Attention t, flo
   }
 }
 
+// ---- around torch's attention ------------------------------------------------------------------------------------
+
+// What leaves no weight beside any score. Not -inf: what torch's kernels make of a row of it differs; nor the lowest number
+// of all, which they may multiply.
+__device__ __forceinline__ float unattended(float) { return -1e38f; }
+__device__ __forceinline__ float unattended(BFloat16) { return -1e38f; }
+__device__ __forceinline__ float unattended(Float16) { return -65504.f; }
+
+// A block for each query.
+template <class Element>
+__global__ void __launch_bounds__(kThreads) bias_kernel(const Attention t, const AttentionBias bias) {
+  const int64_t row = blockIdx.x, token = row % t.tokens, head = row / t.tokens % bias.heads;
+  const int64_t batch = row / t.tokens / bias.heads;
+  auto* to = static_cast<Element*>(bias.data) + row * bias.stride;
+  float sees = 0;
+  for (int64_t position = threadIdx.x; position < t.total; position += kThreads) {
+    const float added = biased<Element>(t, 0.f, batch, head, token, position);
+    if (added != kNever) sees = 1;
+    narrow(added == kNever ? unattended(Element{}) : added, to[position]);
+  }
+  sees = over_block<Maximum>(sees);
+  if (threadIdx.x == 0) bias.sees[row] = sees;
+}
+
+// A thread for each query.
+template <class Element>
+__global__ void __launch_bounds__(kThreads) zeros_kernel(const Attention t, const AttentionBias bias) {
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (row >= t.batch * t.tokens * t.heads) return;
+  const int64_t head = row % t.heads, token = row / t.heads % t.tokens, batch = row / t.heads / t.tokens;
+  const int64_t own_batch = bias.batches == 1 ? 0 : batch, own_head = bias.heads == 1 ? 0 : head;
+  if (bias.sees[(own_batch * bias.heads + own_head) * t.tokens + token] != 0) return;
+  auto* output = static_cast<Element*>(t.output) + row * t.head_dim;
+  for (int64_t i = 0; i < t.head_dim; ++i) narrow(0.f, output[i]);
+}
+
 bool fit_packs(const Attention& t) {
   const auto fits = [](const void* data, const HeadStrides& s) {
     return is_aligned(data) && s.batch % kSlice == 0 && s.head % kSlice == 0 && s.token % kSlice == 0;
@@ -242,6 +278,27 @@ void with_tile(int64_t queries, const With& with) {
 
 int64_t attention_partial(const Attention& t) {
   return t.batch * t.heads * t.tokens * Parts(t).count * (2 + t.head_dim);
+}
+
+AttentionBias attention_bias(const Attention& t) {
+  constexpr int64_t kAligned = 16;  // elements, as torch's kernels want rows to be apart
+  const bool masked = t.mask_kind != Mask::None;
+  return {masked && t.mask_strides[0] ? t.batch : 1, masked && t.mask_strides[1] ? t.heads : 1,
+          (t.total + kAligned - 1) / kAligned * kAligned, nullptr, nullptr};
+}
+
+void launch_attention_bias(const char* op, const Attention& t, const AttentionBias& bias, Dtype dtype, Stream stream) {
+  with_element(dtype, [&](auto element) {
+    launch(op, bias_kernel<decltype(element)>, grid(op, bias.batches * bias.heads * t.tokens), kThreads, stream, t,
+           bias);
+  });
+}
+
+void launch_attention_zeros(const char* op, const Attention& t, const AttentionBias& bias, Dtype dtype, Stream stream) {
+  const int64_t rows = t.batch * t.tokens * t.heads;
+  with_element(dtype, [&](auto element) {
+    launch(op, zeros_kernel<decltype(element)>, grid(op, (rows + kThreads - 1) / kThreads), kThreads, stream, t, bias);
+  });
 }
 
 void launch_attention(const char* op, const Attention& t, float* partial, Dtype dtype, Stream stream) {

@@ -22,12 +22,28 @@ struct CacheAttention : Device {
     launch_attention(op, attention, partial.data(), dtype, stream());
   }
 
-  // What torch's attention makes of queries that may attend to nothing differs between its kernels: masks go to the
-  // op's reference, in torch's matrix products.
+  // torch's attention with a bias takes that in the query's dtype alone: where it would lose digits of a mask or of
+  // alibi's slopes, the op's reference attends, in torch's matrix products.
   Tensor attend_by_torch(AttentionCall& call) const {
-    if (!call.needs_no_bias()) return call.reference();
+    const Attention& a = call.work();
+    if (call.needs_no_bias()) {
+      call.append();
+      return call.torch_attention({});
+    }
+    if (a.alibi || (a.mask_kind == Mask::Float && call.dtype() != Dtype::Float32)) return call.reference();
     call.append();
-    return call.torch_attention({});
+    AttentionBias bias = attention_bias(a);
+    const int64_t shape[] = {bias.batches, bias.heads, a.tokens, bias.stride};
+    const Tensor memory = call.new_like_query({shape, 4});
+    const Room sees(*this, bias.batches * bias.heads * a.tokens);
+    bias.data = memory.data_ptr();
+    bias.sees = sees.data();
+    launch_attention_bias(call.op(), a, bias, call.dtype(), stream());
+    const Tensor output = call.torch_attention(torch::stable::narrow(const_cast<Tensor&>(memory), 3, 0, a.total), true);
+    Attention attended = a;
+    attended.output = output.data_ptr();
+    launch_attention_zeros(call.op(), attended, bias, call.dtype(), stream());
+    return output;
   }
 };
 

@@ -119,6 +119,38 @@ class Array {
   void* device_ = nullptr;
 };
 
+// Memory with so many numbers in it, between guards.
+template <class T>
+class Numbers {
+ public:
+  explicit Numbers(const std::vector<T>& values) : count_(values.size()), bytes_(count_ * sizeof(T)) {
+    raw_.assign(bytes_ + 2 * guard_bytes, 0x5a);
+    if (bytes_) std::memcpy(raw_.data() + guard_bytes, values.data(), bytes_);
+    cudaMalloc(&device_, raw_.size());
+    cudaMemcpy(device_, raw_.data(), raw_.size(), cudaMemcpyHostToDevice);
+  }
+  ~Numbers() { cudaFree(device_); }
+  Numbers(const Numbers&) = delete;
+  Numbers& operator=(const Numbers&) = delete;
+
+  T* data() const { return reinterpret_cast<T*>(static_cast<char*>(device_) + guard_bytes); }
+  std::vector<T> values(const char* op) {
+    CHECK(cudaDeviceSynchronize() == cudaSuccess, "%s", op);
+    cudaMemcpy(raw_.data(), device_, raw_.size(), cudaMemcpyDeviceToHost);
+    for (size_t i = 0; i < raw_.size(); ++i) {
+      CHECK((i >= guard_bytes && i < guard_bytes + bytes_) || raw_[i] == 0x5a, "%s: wrote beside its tensor", op);
+    }
+    std::vector<T> result(count_);
+    if (bytes_) std::memcpy(result.data(), raw_.data() + guard_bytes, bytes_);
+    return result;
+  }
+
+ private:
+  size_t count_, bytes_;
+  std::vector<unsigned char> raw_;
+  void* device_ = nullptr;
+};
+
 // ---- multi-tensor ops --------------------------------------------------------------------------------------------
 
 struct Mix {
@@ -687,39 +719,49 @@ void check_attention(Dtype dtype, int64_t past, int64_t head_dim) {
   for (const Array* array : all) CHECK(array->guards_hold(), "cached_attention");
 }
 
-// ---- random layerwise token dropping -------------------------------------------------------------------------------
-
-// Memory with so many numbers in it, between guards.
-template <class T>
-class Numbers {
- public:
-  explicit Numbers(const std::vector<T>& values) : count_(values.size()), bytes_(count_ * sizeof(T)) {
-    raw_.assign(bytes_ + 2 * guard_bytes, 0x5a);
-    if (bytes_) std::memcpy(raw_.data() + guard_bytes, values.data(), bytes_);
-    cudaMalloc(&device_, raw_.size());
-    cudaMemcpy(device_, raw_.data(), raw_.size(), cudaMemcpyHostToDevice);
-  }
-  ~Numbers() { cudaFree(device_); }
-  Numbers(const Numbers&) = delete;
-  Numbers& operator=(const Numbers&) = delete;
-
-  T* data() const { return reinterpret_cast<T*>(static_cast<char*>(device_) + guard_bytes); }
-  std::vector<T> values(const char* op) {
-    CHECK(cudaDeviceSynchronize() == cudaSuccess, "%s", op);
-    cudaMemcpy(raw_.data(), device_, raw_.size(), cudaMemcpyDeviceToHost);
-    for (size_t i = 0; i < raw_.size(); ++i) {
-      CHECK((i >= guard_bytes && i < guard_bytes + bytes_) || raw_[i] == 0x5a, "%s: wrote beside its tensor", op);
+// What torch's attention adds to the scores of prompts that are padded on the left, and the zeros of those that see
+// nothing.
+void check_attention_bias(Dtype dtype, int64_t past) {
+  constexpr int64_t kBatch = 2, kHeads = 3, kTokens = 9, kHeadDim = 5, kWindow = 6;
+  const char* op = "cached_attention";
+  Attention task{};
+  task.batch = kBatch, task.heads = kHeads, task.kv_heads = 1, task.tokens = kTokens, task.past = past;
+  task.total = past + kTokens, task.head_dim = kHeadDim, task.window = kWindow, task.causal = true;
+  std::vector<uint8_t> mask(kBatch * task.total, 1);
+  std::fill(mask.begin() + task.total, mask.begin() + task.total + past + 4, 0);  // of the second sequence
+  Numbers<uint8_t> on_device(mask);
+  task.mask_kind = Mask::Bool, task.mask = on_device.data();
+  task.mask_strides[0] = task.total, task.mask_strides[3] = 1;
+  cuda::AttentionBias bias = cuda::attention_bias(task);
+  CHECK(bias.batches == kBatch && bias.heads == 1 && bias.stride % 16 == 0 && bias.stride >= task.total, "%s", op);
+  Array added(dtype, kBatch * kTokens * bias.stride, 0), output(dtype, kBatch * kTokens * kHeads * kHeadDim, 0);
+  Numbers<float> sees(std::vector<float>(kBatch * kTokens, -1.f));
+  for (int64_t i = 0; i < output.count(); ++i) output.set(i, 1.f);
+  for (Array* array : {&added, &output}) array->to_device();
+  bias.data = added.data(), bias.sees = sees.data(), task.output = output.data();
+  cuda::launch_attention_bias(op, task, bias, dtype, nullptr);
+  cuda::launch_attention_zeros(op, task, bias, dtype, nullptr);
+  const std::vector<float> seen = sees.values(op);
+  for (Array* array : {&added, &output}) array->from_device();
+  for (int64_t row = 0; row < kBatch * kTokens; ++row) {
+    const int64_t own = past + row % kTokens;
+    bool any = false;
+    for (int64_t p = 0; p < task.total; ++p) {
+      const bool allowed = p <= own && p > own - kWindow && mask[row / kTokens * task.total + p];
+      any = any || allowed;
+      const double found = added[row * bias.stride + p];
+      CHECK(allowed ? found == 0 : found < -6e4, "%s %s: bias %g", op, name_of(dtype), found);
     }
-    std::vector<T> result(count_);
-    if (bytes_) std::memcpy(result.data(), raw_.data() + guard_bytes, bytes_);
-    return result;
+    CHECK(seen[row] == (any ? 1.f : 0.f), "%s: query %lld", op, static_cast<long long>(row));
+    for (int64_t i = 0; i < kHeads * kHeadDim; ++i) {
+      CHECK(output[row * kHeads * kHeadDim + i] == (any ? 1 : 0), "%s: zeros, query %lld", op,
+            static_cast<long long>(row));
+    }
   }
+  CHECK(added.guards_hold() && output.guards_hold(), "%s", op);
+}
 
- private:
-  size_t count_, bytes_;
-  std::vector<unsigned char> raw_;
-  void* device_ = nullptr;
-};
+// ---- random layerwise token dropping -------------------------------------------------------------------------------
 
 std::vector<int32_t> some_tokens(int64_t count, int64_t sequence) {
   std::mt19937 random(3);
@@ -837,6 +879,7 @@ int main(int argc, char**) {
     for (const int64_t columns : {32, 256, 4096, 34}) check_linear(dtype, 1, columns), check_linear(dtype, 3, columns);
     for (const int64_t past : {0, 5, 300}) {
       for (const int64_t head_dim : {64, 128, 10}) check_attention(dtype, past, head_dim);
+      check_attention_bias(dtype, past);
     }
     for (const int64_t rows : {0, 1, 63, 200}) check_column_sums(dtype, rows, 68), check_column_sums(dtype, rows, 777);
   }

@@ -75,15 +75,21 @@ class AttentionCall {
     append_to(value_cache_, value_);
   }
 
-  // torch's attention to what the caches hold by now: with a bias, or without where none is needed.
-  Tensor torch_attention(const OptionalTensor& bias) {
-    const Tensor keys = torch::stable::narrow(key_cache_, 2, 0, work_.total);
-    const Tensor values = torch::stable::narrow(value_cache_, 2, 0, work_.total);
+  // A tensor of the query's dtype and device.
+  Tensor new_like_query(Shape shape) const { return new_tensor(query_, shape); }
+
+  // torch's attention to what the caches hold by now: with a bias, or without where none is needed. Heads of keys can be
+  // repeated for their queries first: some of torch's kernels want as many.
+  Tensor torch_attention(const OptionalTensor& bias, bool repeat_heads = false) {
+    Tensor keys = torch::stable::narrow(key_cache_, 2, 0, work_.total);
+    Tensor values = torch::stable::narrow(value_cache_, 2, 0, work_.total);
+    bool grouped = work_.heads != work_.kv_heads;
+    if (grouped && repeat_heads) keys = repeated(keys), values = repeated(values), grouped = false;
     const bool causal = !bias && work_.causal;
     using torch::stable::detail::from;
     StableIValue stack[] = {from(query_), from(keys),   from(values),
                             from(bias),   from(0.0),    from(causal),
-                            from(std::optional<double>(scale_)), from(work_.heads != work_.kv_heads)};
+                            from(std::optional<double>(scale_)), from(grouped)};
     STABLE_TORCH_ERROR_CODE_CHECK(
         torch_call_dispatcher("aten::scaled_dot_product_attention", "", stack, TORCH_ABI_VERSION));
     const Tensor result = torch::stable::detail::to<Tensor>(stack[0]);
@@ -105,6 +111,16 @@ class AttentionCall {
   }
 
  private:
+  // Each head of keys as often as it has heads of queries.
+  Tensor repeated(const Tensor& heads) const {
+    using torch::stable::detail::from;
+    StableIValue stack[] = {from(heads), from(work_.group()), from(std::optional<int64_t>(1)),
+                            from(std::optional<int64_t>())};
+    STABLE_TORCH_ERROR_CODE_CHECK(
+        torch_call_dispatcher("aten::repeat_interleave", "self_int", stack, TORCH_ABI_VERSION));
+    return torch::stable::detail::to<Tensor>(stack[0]);
+  }
+
   static HeadStrides strides_of(const Tensor& tensor) {
     return {tensor.stride(0), tensor.stride(1), tensor.stride(2)};
   }

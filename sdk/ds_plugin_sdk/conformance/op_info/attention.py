@@ -82,6 +82,7 @@ def _samples(make: Make) -> Iterator[Sample]:
         added = make.normal(1, heads, 1, past + tokens, dtype=torch.float32)
         slopes = make.positive(heads, scale=0.05, dtype=torch.float32)
         yield sample(f"{shape}, mask and alibi", kind, shape, mask=added, alibi=slopes)
+        yield sample(f"{shape}, mask", kind, shape, mask=make.normal(batch, 1, tokens, past + tokens))
         yield sample(f"{shape}, window", kind, shape, window=3)
         yield sample(f"{shape}, not causal", kind, shape, causal=False)
 
