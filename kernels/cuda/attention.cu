@@ -13,7 +13,7 @@ constexpr int kSlice = 8;  // elements of a head that a thread has
 constexpr float kNever = -__builtin_huge_valf();
 
 // e^(a - top), where nothing was seen yet 0. A NaN that was seen is in the sum, and stays one if it is multiplied by 0.
-__device__ __forceinline__ float relative(float a, float top) { return a == kNever ? 0.f : expf(a - top); }
+__device__ __forceinline__ float relative(float a, float top) { return a == kNever ? 0.f : __expf(a - top); }
 
 // ---- slices of heads ---------------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 
 #include <ds_kernels/config.h>
 
@@ -46,6 +47,42 @@ __device__ __forceinline__ void narrow(float x, Float16& to) {
 #endif
 }
 
+// Two elements as they lie in memory, `low` first.
+template <class T>
+__device__ __forceinline__ uint32_t narrow_two(float low, float high) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  uint32_t pair;
+  if constexpr (std::is_same_v<T, BFloat16>) {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  } else {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  }
+  return pair;
+#else
+  T pair[2];
+  narrow(low, pair[0]);
+  narrow(high, pair[1]);
+  return pair[0].bits | static_cast<uint32_t>(pair[1].bits) << 16;
+#endif
+}
+
+template <class T>
+__device__ __forceinline__ void widen_two(uint32_t pair, float& low, float& high) {
+  if constexpr (std::is_same_v<T, BFloat16>) {
+    low = __uint_as_float(pair << 16);
+    high = __uint_as_float(pair & 0xffff0000u);
+  } else {
+#ifdef DS_KERNELS_CUDA_ON_HOST
+    low = widen(Float16{static_cast<uint16_t>(pair)});
+    high = widen(Float16{static_cast<uint16_t>(pair >> 16)});
+#else
+    asm("{.reg .f16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b;}"
+        : "=f"(low), "=f"(high)
+        : "r"(pair));
+#endif
+  }
+}
+
 // ---- several elements ------------------------------------------------------------------------------------------
 
 // Elements that a thread takes at once: 16 bytes of the narrowest type involved.
@@ -62,63 +99,81 @@ struct Constant {
 
 namespace detail {
 
-template <int bytes>
-struct Word;
-template <>
-struct Word<16> {
-  using type = uint4;
-};
-template <>
-struct Word<8> {
-  using type = uint2;
-};
-template <>
-struct Word<4> {
-  using type = uint32_t;
-};
-template <>
-struct Word<2> {
-  using type = uint16_t;
-};
-template <>
-struct Word<1> {
-  using type = uint8_t;
-};
-
-template <class T, int count>
-union Block {
-  static constexpr int kBytes = sizeof(T) * count < 16 ? sizeof(T) * count : 16;
-  using Access = typename Word<kBytes>::type;
-  static constexpr int kAccesses = sizeof(T) * count / kBytes;
-  Access words[kAccesses];
-  T elements[count];
-};
+__device__ __forceinline__ uint32_t bits_of(uint32_t word) { return word; }
+__device__ __forceinline__ uint32_t bits_of(float word) { return __float_as_uint(word); }
+__device__ __forceinline__ void set_bits(uint32_t& word, uint32_t bits) { word = bits; }
+__device__ __forceinline__ void set_bits(float& word, uint32_t bits) { word = __uint_as_float(bits); }
 
 }  // namespace detail
+
+// Reads words of 4 bytes, up to four at once.
+template <int count, class Word>
+__device__ __forceinline__ void load_words(const Word* from, Word (&words)[count]) {
+  using detail::set_bits;
+  if constexpr (count % 4 == 0) {
+#pragma unroll
+    for (int i = 0; i < count; i += 4) {
+      const uint4 four = reinterpret_cast<const uint4*>(from)[i / 4];
+      set_bits(words[i], four.x), set_bits(words[i + 1], four.y);
+      set_bits(words[i + 2], four.z), set_bits(words[i + 3], four.w);
+    }
+  } else if constexpr (count == 2) {
+    const uint2 two = *reinterpret_cast<const uint2*>(from);
+    set_bits(words[0], two.x), set_bits(words[1], two.y);
+  } else {
+#pragma unroll
+    for (int i = 0; i < count; ++i) words[i] = from[i];
+  }
+}
 
 // Reads `count` elements at an address that is a multiple of their size together, or of 16 bytes.
 template <int count, class T>
 __device__ __forceinline__ void load(const T* from, float (&to)[count]) {
-  using Block = detail::Block<T, count>;
-  Block block;
+  if constexpr (sizeof(T) == 2 && count % 2 == 0) {
+    uint32_t pairs[count / 2];
+    load_words(reinterpret_cast<const uint32_t*>(from), pairs);
 #pragma unroll
-  for (int i = 0; i < Block::kAccesses; ++i) {
-    block.words[i] = reinterpret_cast<const typename Block::Access*>(from)[i];
+    for (int i = 0; i < count / 2; ++i) widen_two<T>(pairs[i], to[2 * i], to[2 * i + 1]);
+  } else if constexpr (sizeof(T) == 4) {
+    load_words(from, to);
+  } else {
+#pragma unroll
+    for (int i = 0; i < count; ++i) to[i] = widen(from[i]);
   }
+}
+
+// Writes words of 4 bytes, up to four at once: by __stwb, because nvcc splits a plain access into single words where it
+// cannot follow the address.
+template <int count, class Word>
+__device__ __forceinline__ void store_words(Word* to, const Word (&words)[count]) {
+  using detail::bits_of;
+  if constexpr (count % 4 == 0) {
 #pragma unroll
-  for (int i = 0; i < count; ++i) to[i] = widen(block.elements[i]);
+    for (int i = 0; i < count; i += 4) {
+      __stwb(reinterpret_cast<uint4*>(to) + i / 4,
+             uint4{bits_of(words[i]), bits_of(words[i + 1]), bits_of(words[i + 2]), bits_of(words[i + 3])});
+    }
+  } else if constexpr (count == 2) {
+    __stwb(reinterpret_cast<uint2*>(to), uint2{bits_of(words[0]), bits_of(words[1])});
+  } else {
+#pragma unroll
+    for (int i = 0; i < count; ++i) to[i] = words[i];
+  }
 }
 
 // Writes `count` elements; addresses as for `load`.
 template <int count, class T>
 __device__ __forceinline__ void store(T* to, const float (&from)[count]) {
-  using Block = detail::Block<T, count>;
-  Block block;
+  if constexpr (sizeof(T) == 2 && count % 2 == 0) {
+    uint32_t pairs[count / 2];
 #pragma unroll
-  for (int i = 0; i < count; ++i) narrow(from[i], block.elements[i]);
+    for (int i = 0; i < count / 2; ++i) pairs[i] = narrow_two<T>(from[2 * i], from[2 * i + 1]);
+    store_words(reinterpret_cast<uint32_t*>(to), pairs);
+  } else if constexpr (sizeof(T) == 4) {
+    store_words(to, from);
+  } else {
 #pragma unroll
-  for (int i = 0; i < Block::kAccesses; ++i) {
-    reinterpret_cast<typename Block::Access*>(to)[i] = block.words[i];
+    for (int i = 0; i < count; ++i) narrow(from[i], to[i]);
   }
 }
 

@@ -59,13 +59,13 @@ __global__ void __launch_bounds__(kMaxRowThreads) softmax_kernel(const Scores s)
   top = over_block<Maximum>(top);
   // Where every score is -inf nothing takes part: the sum stays 0, and so do the results.
   const float shift = top == -kInfinity ? 0.f : top;
-  const float sum = row.sum([=](float x) { return expf(x - shift); });
+  const float sum = row.sum([=](float x) { return __expf(x - shift); });
   const float factor = sum == 0 ? 0.f : 1.f / sum;
   auto* output = static_cast<Element*>(s.output) + index * s.keys;
   row.for_each([=](int64_t i, float(&x)[pack]) {
     float y[pack];
 #pragma unroll
-    for (int j = 0; j < pack; ++j) y[j] = i + j < begin || i + j >= end ? 0.f : expf(x[j] - shift) * factor;
+    for (int j = 0; j < pack; ++j) y[j] = i + j < begin || i + j >= end ? 0.f : __expf(x[j] - shift) * factor;
     store<pack>(output + i, y);
   });
 }

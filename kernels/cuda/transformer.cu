@@ -378,7 +378,7 @@ __global__ void __launch_bounds__(kMaxTeam) softmax_kernel(const MaskedSoftmaxRo
   // Where every score is -inf, all results are 0.
   const float shift = top == -kInfinity ? 0.f : top;
   const auto exponentials = [=](const Quad<pack>& quad, float(&x)[kPacks][pack]) {
-    quad.for_each_value([=](float& value) { value = expf(value - shift); }, x);
+    quad.for_each_value([=](float& value) { value = __expf(value - shift); }, x);
   };
   for_each_kept(as_they_are, [&](const Quad<pack>& quad, float(&x)[kPacks][pack]) {
     exponentials(quad, x);

@@ -27,8 +27,6 @@ struct Function {
 const Function kFunctions[] = {
     {"exponential", [](Floats x) { return exponential(x); }, [](float x) { return exponential(x); },
      [](double x) { return std::exp(x); }, 1.1},
-    {"hyperbolic_tangent", [](Floats x) { return hyperbolic_tangent(x); },
-     [](float x) { return hyperbolic_tangent(x); }, [](double x) { return std::tanh(x); }, 2.7},
     {"error_function", [](Floats x) { return error_function(x); }, [](float x) { return error_function(x); },
      [](double x) { return std::erf(x); }, 1.5},
 };

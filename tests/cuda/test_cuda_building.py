@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -165,3 +166,18 @@ def test_the_native_tests_compile_as_on_a_gpu_machine(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "test_cuda").exists()
+
+
+@needs_nvcc
+@pytest.mark.compiler
+@pytest.mark.parametrize("family", ["activation", "norm"])
+def test_packs_are_read_and_written_at_once(tmp_path: Path, family: str) -> None:
+    """In accesses of 16 bytes, whatever nvcc makes of their addresses: see docs/decisions/0841."""
+    assert NVCC is not None
+    options = ["-std=c++17", "-O3", "-arch=sm_90", f"-I{ROOT / 'kernels' / 'include'}", "-ptx", "-o", tmp_path / "ptx"]
+    subprocess.run([NVCC, *options, ROOT / "kernels" / "cuda" / f"{family}.cu"], check=True)
+    kernels = re.findall(r"\.entry (\w*BFloat16ELi8E\w*)\((.*?)\n}", (tmp_path / "ptx").read_text(), re.DOTALL)
+    assert kernels
+    for name, body in kernels:
+        accesses = re.findall(r"\b(?:ld|st)\.global\.\S+", body)
+        assert accesses and all(".v4." in access for access in accesses), (name, accesses)

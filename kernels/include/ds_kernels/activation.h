@@ -33,9 +33,10 @@ DS_KERNELS_INLINE Real activate(Real x) {
   } else if constexpr (activation == Activation::Gelu) {
     return 0.5f * x * (1.f + error_function(x * 0x1.6a09e6p-1f));
   } else if constexpr (activation == Activation::GeluTanh) {
-    return 0.5f * x * (1.f + hyperbolic_tangent(0x1.988454p-1f * (x + 0.044715f * x * x * x)));
+    // x/2 (1 + tanh u) is x / (1 + e^-2u), which loses nothing where tanh is near -1.
+    return quotient(x, 1.f + exponential(x * (-0x1.988454p0f - 0x1.2444f2p-4f * x * x)));
   } else if constexpr (activation == Activation::Silu) {
-    return x / (1.f + exponential(-x));
+    return quotient(x, 1.f + exponential(-x));
   } else {
     return x;
   }

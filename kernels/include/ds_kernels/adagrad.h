@@ -21,7 +21,7 @@ DS_KERNELS_INLINE void adagrad_update(Real& p, Real g, Real& sum, const AdagradS
   // Without decay its term is left out, not multiplied by zero: an infinite parameter would turn into NaN.
   if (s.weight_decay != 0) g += s.weight_decay * p;
   sum += g * g;
-  p -= s.lr * g / (square_root(sum) + s.eps);
+  p -= quotient(s.lr * g, square_root(sum) + s.eps);
 }
 
 }  // namespace DS_KERNELS_CPU_LEVEL

@@ -53,7 +53,7 @@ DS_KERNELS_INLINE void adam_update(Real& p, Real g, Real& m, Real& v, const Adam
   if (s.l2 != 0) g += s.l2 * p;
   m = s.beta1 * m + s.one_minus_beta1 * g;
   v = s.beta2 * v + s.one_minus_beta2 * g * g;
-  Real change = s.step_size * m / (square_root(v) * s.inverse_root + s.eps);
+  Real change = quotient(s.step_size * m, square_root(v) * s.inverse_root + s.eps);
   if (s.decay != 0) change += s.decay * p;
   p -= change;
 }
@@ -62,7 +62,7 @@ DS_KERNELS_INLINE void adam_update(Real& p, Real g, Real& m, Real& v, const Adam
 // DeepSpeed; v, which rounding could leave just below 0, does not become negative.
 template <class Real>
 DS_KERNELS_INLINE void adam_rollback(Real& p, Real g, Real& m, Real& v, const AdamStep& s) {
-  const Real change = s.step_size * m / (square_root(v) * s.inverse_root + s.eps);
+  const Real change = quotient(s.step_size * m, square_root(v) * s.inverse_root + s.eps);
   p = zero_unless_finite((p + change) / (1 - s.decay));
   m = (m - s.one_minus_beta1 * g) / s.beta1;
   v = zero_if_negative((v - s.one_minus_beta2 * g * g) / s.beta2);

@@ -93,7 +93,7 @@ DS_KERNELS_INLINE void lamb_moments(Real g, Real& m, Real& v, const LambStep& s)
 // u, from the moments as they are stored.
 template <class Real>
 DS_KERNELS_INLINE Real lamb_direction(Real p, Real m, Real v, const LambStep& s) {
-  Real u = s.first * m / (square_root(s.second * v + s.eps_inside) + s.eps_outside);
+  Real u = quotient(s.first * m, square_root(s.second * v + s.eps_inside) + s.eps_outside);
   // Without decay its term is left out, not multiplied by zero: an infinite parameter would turn into NaN.
   if (s.weight_decay != 0) u += s.weight_decay * p;
   return u;

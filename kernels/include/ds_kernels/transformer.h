@@ -116,7 +116,7 @@ DS_KERNELS_INLINE Real bounded(Real x, float bound) {
 template <class Real>
 DS_KERNELS_INLINE Real gelu_tanh_slope(Real input) {
   const Real x = bounded(input, 10.f), square = x * x;
-  const Real e = exponential(x * (-0x1.988454p0f - 0x1.2444f2p-4f * square)), s = 1.f / (1.f + e);
+  const Real e = exponential(x * (-0x1.988454p0f - 0x1.2444f2p-4f * square)), s = quotient(Real{} + 1.f, 1.f + e);
   return s + x * s * (e * s) * (0x1.988454p0f + 0x1.b6676cp-3f * square);
 }
 

@@ -260,6 +260,11 @@ ON_HOST_UNSEEN T shuffle(T value, int lane) {
   return value;
 }
 
+// ---- numbers ---------------------------------------------------------------------------------------------------
+
+// A result that is so many units in the last place too large.
+inline float inexact(float x, float units) { return x == 0 ? x : x * (1.f + units * 0x1p-23f); }
+
 // ---- half precision, one bit pattern at a time -------------------------------------------------------------------
 
 inline float widen_float16(uint16_t half) {
@@ -328,11 +333,17 @@ inline uint32_t __float_as_uint(float x) {
   return bits;
 }
 inline float rsqrtf(float x) { return 1.f / std::sqrt(x); }
-inline float __expf(float x) { return std::exp(x); }
+// As far from the true result as CUDA's may be, by its programming guide.
+inline float __expf(float x) { return on_host::inexact(std::exp(x), 2 + std::floor(std::fabs(1.173f * x))); }
+inline float __fdividef(float a, float b) { return on_host::inexact(a / b, 2); }
 inline int __float2int_rn(float x) { return static_cast<int>(std::nearbyint(x)); }
 template <class T>
 T __ldg(const T* from) {
   return *from;
+}
+template <class T>
+void __stwb(T* to, T value) {
+  *to = value;
 }
 // Of whole numbers; the order in which they happen is open, but orders no other memory.
 template <class T>
