@@ -273,17 +273,37 @@ def deepspeed_ops(run: Run) -> None:
     run.step("DeepSpeed's own ops", command, limit=min(170, run.left(RESERVE)), **alone)
 
 
-LEVELS = {"ops": 170, "training": 120, "runtime": 100}  # seconds at most
+# The checks of ops in three parts, side by side; front ends need a process with a CUDA context of its own each.
+ACCURACY, FRONT_ENDS = ("ops.accuracy", "ops.gradients", "ops.gradcheck"), ("ops.front_end",)
+OTHERS = (
+    *("ops.strided", "ops.empty", "ops.not_finite", "ops.refuses", "ops.read_only", "ops.opcheck"),
+    *("ops.deterministic", "ops.native", "ops.in_place"),
+)
 
 
-def conformance(run: Run, level: str) -> None:
-    """A level of the contract, as `sdk conformance` runs it."""
-    arguments = ("-m", "ds_plugin_sdk.cli", "conformance", "cuda", "--level", level, "--json", conformance_file(level))
-    run.python(f"conformance: {level}", *arguments, limit=min(LEVELS[level], run.left(RESERVE)))
+def only(checks: Sequence[str]) -> tuple[str, ...]:
+    return tuple(word for check in checks for word in ("-k", f"{check}*"))
 
 
-def conformance_file(level: str) -> Path:
-    return WORK / f"conformance-{level}.json"
+# Arguments of `sdk conformance`, and seconds at most.
+CONFORMANCE: dict[str, tuple[tuple[str, ...], float]] = {
+    "ops, accuracy": (only(ACCURACY), 200),
+    "ops, front ends": (only(FRONT_ENDS), 200),
+    "ops, others": (only(OTHERS), 200),
+    "training": (("--level", "training"), 120),
+    "runtime": (("--level", "runtime"), 100),
+}
+
+
+def conformance(run: Run, part: str) -> None:
+    """A part of the contract, as `sdk conformance` checks it."""
+    selection, seconds = CONFORMANCE[part]
+    arguments = ("-m", "ds_plugin_sdk.cli", "conformance", "cuda", *selection, "--json", conformance_file(part))
+    run.python(f"conformance: {part}", *arguments, limit=min(seconds, run.left(RESERVE)))
+
+
+def conformance_file(part: str) -> Path:
+    return WORK / f"conformance-{part.replace(', ', '-').replace(' ', '-')}.json"
 
 
 def benchmarks(run: Run) -> None:
@@ -356,7 +376,7 @@ def _write_report(run: Run, environment: dict[str, Any]) -> Path:
         "environment": {name: value for name, value in environment.items() if name != "nvcc_path"},
         "sources": source_digests(),
         "steps": dict(run.steps),
-        "conformance": {level: conformance_result(_json(conformance_file(level))) for level in LEVELS},
+        "conformance": {part: conformance_result(_json(conformance_file(part))) for part in CONFORMANCE},
         "benchmarks": _json(WORK / "cuda_ops.json"),
     }
     slug = re.sub(r"[^a-z0-9]+", "-", environment["gpu"].lower()).strip("-")
@@ -376,10 +396,10 @@ def markdown(report: dict[str, Any]) -> str:
     for name, step in report["steps"].items():
         last = step["tail"][-1].strip().replace("|", "/") if step["tail"] else ""
         lines.append(f"| {name} | {'passed' if step['status'] == 0 else step['status']} | {step['seconds']} | {last} |")
-    for level, result in report["conformance"].items():
+    for part, result in report["conformance"].items():
         if result is not None:
             counts = ", ".join(f"{count} {verdict}" for verdict, count in result["counts"].items())
-            lines += ["", f"Conformance, {level}: {counts}."]
+            lines += ["", f"Conformance, {part}: {counts}."]
             lines += [f"- {failure['case']}: {failure['verdict']}" for failure in result["failures"]]
     measured = report["benchmarks"]
     if measured:
@@ -448,7 +468,7 @@ def check(run: Run, environment: dict[str, Any]) -> Path:
     })  # fmt: skip
     native = environment["nvcc_path"], environment["arch"]
     lanes: list[Steps] = [
-        {"conformance, ops": lambda: conformance(run, "ops")},
+        *({f"conformance, {part}": lambda part=part: conformance(run, part)} for part in CONFORMANCE if "ops" in part),
         {"native tests": lambda: native_tests(run, *native)},
     ]
     if any(works):

@@ -11,6 +11,8 @@ from pathlib import Path
 import gpu_check
 import pytest
 
+from ds_plugin_sdk.conformance import suite
+
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 
 
@@ -145,20 +147,27 @@ def test_a_step_that_breaks_stops_no_other_and_is_reported(run: gpu_check.Run, m
     monkeypatch.setattr(gpu_check, "native_tests", breaks)
     for name in ("choice", "build", "deepspeed_ops", "benchmarks"):
         monkeypatch.setattr(gpu_check, name, lambda *arguments, name=name: ran.append(name) or True)
-    monkeypatch.setattr(gpu_check, "conformance", lambda run, level: ran.append(level))
+    monkeypatch.setattr(gpu_check, "conformance", lambda run, part: ran.append(part))
     environment = {"gpu": "NVIDIA H200", "nvcc_path": "nvcc", "arch": "sm_90", "deepspeed": "0.19.8"}
     report = json.loads(gpu_check.check(run, environment).read_text())
     assert ran[:2] == ["choice", "build"] and ran[-2:] == ["runtime", "benchmarks"]
-    assert sorted(ran[2:-2]) == ["deepspeed_ops", "ops", "training"]
+    parts = ["ops, accuracy", "ops, front ends", "ops, others", "training"]
+    assert sorted(ran[2:-2]) == ["deepspeed_ops", *parts]
     assert report["steps"]["install: broke"]["tail"][-1] == "OSError: no room"
     assert "native tests: broke" in report["steps"]
+
+
+def test_every_check_of_ops_is_in_one_part() -> None:
+    parts = (gpu_check.ACCURACY, gpu_check.FRONT_ENDS, gpu_check.OTHERS)
+    for check in (check.name for check in suite.checks() if check.name.startswith("ops.")):
+        assert sum(check.startswith(name) for part in parts for name in part) == 1, check
 
 
 def test_results_that_were_not_written_to_their_end_stop_nothing(run: gpu_check.Run) -> None:
     gpu_check.WORK.mkdir(parents=True)
     (gpu_check.WORK / "cuda_ops.json").write_text('{"rows": [')
     report = json.loads(gpu_check.write_report(run, {"gpu": "NVIDIA H200"}).read_text())
-    assert report["benchmarks"] is None and report["conformance"] == dict.fromkeys(gpu_check.LEVELS)
+    assert report["benchmarks"] is None and report["conformance"] == dict.fromkeys(gpu_check.CONFORMANCE)
 
 
 def test_benchmarks_go_on_in_another_process(run: gpu_check.Run, monkeypatch: pytest.MonkeyPatch) -> None:
