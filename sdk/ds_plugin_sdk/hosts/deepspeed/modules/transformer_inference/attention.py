@@ -106,11 +106,7 @@ def softmax_context(
     layer = workspace.layer(layer_id, key, tokens > 1 or _begins(layer_id, added))
     past, layer.length = layer.length, layer.length + tokens
     if rotary_dim > 0:
-        cos, sin = (
-            _angles_from(past, tokens, rotary_dim, rope_theta, qkv.device)
-            if position_ids is None
-            else angles(position_ids, rotary_dim, rope_theta)
-        )
+        cos, sin = _angles(position_ids, past, tokens, rotary_dim, rope_theta, qkv.device)
         query, key = (rotary(each, cos, sin, interleaved=not rotate_half) for each in (query, key))
     if alibi is not None and alibi.dim() > 1:
         added = _with_biases(added, alibi.reshape(-1, heads, *alibi.shape[-2:])[..., : layer.length].to(qkv.dtype))
@@ -154,13 +150,17 @@ def apply_rotary_pos_emb(
     query: Tensor, key: Tensor, rotary_dim: int, offset: int, num_heads: int, rotate_half: bool, rope_theta: float
 ) -> list[Tensor]:
     """Rotary embedding of ``[batch, tokens, num_heads * head_dim]``, the first token at position `offset`."""
-    cos, sin = _angles_from(offset, query.shape[1], rotary_dim, rope_theta, query.device)
+    cos, sin = _angles(None, offset, query.shape[1], rotary_dim, rope_theta, query.device)
     heads = (each.view(*each.shape[:2], num_heads, -1).transpose(1, 2) for each in (query, key))
     return [rotary(each, cos, sin, interleaved=not rotate_half).transpose(1, 2).flatten(2) for each in heads]
 
 
-def _angles_from(first: int, tokens: int, rotary_dim: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """`angles` of neighbouring positions: a part of a table, so that neither layers nor tokens compute them again."""
+def _angles(
+    positions: Tensor | None, first: int, tokens: int, rotary_dim: int, theta: float, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Of given positions; else of those from `first` on, out of a table that layers and tokens share."""
+    if positions is not None:
+        return angles(positions, rotary_dim, theta)
     end = first + tokens
     cos, sin = _table(max(256, 1 << (end - 1).bit_length()), rotary_dim, theta, device)
     return cos[:, first:end], sin[:, first:end]
