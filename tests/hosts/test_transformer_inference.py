@@ -119,6 +119,15 @@ def test_rotary_positions_go_on_where_the_cache_ends(rotate_half: bool) -> None:
     assert not torch.allclose(whole, attend(qkv)[0])
 
 
+def test_rotary_positions_can_be_given() -> None:
+    """Each row's own; attention knows distances only, so that all may stand further along."""
+    qkv = numbers(BATCH, 9, 3 * HEADS * DIM)
+    whole = attend(qkv, rotary_dim=6)[0]
+    positions = torch.arange(9) + torch.tensor([[0], [300]])
+    close(attend(qkv, rotary_dim=6, position_ids=positions)[0], whole)
+    assert not torch.allclose(attend(qkv, rotary_dim=6, position_ids=2 * positions)[0], whole, atol=1e-3)
+
+
 def test_alibi_and_mask_are_added_together() -> None:
     qkv = numbers(BATCH, 5, 3 * HEADS * DIM)
     alibi, mask = numbers(BATCH * HEADS, 1, 5, seed=1), torch.zeros(BATCH, 1, 1, 8)
