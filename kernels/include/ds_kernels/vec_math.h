@@ -118,11 +118,12 @@ template <class Real>
 DS_KERNELS_INLINE Real exponential(Real x) {
 #if defined(__CUDA_ARCH__)
   return expf(x);
-#endif
+#else
   // Beyond these bounds all is zero or infinite. In this order, because a NaN must stay.
   const Real bounded = maximum(Real{} - 104.f, minimum(Real{} + 89.f, x));
   const Exponential<Real> e = split_exponential(bounded);
   return scale(1.f + e.fraction, e.n);
+#endif
 }
 
 // ---- erf --------------------------------------------------------------------------------------------------------
@@ -132,7 +133,7 @@ template <class Real>
 DS_KERNELS_INLINE Real error_function(Real x) {
 #if defined(__CUDA_ARCH__)
   return erff(x);
-#endif
+#else
   const Real a = minimum(Real{} + 4.f, absolute(x));  // erf 4 rounds to 1
   const Real near = a + a * polynomial(a * a, 0x1.06eba6p-3f, -0x1.8126e8p-2f, 0x1.ce1abap-4f, -0x1.b68ff6p-6f,
                                        0x1.47575ep-8f, -0x1.3a8ab6p-11f);
@@ -141,6 +142,7 @@ DS_KERNELS_INLINE Real error_function(Real x) {
   const Exponential<Real> e = split_exponential(exponent);
   const Real power = power_of_two(e.n);
   return with_sign_of(x, select(a < 0.92f, near, 1.f - power - power * e.fraction));
+#endif
 }
 
 // ---- over the lanes of a vector ---------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ class FusedOptimizer(Optimizer):
         steps: list[int],
     ) -> None:
         """Call the op on tensors of one device, one dtype a list; one step number for all, or one each."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__}._update() must call the op")
 
     def _new_state(self, param: Tensor, group: Group) -> State:
         """The state of a parameter before its first step: zeros."""
