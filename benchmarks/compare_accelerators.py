@@ -39,7 +39,7 @@ RANKS = 2
 # Largest relative difference of two losses at the same step. Both sides compute in float32 with the same formulas, but
 # round at other places, and training amplifies that; the table's last lines show by how much: the in-tree accelerator
 # against itself with other threads, and either Adam against torch's. A wrong update shows within a few steps as 1e-2.
-# For up to 60 steps; docs/decisions/0302-comparing-two-accelerators.md has the figures for longer runs.
+# For up to 60 steps; docs/decisions/0007-comparing-two-accelerators.md has the figures for longer runs.
 TOLERANCE = 1e-3
 
 IN_TREE, OURS = "in-tree", "ds-plugin-cpu"

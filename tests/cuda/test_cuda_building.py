@@ -172,7 +172,7 @@ def test_the_native_tests_compile_as_on_a_gpu_machine(tmp_path: Path) -> None:
 @pytest.mark.compiler
 @pytest.mark.parametrize("family", ["activation", "norm"])
 def test_packs_are_read_and_written_at_once(tmp_path: Path, family: str) -> None:
-    """In accesses of 16 bytes, whatever nvcc makes of their addresses: see docs/decisions/0841."""
+    """In accesses of 16 bytes, whatever nvcc makes of their addresses: see docs/decisions/0048."""
     assert NVCC is not None
     options = ["-std=c++17", "-O3", "-arch=sm_90", f"-I{ROOT / 'kernels' / 'include'}", "-ptx", "-o", tmp_path / "ptx"]
     subprocess.run([NVCC, *options, ROOT / "kernels" / "cuda" / f"{family}.cu"], check=True)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_LONG = 256  # tokens from which on torch's kernel for CPUs is faster than plain products in 16 bits, see decision 0621
+_LONG = 256  # tokens from which on torch's kernel for CPUs is faster than plain products in 16 bits, see decision 0038
 _PACK = 8  # elements of 16 bits that torch's CUDA kernels take at once
 
 
