@@ -1,4 +1,4 @@
-"""The pages in docs/decisions: numbered without gaps, dated, all in the index; and who names one names one that exists."""
+"""The pages in docs/decisions: numbered without gaps, dated, all in the index; whoever names one names one there is."""
 
 from __future__ import annotations
 
