@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from ds_plugin_sdk.hosts.deepspeed import import_hook as _import_hook
+from ds_plugin_sdk.integrations.deepspeed import import_hook as _import_hook
 
 if TYPE_CHECKING:
     from ds_plugin_sdk.accelerator import DeepSpeedAccelerator as DeepSpeedAccelerator

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_plugin_sdk.hosts.deepspeed.front_ends import FRONT_ENDS
+from ds_plugin_sdk.conformance.front_ends import FRONT_ENDS
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "ops" / "README.md"
 
@@ -41,7 +41,7 @@ def test_every_inference_op_of_deepspeed_is_run() -> None:
 CALLED = """
 import functools, importlib, json, sys
 import deepspeed, torch
-from ds_plugin_sdk.hosts.deepspeed.front_ends import FRONT_ENDS
+from ds_plugin_sdk.conformance.front_ends import FRONT_ENDS
 
 called = set()
 
@@ -52,7 +52,7 @@ def noted(function):
         return function(*args, **kwargs)
     return wrapper
 
-module = importlib.import_module(f"ds_plugin_sdk.hosts.deepspeed.modules.{sys.argv[1]}")
+module = importlib.import_module(f"ds_plugin_sdk.integrations.deepspeed.modules.{sys.argv[1]}")
 owned = {
     name: value
     for name, value in vars(module).items()

@@ -89,12 +89,12 @@ def test_a_devices_kernels_are_its_own(zap: Path, monkeypatch: pytest.MonkeyPatc
     op_builder.use_package("zap", "zap_plugin.op_builder")
     op_builder.load_kernels("adam", "zap")
     op_builder.load_kernels("adam", "cpu")
-    assert loaded == ["zap_plugin.op_builder.fused_adam", "ds_plugin_sdk.op_builder.host.cpu_adam"]
+    assert loaded == ["zap_plugin.op_builder.fused_adam", "ds_plugin_sdk.op_builder.cpu.cpu_adam"]
 
 
 def test_host_ops_serve_every_device(zap: Path) -> None:
     builder = op_builder.find("CPUAdamBuilder", "zap_plugin.op_builder", "zap")
-    assert builder.__module__ == "ds_plugin_sdk.op_builder.host.cpu_adam"
+    assert builder.__module__ == "ds_plugin_sdk.op_builder.cpu.cpu_adam"
 
 
 def test_a_device_op_without_a_kernel_runs_by_reference(zap: Path) -> None:

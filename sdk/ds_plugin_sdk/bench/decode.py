@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import torch
 
-from ds_plugin_sdk.integrations._weights import Weights
+from ds_plugin_sdk.integrations.transformers.weights import Weights
 
 PROMPT, STEPS, ROUNDS = 128, 16, 5
 PEER = "transformers, bfloat16"
@@ -235,7 +235,7 @@ def _convert(model: Any, shape: Shape, folder: Path) -> Path:
 
 def _read_rate() -> float:
     """Bytes per second of reading large memory with all of torch's threads, in the largest pages there are."""
-    from ds_plugin_sdk.integrations._weights import Arena
+    from ds_plugin_sdk.integrations.transformers.weights import Arena
 
     memory = Arena(512 << 20, torch.device("cpu")).empty((64 << 20,), torch.int64).fill_(1)
     best = float("inf")

@@ -25,7 +25,7 @@ print("ready", flush=True)
 sys.stdin.readline()
 start, cpu = time.perf_counter(), sum(os.times()[:4])
 from ds_plugin_sdk import jit
-from ds_plugin_sdk.op_builder.host.cpu_adam import CPUAdamBuilder
+from ds_plugin_sdk.op_builder.cpu.cpu_adam import CPUAdamBuilder
 artifact, _ = jit.obtain(CPUAdamBuilder().build_spec())
 print(artifact.origin, time.perf_counter() - start, sum(os.times()[:4]) - cpu)
 """

@@ -11,7 +11,7 @@ from ds_plugin_sdk.cli.console import output, table
 
 def contract(as_json: bool = typer.Option(False, "--json", help="Print JSON.")) -> None:
     """Print what the installed DeepSpeed asks that the SDK does not know, and the other way round."""
-    from ds_plugin_sdk.hosts.deepspeed import drift
+    from ds_plugin_sdk.integrations.deepspeed import drift
 
     difference = drift.contract()
     if as_json:

@@ -1,1 +1,1 @@
-"""Other people's models on the SDK's ops, without a change to the models."""
+"""The SDK inside other libraries: a package each, and nothing outside of a package knows its library's internals."""

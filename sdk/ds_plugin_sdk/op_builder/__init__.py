@@ -18,7 +18,7 @@ from ds_plugin_sdk.op_builder.builder import (
 )
 from ds_plugin_sdk.op_builder.combined import OWN_NAMES, CombinedOpBuilder
 from ds_plugin_sdk.op_builder.families import module_for, register_modules
-from ds_plugin_sdk.op_builder.kinds import CppOpBuilder, CUDAOpBuilder, SYCLOpBuilder
+from ds_plugin_sdk.op_builder.languages import CppOpBuilder, CUDAOpBuilder, SYCLOpBuilder
 from ds_plugin_sdk.op_builder.lookup import (
     HOST_BUILDERS,
     OPTIONAL_BUILDERS,

@@ -17,7 +17,7 @@ from ds_plugin_sdk.op_builder.builder import NotImplementedBuilder, OpBuilder, R
 from ds_plugin_sdk.op_builder.combined import COMBINED, CombinedOpBuilder
 
 # The package of builders that work on host tensors whatever the accelerator is.
-HOST_BUILDERS = "ds_plugin_sdk.op_builder.host"
+HOST_BUILDERS = "ds_plugin_sdk.op_builder.cpu"
 
 # Collectives that DeepSpeed builds inside init_distributed if they are offered; absent is an answer.
 OPTIONAL_BUILDERS = frozenset({"ShareMemCommBuilder", "CCLCommBuilder"})

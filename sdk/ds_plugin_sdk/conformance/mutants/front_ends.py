@@ -22,7 +22,7 @@ def module(target: Target, op: str, name: str, function: Function) -> Target:
     Args:
         function: ``function(sound, *arguments)``.
     """
-    functions = importlib.import_module(f"ds_plugin_sdk.hosts.deepspeed.modules.{op}")
+    functions = importlib.import_module(f"ds_plugin_sdk.integrations.deepspeed.modules.{op}")
     setattr(functions, name, functools.partial(function, getattr(functions, name)))
     return target
 
@@ -69,7 +69,7 @@ def cpu_adagrad_no_decay(target: Target) -> Target:
 @mutant("module.fused_lion_missing", "O7.1", "ops", only="/FusedLion")
 def fused_lion_missing(target: Target) -> Target:
     """The module has no multi_tensor_lion."""
-    del importlib.import_module("ds_plugin_sdk.hosts.deepspeed.modules.fused_lion").multi_tensor_lion
+    del importlib.import_module("ds_plugin_sdk.integrations.deepspeed.modules.fused_lion").multi_tensor_lion
     return target
 
 
@@ -198,7 +198,7 @@ def cache_not_remembered(target: Target) -> Target:
     """Every call of softmax_context starts the cache anew."""
 
     def function(sound: Function, *arguments: Any) -> Any:
-        importlib.import_module("ds_plugin_sdk.hosts.deepspeed.modules.transformer_inference").reset_cache()
+        importlib.import_module("ds_plugin_sdk.integrations.deepspeed.modules.transformer_inference").reset_cache()
         return sound(*arguments)
 
     return _inference(target, "softmax_context_fp32", function)

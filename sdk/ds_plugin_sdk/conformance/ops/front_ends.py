@@ -6,8 +6,8 @@ import importlib
 from collections.abc import Iterator
 
 from ds_plugin_sdk.conformance.check import Clause, NonconformanceError, Parameters, check, expect
+from ds_plugin_sdk.conformance.front_ends import FRONT_ENDS
 from ds_plugin_sdk.conformance.target import Target
-from ds_plugin_sdk.hosts.deepspeed.front_ends import FRONT_ENDS
 
 
 def each_front_end(target: Target) -> Iterator[Parameters]:

@@ -1,0 +1,106 @@
+"""The one thing that runs at `import torch`: an import hook that waits for DeepSpeed.
+
+An error here would break ``import torch`` for everybody on the machine, and so would slowness. So this module imports
+nothing but what Python has loaded already, reads no file, and leaves all work to modules that it names as text and
+imports when their time has come.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.abc
+import sys
+import warnings
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+HOST = "deepspeed.accelerator.real_accelerator"
+
+# Right after the module on the left was executed, the function on the right is called with it. The last line is how the
+# op builders come to know the functions DeepSpeed calls on an op, without knowing this host.
+_AFTER = {
+    HOST: "ds_plugin_sdk.integrations.deepspeed.adopt:adopt",
+    "deepspeed.comm.torch": "ds_plugin_sdk.integrations.deepspeed.all_reduce:replace",
+    "deepspeed.inference.engine": "ds_plugin_sdk.integrations.deepspeed.injection:explain",
+    "deepspeed.ops.op_builder.all_ops": "ds_plugin_sdk.integrations.deepspeed.op_table:complete",
+    "ds_plugin_sdk.op_builder": "ds_plugin_sdk.integrations.deepspeed.modules:register",
+}
+
+
+class _Loader(importlib.abc.Loader):
+    """A module's own loader, and a call when the module was executed. It takes itself away before that call."""
+
+    def __init__(self, loader: Any, then: str) -> None:
+        self._loader = loader
+        self._then = then
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        module: ModuleType | None = self._loader.create_module(spec)
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        module.__loader__ = self._loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        _call(self._then, module)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds what the other finders find, for the modules in `_AFTER` only."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        then = _AFTER.get(fullname)
+        if then is None:
+            return None
+        for finder in sys.meta_path:
+            find = None if finder is self else getattr(finder, "find_spec", None)  # very old finders have none
+            spec: ModuleSpec | None = None if find is None else find(fullname, path, target)
+            if spec is not None:
+                spec.loader = _Loader(spec.loader, then)
+                return spec
+        return None
+
+
+def install() -> None:
+    """Make plugins known to DeepSpeed, now or when it is imported. Idempotent; never raises.
+
+    torch calls this at the end of its import (entry point ``torch.backends``); so does ``import ds_plugin_sdk``.
+    """
+    try:
+        if any(type(finder) is _Finder for finder in sys.meta_path):
+            return
+        sys.meta_path.insert(0, _Finder())
+        host = sys.modules.get(HOST)
+        if host is not None:  # DeepSpeed came first: do now what would have been done then
+            _call("ds_plugin_sdk.integrations.deepspeed.adopt:adopt_late", host)
+    except Exception as error:
+        _complain(error)
+
+
+def _call(target: str, module: ModuleType) -> None:
+    """Call ``"module:function"`` with a module. That the function cannot be had at all is only worth a warning."""
+    home, _, name = target.partition(":")
+    try:
+        function = getattr(importlib.import_module(home), name)
+    except Exception as error:
+        _complain(error)
+    else:
+        function(module)
+
+
+def _complain(error: Exception) -> None:
+    with contextlib.suppress(Warning):  # under -W error it is an exception, and `import torch` must go on
+        warnings.warn(
+            f"ds-plugin-sdk: DeepSpeed will not see any plugin: {type(error).__name__}: {error}",
+            RuntimeWarning,
+            stacklevel=3,
+        )

@@ -1,0 +1,26 @@
+"""Models of Hugging Face's transformers (5 and later) on the SDK's ops, without a line of model code.
+
+    from ds_plugin_sdk.integrations.transformers import accelerate
+
+    accelerate(model, weights="int8")
+    model.generate(**inputs)
+
+or, for a while only, ``with accelerate(model): ...``.
+
+Attention goes through transformers' own registry, under the name ``ds_plugin``, which any model may be asked to use:
+``model.set_attn_implementation("ds_plugin")``. Linear layers, norms and, for the models in `FAMILIES`, whole decoder
+layers get another ``forward`` on the instance; nobody's class is touched.
+"""
+
+from __future__ import annotations
+
+from ds_plugin_sdk.integrations.transformers._accelerate import (
+    ATTENTION,
+    FAMILIES,
+    Accelerated,
+    accelerate,
+    attention_forward,
+    register_attention,
+)
+
+__all__ = ["ATTENTION", "FAMILIES", "Accelerated", "accelerate", "attention_forward", "register_attention"]

@@ -1,0 +1,125 @@
+"""A decoder layer as eight calls of ops, whatever model it comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_plugin_sdk.integrations.transformers.weights import Matrix
+from ds_plugin_sdk.ops.linear import ACTIVATIONS, Activation
+
+# As `ds_plugin_sdk.ops.linear` counts them.
+_IDENTITY = ACTIVATIONS.index("identity")
+
+
+@dataclass(frozen=True)
+class Norm:
+    """Layer norm, or RMS norm if there is no bias."""
+
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """What a decoder layer consists of.
+
+    Attributes:
+        attention_norm, mlp_norm: before attention and MLP; after their sums with the residual if not `norm_first`.
+        qkv: queries, keys and values in one.
+        heads, kv_heads, head_dim: of them.
+        query_norm, key_norm: of each head, or None.
+        scale: of the scores.
+        output: after attention.
+        mlp_in: up and, if `gated`, gate.
+        activation: in between.
+        mlp_out: down.
+    """
+
+    attention_norm: Norm
+    mlp_norm: Norm
+    qkv: Matrix
+    output: Matrix
+    mlp_in: Matrix
+    mlp_out: Matrix
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    activation: Activation
+    gated: bool = False
+    query_norm: Norm | None = None
+    key_norm: Norm | None = None
+    norm_first: bool = True
+
+
+# Appends keys and values and attends: (query, key, value) -> [batch, heads, tokens, head_dim].
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def run(ops: Any, layer: Decoder, hidden: Tensor, angles: tuple[Tensor, Tensor] | None, attend: Attend) -> Tensor:
+    """The layer's output.
+
+    Args:
+        ops: ``torch.ops.ds_plugin``, or its references.
+        hidden: ``[batch, tokens, hidden]``.
+        angles: cosine and sine as `ds_plugin_sdk.ops.rotary` takes them, or None.
+        attend: attention with the cache.
+    """
+    normed = norm(ops, layer.attention_norm, hidden) if layer.norm_first else hidden
+    attended = _attention(ops, layer, normed, angles, attend)
+    hidden = linear(ops, layer.output, attended, hidden)
+    if not layer.norm_first:
+        hidden = norm(ops, layer.attention_norm, hidden)
+    normed = norm(ops, layer.mlp_norm, hidden) if layer.norm_first else hidden
+    inner = linear(ops, layer.mlp_in, normed, None, ACTIVATIONS.index(layer.activation), layer.gated)
+    hidden = linear(ops, layer.mlp_out, inner, hidden)
+    return hidden if layer.norm_first else norm(ops, layer.mlp_norm, hidden)
+
+
+def _attention(
+    ops: Any, layer: Decoder, hidden: Tensor, angles: tuple[Tensor, Tensor] | None, attend: Attend
+) -> Tensor:
+    heads, kv_heads, head_dim = layer.heads, layer.kv_heads, layer.head_dim
+    batch, tokens, _ = hidden.shape
+    qkv = linear(ops, layer.qkv, hidden).view(batch, tokens, heads + 2 * kv_heads, head_dim)
+    query, key, value = torch.split(qkv.transpose(1, 2), [heads, kv_heads, kv_heads], 1)
+    if layer.query_norm is not None and layer.key_norm is not None:
+        query, key = norm(ops, layer.query_norm, query), norm(ops, layer.key_norm, key)
+        if angles is not None:
+            ops.rotary_.default(query, *angles, False)
+            ops.rotary_.default(key, *angles, False)
+    elif angles is not None:
+        ops.rotary_.default(qkv.transpose(1, 2)[:, : heads + kv_heads], *angles, False)
+    return attend(query, key, value).transpose(1, 2).reshape(batch, tokens, heads * head_dim)
+
+
+def linear(
+    ops: Any,
+    matrix: Matrix,
+    input: Tensor,
+    residual: Tensor | None = None,
+    activation: int = _IDENTITY,
+    gated: bool = False,
+) -> Tensor:
+    result: Tensor = ops.linear.default(input, matrix.weight, matrix.bias, matrix.scales, residual, activation, gated)
+    return result
+
+
+def norm(ops: Any, norm: Norm, input: Tensor) -> Tensor:
+    result: Tensor = (
+        ops.rms_norm.default(input, norm.weight, norm.eps)
+        if norm.bias is None
+        else ops.layer_norm.default(input, norm.weight, norm.bias, norm.eps)
+    )
+    return result
+
+
+def ops_for(dtype: torch.dtype) -> Any:
+    """The ops' namespace for tensors of a dtype: float64 takes the references."""
+    return torch.ops.ds_plugin_reference if dtype == torch.float64 else torch.ops.ds_plugin

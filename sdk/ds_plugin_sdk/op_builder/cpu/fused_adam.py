@@ -1,0 +1,13 @@
+"""Adam and AdamW over lists of tensors."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from ds_plugin_sdk.op_builder.cpu.cpu_kernels import CPUKernelBuilder
+
+
+class FusedAdamBuilder(CPUKernelBuilder):
+    """Adam and AdamW over lists of tensors."""
+
+    NAME: ClassVar[str] = "fused_adam"
