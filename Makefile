@@ -150,7 +150,7 @@ gpu-check:
 # What a GPU machine without a network may lack, to be carried there in build/gpu-wheels: what the SDK and DeepSpeed need
 # beside torch, numpy and ninja, with all that these need, so that versions fit each other.
 GPU_PYTHON ?= 3.12
-GPU_WHEELS := platformdirs pluggy typer rich einops hjson msgpack packaging psutil py-cpuinfo pydantic tqdm
+GPU_WHEELS := platformdirs typer rich einops hjson msgpack packaging psutil py-cpuinfo pydantic tqdm
 .PHONY: gpu-wheels
 gpu-wheels: $(READY)
 	rm -rf build/gpu-wheels && mkdir -p build/gpu-wheels

@@ -127,7 +127,7 @@ def test_only_one_place_uses(forbidden: set[str], allowed: set[str]) -> None:
 def test_importing_the_sdk_imports_nothing_heavy_and_touches_no_file(tmp_path: Path) -> None:
     program = (
         "import sys, ds_plugin_sdk\n"
-        "heavy = {'torch', 'deepspeed', 'pluggy', 'filelock', 'typer', 'rich', 'numpy', 'ds_plugin_cpu'}\n"
+        "heavy = {'torch', 'deepspeed', 'filelock', 'typer', 'rich', 'numpy', 'ds_plugin_cpu'}\n"
         "print(sorted(heavy & set(sys.modules)))\n"
     )
     environment = {

@@ -90,6 +90,35 @@ def test_report_as_json_has_every_part(sdk: Run) -> None:
     assert set(facts) == {"versions", "accelerator", "compilers", "settings", "ops"}
     assert facts["versions"]["ds-plugin-sdk"] == "0.1.0"
     assert {op["name"] for op in facts["ops"]} >= {"cpu_adam", "fused_adam", "fused_lamb"}
+    assert {"cores", "threads of a rank"} <= {what for what, _ in facts["accelerator"]}, "the CPU plugin's own lines"
+
+
+def test_a_plugins_own_lines_are_in_the_report_and_an_error_costs_no_others(sdk: Run, install: Install) -> None:
+    install(
+        "zap",
+        body="from ds_plugin_sdk import Plugin, Probe\n"
+        "def lines():\n"
+        "    yield 'firmware', 7\n"
+        "    raise OSError('the management library is gone')\n"
+        "plugin = Plugin('zap', (1, 0), 'ds_plugin_cpu.accelerator:CPU_Accelerator',\n"
+        "    probe=lambda: Probe.available(1), report='ds_plugin_zap:lines')\n",
+    )
+    facts = json.loads(sdk("report", "--json"))
+    assert ["firmware", "7"] in facts["accelerator"]
+    assert ["ds_plugin_zap:lines", "broken: OSError: the management library is gone"] in facts["accelerator"]
+    assert {op["name"] for op in facts["ops"]} >= {"cpu_adam", "fused_adam"}
+
+
+@pytest.mark.parametrize("report", ["ds_plugin_zap:nothing", "ds_plugin_that_is_missing:lines", "ds_plugin_zap"])
+def test_a_report_function_that_is_not_there(sdk: Run, install: Install, report: str) -> None:
+    install(
+        "zap",
+        body="from ds_plugin_sdk import Plugin, Probe\n"
+        "plugin = Plugin('zap', (1, 0), 'ds_plugin_cpu.accelerator:CPU_Accelerator',\n"
+        f"    probe=lambda: Probe.available(1), report={report!r})\n",
+    )
+    (problem,) = [what for subject, what in json.loads(sdk("report", "--json"))["accelerator"] if subject == report]
+    assert problem.startswith("broken: ")
 
 
 def test_report_prints_no_secrets(sdk: Run, monkeypatch: pytest.MonkeyPatch) -> None:

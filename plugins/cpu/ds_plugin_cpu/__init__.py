@@ -21,5 +21,5 @@ plugin = Plugin(
     probe=probe,
     priority=-100,  # any hardware is better than none
     prebuilt="ds_plugin_cpu",
-    hooks="ds_plugin_cpu.report",
+    report="ds_plugin_cpu.report:lines",
 )

@@ -7,11 +7,9 @@ from collections.abc import Iterable
 import torch
 
 from ds_plugin_cpu import memory, threads, topology
-from ds_plugin_sdk.registry.hookspecs import hookimpl
 
 
-@hookimpl
-def ds_plugin_report_lines() -> Iterable[tuple[str, str]]:
+def lines() -> Iterable[tuple[str, str]]:
     """Cores, threads, instruction set, memory policy."""
     nodes = topology.numa_nodes()
     count, reason = threads.choose()

@@ -20,5 +20,5 @@ plugin = Plugin(
     accelerator="ds_plugin_cuda.accelerator:CUDA_Accelerator",
     probe=probe,
     prebuilt="ds_plugin_cuda",
-    hooks="ds_plugin_cuda.report",
+    report="ds_plugin_cuda.report:lines",
 )

@@ -8,11 +8,9 @@ from ds_plugin_cuda.detect import torch_cuda
 from ds_plugin_sdk import nvml
 from ds_plugin_sdk.errors import ToolchainError
 from ds_plugin_sdk.jit import CudaToolchain
-from ds_plugin_sdk.registry.hookspecs import hookimpl
 
 
-@hookimpl
-def ds_plugin_report_lines() -> Iterable[tuple[str, str]]:
+def lines() -> Iterable[tuple[str, str]]:
     """Driver, GPUs, torch's CUDA, the compiler."""
     try:
         driver = nvml.ask()

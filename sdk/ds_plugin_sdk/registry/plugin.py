@@ -51,7 +51,8 @@ class Plugin:
         priority: the highest of the available ones is chosen. A plugin of negative priority stands aside when
             hardware is found that DeepSpeed itself can use.
         prebuilt: dotted name of a package that has compiled ops in its folder ``prebuilt``.
-        hooks: dotted name of a module that implements hooks of `ds_plugin_sdk.registry.hookspecs`.
+        report: ``"module:function"`` of a function without arguments that gives lines ``(what, value)`` for
+            ``sdk report``: drivers, threads, memory policy. If it raises, the report says so and goes on.
     """
 
     name: str
@@ -60,4 +61,4 @@ class Plugin:
     probe: Callable[[], Probe]
     priority: int = 0
     prebuilt: str | None = None
-    hooks: str | None = None
+    report: str | None = None
