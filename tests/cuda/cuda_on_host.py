@@ -9,6 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import ClassVar
 
+import torch
+
 from ds_plugin_cpu.accelerator import CPU_Accelerator
 from ds_plugin_cuda.op_builder.cuda_kernels import CUDAKernelBuilder
 from ds_plugin_sdk import op_builder
@@ -60,3 +62,7 @@ class CudaOnHost(CPU_Accelerator):
     """The CPU, with the CUDA plugin's kernels."""
 
     op_builders: ClassVar[str] = "cuda_on_host"
+
+    def supported_dtypes(self) -> list[torch.dtype]:
+        """Those of a current GPU, whatever this CPU computes in: the kernels have all of them."""
+        return [torch.float32, torch.bfloat16, torch.float16]
