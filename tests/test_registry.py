@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
+
 import pytest
 
 from ds_plugin_sdk.errors import (
@@ -13,6 +17,7 @@ from ds_plugin_sdk.errors import (
 )
 from ds_plugin_sdk.registry import Probe, only, scan
 from ds_plugin_sdk.registry.select import decide
+from ds_plugin_sdk.settings import child_environment
 from plugin_site import Install
 
 
@@ -49,6 +54,63 @@ def test_the_cpu_plugin_stands_aside_for_hardware() -> None:
     decision = decide(lambda: "cuda")
     assert decision.chosen is None
     assert "cpu: stands aside, 'cuda' was found" in str(decision)
+
+
+def test_without_deepspeed_nothing_could_use_the_hardware_and_the_cpu_plugin_serves() -> None:
+    decision = decide(lambda: "cuda", deepspeed_installed=False)
+    assert decision.chosen is not None
+    assert decision.chosen.name == "cpu"
+    assert "cpu: does not stand aside, 'cuda' was found, but DeepSpeed, which could use it, is not" in str(decision)
+    assert "does not stand aside" not in str(decide(no_hardware, deepspeed_installed=False))
+
+
+def run_where_torch_sees_a_gpu(program: str, **environment: str) -> str:
+    """A process whose torch says so; the last line that it prints."""
+    gpu = "import torch\ntorch.accelerator.current_accelerator = lambda check_available=False: torch.device('cuda')\n"
+    done = subprocess.run(
+        [sys.executable, "-c", gpu + program],
+        env=child_environment(**environment),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout.splitlines()[-1]
+
+
+def test_get_accelerator_beside_a_gpu_without_deepspeed() -> None:
+    program = (
+        "import sys; sys.modules['deepspeed'] = None\n"
+        "from ds_plugin_sdk import get_accelerator, registry\n"
+        "assert registry.preview().chosen.name == 'cpu'\n"
+        "print(get_accelerator().device_name(), *registry.decision().steps, sep='; ')\n"
+    )
+    said = run_where_torch_sees_a_gpu(program)
+    assert re.fullmatch(r"cpu; cpu: available, .*; cpu: does not stand aside, .*; cpu: chosen, .*", said), said
+
+
+@pytest.mark.deepspeed
+def test_get_accelerator_beside_a_gpu_says_that_deepspeed_would_use_it() -> None:
+    """DeepSpeed is installed and not imported: it alone knows the accelerator of a GPU without a plugin."""
+    program = (
+        "from ds_plugin_sdk import errors, get_accelerator\n"
+        "try:\n    get_accelerator()\nexcept errors.PluginLoadError as error:\n    print(error.hint)\n"
+    )
+    assert "import deepspeed first, which uses that hardware, or set DS_ACCELERATOR=cpu" in run_where_torch_sees_a_gpu(
+        program
+    )
+    forced = "from ds_plugin_sdk import get_accelerator\nprint(get_accelerator().device_name())\n"
+    assert run_where_torch_sees_a_gpu(forced, DS_ACCELERATOR="cpu") == "cpu"
+
+
+@pytest.mark.parametrize(("variable", "value"), [("DS_PLUGIN_AUTOLOAD", "0"), ("DS_PLUGINS", "zap")])
+def test_what_is_installed_is_not_to_be_installed_again(variable: str, value: str) -> None:
+    program = (
+        "from ds_plugin_sdk import errors, get_accelerator\n"
+        "try:\n    get_accelerator()\nexcept errors.PluginLoadError as error:\n    print(error.hint)\n"
+    )
+    hint = run_where_torch_sees_a_gpu(program, **{variable: value})
+    assert "pip install" not in hint
+    assert "sdk list --explain" in hint
 
 
 def test_other_hardware_is_not_asked_for_when_a_device_plugin_is_available(install: Install) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ds_plugin_sdk import op_builder, provenance
 from ds_plugin_sdk.errors import InvalidAcceleratorError, PluginLoadError
 from ds_plugin_sdk.registry import prebuilt
-from ds_plugin_sdk.registry.scan import Candidate
+from ds_plugin_sdk.registry.scan import Candidate, scan
 from ds_plugin_sdk.registry.select import Decision, decide
 
 if TYPE_CHECKING:
@@ -38,12 +38,12 @@ def get_accelerator() -> DeepSpeedAccelerator:
             own: DeepSpeedAccelerator = _host()
             return own
         if _current is None:
-            choose(_torch_hardware)
+            choose(_torch_hardware, deepspeed_installed=_deepspeed_installed())
         if _current is None:
             raise PluginLoadError(
                 "there is no accelerator to use",
-                why="no installed plugin is available here:\n" + str(_decision),
-                hint="pip install ds-plugin-cpu, or call set_accelerator(...)",
+                why="no installed plugin is used here:\n" + str(_decision),
+                hint=_how_to_get_one(_decision),
             )
         return _current
 
@@ -67,13 +67,18 @@ def set_accelerator(accelerator: DeepSpeedAccelerator) -> None:
     _install(accelerator, decision, plugin=accelerator.device_name(), version="set by the program")
 
 
-def choose(other_hardware: Callable[[], str | None], host_names: tuple[str, ...] = ()) -> DeepSpeedAccelerator | None:
-    """Choose and load a plugin's accelerator unless there is one; None where no plugin is to be used."""
+def choose(
+    other_hardware: Callable[[], str | None],
+    host_names: tuple[str, ...] = (),
+    *,
+    deepspeed_installed: bool = True,
+) -> DeepSpeedAccelerator | None:
+    """Choose as `decide` does, and load the accelerator, unless there is one; None where no plugin is to be used."""
     global _decision
     with _lock:
         if _current is not None:
             return _current
-        _decision = decide(other_hardware, host_names)
+        _decision = decide(other_hardware, host_names, deepspeed_installed=deepspeed_installed)
         candidate = _decision.chosen
         if candidate is None:
             return None
@@ -161,6 +166,22 @@ def _torch_hardware() -> str | None:
     return None if device is None else device.type
 
 
+def _deepspeed_installed() -> bool:
+    """Whether DeepSpeed can be imported; it is not."""
+    from ds_plugin_sdk.accelerator import installed
+
+    return installed("deepspeed")
+
+
+def _how_to_get_one(decision: Decision | None) -> str:
+    steps = decision.steps if decision is not None else []
+    aside = [step.subject for step in steps if step.verdict == "stands aside"]
+    if aside:
+        return f"import deepspeed first, which uses that hardware, or set DS_ACCELERATOR={aside[0]}"
+    install = "" if "cpu" in scan() else "pip install ds-plugin-cpu, or "
+    return f"{install}call set_accelerator(...); `sdk list --explain` says what each plugin lacks"
+
+
 def preview() -> Decision:
     """The choice that a new process would make, without loading anything. Raises as `decide`."""
-    return decide(_torch_hardware)
+    return decide(_torch_hardware, deepspeed_installed=_deepspeed_installed())

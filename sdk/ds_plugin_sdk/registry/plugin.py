@@ -49,7 +49,7 @@ class Plugin:
         accelerator: ``"module:Class"`` of its accelerator, imported only when the plugin is chosen.
         probe: tells cheaply, without torch and without touching the device, whether the device can be used.
         priority: the highest of the available ones is chosen. A plugin of negative priority stands aside when
-            hardware is found that DeepSpeed itself can use.
+            hardware is found that DeepSpeed itself can use, and DeepSpeed is installed.
         prebuilt: dotted name of a package that has compiled ops in its folder ``prebuilt``.
         report: ``"module:function"`` of a function without arguments that gives lines ``(what, value)`` for
             ``sdk report``: drivers, threads, memory policy. If it raises, the report says so and goes on.

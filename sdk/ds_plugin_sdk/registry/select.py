@@ -37,13 +37,19 @@ class Decision:
         return "\n".join(map(str, self.steps))
 
 
-def decide(other_hardware: Callable[[], str | None], host_names: tuple[str, ...] = ()) -> Decision:
+def decide(
+    other_hardware: Callable[[], str | None],
+    host_names: tuple[str, ...] = (),
+    *,
+    deepspeed_installed: bool = True,
+) -> Decision:
     """Choose a plugin: ``DS_ACCELERATOR`` first, else the highest priority among those available.
 
     Args:
         other_hardware: tells what hardware the host would use without plugins, or None for a bare CPU. Asked only
             when the best plugin is one that stands aside for such hardware.
         host_names: names that the host itself understands in ``DS_ACCELERATOR``.
+        deepspeed_installed: whether DeepSpeed could use such hardware; without it no plugin stands aside.
 
     Raises:
         PluginError: a plugin was requested by name, and it is unknown, not allowed, absent or broken.
@@ -59,9 +65,12 @@ def decide(other_hardware: Callable[[], str | None], host_names: tuple[str, ...]
     best = _best_available(installed, decision)
     if best is not None and best.manifest.priority < 0:
         hardware = other_hardware()
-        if hardware is not None:
+        if hardware is not None and deepspeed_installed:
             decision.note(best.name, "stands aside", f"'{hardware}' was found, which needs no plugin")
             return decision
+        if hardware is not None:
+            why = f"'{hardware}' was found, but DeepSpeed, which could use it, is not installed"
+            decision.note(best.name, "does not stand aside", why)
     decision.chosen = best
     if best is not None:
         decision.note(best.name, "chosen", f"the best available: priority {best.manifest.priority}")
