@@ -33,10 +33,13 @@ help:
 	@echo 'make lint          style (ruff) and types (mypy) alone'
 	@echo 'make format        let ruff format the tree'
 	@echo 'make gpu-check     on a machine with an NVIDIA GPU: builds, tests, conformance, benchmarks, a report'
+	@echo 'make wheels        what a release publishes, into dist: sdists, and wheels with binaries tagged manylinux'
 	@echo 'make cuda-compile  the wheel with every CUDA kernel for every architecture: nvcc, no GPU; a long while'
 	@echo 'make cuda-volta    every CUDA kernel for sm_70, by clang-14: a minute or two'
 	@echo 'make deepspeed-tests  tests out of a clone of DeepSpeed, DEEPSPEED=/path/to/clone, on the CPU plugin'
 	@echo 'make bench         the training step against the accelerator that DeepSpeed brings along'
+	@echo 'make gpu-wheels    packages for a GPU machine without a network, into build/gpu-wheels'
+	@echo 'make venv          set up .venv and nothing else'
 	@echo 'make clean         remove everything that these commands made'
 	@echo
 	@echo 'Variables: PYTHON=$(PYTHON)  TORCH=$(TORCH)  RANKS=$(RANKS)'
@@ -139,6 +142,32 @@ deepspeed-tests: $(READY)
 	git -C '$(DEEPSPEED)' archive "v$$($(BIN)/python -c 'import importlib.metadata as m; print(m.version("deepspeed"))')" tests \
 	    | tar -x -C build/deepspeed-tests
 	cd build/deepspeed-tests/tests && LOCAL_SIZE=2 OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(or $(ARGS),$(DEEPSPEED_TESTS))
+
+# --- Releases -----------------------------------------------------------------------------------------------------
+
+# Without DeepSpeed and the tools for tests, for this also runs in the containers of .github/workflows/wheels.yml.
+# CUDA binaries need nvcc. MANYLINUX=manylinux_2_28_x86_64, say: an error if the binaries need more than that promises.
+PLUGINS ?= cpu $(if $(shell command -v nvcc),cuda)
+MANYLINUX ?= auto
+WHEELS_READY := .venv/wheels.stamp
+# torch brings these libraries, and a process may have only one of each: they stay out of our wheels.
+NOT_OURS := --exclude 'libtorch*.so' --exclude 'libc10*.so' --exclude 'libcudart.so.*'
+
+$(WHEELS_READY): $(TORCH_READY) pyproject.toml
+	@$(PIP) install --editable '.[wheels]'
+	@touch $@
+
+.PHONY: wheels
+wheels: $(WHEELS_READY)
+	rm -rf dist build/linux-wheels
+	$(BIN)/hatchling build -d dist
+	for plugin in $(PLUGINS); do \
+	    (cd plugins/$$plugin && $(BIN)/hatchling build -t sdist -d ../../dist); \
+	    DS_BUILD_OPS=1 TORCH_CUDA_ARCH_LIST='$(CUDA_ARCHS)' \
+	        $(PIP) wheel --no-deps --no-build-isolation --wheel-dir build/linux-wheels plugins/$$plugin; \
+	done
+	$(BIN)/auditwheel repair --plat $(MANYLINUX) $(NOT_OURS) --wheel-dir dist build/linux-wheels/*.whl
+	ls -s dist
 
 # --- NVIDIA GPUs --------------------------------------------------------------------------------------------------
 

@@ -124,11 +124,13 @@ def test_only_one_place_uses(forbidden: set[str], allowed: set[str]) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_importing_the_sdk_imports_nothing_heavy_and_touches_no_file(tmp_path: Path) -> None:
+def test_importing_the_sdk_imports_the_standard_library_alone_and_touches_no_file(tmp_path: Path) -> None:
     program = (
-        "import sys, ds_plugin_sdk\n"
-        "heavy = {'torch', 'deepspeed', 'filelock', 'typer', 'rich', 'numpy', 'ds_plugin_cpu'}\n"
-        "print(sorted(heavy & set(sys.modules)))\n"
+        "import sys\n"
+        "before = set(sys.modules)\n"
+        "import ds_plugin_sdk\n"
+        "packages = {name.partition('.')[0] for name in set(sys.modules) - before}\n"
+        "print(sorted(packages - sys.stdlib_module_names))\n"
     )
     environment = {
         "HOME": str(tmp_path),
@@ -136,7 +138,7 @@ def test_importing_the_sdk_imports_nothing_heavy_and_touches_no_file(tmp_path: P
         "PYTHONPATH": str(ROOT / "sdk"),
     }
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert done.stdout.strip() == "['ds_plugin_sdk']"
     assert not list(tmp_path.iterdir())
 
 
@@ -147,13 +149,6 @@ def test_public_names_resolve() -> None:
         assert getattr(ds_plugin_sdk, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         ds_plugin_sdk.nonsense  # noqa: B018  # the access is the test
-
-
-def test_versions_agree() -> None:
-    import ds_plugin_sdk
-
-    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    assert f'version = "{ds_plugin_sdk.__version__}"' in project
 
 
 def test_a_suppression_states_its_reason() -> None:
