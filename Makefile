@@ -130,7 +130,7 @@ emulate: $(READY)
 # Every check of `sdk conformance` must find the defects seeded for it; MUTANTS=... goes to the program.
 .PHONY: mutants
 mutants: $(READY)
-	$(BIN)/python -m ds_plugin_sdk.conformance.mutants $(MUTANTS)
+	PYTHONPATH=tests $(BIN)/python -m mutants $(MUTANTS)
 
 # Tests of DeepSpeed's repository, at the tag of the installed release: docs/deepspeed-tests.md. Only the tests are taken
 # from the clone, so that they import the installed DeepSpeed. Two ranks are what a machine with one socket else lacks.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,19 @@ import pytest
 HERE = Path(__file__).resolve().parent
 
 
+@pytest.fixture(scope="module", autouse=True)
+def targets_on_path() -> Iterator[None]:
+    """``misfit:Misfit`` and ``mutants:...`` are targets, in this process and in its children."""
+    with pytest.MonkeyPatch.context() as patch:
+        for folder in (HERE, HERE.parent):
+            patch.syspath_prepend(str(folder))
+            patch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
+        yield
+
+
 @pytest.fixture(autouse=True)
-def misfit_on_path(compiled_once: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``misfit:Misfit`` is a target, in this process and in its children."""
-    monkeypatch.syspath_prepend(str(HERE))
-    monkeypatch.setenv("PYTHONPATH", str(HERE), prepend=os.pathsep)
+def kernels(compiled_once: None) -> None:
+    """Workers load what is compiled already."""
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +11,6 @@ from xml.etree import ElementTree
 import pytest
 
 pytestmark = pytest.mark.slow
-
-HERE = Path(__file__).resolve().parent
 
 
 def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -39,10 +36,8 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "conformance.toml").write_text(expectations, encoding="utf-8")
     wanted = ["passes", "differs", "raises", "crashes/one", "hangs", "skipped", "counts"]
     chosen = [option for case in wanted for option in ("-k", f"runtime.misfit.{case}")]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(HERE), prepend=os.pathsep)
-        files = ["--json", "run.json", "--junit", "run.xml", "--html", "out/run.html"]
-        done = run("misfit:Misfit", *chosen, *files, "--expectations", "conformance.toml", cwd=folder)
+    files = ["--json", "run.json", "--junit", "run.xml", "--html", "out/run.html"]
+    done = run("misfit:Misfit", *chosen, *files, "--expectations", "conformance.toml", cwd=folder)
     (folder / "status").write_text(str(done.returncode), encoding="utf-8")
     (folder / "out.txt").write_text(done.stdout, encoding="utf-8")
     (folder / "err.txt").write_text(done.stderr, encoding="utf-8")

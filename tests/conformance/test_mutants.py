@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 from ds_plugin_sdk.conformance import suite
-from ds_plugin_sdk.conformance.mutants import all_mutants
-from ds_plugin_sdk.conformance.mutants.hunt import Hunt, hunt, idle
-
-HERE = Path(__file__).resolve().parent
+from mutants import all_mutants
+from mutants.hunt import Hunt, hunt, idle
 
 
 @pytest.fixture(scope="module")
-def hunts() -> Iterator[dict[str, Hunt]]:
+def hunts() -> dict[str, Hunt]:
     """The mutants that the misfit brings, hunted; here they are declared by importing it, as in a worker."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(HERE))
-        patch.setenv("PYTHONPATH", str(HERE), prepend=os.pathsep)
-        import misfit  # noqa: F401  # declares them
+    import misfit  # noqa: F401  # declares them
 
-        mine = [mutant for mutant in all_mutants() if mutant.name.startswith("misfit.")]
-        yield {each.mutant.name.removeprefix("misfit."): each for each in hunt(mine, 2, lambda each: None)}
+    mine = [mutant for mutant in all_mutants() if mutant.name.startswith("misfit.")]
+    return {each.mutant.name.removeprefix("misfit."): each for each in hunt(mine, 2, lambda each: None)}
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_plugin_sdk.conformance.mutants.mutant import SIMULATED
+from mutants.mutant import SIMULATED
 
 pytestmark = [pytest.mark.slow, pytest.mark.compiler]
 

@@ -4,7 +4,6 @@
     runtime, ops, training, distributed     the checks, by level
     op_info                what the ops are held against
     programs, in_turn      what checks run in processes of their own
-    mutants                seeded defects, which the checks must find
     worker, environment    the process that runs the checks, and what it says of its surroundings
     process, run           its parent: one worker for many cases, a new one after a crash
     outcome, selection, expectations        what came of a case, which to run, which may fail

@@ -43,7 +43,7 @@ def gather(target: Target) -> dict[str, Any]:
 
 def _versions(target: Target) -> dict[str, str]:
     found = {"python": platform.python_version()}
-    plugins = registry.scan().get(target.name.partition("@")[0], [])
+    plugins = registry.scan().get(target.plugin.name, []) if target.plugin is not None else []
     for name in ("ds-plugin-sdk", "torch", "deepspeed", *(candidate.distribution for candidate in plugins)):
         try:
             found[name] = importlib.metadata.version(name)

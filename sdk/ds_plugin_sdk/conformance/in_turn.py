@@ -59,8 +59,7 @@ class InTurn:
     def _next(self, target: Target, wanted: str, results: Mapping[str, Any]) -> list[Task]:
         tasks = [task for task in self._tasks(target) if _key(task) not in results]
         assert wanted in map(_key, tasks), f"{wanted} is not planned"
-        # A target with a deliberate defect is asked for one case, and mostly fails it.
-        return [task for task in tasks if _key(task) == wanted] if "@" in target.name else tasks
+        return [task for task in tasks if _key(task) == wanted] if target.one_task_a_run else tasks
 
     def _run(self, target: Target, tasks: Sequence[Task]) -> dict[str, Any]:
         outcomes = programs.run_to_the_end(

@@ -17,7 +17,7 @@ class Runner:
     """Runs cases of one target. A context manager, for it holds a process.
 
     Args:
-        target: name of an installed plugin, ``module:Class``, either with ``@<mutant>``.
+        target: name of an installed plugin, or ``module:attribute``, as `Target.find` takes it.
         timeout: seconds for each case instead of its check's own.
         ahead: load the next worker while an isolated case runs.
     """

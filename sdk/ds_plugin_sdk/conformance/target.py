@@ -19,38 +19,40 @@ class Target:
     """An accelerator under test.
 
     Attributes:
-        name: as given by the user: an installed plugin's name, or ``module:Class``.
+        name: finds it again in another process: an installed plugin's name, or ``module:attribute``.
         accelerator: the object DeepSpeed would use.
-        plugin: the manifest, or None for a class that was named.
+        plugin: the manifest, or None if the target is no installed plugin.
+        one_task_a_run: a program that does many tasks in turn is started for one of them alone. For a target that is
+            expected to fail, where the other tasks' results are not wanted.
     """
 
     name: str
     accelerator: Any
     plugin: registry.Plugin | None = None
+    one_task_a_run: bool = False
 
     @staticmethod
     def find(name: str) -> Target:
-        """The target of a name, made the process's accelerator; with a deliberate defect if named ``<name>@<mutant>``.
+        """The target of a name, made the process's accelerator.
+
+        Args:
+            name: an installed plugin, or ``module:attribute``. The attribute is called without arguments and gives an
+                accelerator or a `Target`: an accelerator class, or a function that prepares one.
 
         Raises:
-            UnknownAcceleratorError: no such plugin is installed, or there is no such mutant.
+            UnknownAcceleratorError: no such plugin is installed, or the module has no such attribute.
             PluginError: it cannot be used.
         """
-        name, _, mutant = name.partition("@")
-        target = Target._sound(name)
-        return _with_defect(target, mutant) if mutant else target
-
-    @staticmethod
-    def _sound(name: str) -> Target:
         if ":" in name:
-            accelerator, plugin = _class_of(name)(), None
+            made = _attribute(name)()
+            target = dataclasses.replace(made, name=name) if isinstance(made, Target) else Target(name, made)
         else:
             candidate = _installed(name)
             _expect_available(candidate)
-            accelerator, plugin = registry.load(candidate), candidate.manifest
-        if isinstance(accelerator, DeepSpeedAccelerator):
-            registry.set_accelerator(accelerator)
-        return Target(name, accelerator, plugin)
+            target = Target(name, registry.load(candidate), candidate.manifest)
+        if isinstance(target.accelerator, DeepSpeedAccelerator):
+            registry.set_accelerator(target.accelerator)
+        return target
 
     @property
     def device_type(self) -> str:
@@ -76,12 +78,6 @@ class Target:
         return op_builder.builders(self.accelerator.op_builders, self.device_type)
 
 
-def _with_defect(target: Target, name: str) -> Target:
-    from ds_plugin_sdk.conformance import mutants
-
-    return dataclasses.replace(mutants.find(name).install(target), name=f"{target.name}@{name}")
-
-
 def _expect_available(candidate: registry.Candidate) -> None:
     probe = candidate.probe()
     if probe.state != "available":
@@ -93,13 +89,16 @@ def _expect_available(candidate: registry.Candidate) -> None:
         )
 
 
-def _class_of(name: str) -> Any:
+def _attribute(name: str) -> Any:
     module, _, attribute = name.partition(":")
     try:
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise UnknownAcceleratorError(
-            "there is no such class", plugin=name, why=str(error), hint="name it as package.module:Class"
+            "there is no such target",
+            plugin=name,
+            why=str(error),
+            hint="name it as package.module:Class; the module must be importable, by PYTHONPATH if need be",
         ) from error
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_plugin_sdk.conformance.mutants.kernels import Kernel, fake, kernel, reference_kernel
-from ds_plugin_sdk.conformance.mutants.mutant import mutant
 from ds_plugin_sdk.conformance.target import Target
+from mutants.kernels import Kernel, fake, kernel, reference_kernel
+from mutants.mutant import mutant
 
 
 # ---- LAMB ------------------------------------------------------------------------------------------------------------

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from ds_plugin_sdk.conformance.mutants.mutant import SIMULATED
-from ds_plugin_sdk.conformance.mutants.runtime.support import DEVICE, always, below, member, nothing
+from mutants.mutant import SIMULATED
+from mutants.runtime.support import DEVICE, always, below, member, nothing
 
 member("dtypes.int8", "R6.1", "int8 can be trained in.", supported_dtypes=always([torch.float32, torch.int8]))
 member("dtypes.undecided", "R6.2", "`is_fp16_supported()` is None.", is_fp16_supported=nothing)

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from ds_plugin_sdk.conformance.mutants.mutant import SIMULATED, mutant, override
-from ds_plugin_sdk.conformance.mutants.runtime.support import always, member
 from ds_plugin_sdk.conformance.target import Target
+from mutants.mutant import SIMULATED, mutant, override
+from mutants.runtime.support import always, member
 
 member(
     "communication.unknown",

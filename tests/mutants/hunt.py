@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from ds_plugin_sdk.conformance.mutants.mutant import Mutant
 from ds_plugin_sdk.conformance.outcome import Item, Outcome
 from ds_plugin_sdk.conformance.run import Runner
 from ds_plugin_sdk.conformance.selection import Selection
 from ds_plugin_sdk.errors import ConformanceError
+from mutants.mutant import Mutant
 
 
 @dataclass(frozen=True)

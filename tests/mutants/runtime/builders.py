@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ds_plugin_sdk.conformance.mutants.runtime.support import always, member, nothing, sound
 from ds_plugin_sdk.conformance.runtime.builders import NAMES
+from mutants.runtime.support import always, member, nothing, sound
 
 
 class _EmptyBuilder:

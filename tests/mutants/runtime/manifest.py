@@ -8,10 +8,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from ds_plugin_sdk.conformance.mutants.mutant import mutant
-from ds_plugin_sdk.conformance.mutants.runtime.support import member
 from ds_plugin_sdk.conformance.target import Target
 from ds_plugin_sdk.registry import Probe
+from mutants.mutant import mutant
+from mutants.runtime.support import member
 
 _MANIFEST = """\
 {first}

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ds_plugin_sdk.conformance.mutants.mutant import SIMULATED
-from ds_plugin_sdk.conformance.mutants.runtime.support import DEVICE, always, below, member, nothing, sound
+from mutants.mutant import SIMULATED
+from mutants.runtime.support import DEVICE, always, below, member, nothing, sound
 
 member("memory.none", "R5.1", "`memory_allocated()` is None.", memory_allocated=nothing)
 member(

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from ds_plugin_sdk import op_builder
-from ds_plugin_sdk.conformance.mutants import front_ends, model_ops  # noqa: F401  # declare their own
-from ds_plugin_sdk.conformance.mutants.kernels import Kernel, fake, kernel
-from ds_plugin_sdk.conformance.mutants.mutant import mutant
 from ds_plugin_sdk.conformance.target import Target
+from mutants import front_ends, model_ops  # noqa: F401  # declare their own
+from mutants.kernels import Kernel, fake, kernel
+from mutants.mutant import mutant
 
 
 # ---- numbers: Adam ---------------------------------------------------------------------------------------------------

@@ -5,8 +5,8 @@
         '''`set_rng_state` does nothing.'''
         return override(target, set_rng_state=lambda self, state, device_index=None: None)
 
-A mutant is installed by `Target.find`, and so also in each process that a check starts, provided that it finds its
-target by `target.name`.
+A mutant is a target by itself, ``mutants:rng.state_ignored``: so it is found by its name, as any other target is, in
+each process that a check starts.
 """
 
 from __future__ import annotations
@@ -16,14 +16,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ds_plugin_sdk import registry
-from ds_plugin_sdk.accelerator import DeepSpeedAccelerator
 from ds_plugin_sdk.conformance.check import clause_order
 from ds_plugin_sdk.conformance.outcome import LEVELS, Level
 from ds_plugin_sdk.conformance.target import Target
 
 # An accelerator on the simulated device: for defects of streams, events and device memory.
-SIMULATED = "ds_plugin_sdk.conformance.mutants.simulated:SimulatedAccelerator"
+SIMULATED = "mutants.simulated:SimulatedAccelerator"
 
 Install = Callable[[Target], Target]
 
@@ -52,8 +50,12 @@ class Mutant:
 
     @property
     def target_name(self) -> str:
-        """Finds the target with the defect."""
-        return f"{self.target}@{self.name}"
+        """Finds the target with the defect: the mutant as an attribute of the top-level module that declares it."""
+        return f"{self.install.__module__.partition('.')[0]}:{self.name}"
+
+    def __call__(self) -> Target:
+        """The target with the defect, in this process."""
+        return dataclasses.replace(self.install(Target.find(self.target)), one_task_a_run=True)
 
 
 _mutants: dict[str, Mutant] = {}
@@ -65,6 +67,7 @@ def mutant(
     """Declare a mutant; arguments as the attributes of `Mutant`. The function's docstring describes it."""
 
     def declare(function: Install) -> Install:
+        assert "." in name, f"the name of mutant {name} is not <what>.<defect>"
         assert name not in _mutants, f"two mutants are named {name}"
         assert function.__doc__, f"mutant {name} says nowhere what is wrong with it"
         description = function.__doc__.strip().splitlines()[0]
@@ -88,6 +91,4 @@ def override(target: Target, **members: Any) -> Target:
     """
     cls = type(target.accelerator)
     accelerator = type(cls.__name__, (cls,), {"__module__": cls.__module__, **members})()
-    if isinstance(accelerator, DeepSpeedAccelerator):
-        registry.set_accelerator(accelerator)
     return dataclasses.replace(target, accelerator=accelerator)

@@ -1,4 +1,4 @@
-"""``python -m ds_plugin_sdk.conformance.mutants``: which check finds which seeded defect; ``make mutants``.
+"""``python -m mutants``: which check finds which seeded defect; ``make mutants``.
 
 Exit status 1 unless each mutant is killed by the check of its clause, and each check kills one.
 """
@@ -11,10 +11,10 @@ import time
 from collections.abc import Iterable, Sequence
 
 from ds_plugin_sdk.conformance import suite
-from ds_plugin_sdk.conformance.mutants import Mutant, all_mutants
-from ds_plugin_sdk.conformance.mutants.hunt import Hunt, hunt, idle
 from ds_plugin_sdk.conformance.outcome import LEVELS
 from ds_plugin_sdk.conformance.selection import matches
+from mutants import Mutant, all_mutants
+from mutants.hunt import Hunt, hunt, idle
 
 
 def main() -> int:
@@ -36,7 +36,7 @@ def main() -> int:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m ds_plugin_sdk.conformance.mutants", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m mutants", description=__doc__)
     parser.add_argument("--list", action="store_true", help="list the mutants, try none")
     parser.add_argument("--level", choices=LEVELS, action="append", help="only mutants of this level")
     parser.add_argument("-k", default="", help="only mutants of this name or clause, * for any text, or part of a name")

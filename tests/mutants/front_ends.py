@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_plugin_sdk.conformance.mutants.mutant import mutant
 from ds_plugin_sdk.conformance.target import Target
+from mutants.mutant import mutant
 
 Function = Callable[..., Any]
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from ds_plugin_sdk.conformance.mutants.kernels import kernel
-from ds_plugin_sdk.conformance.mutants.mutant import SIMULATED, mutant, override
 from ds_plugin_sdk.conformance.target import Target
+from mutants.kernels import kernel
+from mutants.mutant import SIMULATED, mutant, override
 
 
 def _adam(

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from ds_plugin_sdk.conformance.mutants.mutant import SIMULATED
-from ds_plugin_sdk.conformance.mutants.runtime.support import DEVICE, below, member, nothing, side_stream, sound
+from mutants.mutant import SIMULATED
+from mutants.runtime.support import DEVICE, below, member, nothing, side_stream, sound
 
 
 class _NoWaits(torch.Stream):

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from ds_plugin_sdk.conformance.mutants.mutant import SIMULATED
-from ds_plugin_sdk.conformance.mutants.runtime.support import DEVICE, always, below, member, nothing
+from mutants.mutant import SIMULATED
+from mutants.runtime.support import DEVICE, always, below, member, nothing
 
 
 def _in_child() -> bool:

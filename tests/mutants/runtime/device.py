@@ -6,8 +6,8 @@ import time
 
 import torch
 
-from ds_plugin_sdk.conformance.mutants.mutant import SIMULATED
-from ds_plugin_sdk.conformance.mutants.runtime.support import DEVICE, always, below, member, nothing, sound
+from mutants.mutant import SIMULATED
+from mutants.runtime.support import DEVICE, always, below, member, nothing, sound
 
 member("device.name_with_index", "R1.1", "`device_name()` has an index.", device_name=always("cpu:0"))
 member("device.marketing_name", "R1.2", "`_name` is not the device's type.", _name=property(always("CPU"), nothing))

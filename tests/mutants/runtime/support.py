@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ds_plugin_sdk.conformance.mutants.mutant import SIMULATED, mutant, override
 from ds_plugin_sdk.conformance.target import Target
+from mutants.mutant import SIMULATED, mutant, override
 
 DEVICE = "simulated"
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from ds_plugin_sdk.conformance.mutants.mutant import SIMULATED
-from ds_plugin_sdk.conformance.mutants.runtime.support import always, below, member, nothing
+from mutants.mutant import SIMULATED
+from mutants.runtime.support import always, below, member, nothing
 
 member("flags.number", "R2.1", "`use_host_timers()` is 1.", use_host_timers=always(1))
 member(

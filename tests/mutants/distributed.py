@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from ds_plugin_sdk.conformance.mutants.mutant import SIMULATED, mutant
 from ds_plugin_sdk.conformance.target import Target
+from mutants.mutant import SIMULATED, mutant
 
 # torch's stubs lack half of what is there.
 dist: Any = torch.distributed

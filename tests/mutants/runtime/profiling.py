@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ds_plugin_sdk.conformance.mutants.mutant import SIMULATED
-from ds_plugin_sdk.conformance.mutants.runtime.support import always, member, nothing
+from mutants.mutant import SIMULATED
+from mutants.runtime.support import always, member, nothing
 
 member("profiling.domain_needed", "R9.1", "`range_push` needs a domain.", range_push=lambda self, msg, domain: None)
 member("profiling.no_context", "R9.2", "`capture_to_graph` gives None.", capture_to_graph=nothing)

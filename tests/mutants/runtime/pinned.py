@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from ds_plugin_sdk.conformance.mutants.mutant import SIMULATED
-from ds_plugin_sdk.conformance.mutants.runtime.support import always, member, sound
+from mutants.mutant import SIMULATED
+from mutants.runtime.support import always, member, sound
 
 member("pinned.empty", "R7.1", "`pin_memory` does not copy.", pin_memory=lambda self, t, **_: torch.zeros_like(t))
 member("pinned.everything", "R7.2", "All memory counts as pinned.", is_pinned=always(True))
