@@ -158,7 +158,7 @@ def _render(project: Project, scratch: Path) -> Path:
 def _finish(project: Project, package: Path) -> None:
     """Bring the simulated runtime, whose one home is the SDK, or take away what only it needs."""
     if project.runtime == "simulated":
-        shutil.copytree(simulator.runtime_dir(), package / "runtime", dirs_exist_ok=True)
+        shutil.copytree(simulator.sources_dir(), package / "runtime", dirs_exist_ok=True)
         return
     shutil.rmtree(package / "runtime")
     (package / "op_builder" / "fused_adam.py").unlink()

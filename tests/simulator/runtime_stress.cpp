@@ -8,6 +8,9 @@
 
 using runtime::Direction;
 
+extern "C" void simulator_set_devices(int count);
+extern "C" void simulator_set_memory(std::size_t bytes);
+
 static void expect(bool holds, const char* what) {
   if (holds) return;
   std::printf("failed: %s\n", what);
@@ -44,7 +47,9 @@ static void use(int device, int rounds) {
 
 int main() {
   constexpr std::size_t memory = 1 << 20;
-  expect(runtime_start("sim", 2, memory) == nullptr, "the runtime starts");
+  simulator_set_devices(2);
+  simulator_set_memory(memory);
+  expect(runtime_start("sim") == nullptr, "the runtime starts");
   std::vector<std::thread> threads;
   for (int i = 0; i < 4; ++i) threads.emplace_back(use, i % 2, 200);
   for (std::thread& thread : threads) thread.join();

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from ds_plugin_sdk import privateuse1, simulator
+
 HERE = Path(__file__).resolve().parent
-CSRC = HERE.parents[1] / "sdk" / "ds_plugin_sdk" / "simulator" / "csrc"
 
 
 @pytest.mark.compiler
@@ -18,11 +19,11 @@ def test_threads_use_the_runtime_at_once(sanitizers: str, tmp_path: Path) -> Non
     program = tmp_path / "stress"
     compiler = shutil.which("c++")
     assert compiler is not None
-    sources = [HERE / "runtime_stress.cpp", *sorted((CSRC / "runtime").glob("*.cpp"))]
+    sources = [HERE / "runtime_stress.cpp", *sorted(simulator.sources_dir().glob("*.cpp"))]
     subprocess.run(
         [
             compiler, "-std=c++17", "-g", "-O1", "-Wall", "-Wextra", "-Werror", "-pthread", "-fno-sanitize-recover=all",
-            f"-fsanitize={sanitizers}", f"-I{CSRC}", *map(str, sources), "-o", str(program),
+            f"-fsanitize={sanitizers}", f"-I{privateuse1.include_dir()}", *map(str, sources), "-o", str(program),
         ],
         check=True,
     )  # fmt: skip

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 {% if cookiecutter.runtime == "simulated" -%}
-from ds_plugin_sdk import TorchAccelerator, simulator
+from ds_plugin_sdk import TorchAccelerator, privateuse1
 
 from {{ cookiecutter.package }}.runtime import DeviceRuntime
 
-simulator.install("{{ cookiecutter.device_type }}", runtime=DeviceRuntime())
+privateuse1.install("{{ cookiecutter.device_type }}", runtime=DeviceRuntime())
 
 
 class {{ cookiecutter.prefix }}_Accelerator(TorchAccelerator):

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ds_plugin_sdk import simulator
+from ds_plugin_sdk import privateuse1, simulator
 from ds_plugin_sdk.conformance.check import expect
 from ds_plugin_sdk.conformance.target import Target
 from ds_plugin_sdk.errors import InvalidAcceleratorError
@@ -90,7 +90,7 @@ def slow_work(target: Target) -> Iterator[Callable[[], None]]:
 
 
 def _delayed(target: Target, stack: contextlib.ExitStack) -> Callable[[], None] | None:
-    if simulator.installed_name() != target.device_type:
+    if privateuse1.installed_name() != target.device_type:
         return None
     target.accelerator.synchronize()
     try:

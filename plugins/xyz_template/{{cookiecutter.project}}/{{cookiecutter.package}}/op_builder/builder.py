@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ds_plugin_sdk import CppOpBuilder{% if cookiecutter.runtime == "simulated" %}, simulator{% endif %}
+from ds_plugin_sdk import CppOpBuilder{% if cookiecutter.runtime == "simulated" %}, privateuse1{% endif %}
 
 
 class {{ cookiecutter.prefix }}OpBuilder(CppOpBuilder):
@@ -18,7 +18,7 @@ class {{ cookiecutter.prefix }}OpBuilder(CppOpBuilder):
 {%- if cookiecutter.runtime == "simulated" %}
 
     def include_paths(self) -> list[str]:
-        return [simulator.include_dir()]  # launch.h, runtime.h
+        return [privateuse1.include_dir()]  # launch.h, runtime.h
 
     def cxx_args(self) -> list[str]:
         return ["-O3", "-fno-math-errno", "-march=native"]

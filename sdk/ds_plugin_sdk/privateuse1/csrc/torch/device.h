@@ -1,4 +1,4 @@
-// What the files of torch's side share. They know the device by runtime.h alone, and its name not at all.
+// What the files of the torch backend share. They know the device by runtime.h alone, and its name not at all.
 #pragma once
 
 #include <c10/core/Allocator.h>

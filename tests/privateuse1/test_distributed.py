@@ -6,7 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
-from running import Run
+
+from device_programs import Run
 
 pytestmark = [pytest.mark.compiler]
 

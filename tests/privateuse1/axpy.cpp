@@ -20,5 +20,5 @@ void axpy_(Tensor x, const Tensor& y, double a) {
       "axpy_");
 }
 
-STABLE_TORCH_LIBRARY(simulator_test, m) { m.def("axpy_(Tensor(a!) x, Tensor y, float a) -> ()"); }
-STABLE_TORCH_LIBRARY_IMPL(simulator_test, PrivateUse1, m) { m.impl("axpy_", TORCH_BOX(&axpy_)); }
+STABLE_TORCH_LIBRARY(privateuse1_test, m) { m.def("axpy_(Tensor(a!) x, Tensor y, float a) -> ()"); }
+STABLE_TORCH_LIBRARY_IMPL(privateuse1_test, PrivateUse1, m) { m.impl("axpy_", TORCH_BOX(&axpy_)); }

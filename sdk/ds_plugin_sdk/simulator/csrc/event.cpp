@@ -3,9 +3,7 @@
 #include <condition_variable>
 #include <memory>
 #include <mutex>
-#include <stdexcept>
 
-#include "simulated.h"
 #include "stream.h"
 
 namespace runtime {

@@ -1,4 +1,4 @@
-"""What a device must do, one function a theme; ``python simulator_checks.py NAME...`` runs them in this process.
+"""What a device must do, one function a theme; ``python device_checks.py NAME...`` runs them in this process.
 
 Each function raises where the device does not hold. test_mistakes.py builds devices that some of them must catch.
 """
@@ -20,9 +20,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ds_plugin_sdk import simulator
+from ds_plugin_sdk import privateuse1, simulator
 from ds_plugin_sdk.nn import TransformerLayer
-from ds_plugin_sdk.simulator import build
+from ds_plugin_sdk.privateuse1 import build
 
 NAME = "zap"
 # Long against what a busy machine keeps a thread waiting.
@@ -502,18 +502,18 @@ def torch_compile_traces_the_device() -> None:
 
 def fallbacks_are_counted() -> None:
     x = torch.ones(3, device=NAME)
-    simulator.reset_fallback_counts()
+    privateuse1.reset_fallback_counts()
     y = x + x
     (y + y).add_(1).sum().item()
     torch.zeros(3, device=NAME).copy_(y)
-    counts = simulator.fallback_counts()
+    counts = privateuse1.fallback_counts()
     assert counts == {"aten::add.Tensor": 2, "aten::add_.Tensor": 1, "aten::sum.dim_IntList": 1}, counts
 
 
 # ---------------------------------------------------------------------- running them
 def take_sources_from(folder: Path) -> None:
     """Build the libraries from the sources in ``folder/runtime`` and ``folder/torch``, where there are such folders."""
-    for builder, name in ((build.RuntimeBuilder, "runtime"), (build.TorchSideBuilder, "torch")):
+    for builder, name in ((simulator.SimulatedRuntime, "runtime"), (build.BackendBuilder, "torch")):
         changed = [str(path) for path in sorted((folder / name).glob("*.cpp"))]
         if changed:
             builder.sources = lambda self, changed=changed: changed

@@ -1,5 +1,8 @@
 // Streams: a queue and a thread each, so that work really runs later, in order within a stream, side by side between
 // streams.
+#include <pthread.h>
+
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <deque>
@@ -7,7 +10,6 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <stdexcept>
 #include <thread>
 #include <vector>
 
@@ -18,6 +20,14 @@ namespace runtime {
 namespace {
 
 std::atomic<std::int64_t> delay_us{0};
+std::atomic<bool> is_forked{false};
+
+// Threads do not survive a fork, so neither do streams: as on hardware, the child of a process that has given work to a
+// stream cannot use the device.
+void use() {
+  static std::once_flag once;
+  std::call_once(once, [] { pthread_atfork(nullptr, nullptr, [] { is_forked = true; }); });
+}
 
 class Queue {
  public:
@@ -72,7 +82,7 @@ class Queue {
       task.function();
       return {};
     } catch (const std::exception& error) {
-      return config().name + ": '" + task.name + "' failed on device " + std::to_string(stream_.device) + ", stream " +
+      return std::string("'") + task.name + "' failed on device " + std::to_string(stream_.device) + ", stream " +
              std::to_string(stream_.id) + ": " + error.what();
     }
   }
@@ -98,11 +108,11 @@ Table& table() {
 }
 
 Queue& queue(Stream stream) {
-  check_device(stream.device);
   const std::lock_guard<std::mutex> lock(table().mutex);
-  Queue*& queue = table().queues[{stream.device, stream.id}];
-  if (queue == nullptr) queue = new Queue(stream);
-  return *queue;
+  const auto found = table().queues.find({stream.device, stream.id});
+  if (found != table().queues.end()) return *found->second;
+  check_device(stream.device);
+  return *(table().queues[{stream.device, stream.id}] = new Queue(stream));
 }
 
 std::vector<Queue*> queues_of(int device) {
@@ -116,8 +126,7 @@ std::vector<Queue*> queues_of(int device) {
 }  // namespace
 
 void submit(Stream stream, Task task) {
-  if (forked())
-    throw std::runtime_error(config().name + ": this process is a fork of one that used the device; start it with spawn");
+  if (is_forked) throw std::runtime_error("this process is a fork of one that used the device; start it with spawn");
   use();
   queue(stream).submit(std::move(task));
 }
@@ -131,13 +140,14 @@ Stream stream_create(int device, int /*priority: all threads are equal*/) {
 bool stream_query(Stream stream) { return queue(stream).idle(); }
 
 void stream_synchronize(Stream stream) {
-  if (!forked()) queue(stream).drain();
+  if (!is_forked) queue(stream).drain();
 }
 
 void device_synchronize(int device) {
-  check_device(device);
-  if (forked()) return;
-  for (Queue* queue : queues_of(device)) queue->drain();
+  const std::vector<Queue*> queues = queues_of(device);
+  if (queues.empty()) check_device(device);  // one that has had work may be hidden by now
+  if (is_forked) return;
+  for (Queue* queue : queues) queue->drain();
 }
 
 void launch(Stream stream, std::function<void()> kernel, const char* name) {
@@ -145,5 +155,7 @@ void launch(Stream stream, std::function<void()> kernel, const char* name) {
 }
 
 }  // namespace runtime
+
+extern "C" bool runtime_forked() { return runtime::is_forked; }
 
 extern "C" void runtime_set_delay(std::int64_t microseconds) { runtime::delay_us = microseconds; }

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import re
 import threading
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from ds_plugin_sdk.errors import DeviceNameError, InvalidAcceleratorError
-from ds_plugin_sdk.settings import settings
-from ds_plugin_sdk.simulator import build
+from ds_plugin_sdk.privateuse1 import build
 
 if TYPE_CHECKING:
-    from ds_plugin_sdk.simulator.device_module import DeviceModule
+    from ds_plugin_sdk.privateuse1.device_module import DeviceModule
 
 # torch's own name of the type, as long as nobody has renamed it.
 _UNNAMED = "privateuseone"
@@ -25,22 +22,14 @@ _runtime: ctypes.CDLL | None = None
 _module: DeviceModule | None = None
 
 
-def install(
-    name: str,
-    devices: int | None = None,
-    *,
-    runtime: build.RuntimeBuilder | None = None,
-    memory_mb: int | None = None,
-    collectives: str | None = None,
-) -> DeviceModule:
+def install(name: str, *, runtime: build.RuntimeBuilder, collectives: str | None = None) -> DeviceModule:
     """Make a torch device of this name, once in a process; a second call with the same name changes nothing.
 
     Args:
         name: torch's name of the device, lower-case letters and underscores: ``torch.device(name)``, ``torch.<name>``.
-        devices: how many to simulate; None: ``DS_SIMULATOR_DEVICES``.
-        runtime: builds the device runtime; None: the simulated one.
-        memory_mb: MiB of each simulated device; None: ``DS_SIMULATOR_MEMORY_MB``.
-        collectives: name of the torch.distributed backend to register for the device; None: ``<name>ccl``.
+        runtime: builds the device runtime, the functions of ``runtime.h``.
+        collectives: name under which collectives that are staged on the host are registered with torch.distributed;
+            None: ``<name>ccl``; "": none are, because the vendor registers a backend of their own.
 
     Returns:
         ``torch.<name>``.
@@ -55,15 +44,11 @@ def install(
         if _module is not None and installed_name() == name:
             return _module
         _check_name(name)
-        _runtime = build.load_runtime(runtime or build.RuntimeBuilder())
-        build.load_torch_side(build.TorchSideBuilder())
-        _start(
-            _runtime,
-            name,
-            devices if devices is not None else settings.simulator_devices,
-            memory_mb if memory_mb is not None else settings.simulator_memory_mb,
-        )
-        _module = _register(name, collectives or f"{name}ccl")
+        _runtime = build.load_runtime(runtime)
+        build.load_backend(build.BackendBuilder())
+        runtime.configure(_runtime)
+        _start(_runtime, name)
+        _module = _register(name, f"{name}ccl" if collectives is None else collectives)
         return _module
 
 
@@ -72,20 +57,9 @@ def installed_name() -> str | None:
     return _module.device_type if _module is not None else None
 
 
-@contextlib.contextmanager
-def delay(microseconds: int) -> Iterator[None]:
-    """Within it, each piece of work begins so much later than its stream could, on all streams.
-
-    A missing wait then shows as a wrong result each time. ``DS_SIMULATOR_DELAY_US`` does the same for a whole run.
-
-    Raises:
-        InvalidAcceleratorError: the runtime in use cannot delay work: it is not the simulated one.
-    """
-    _set_delay(microseconds)
-    try:
-        yield
-    finally:
-        _set_delay(settings.simulator_delay_us)
+def runtime_library() -> ctypes.CDLL | None:
+    """The runtime's library, for C functions of its own; None before `install`."""
+    return _runtime
 
 
 def fallback_counts() -> dict[str, int]:
@@ -114,9 +88,9 @@ def _check_name(name: str) -> None:
         )
     if name == _UNNAMED or hasattr(torch._C._autograd.DeviceType, name.upper()):
         raise DeviceNameError(
-            f"'{name}' cannot be simulated",
+            f"'{name}' cannot be the name of a new device",
             why="torch has a device type of that name itself",
-            hint=f"choose another name, such as '{name}_sim'; for the real device derive from TorchAccelerator alone",
+            hint=f"choose another, such as '{name}_x'; for torch's own device derive from TorchAccelerator alone",
         )
     taken = torch._C._get_privateuse1_backend_name()
     if taken != _UNNAMED:
@@ -127,27 +101,12 @@ def _check_name(name: str) -> None:
         )
 
 
-def _start(runtime: ctypes.CDLL, name: str, devices: int, memory_mb: int) -> None:
+def _start(runtime: ctypes.CDLL, name: str) -> None:
     runtime.runtime_start.restype = ctypes.c_char_p
-    runtime.runtime_start.argtypes = [ctypes.c_char_p, ctypes.c_int, ctypes.c_size_t]
-    failure = runtime.runtime_start(name.encode(), devices, memory_mb << 20)
+    runtime.runtime_start.argtypes = [ctypes.c_char_p]
+    failure = runtime.runtime_start(name.encode())
     if failure:
         raise InvalidAcceleratorError("the device runtime does not start", plugin=name, why=failure.decode())
-    if settings.simulator_delay_us:
-        _set_delay(settings.simulator_delay_us)
-
-
-def _set_delay(microseconds: int) -> None:
-    set_delay: Any = getattr(_runtime, "runtime_set_delay", None)
-    if set_delay is None:
-        raise InvalidAcceleratorError(
-            "work cannot be delayed",
-            plugin=installed_name(),
-            why="no simulated device is installed, or its runtime lacks runtime_set_delay()",
-            hint="call simulator.install() first; unset DS_SIMULATOR_DELAY_US on hardware",
-        )
-    set_delay.argtypes, set_delay.restype = [ctypes.c_int64], None
-    set_delay(microseconds)
 
 
 def _forked(started_by: int) -> bool:
@@ -162,15 +121,15 @@ def _forked(started_by: int) -> bool:
 def _register(name: str, collectives: str) -> DeviceModule:
     import torch
 
-    from ds_plugin_sdk.simulator.device_module import DeviceModule
+    from ds_plugin_sdk.privateuse1.device_module import DeviceModule
 
     backends: Any = torch.utils
     backends.rename_privateuse1_backend(name)
     module = DeviceModule(name, _forked)
     torch._register_device_module(name, module)  # type: ignore[no-untyped-call]  # torch does not say
     backends.generate_methods_for_privateuse1_backend(for_storage=True)
-    if torch.distributed.is_available():
-        from ds_plugin_sdk.simulator import process_group
+    if collectives and torch.distributed.is_available():
+        from ds_plugin_sdk.privateuse1 import process_group
 
         process_group.register(collectives, name)
     return module

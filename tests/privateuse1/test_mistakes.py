@@ -6,9 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from running import RunChecks
 
-Mistake = Callable[[str, str, str], None]
+from device_programs import RunChecks
+
+Change = Callable[[str, str, str], None]
 
 pytestmark = [pytest.mark.compiler, pytest.mark.slow]
 
@@ -53,21 +54,21 @@ def failing(run_checks: RunChecks, sources: Path, names: list[str]) -> set[str]:
     ],
 )
 def test_a_mistake_in_the_runtime_is_caught(
-    file: str, right: str, wrong: str, caught_by: str, with_mistake: Mistake, run_checks: RunChecks, tmp_path: Path
+    file: str, right: str, wrong: str, caught_by: str, with_change: Change, run_checks: RunChecks, tmp_path: Path
 ) -> None:
-    with_mistake(file, right, wrong)
+    with_change(file, right, wrong)
     assert failing(run_checks, tmp_path, [caught_by, "tensors_make_the_round_trip"]) >= {caught_by}
 
 
-def test_mistakes_in_torch_s_side_are_caught(with_mistake: Mistake, run_checks: RunChecks, tmp_path: Path) -> None:
+def test_mistakes_in_torch_s_side_are_caught(with_change: Change, run_checks: RunChecks, tmp_path: Path) -> None:
     """Together, because they take long to compile and do not meet."""
-    with_mistake("torch/hooks.cpp", "const DeviceIndex index = or_current(device);", "const DeviceIndex index = 0;")
-    with_mistake(
+    with_change("torch/hooks.cpp", "const DeviceIndex index = or_current(device);", "const DeviceIndex index = 0;")
+    with_change(
         "torch/allocators.cpp", "amount >= 0 ? all.increase(amount) : all.decrease(-amount);",
         "if (amount >= 0) all.increase(amount);",
     )  # fmt: skip
-    with_mistake("torch/allocators.cpp", "found->second.borrowers.insert(key);", "{}")
-    with_mistake("torch/allocators.cpp", "found->second.streams.insert(key_of(stream));", "{}")
+    with_change("torch/allocators.cpp", "found->second.borrowers.insert(key);", "{}")
+    with_change("torch/allocators.cpp", "found->second.streams.insert(key_of(stream));", "{}")
     caught = {
         "each_device_has_its_own_random_numbers",
         "memory_statistics_rise_and_fall",

@@ -1,10 +1,10 @@
-// The device runtime: everything that torch's side (csrc/torch) asks of the device.
+// The device runtime: everything that the torch backend (csrc/torch) asks of a device.
 //
-// This is the seam between simulation and hardware. csrc/runtime answers it with host memory and threads; a vendor
-// answers it with calls into their driver and keeps the rest. Each function says what hardware does there, with the
-// name it has in CUDA's driver where that helps.
+// A vendor implements these functions by calls into their driver; the simulated runtime of the SDK implements them on
+// host memory and threads. Each comment names the function of CUDA's driver that does the same, where there is one.
 //
-// All functions may be called from any thread. What cannot be done is thrown as a std::runtime_error.
+// All functions may be called from any thread. What cannot be done is thrown as a std::runtime_error. A function marked
+// optional may be left out.
 #pragma once
 
 #include <cstddef>
@@ -17,17 +17,17 @@
 
 // Makes the runtime ready, once in a process, before anything else is called.
 //
-// name: torch's name of the device. devices, bytes_per_device: what to simulate; hardware has its own and ignores them.
-// Returns nullptr, or why it failed, in a string that lives for ever. Hardware: load the driver, cuInit().
-extern "C" RUNTIME_API const char* runtime_start(const char* name, int devices, std::size_t bytes_per_device);
+// name: torch's name of the device. Returns nullptr, or why it failed, in a string that lives for ever.
+// Hardware: load the driver, cuInit().
+extern "C" RUNTIME_API const char* runtime_start(const char* name);
 
-// Lets every piece of work on every stream begin so much later than it could, until called again. Hardware lacks this
-// function; it makes a missing wait show as a wrong result each time rather than once a month.
-extern "C" RUNTIME_API void runtime_set_delay(std::int64_t microseconds);
-
-// Whether this process is a child by fork() of one that used the device, and cannot use it. Without this function every
-// forked child counts as one.
+// Optional. Whether this process is a child by fork() of one that used the device, and cannot use it. Without this
+// function every forked child counts as one.
 extern "C" RUNTIME_API bool runtime_forked();
+
+// Optional, and for tests: lets every piece of work on every stream begin so much later than it could, until called
+// again. A missing wait then shows as a wrong result each time rather than once a month. Hardware lacks it.
+extern "C" RUNTIME_API void runtime_set_delay(std::int64_t microseconds);
 
 namespace runtime {
 

@@ -1,4 +1,4 @@
-"""The two libraries of a device: its runtime, which a vendor replaces, and torch's side of it, which serves them all.
+"""The two libraries of a device: its runtime, which a vendor writes, and the torch backend, which is the same for all.
 
 They are built apart, so that a change of the runtime costs a second or two and not the compilation of torch's headers.
 """
@@ -21,39 +21,35 @@ _CSRC = Path(__file__).resolve().parent / "csrc"
 
 
 def include_dir() -> str:
-    """Folder of ``runtime.h``, for a runtime and for kernels that are launched through one."""
+    """Folder of ``runtime.h`` and ``launch.h``, for a runtime and for kernels that are launched on its streams."""
     return str(_CSRC)
 
 
-def runtime_dir() -> Path:
-    """Folder of the simulated runtime's sources, from which a vendor's own starts."""
-    return _CSRC / "runtime"
-
-
 class RuntimeBuilder(CppOpBuilder):
-    """Builds a device runtime: all functions of ``runtime.h``. As it is, the simulated one.
+    """Builds a device runtime: the functions of ``runtime.h``. It is a builder like those of a vendor's ops::
 
-    A vendor's own is a builder like those of their ops::
+    class ZapRuntime(RuntimeBuilder):
+        def sources(self):
+            return [self.kernel_path("csrc/runtime/memory.cpp"), ...]
 
-        class ZapRuntime(RuntimeBuilder):
-            def sources(self):
-                return [self.kernel_path("csrc/runtime/memory.cpp"), ...]
-
-            def libraries_args(self):
-                return ["zaprt"]
+        def libraries_args(self):
+            return ["zaprt"]
     """
 
     NAME = "device_runtime"
 
-    def sources(self) -> list[str]:
-        return [str(path) for path in sorted((_CSRC / "runtime").glob("*.cpp"))]
-
     def include_paths(self) -> list[str]:
         return [include_dir()]
 
+    def configure(self, library: ctypes.CDLL) -> None:
+        """Called once, after the library is loaded and before ``runtime_start``.
 
-class TorchSideBuilder(CppOpBuilder):
-    """Builds what makes a torch device of a runtime. It knows neither the device's name nor the runtime."""
+        A runtime with settings of its own sets them here, by C functions of its own. Most have none.
+        """
+
+
+class BackendBuilder(CppOpBuilder):
+    """Builds the torch backend. It knows neither the device's name nor the runtime."""
 
     NAME = "torch_device"
 
@@ -76,13 +72,13 @@ def load_runtime(builder: RuntimeBuilder) -> ctypes.CDLL:
     Raises:
         BuildError: it can neither be found nor compiled, or does not load.
     """
-    # Global, because torch's side and every kernel library refer to the runtime without being linked to it.
+    # Global, because the backend and every kernel library refer to the runtime without being linked to it.
     return ctypes.CDLL(str(_obtain(builder, "device runtime").path), mode=ctypes.RTLD_GLOBAL)
 
 
-def load_torch_side(builder: TorchSideBuilder) -> None:
+def load_backend(builder: BackendBuilder) -> None:
     """Register the device with torch. The runtime must be loaded. Raises as `load_runtime`."""
-    _obtain(builder, "torch side of the device")
+    _obtain(builder, "torch backend of the device")
 
 
 def _obtain(builder: CppOpBuilder, what: str) -> Artifact:

@@ -1,18 +1,18 @@
 // Memory: an address space that the host cannot touch.
 //
-// Two ranges of equal size are reserved. Addresses of the first are what malloc() returns and what tensors show; its
+// Each device has two ranges of equal size. Addresses of the first are what malloc() returns and what tensors show; its
 // pages have no access rights, so that a host that follows such an address dies by SIGSEGV. The second, at a fixed
 // distance, holds the bytes; only copies and kernels, which run on streams, go there.
 #include <sys/mman.h>
 
+#include <array>
+#include <atomic>
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
 #include <iterator>
 #include <map>
 #include <mutex>
-#include <stdexcept>
-#include <vector>
 
 #include "simulated.h"
 
@@ -22,31 +22,32 @@ namespace {
 // Allocations are whole pages, so that giving one back to the system takes nothing from its neighbours.
 constexpr std::size_t kPage = 4096;
 
+// torch counts devices in a signed byte.
+constexpr int kMaxDevices = 128;
+
+std::size_t bytes_per_device = std::size_t{1} << 30;  // until simulator_set_memory() says otherwise
+
 std::size_t rounded(std::size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
-
-struct AddressSpace {
-  char* device = nullptr;  // what the host sees
-  char* kernel = nullptr;  // where the bytes are
-  std::size_t bytes = 0;
-
-  bool contains(const void* address) const {
-    return address >= device && address < device + bytes;
-  }
-};
-AddressSpace space;
 
 char* reserve(std::size_t bytes, int rights) {
   void* range = mmap(nullptr, bytes, rights, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (range == MAP_FAILED)
     throw std::runtime_error("cannot reserve " + std::to_string(bytes >> 20) + " MiB of address space: " +
-                             std::strerror(errno) + "; try fewer devices or less memory");
+                             std::strerror(errno) + "; try less memory");
   return static_cast<char*>(range);
 }
 
 // The memory of one device: first fit over the gaps between allocations.
 class Pool {
  public:
-  explicit Pool(char* begin, std::size_t bytes) : begin_(begin), bytes_(bytes) {}
+  explicit Pool(std::size_t bytes)
+      : begin_(reserve(bytes, PROT_NONE)), kernel_(reserve(bytes, PROT_READ | PROT_WRITE)), bytes_(bytes) {
+    madvise(kernel_, bytes, MADV_DONTDUMP);
+  }
+
+  bool contains(const void* address) const { return address >= begin_ && address < begin_ + bytes_; }
+
+  void* kernel_address(const void* address) const { return kernel_ + (static_cast<const char*>(address) - begin_); }
 
   void* take(std::size_t wanted) {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -69,7 +70,7 @@ class Pool {
     if (found == live_.end()) throw std::runtime_error("free: not the begin of an allocation");
     taken_ -= found->second;
     // Lets the system have the pages back; who gets this memory next finds other contents.
-    madvise(static_cast<char*>(kernel_address(address)), found->second, MADV_DONTNEED);
+    madvise(kernel_address(address), found->second, MADV_DONTNEED);
     live_.erase(found);
   }
 
@@ -90,18 +91,23 @@ class Pool {
  private:
   std::mutex mutex_;
   std::map<char*, std::size_t> live_;  // begin and bytes of each allocation
-  char* begin_;
-  std::size_t bytes_, taken_ = 0;
+  char* const begin_;   // what the host sees
+  char* const kernel_;  // where the bytes are
+  const std::size_t bytes_;
+  std::size_t taken_ = 0;
 };
 
-std::vector<Pool*>& pools() {
-  static auto* all = new std::vector<Pool*>;
-  return *all;
-}
+std::array<std::atomic<Pool*>, kMaxDevices> pools{};
 
+// The pool of a device, made at its first use. Those that exist stay, also when the device is hidden later.
 Pool& pool(int device) {
-  check_device(device);
-  return *pools()[device];
+  static std::mutex mutex;
+  if (device < 0 || device >= kMaxDevices || pools[device] == nullptr) {
+    check_device(device);
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (pools[device] == nullptr) pools[device] = new Pool(rounded(bytes_per_device));
+  }
+  return *pools[device];
 }
 
 void check_side(const void* address, std::size_t bytes, bool on_device) {
@@ -113,15 +119,6 @@ void check_side(const void* address, std::size_t bytes, bool on_device) {
 }
 
 }  // namespace
-
-void reserve_memory(int devices, std::size_t bytes_per_device) {
-  bytes_per_device = rounded(bytes_per_device);
-  const std::size_t bytes = devices * bytes_per_device;
-  space = {reserve(bytes, PROT_NONE), reserve(bytes, PROT_READ | PROT_WRITE), bytes};
-  madvise(space.kernel, bytes, MADV_DONTDUMP);
-  for (int device = 0; device < devices; ++device)
-    pools().push_back(new Pool(space.device + device * bytes_per_device, bytes_per_device));
-}
 
 MemoryInfo memory_info(int device) { return pool(device).info(); }
 
@@ -136,14 +133,17 @@ void free(void* address) {
 }
 
 int device_of(const void* address) noexcept {
-  if (!space.contains(address)) return -1;
-  const std::size_t per_device = space.bytes / pools().size();
-  return static_cast<int>((static_cast<const char*>(address) - space.device) / per_device);
+  for (int device = 0; device < kMaxDevices; ++device) {
+    const Pool* found = pools[device];
+    if (found != nullptr && found->contains(address)) return device;
+  }
+  return -1;
 }
 
 void* kernel_address(const void* address) {
-  if (!space.contains(address)) throw std::runtime_error("a kernel uses an address that is not device memory");
-  return space.kernel + (static_cast<const char*>(address) - space.device);
+  const int device = device_of(address);
+  if (device < 0) throw std::runtime_error("a kernel uses an address that is not device memory");
+  return pool(device).kernel_address(address);
 }
 
 void* host_malloc(std::size_t bytes) { return std::aligned_alloc(kPage, rounded(bytes)); }
@@ -167,3 +167,5 @@ void memset_async(void* to, unsigned char value, std::size_t bytes, Stream strea
 }
 
 }  // namespace runtime
+
+extern "C" RUNTIME_API void simulator_set_memory(std::size_t bytes) { runtime::bytes_per_device = bytes; }

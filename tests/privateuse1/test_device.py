@@ -1,0 +1,132 @@
+"""The backend on the simulated runtime holds every check of device_checks.py; names, kernels, a vendor's runtime."""
+
+from __future__ import annotations
+
+import ast
+import shutil
+from pathlib import Path
+
+import pytest
+
+from device_programs import Run, RunChecks
+from ds_plugin_sdk import privateuse1, simulator
+from ds_plugin_sdk.errors import DeviceNameError
+
+CHECKS_FILE = Path(__file__).with_name("device_checks.py")
+
+
+def names_of_checks() -> list[str]:
+    """From the text, because importing it would import torch's device."""
+    tree = ast.parse(CHECKS_FILE.read_text(encoding="utf-8"))
+    found = [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and not node.args.args]
+    return [name for name in found if name != "main"]
+
+
+@pytest.fixture(scope="session")
+def outcomes(run_checks: RunChecks) -> dict[str, str]:
+    return run_checks(names_of_checks())
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("check", names_of_checks())
+def test_the_device_holds(check: str, outcomes: dict[str, str]) -> None:
+    assert outcomes[check] == "", outcomes[check]
+
+
+INSTALL = "import torch; from ds_plugin_sdk import simulator; simulator.install('zap', memory_mb=64)\n"
+
+
+@pytest.mark.compiler
+def test_data_loader_workers_and_pinned_memory(run: Run) -> None:
+    program = INSTALL + (
+        "from torch.utils.data import DataLoader, TensorDataset\n"
+        "data = TensorDataset(torch.arange(8.0))\n"
+        "loader = DataLoader(data, batch_size=4, num_workers=1, pin_memory=True)\n"
+        "print([batch[0].to('zap', non_blocking=True).sum().item() for batch in loader])\n"
+    )
+    assert "[6.0, 22.0]" in run("-c", program, PYTHONWARNINGS="ignore").stdout
+
+
+@pytest.mark.compiler
+def test_a_process_has_one_device_name(run: Run) -> None:
+    program = INSTALL + (
+        "from ds_plugin_sdk import privateuse1\n"
+        "from ds_plugin_sdk.errors import DeviceNameError\n"
+        "assert simulator.install('zap') is torch.zap\n"
+        "assert privateuse1.installed_name() == 'zap'\n"
+        "try:\n"
+        "    simulator.install('zip')\n"
+        "except DeviceNameError as error:\n"
+        "    print(error)\n"
+    )
+    assert (
+        "torch has one place for a device from outside in each process, and 'zap' has it" in run("-c", program).stdout
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("xpu", "torch has a device type of that name"),
+        ("cuda", "torch has a device type of that name"),
+        ("privateuseone", "torch has a device type of that name"),
+        ("Zap", "lower case"),
+        ("zap2", "lower case"),
+        ("", "lower case"),
+    ],
+)
+def test_names_that_cannot_be_had(name: str, reason: str) -> None:
+    with pytest.raises(DeviceNameError, match=reason):
+        privateuse1.install(name, runtime=simulator.SimulatedRuntime())
+
+
+def test_another_backend_has_torch_s_place(run: Run) -> None:
+    program = (
+        "import torch; torch.utils.rename_privateuse1_backend('other')\n"
+        "from ds_plugin_sdk import simulator\n"
+        "simulator.install('zap')\n"
+    )
+    assert "and 'other' has it" in run("-c", program, fails=True).stderr
+
+
+def test_importing_the_packages_does_not_import_torch(run: Run) -> None:
+    program = "import sys; from ds_plugin_sdk import privateuse1, simulator; print('torch' in sys.modules)\n"
+    assert run("-c", program + "print(privateuse1.installed_name())").stdout.split() == ["False", "None"]
+
+
+@pytest.mark.compiler
+def test_a_kernel_library_launches_through_the_runtime(run: Run) -> None:
+    run("axpy_program.py")
+
+
+VENDOR_RUNTIME = """\
+from ds_plugin_sdk import privateuse1, simulator
+
+class ZipRuntime(privateuse1.RuntimeBuilder):
+    def sources(self):
+        files = ('device', 'memory', 'stream', 'event')
+        return [self.kernel_path(f'csrc/runtime/{file}.cpp') for file in files]
+
+    def configure(self, library):
+        simulator.configure(library, devices=1, memory_mb=64)
+"""
+
+
+@pytest.mark.compiler
+def test_a_vendor_s_runtime_is_built_from_the_vendor_s_package(run: Run, tmp_path: Path) -> None:
+    package = tmp_path / "ds_plugin_zip"
+    shutil.copytree(simulator.sources_dir(), package / "csrc" / "runtime")
+    (package / "__init__.py").write_text("")
+    (package / "runtime.py").write_text(VENDOR_RUNTIME)
+    program = (
+        "import torch\n"
+        "from ds_plugin_sdk import privateuse1\n"
+        "from ds_plugin_zip.runtime import ZipRuntime\n"
+        "privateuse1.install('zip', runtime=ZipRuntime())\n"
+        "with open('/proc/self/maps') as maps:\n"
+        "    print({line.split('/')[-5] for line in maps if line.endswith('/device_runtime.so\\n')})\n"
+        "print(torch.ones(3, device='zip').sum().item(), torch.zip.device_count())\n"
+    )
+    lines = run("-c", program, PYTHONPATH=str(tmp_path)).stdout.splitlines()
+    assert "ds-plugin-zip" in lines[0]
+    assert lines[1] == "3.0 1"
