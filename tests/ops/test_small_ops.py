@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -16,6 +16,15 @@ from ds_plugin_sdk.ops import random_ltd, spatial, utils
 def small_kernels(native: Callable[..., None]) -> None:
     """The native kernels, and nothing else."""
     native("random_ltd", "spatial")
+
+
+@pytest.fixture
+def four_threads() -> Iterator[None]:
+    """torch's threads as on a machine with four cores, whatever this one has."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    yield
+    torch.set_num_threads(before)
 
 
 def ops(implementation: str) -> object:
@@ -56,14 +65,29 @@ def test_gradients_of_a_token_taken_twice_are_added() -> None:
     assert x.grad is not None and x.grad.tolist() == [[[0, 0], [2, 2], [0, 0]]]
 
 
-def test_one_of_equal_indices_wins_whole(implementation: str) -> None:
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_the_last_of_equal_indices_wins(batch_first: bool, implementation: str) -> None:
+    indices = int32([5, 2, 5, 0, 2], [1, 1, 1, 4, 1])
+    part = torch.arange(2 * 5 * 3.0).reshape(2, 5, 3)
+    want = torch.full((2, 6, 3), -1.0)
+    for row in range(2):
+        for i, token in enumerate(indices[row].tolist()):
+            want[row, token] = part[row, i]
+    target = torch.full((2, 6, 3), -1.0)
+    arguments = (target, part) if batch_first else (target.transpose(0, 1), part.transpose(0, 1))
+    ops(implementation).token_scatter_(*arguments, indices, batch_first)
+    assert torch.equal(target, want)
+
+
+def test_the_last_of_equal_indices_wins_whole(four_threads: None, implementation: str) -> None:
     """Also where threads share the work: no token is put together from two."""
-    channels = 40_000
-    part = torch.arange(8.0).reshape(1, 8, 1).expand(1, 8, channels).contiguous()
-    target = torch.full((1, 3, channels), -1.0)
-    ops(implementation).token_scatter_(target, part, int32([1] * 8), True)
-    assert len(target[0, 1].unique()) == 1 and target[0, 1, 0] >= 0
-    assert (target[0, [0, 2]] == -1).all()
+    channels, copies = 10_000, 64
+    part = torch.arange(float(copies)).reshape(1, copies, 1).expand(1, copies, channels).contiguous()
+    for _ in range(50):
+        target = torch.full((1, 3, channels), -1.0)
+        ops(implementation).token_scatter_(target, part, int32([1] * copies), True)
+        assert target[0, 1].unique().tolist() == [copies - 1]
+        assert (target[0, [0, 2]] == -1).all()
 
 
 def test_the_rest_of_a_view_stays(implementation: str) -> None:

@@ -65,8 +65,7 @@ def token_scatter_(
     Args:
         all_activations: ``[batch, sequence, channels]``, or ``[sequence, batch, channels]`` if not `batch_first`.
         layer_activations: the same with ``reserved`` instead of ``sequence``, of the same dtype.
-        indices: int32 ``[batch, reserved]``, each in ``[0, sequence)``. Of a row's equal indices one wins: by kernels
-            the last, by the reference any.
+        indices: int32 ``[batch, reserved]``, each in ``[0, sequence)``. Of a row's equal indices the last wins.
         batch_first: the order of the first two dimensions.
 
     Returns:
@@ -142,7 +141,9 @@ def token_scatter_reference(
     tensors = {"all_activations": [all_activations], "layer_activations": [layer_activations]}
     check_memory("token_scatter_", tensors, ("all_activations",))
     _check_range("token_scatter_", indices, all_activations.shape[1 if batch_first else 0])
-    all_activations[_places(indices, batch_first)] = layer_activations
+    # torch's threads share the rows below: only rows that hold the same may have the same place.
+    last = _places(_last_equal(indices, all_activations.shape[1 if batch_first else 0]), batch_first)
+    all_activations[_places(indices, batch_first)] = layer_activations[last]
 
 
 @torch.no_grad()
@@ -167,6 +168,14 @@ def _places(indices: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
     batch = torch.arange(indices.shape[0], device=indices.device)
     tokens = indices.long()
     return (batch[:, None], tokens) if batch_first else (tokens.t(), batch)
+
+
+def _last_equal(indices: Tensor, seq_len: int) -> Tensor:
+    """For each of a row's indices the position of the last one that is equal: ``[5, 2, 5]`` gives ``[2, 1, 2]``."""
+    tokens = indices.long()
+    positions = torch.arange(indices.shape[1], device=indices.device).expand_as(tokens)
+    last = torch.zeros(indices.shape[0], seq_len, dtype=torch.int64, device=indices.device)
+    return last.scatter_reduce_(1, tokens, positions, "amax").gather(1, tokens)
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------------
