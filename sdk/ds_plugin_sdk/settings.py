@@ -118,6 +118,9 @@ class Settings:
     cflags = Setting[tuple[str, ...]]("CFLAGS", _words, (), "extra compiler arguments")
     cxxflags = Setting[tuple[str, ...]]("CXXFLAGS", _words, (), "extra C++ compiler arguments")
     ldflags = Setting[tuple[str, ...]]("LDFLAGS", _words, (), "extra linker arguments")
+    cpu_level = Setting[str | None](
+        "DS_PLUGIN_CPU_LEVEL", str, None, "highest CPU level to compile for, as x86-64-v3; unset: that of this CPU"
+    )
     cuda_home = Setting[Path | None]("CUDA_HOME", _path, None, "folder of the CUDA toolkit")
     nvcc = Setting[tuple[str, ...]]("PYTORCH_NVCC", _words, (), "CUDA compiler, as torch reads it: 'ccache nvcc', say")
     cuda_arch_list = Setting[str | None](

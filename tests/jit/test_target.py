@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import platform
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
+from ds_plugin_sdk.errors import SettingError
 from ds_plugin_sdk.jit import target
 from ds_plugin_sdk.jit.target import Target
+from ds_plugin_sdk.op_builder.cpu import cpu_kernels
+from ds_plugin_sdk.settings import child_environment
 
 V2 = "fpu sse sse2 cx16 lahf_lm popcnt pni sse4_1 sse4_2 ssse3"
 V3 = f"{V2} avx avx2 bmi1 bmi2 f16c fma abm movbe xsave"
@@ -83,6 +89,45 @@ def test_native_is_made_definite(here: Target, args: list[str], resolved: list[s
     assert here.resolve(args) == resolved
     assert target.wants_native(args) is (args != resolved)
     assert not any("native" in word and "nativeish" not in word for word in target.without_native(args))
+
+
+@pytest.mark.parametrize(
+    ("found", "level", "taken"),
+    [
+        ("x86-64-v4", None, "x86-64-v4"),
+        ("x86-64-v4", "x86-64-v3", "x86-64-v3"),
+        ("x86-64-v4", "x86-64", "x86-64"),
+        ("x86-64-v3", "x86-64-v4", "x86-64-v3"),
+    ],
+)
+def test_a_user_lowers_the_level(found: str, level: str | None, taken: str) -> None:
+    assert target.at_most(Target("x86_64", found), level) == Target("x86_64", taken)
+
+
+@pytest.mark.parametrize(
+    ("found", "hint"),
+    [(Target("ppc64le", "power9"), "one of: power8, power9, power10"), (Target("s390x", ""), "unset it")],
+)
+def test_a_level_that_the_architecture_lacks_is_an_error(found: Target, hint: str) -> None:
+    with pytest.raises(SettingError, match="DS_PLUGIN_CPU_LEVEL='x86-64-v3' cannot be used") as error:
+        target.at_most(found, "x86-64-v3")
+    assert hint in str(error.value)
+
+
+def test_kernels_are_compiled_for_the_lower_level(tmp_path: Path) -> None:
+    """In a process of its own, as a user on a login node has it: the op's key and the kernels' level say so."""
+    arch = platform.machine()
+    lowest = target.LEVELS[arch][0][0]
+    program = (
+        "from ds_plugin_sdk.jit import machine\n"
+        "from ds_plugin_sdk.op_builder.cpu import cpu_kernels\n"
+        "print(machine.here().target.level, *cpu_kernels._levels(portable=False))"
+    )
+    environment = child_environment(DS_PLUGIN_CPU_LEVEL=lowest)
+    printed = subprocess.run(
+        [sys.executable, "-c", program], env=environment, cwd=tmp_path, check=True, capture_output=True, text=True
+    )
+    assert printed.stdout.split() == [lowest, next(iter(cpu_kernels.LEVELS[arch]))]
 
 
 def test_this_machine_has_a_level() -> None:

@@ -14,6 +14,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from ds_plugin_sdk.errors import SettingError
+from ds_plugin_sdk.settings import Settings, settings
+
 # Per architecture, ascending: the level, and what /proc/cpuinfo must say for it. x86-64 levels are those of the psABI.
 _X86_V2 = frozenset({"cx16", "lahf_lm", "popcnt", "pni", "sse4_1", "sse4_2", "ssse3"})
 _X86_V3 = _X86_V2 | frozenset({"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "xsave"})
@@ -109,12 +112,30 @@ def resolve(arch: str, cpuinfo: str) -> Target:
     return Target(arch, fitting[-1] if fitting else "")
 
 
+def at_most(found: Target, level: str | None) -> Target:
+    """`found`, or the lower `level` of its architecture if that is asked for.
+
+    Raises:
+        SettingError: `level` is not one of the architecture's.
+    """
+    if level is None or found.level == level:
+        return found
+    names = [name for name, _ in LEVELS.get(found.arch, ())]
+    if level not in names:
+        raise SettingError(
+            f"{Settings.cpu_level.variable}={level!r} cannot be used",
+            why=f"it is no CPU level of {found.arch}",
+            hint=f"one of: {', '.join(names)}" if names else f"unset it: no levels of {found.arch} are known",
+        )
+    return Target(found.arch, level) if found.runs(level) else found
+
+
 @functools.cache
 def here() -> Target:
-    """The target of this machine."""
+    """The target of this machine, or the lower one that ``DS_PLUGIN_CPU_LEVEL`` asks for."""
     try:
         with Path("/proc/cpuinfo").open(encoding="utf-8", errors="replace") as file:
             cpuinfo = file.read(16384)  # the first processor suffices; on big machines the whole takes long to make
     except OSError:
         cpuinfo = ""
-    return resolve(platform.machine(), cpuinfo)
+    return at_most(resolve(platform.machine(), cpuinfo), settings.cpu_level)
