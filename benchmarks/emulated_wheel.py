@@ -79,7 +79,7 @@ def check_ops(site: Path, chosen: list[str]) -> None:
         if not chosen or info.family in chosen:
             families[info.family].append(info)
     for family, ops in families.items():
-        op_builder.load_kernels(family, "cpu")
+        op_builder.load_family(family, "cpu")
         results = sum(compare(info, dtype) for info in ops for dtype in info.dtypes)
         native = sum(torch._C._dispatch_has_kernel_for_dispatch_key(f"ds_plugin::{info.name}", "CPU") for info in ops)
         print(f"  {family:<12} {native:>2} of {len(ops):>2} ops native, {results:>4} results hold", flush=True)

@@ -55,13 +55,13 @@ def compiled_once(private_cache: None, kernel_cache: Path, monkeypatch: pytest.M
 @pytest.fixture(scope="session")
 def native(kernel_cache: Path) -> Callable[..., None]:
     """``native("adam", "lamb")`` loads the host's native kernels of families; without a compiler the test fails."""
-    from ds_plugin_sdk.op_builder import load_kernels
+    from ds_plugin_sdk.op_builder import load_family
 
     def load(*families: str) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("DS_PLUGIN_CACHE_DIR", str(kernel_cache))
             patch.setenv("DS_PLUGIN_FALLBACK", "0")
             for family in families:
-                load_kernels(family, "cpu")
+                load_family(family, "cpu")
 
     return load

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ds_plugin_sdk import provenance
-from ds_plugin_sdk.op_builder import families
+from ds_plugin_sdk.op_builder import op_table
 from ds_plugin_sdk.scaffold import Project, generate
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.compiler, pytest.mark.slow]
@@ -121,7 +121,7 @@ def test_it_holds_the_contract_without_any_kernel(without_kernels: dict[str, str
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"bare: {len(SELECTED)} passed" in done.stdout
     # Cases may compare with the host, whose kernels are the SDK's; what ran on the device is "reference" alone.
-    origins = [(families.of(record.name), record.origin) for record in provenance.read(sources)]
+    origins = [(op_table.family_of(record.name), record.origin) for record in provenance.read(sources)]
     assert {family for family, origin in origins if origin == "reference"} >= set(SELECTED.values())
 
 

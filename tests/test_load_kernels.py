@@ -27,7 +27,7 @@ def used(monkeypatch: pytest.MonkeyPatch) -> dict[str, str | None]:
     """The builder packages that are used, by device; nothing is loaded."""
     packages: dict[str, str | None] = {}
     monkeypatch.setattr(op_builder, "use_package", packages.__setitem__)
-    monkeypatch.setattr(op_builder, "load_kernels", lambda family, device_type: None)
+    monkeypatch.setattr(op_builder, "load_family", lambda family, device_type: None)
     return packages
 
 

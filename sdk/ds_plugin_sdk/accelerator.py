@@ -28,6 +28,7 @@ import torch
 
 from ds_plugin_sdk import op_builder
 from ds_plugin_sdk.errors import InvalidAcceleratorError
+from ds_plugin_sdk.op_builder import op_table
 
 _DEFAULT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -426,7 +427,7 @@ class DeepSpeedAccelerator(abc.ABC):
     # ------------------------------------------------------------------ op builders
     def op_builder_dir(self) -> str:
         """Dotted name of the package that DeepSpeed searches for builders."""
-        return self.op_builders or op_builder.HOST_BUILDERS
+        return self.op_builders or op_builder.CPU_BUILDERS
 
     def get_op_builder(self, class_name: str) -> type[Any]:
         """The builder class of a DeepSpeed name such as ``FusedAdamBuilder``.
@@ -442,7 +443,8 @@ class DeepSpeedAccelerator(abc.ABC):
         derive from: DeepSpeed takes every name that ends in ``Builder`` for an op's.
         """
         builder = self.get_op_builder(class_name)
-        optional = class_name in op_builder.OPTIONAL_BUILDERS and issubclass(builder, op_builder.NotImplementedBuilder)
+        absent = issubclass(builder, op_builder.NotImplementedBuilder)
+        optional = absent and op_table.by_builder(class_name).optional
         return None if optional or op_builder.is_base(class_name, self.op_builders) else builder()
 
     def build_extension(self) -> Any:

@@ -15,25 +15,6 @@ from ds_plugin_sdk.op_builder import CombinedOpBuilder, NotImplementedBuilder, O
 from ds_plugin_sdk.provenance import Record
 from ds_plugin_sdk.settings import settings
 
-# Other ops DeepSpeed may ask for, named so that a missing one is seen in the report. Not those that stay DeepSpeed's
-# own on a CPU (async_io, pin_memory): they are not missing, and to ask for them would import DeepSpeed.
-_DEEPSPEED_BUILDERS = (
-    "CPUAdagradBuilder",
-    "CPUAdamBuilder",
-    "CPULionBuilder",
-    "FusedAdamBuilder",
-    "FusedLambBuilder",
-    "FusedLionBuilder",
-    "InferenceBuilder",
-    "InferenceCoreBuilder",
-    "QuantizerBuilder",
-    "RandomLTDBuilder",
-    "SpatialInferenceBuilder",
-    "StochasticTransformerBuilder",
-    "TransformerBuilder",
-    "UtilsBuilder",
-)
-
 
 @dataclass(frozen=True)
 class OpStatus:
@@ -149,8 +130,9 @@ def _phrase(entry: Record) -> str:
 
 
 def _builders(accelerator: DeepSpeedAccelerator) -> list[type[OpBuilder]]:
+    # Nothing that stays DeepSpeed's own: to ask for that would import it.
     own = op_builder.builders(accelerator.op_builders, accelerator.device_name())
-    return [accelerator.get_op_builder(name) for name in sorted({*own, *_DEEPSPEED_BUILDERS})]
+    return [accelerator.get_op_builder(name) for name in sorted(own)]
 
 
 def _versions() -> dict[str, str]:

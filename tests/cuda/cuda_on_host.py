@@ -12,10 +12,10 @@ from typing import ClassVar
 import torch
 
 from ds_plugin_cpu.accelerator import CPU_Accelerator
-from ds_plugin_cuda.op_builder.cuda_kernels import CUDAKernelBuilder
+from ds_plugin_cuda.op_builder.kernels import CUDAKernelBuilder
 from ds_plugin_sdk import op_builder
 from ds_plugin_sdk.jit import Source
-from ds_plugin_sdk.op_builder import families
+from ds_plugin_sdk.op_builder import op_table
 
 ROOT = Path(__file__).resolve().parents[2]
 ON_HOST = ROOT / "kernels" / "tests" / "cuda_on_host"
@@ -46,12 +46,12 @@ class OnHostKernelBuilder(CUDAKernelBuilder):
 def _builders() -> dict[str, type[OnHostKernelBuilder]]:
     """One for each name by which the CPU or the GPU knows a family of CUDA kernels."""
     on_gpu = op_builder.builders("ds_plugin_cuda.op_builder", "cuda")
-    ported = {families.of(cls.NAME) for cls in on_gpu.values() if issubclass(cls, CUDAKernelBuilder)}
+    ported = {op_table.family_of(cls.NAME) for cls in on_gpu.values() if issubclass(cls, CUDAKernelBuilder)}
     names = {**op_builder.builders(None, "cpu"), **on_gpu}
     return {
         name: type(name, (OnHostKernelBuilder,), {"NAME": cls.NAME, "__module__": __name__})
         for name, cls in names.items()
-        if families.of(cls.NAME) in ported
+        if op_table.family_of(cls.NAME) in ported
     }
 
 

@@ -14,7 +14,7 @@ import gpu_check
 import pytest
 from small_op import script
 
-from ds_plugin_cuda.op_builder.fused_adagrad import FusedAdagradBuilder
+from ds_plugin_cuda.op_builder.kernels import BUILDERS
 from ds_plugin_sdk import nvml, op_builder, prebuild
 from ds_plugin_sdk.errors import CompileError, ToolchainError
 from ds_plugin_sdk.jit import CudaToolchain, toolchains
@@ -107,8 +107,8 @@ def test_a_build_for_this_machine_is_for_its_gpus(two_gpus: None, monkeypatch: p
 
 
 def test_a_portable_build_says_so(two_gpus: None) -> None:
-    assert FusedAdagradBuilder().build_spec(portable=True).portable
-    assert not FusedAdagradBuilder().build_spec().portable
+    assert BUILDERS["FusedAdagradBuilder"]().build_spec(portable=True).portable
+    assert not BUILDERS["FusedAdagradBuilder"]().build_spec().portable
 
 
 @pytest.mark.compiler
@@ -122,7 +122,7 @@ def test_a_host_compiler_that_is_too_new(nvcc: Path, tmp_path: Path) -> None:
         """,
     )
     with pytest.raises(CompileError, match="unsupported GNU version") as caught:
-        prebuild.build(FusedAdagradBuilder(), tmp_path / "prebuilt")
+        prebuild.build(BUILDERS["FusedAdagradBuilder"](), tmp_path / "prebuilt")
     assert "CXX=g++-13" in caught.value.hint
 
 

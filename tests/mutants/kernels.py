@@ -26,7 +26,7 @@ def kernel(target: Target, op: str, function: Kernel) -> Target:
             what is right.
     """
     info = op_info.find(op)
-    op_builder.load_kernels(info.family, target.device_type)
+    op_builder.load_family(info.family, target.device_type)
     sound = getattr(torch.ops.ds_plugin_reference, op).default
     _register("ds_plugin", op, lambda *arguments: function(sound, *arguments))
     return target

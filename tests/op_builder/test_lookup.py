@@ -10,7 +10,14 @@ import pytest
 
 from ds_plugin_sdk import op_builder
 from ds_plugin_sdk.errors import SdkError
-from ds_plugin_sdk.op_builder import CppOpBuilder, NotImplementedBuilder, ReferenceOpBuilder, SYCLOpBuilder, lookup
+from ds_plugin_sdk.op_builder import (
+    CppOpBuilder,
+    NotImplementedBuilder,
+    ReferenceOpBuilder,
+    SYCLOpBuilder,
+    lookup,
+    op_table,
+)
 
 BUILDERS = """
 from ds_plugin_sdk import CppOpBuilder
@@ -41,7 +48,7 @@ def zap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (package / "op_builder" / "fused_adam.py").write_text(BUILDERS, encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
     yield package
-    lookup._classes_of.cache_clear()
+    lookup._classes_in.cache_clear()
     for name in [name for name in sys.modules if name.startswith("zap_plugin")]:
         del sys.modules[name]
 
@@ -66,7 +73,7 @@ def zap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     ],
 )
 def test_op_names_are_deepspeeds(class_name: str, name: str) -> None:
-    assert op_builder.op_name(class_name) == name
+    assert op_table.by_builder(class_name).name == name
 
 
 def test_the_plugins_own_builder_comes_first(zap: Path) -> None:
@@ -87,17 +94,17 @@ def test_a_devices_kernels_are_its_own(zap: Path, monkeypatch: pytest.MonkeyPatc
     loaded: list[str] = []
     monkeypatch.setattr(CppOpBuilder, "load", lambda self, verbose=True: loaded.append(type(self).__module__))
     op_builder.use_package("zap", "zap_plugin.op_builder")
-    op_builder.load_kernels("adam", "zap")
-    op_builder.load_kernels("adam", "cpu")
-    assert loaded == ["zap_plugin.op_builder.fused_adam", "ds_plugin_sdk.op_builder.cpu.cpu_adam"]
+    op_builder.load_family("adam", "zap")
+    op_builder.load_family("adam", "cpu")
+    assert loaded == ["zap_plugin.op_builder.fused_adam", "ds_plugin_sdk.op_builder.cpu.kernels"]
 
 
 def test_host_ops_serve_every_device(zap: Path) -> None:
     builder = op_builder.find("CPUAdamBuilder", "zap_plugin.op_builder", "zap")
-    assert builder.__module__ == "ds_plugin_sdk.op_builder.cpu.cpu_adam"
+    assert builder.__module__ == "ds_plugin_sdk.op_builder.cpu.kernels"
 
 
-def test_a_device_op_without_a_kernel_runs_by_reference(zap: Path) -> None:
+def test_a_device_op_without_a_kernel_falls_back_to_the_reference(zap: Path) -> None:
     builder = op_builder.find("FusedLionBuilder", "zap_plugin.op_builder", "zap")
     assert issubclass(builder, ReferenceOpBuilder)
     assert builder.NAME == "fused_lion"

@@ -16,7 +16,7 @@ from ds_plugin_sdk.conformance.op_info.optimizer_formulas import (
     random_lists,
     supported,
 )
-from ds_plugin_sdk.op_builder import load_kernels
+from ds_plugin_sdk.op_builder import load_family
 
 SHAPES: Sequence[tuple[int, ...]] = ((0,), (1,), (3,), (15,), (16,), (17,), (63,), (64,), (65,), (10_007,))
 
@@ -46,7 +46,7 @@ class Row:
 def run() -> list[Row]:
     """Measure kernels and references on the CPU."""
     for family in sorted({op.family for op in OPTIMIZER_OPS}):
-        load_kernels(family, "cpu")
+        load_family(family, "cpu")
     return [
         measure(op, dtypes, implementation)
         for op in OPTIMIZER_OPS

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ds_plugin_sdk.bench import timing
-from ds_plugin_sdk.op_builder import load_kernels
+from ds_plugin_sdk.op_builder import load_family
 from ds_plugin_sdk.ops import activation, norm, residual, rotary, softmax
 
 FAMILIES = ("norm", "softmax", "activation", "rotary", "residual")
@@ -30,7 +30,7 @@ class _Pair:
 def cases(dtype: torch.dtype, compile: bool) -> Iterator[timing.Case]:
     """Every op: a step of decoding, and a prompt."""
     for family in FAMILIES:
-        load_kernels(family, "cpu")
+        load_family(family, "cpu")
     for setting, sizes in SETTINGS.items():
         for pair in _pairs(*sizes, dtype):
             peers = {"eager": _bound(pair.torchs, pair.arguments)}

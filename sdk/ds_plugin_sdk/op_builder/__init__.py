@@ -1,40 +1,36 @@
 """Op builders: from DeepSpeed's name of an op to its native code.
 
+op_table   every op, a row each
 lookup     DeepSpeed's builder name -> builder class
-builder    OpBuilder: sources and flags -> prebuilt, cache, compiler or reference
-combined   ops that are several families at once
-kinds      C++, CUDA and SYCL builders
-families   op name -> the SDK's torch ops
-host       the SDK's own builders, for host tensors
+builder    OpBuilder: sources and flags -> prebuilt, cache, compiler or reference implementation
+languages  C++, CUDA and SYCL builders
+cpu        the SDK's own builders, for host tensors
 """
 
 from __future__ import annotations
 
 from ds_plugin_sdk.op_builder.builder import (
+    CombinedOpBuilder,
     NotImplementedBuilder,
     OpBuilder,
     ReferenceOpBuilder,
     add_prebuilt,
+    builders_of,
+    functions_of,
 )
-from ds_plugin_sdk.op_builder.combined import OWN_NAMES, CombinedOpBuilder
-from ds_plugin_sdk.op_builder.families import module_for, register_modules
 from ds_plugin_sdk.op_builder.languages import CppOpBuilder, CUDAOpBuilder, SYCLOpBuilder
 from ds_plugin_sdk.op_builder.lookup import (
-    HOST_BUILDERS,
-    OPTIONAL_BUILDERS,
+    CPU_BUILDERS,
     borrow_from,
     builders,
     find,
     is_base,
-    load_kernels,
-    op_name,
+    load_family,
     use_package,
 )
 
 __all__ = [
-    "HOST_BUILDERS",
-    "OPTIONAL_BUILDERS",
-    "OWN_NAMES",
+    "CPU_BUILDERS",
     "CUDAOpBuilder",
     "CombinedOpBuilder",
     "CppOpBuilder",
@@ -45,11 +41,10 @@ __all__ = [
     "add_prebuilt",
     "borrow_from",
     "builders",
+    "builders_of",
     "find",
+    "functions_of",
     "is_base",
-    "load_kernels",
-    "module_for",
-    "op_name",
-    "register_modules",
+    "load_family",
     "use_package",
 ]

@@ -12,24 +12,26 @@ A vendor's builder names sources and flags; everything else is here:
             return [self.kernel_include("csrc/include")]
 
 ``FusedAdamBuilder().load()`` takes the native code from the plugin's wheel, from the cache, or from the compiler, in
-this order; without any of them it warns once and the op runs by its reference in plain torch. What ``load()`` returns
-has the functions that DeepSpeed calls on an op of that name.
+this order; without any of them it warns once and falls back to the reference implementation in plain torch. What
+``load()`` returns has the functions that DeepSpeed calls on an op of that name.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import sys
 import threading
 import time
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ds_plugin_sdk import provenance
 from ds_plugin_sdk.errors import BuildError, OpNotImplementedError, SdkError
-from ds_plugin_sdk.op_builder import families
+from ds_plugin_sdk.op_builder import op_table
 from ds_plugin_sdk.paths import kernels_root
 from ds_plugin_sdk.settings import settings
 
@@ -188,12 +190,12 @@ class OpBuilder:
 
     def _library(self) -> str:
         """Builders of one family share one library: DeepSpeed asks for Adam under two names."""
-        family = families.of(self.NAME)
+        family = op_table.family_of(self.NAME)
         return self.name if self.KIND == "python_module" or family is None else family
 
     # ------------------------------------------------------------------ load
     def load(self, verbose: bool = True) -> Any:
-        """The op: native where that can be had, else by reference.
+        """The op: native where that can be had, else its reference implementation.
 
         Returns:
             An object with the functions DeepSpeed calls on an op of this name; for a pybind11 op the module itself.
@@ -222,14 +224,14 @@ class OpBuilder:
         return module
 
     def _load_library(self) -> Any:
-        families.define(self.NAME)
+        _define_ops(self.NAME)
         start = time.perf_counter()
         outcome = self._library_of_process()
         if isinstance(outcome, BuildError):
             self._record("reference", str(outcome))
         else:
             self._record(outcome.origin, str(outcome.path), time.perf_counter() - start)
-        return families.module_for(self.NAME) or _torch_ops()
+        return functions_of(self.NAME) or _torch_ops()
 
     def _library_of_process(self) -> Artifact | BuildError:
         """The library, loaded; or why it cannot be had, where the reference may serve. Tried once in a process."""
@@ -242,11 +244,12 @@ class OpBuilder:
                 artifact, _ = jit.obtain(spec)
                 _libraries[key] = artifact
             except BuildError as error:
-                if not settings.fallback or families.of(self.NAME) is None:
+                if not settings.fallback or op_table.family_of(self.NAME) is None:
                     raise
                 _libraries[key] = error
                 warnings.warn(
-                    f"ds-plugin-sdk: op '{key[1]}' runs by its reference in plain torch, which is slower: {error}",
+                    f"ds-plugin-sdk: op '{key[1]}' falls back to its reference implementation in plain torch, which is "
+                    f"slower: {error}",
                     RuntimeWarning,
                     stacklevel=5,
                 )
@@ -268,15 +271,53 @@ class OpBuilder:
 
 
 class ReferenceOpBuilder(OpBuilder):
-    """An op that this plugin has no native code for, but the SDK has a reference: it runs on any torch device."""
+    """An op that this plugin has no native code for: its reference implementation runs on any torch device."""
 
     def sources(self) -> list[str]:
         return []
 
     def _load_library(self) -> Any:
-        families.define(self.NAME)
+        _define_ops(self.NAME)
         self._record("reference", "the plugin has no native kernel for this op")
-        return families.module_for(self.NAME)
+        return functions_of(self.NAME) or _torch_ops()
+
+
+class CombinedOpBuilder(OpBuilder):
+    """An op that is several families at once, such as DeepSpeed's inference module: norms, softmax, attention and more.
+
+    It has no sources of its own. Loading it loads each family, native where the device has a kernel.
+
+    Attributes:
+        PARTS: the builders of its families.
+    """
+
+    PARTS: ClassVar[tuple[type[OpBuilder], ...]] = ()
+
+    def families(self) -> tuple[str, ...]:
+        """The families this op is made of, modules of `ds_plugin_sdk.ops`."""
+        op = op_table.by_name(self.NAME)
+        return () if op is None else op.families
+
+    def sources(self) -> list[str]:
+        return []
+
+    def _load_library(self) -> Any:
+        for part in self.PARTS:
+            part().load(verbose=False)
+        return functions_of(self.NAME) or _torch_ops()
+
+
+def builders_of(base: type[OpBuilder], ops: Iterable[op_table.Op]) -> dict[str, type[OpBuilder]]:
+    """A builder class for each op, by the name that DeepSpeed asks for.
+
+    Builders that differ in their op alone need no text: a module of builders updates its ``globals()`` with them.
+
+    Args:
+        base: what they derive from; it finds sources by `NAME`.
+        ops: rows of `op_table.OPS`.
+    """
+    module = {"__module__": base.__module__}
+    return {op.builder: type(op.builder, (base,), {"NAME": op.name, "__doc__": base.__doc__, **module}) for op in ops}
 
 
 class NotImplementedBuilder(OpBuilder):
@@ -307,6 +348,19 @@ def _distribution_version(distribution: str) -> str:
         return "unknown"
 
 
+def _define_ops(name: str) -> None:
+    """Make sure that the torch ops of an op's family exist, with their reference implementations."""
+    family = op_table.family_of(name)
+    if family is not None:
+        importlib.import_module(f"ds_plugin_sdk.ops.{family}")
+
+
+def functions_of(name: str) -> ModuleType | None:
+    """The module with the functions that DeepSpeed calls on an op, or None for one that it does not ask for."""
+    op = op_table.by_name(name)
+    return None if op is None or op.functions is None else importlib.import_module(op.functions)
+
+
 def _torch_ops() -> Any:
     import torch
 
@@ -314,8 +368,11 @@ def _torch_ops() -> Any:
 
 
 __all__ = [
+    "CombinedOpBuilder",
     "NotImplementedBuilder",
     "OpBuilder",
     "ReferenceOpBuilder",
     "add_prebuilt",
+    "builders_of",
+    "functions_of",
 ]

@@ -1,43 +1,24 @@
-"""From DeepSpeed's builder name to the builder class: the plugin's own, the SDK's host builder, a reference, a stub."""
+"""From DeepSpeed's builder name to the builder class: the plugin's own, the SDK's for host tensors, the reference
+implementation, or a class whose ``load()`` raises.
+"""
 
 from __future__ import annotations
 
 import functools
 import importlib
 import pkgutil
-import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
-from ds_plugin_sdk.op_builder import families
-from ds_plugin_sdk.op_builder.builder import NotImplementedBuilder, OpBuilder, ReferenceOpBuilder
-from ds_plugin_sdk.op_builder.combined import COMBINED, CombinedOpBuilder
+from ds_plugin_sdk.op_builder import op_table
+from ds_plugin_sdk.op_builder.builder import CombinedOpBuilder, NotImplementedBuilder, OpBuilder, ReferenceOpBuilder
+from ds_plugin_sdk.op_builder.op_table import Op
 
 # The package of builders that work on host tensors whatever the accelerator is.
-HOST_BUILDERS = "ds_plugin_sdk.op_builder.cpu"
-
-# Collectives that DeepSpeed builds inside init_distributed if they are offered; absent is an answer.
-OPTIONAL_BUILDERS = frozenset({"ShareMemCommBuilder", "CCLCommBuilder"})
-
-# Names whose op name does not follow from the class name.
-_OP_NAMES = {
-    "AsyncIOBuilder": "async_io",
-    "CCLCommBuilder": "deepspeed_ccl_comm",
-    "FlashAttentionBuilder": "flash_attn",
-    "GDSBuilder": "gds",
-    "InferenceBuilder": "transformer_inference",
-    "InferenceCoreBuilder": "inference_core_ops",
-    "InferenceCutlassBuilder": "cutlass_ops",
-    "RaggedOpsBuilder": "ragged_device_ops",
-    "RaggedUtilsBuilder": "ragged_ops",
-    "RandomLTDBuilder": "random_ltd",
-    "ShareMemCommBuilder": "deepspeed_shm_comm",
-    "DeepCompileBuilder": "dc",
-    "NotImplementedBuilder": "deepspeed_not_implemented",
-}
+CPU_BUILDERS = "ds_plugin_sdk.op_builder.cpu"
 
 _packages: dict[str, str | None] = {}
 
@@ -51,7 +32,7 @@ def use_package(device_type: str, package: str | None) -> None:
 
 
 def borrow_from(lender: Lender) -> None:
-    """Let a host lend builders, ``lender(class_name, device_type)``, for what neither plugin nor SDK has."""
+    """Let an integration lend builders, ``lender(class_name, device_type)``, for what neither plugin nor SDK has."""
     if lender not in _lenders:
         _lenders.append(lender)
 
@@ -59,64 +40,62 @@ def borrow_from(lender: Lender) -> None:
 def find(class_name: str, package: str | None, device_type: str) -> type[Any]:
     """The builder class of a name such as ``FusedAdamBuilder``.
 
-    A plugin's own builder comes first, then the SDK's for host tensors, then an op that is made of several families,
-    then the reference, then what a host lends; the last is a class whose ``load()`` raises `OpNotImplementedError`.
+    A plugin's own builder comes first, then the SDK's for host tensors, then the reference implementation, then what
+    an integration lends; the last is a class whose ``load()`` raises `OpNotImplementedError`.
     """
-    own = None if package is None else _builders_of(package).get(class_name)
+    own = None if package is None else _builders_in(package).get(class_name)
     if own is not None:
         return own
-    host = _builders_of(HOST_BUILDERS).get(class_name)
-    if host is not None and (device_type == "cpu" or class_name.startswith("CPU")):
-        return host
-    name = op_name(class_name)
-    if name in COMBINED:
-        return _derived(CombinedOpBuilder, class_name, name, device_type)
-    if families.of(name) is not None:
-        return _derived(ReferenceOpBuilder, class_name, name)
+    op = op_table.by_builder(class_name)
+    if op.kernels and (device_type == "cpu" or op.host_only):
+        return _builders_in(CPU_BUILDERS)[class_name]
+    if op.families:
+        return _combined(op, package, device_type) if op.family is None else _derived(ReferenceOpBuilder, op)
     lent = (lender(class_name, device_type) for lender in _lenders)
-    return next(filter(None, lent), None) or _derived(NotImplementedBuilder, class_name, name)
-
-
-def op_name(class_name: str) -> str:
-    """DeepSpeed's op name for a builder's class name: ``FusedAdamBuilder`` -> ``fused_adam``."""
-    stem = class_name.removesuffix("Builder")
-    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", stem).lower()
-    return _OP_NAMES.get(class_name, words)
+    return next(filter(None, lent), None) or _derived(NotImplementedBuilder, op)
 
 
 def builders(package: str | None, device_type: str) -> dict[str, type[Any]]:
-    """All builders a device has, by class name: the plugin's own and the SDK's."""
-    names = {*_builders_of(HOST_BUILDERS), *(_builders_of(package) if package is not None else ())}
+    """The builders of all ops that a device has, by class name: the plugin's own and the SDK's."""
+    implemented = (op.builder for op in op_table.OPS if op.families)
+    names = {*implemented, *(_builders_in(package) if package is not None else ())}
     return {name: find(name, package, device_type) for name in sorted(names)}
 
 
-def load_kernels(family: str, device_type: str) -> None:
-    """Have the native kernels of an op family for a device, or its reference with one warning.
+def load_family(family: str, device_type: str) -> None:
+    """Have the native kernels of an op family for a device, or its reference implementation with one warning.
 
     Args:
         family: module of `ds_plugin_sdk.ops`, such as ``adam``.
         device_type: torch device type of the tensors.
     """
-    for class_name, builder in builders(_packages.get(device_type), device_type).items():
-        on_host = class_name.startswith("CPU")  # DeepSpeed's name for an op on host tensors beside a device's own
-        if families.of(builder.NAME) == family and (device_type == "cpu" or not on_host):
-            builder().load(verbose=False)
-            return
+    _builder_of(family, _packages.get(device_type), device_type)().load(verbose=False)
 
 
 def is_base(class_name: str, package: str | None) -> bool:
     """Whether a name is that of a class which builders derive from, rather than of an op's builder."""
-    classes = [_classes_of(folder).get(class_name) for folder in (package, HOST_BUILDERS) if folder is not None]
+    classes = [_classes_in(folder).get(class_name) for folder in (package, CPU_BUILDERS) if folder is not None]
     return any(cls is not None and not cls.NAME for cls in classes)
 
 
-def _builders_of(package: str) -> dict[str, type[Any]]:
+def _builder_of(family: str, package: str | None, device_type: str) -> type[Any]:
+    """The builder whose library has a family's kernels for a device."""
+    if package is not None:
+        for name, builder in sorted(_builders_in(package).items()):
+            on_host = name.startswith("CPU")  # an op on host tensors beside a device's own
+            if op_table.family_of(builder.NAME) == family and (device_type == "cpu" or not on_host):
+                return builder
+    ops = [op for op in op_table.OPS if op.family == family and (device_type == "cpu" or not op.host_only)]
+    return find(ops[0].builder, package, device_type)
+
+
+def _builders_in(package: str) -> dict[str, type[Any]]:
     """The builder classes that the modules of a package define, by name."""
-    return {name: cls for name, cls in _classes_of(package).items() if cls.NAME}
+    return {name: cls for name, cls in _classes_in(package).items() if cls.NAME}
 
 
 @functools.cache
-def _classes_of(package: str) -> dict[str, type[Any]]:
+def _classes_in(package: str) -> dict[str, type[Any]]:
     """The builder classes in the modules of a package, with those that they derive from."""
     return {
         name: value
@@ -148,6 +127,13 @@ def _names_of(package: str) -> Iterator[str]:
 
 
 @functools.cache
-def _derived(base: type[OpBuilder], class_name: str, name: str, device_type: str = "") -> type[OpBuilder]:
-    members = {"NAME": name, "DEVICE_TYPE": device_type, "__module__": base.__module__, "__doc__": base.__doc__}
-    return type(class_name, (base,), members)
+def _derived(base: type[OpBuilder], op: Op) -> type[OpBuilder]:
+    members = {"NAME": op.name, "__module__": base.__module__, "__doc__": base.__doc__}
+    return type(op.builder, (base,), members)
+
+
+@functools.cache
+def _combined(op: Op, package: str | None, device_type: str) -> type[OpBuilder]:
+    parts = tuple(_builder_of(family, package, device_type) for family in op.families)
+    members = {"NAME": op.name, "PARTS": parts, "__module__": __name__, "__doc__": CombinedOpBuilder.__doc__}
+    return type(op.builder, (CombinedOpBuilder,), members)

@@ -15,10 +15,10 @@ from ds_plugin_sdk.registry.select import allowed
 
 
 def load_kernels(family: str, device_type: str) -> None:
-    """`op_builder.load_kernels`, with the builders of the device's plugin and all plugins' binaries to choose from."""
+    """`op_builder.load_family`, with the builders of the device's plugin and all plugins' binaries to choose from."""
     _offer_all()
     _use_builders_for(device_type)
-    op_builder.load_kernels(family, device_type)
+    op_builder.load_family(family, device_type)
 
 
 # Whoever chooses an accelerator is told what is wrong with its plugin: here such a plugin has no kernels, no more.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import re
 from collections.abc import Callable
@@ -12,17 +11,16 @@ import pytest
 import torch
 from deepspeed_support import Python
 
+from ds_plugin_sdk import op_builder
 from ds_plugin_sdk.errors import InvalidTensorError, OpNotImplementedError, SdkError
 from ds_plugin_sdk.integrations.deepspeed.modules import (
-    MODULES,
     cpu_adagrad,
     cpu_adam,
     cpu_lion,
     fused_adam,
     fused_lion,
 )
-from ds_plugin_sdk.op_builder import lookup
-from ds_plugin_sdk.op_builder.combined import COMBINED
+from ds_plugin_sdk.op_builder import op_table
 
 # DeepSpeed's functions and their number of positional arguments; what it calls on Linux.
 FUNCTIONS = {
@@ -141,18 +139,13 @@ NOOP = torch.zeros(1, dtype=torch.int32)
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_module_has_deepspeeds_functions(name: str) -> None:
-    module = importlib.import_module(MODULES[name])
+    module = op_builder.functions_of(name)
     for function, positionals in FUNCTIONS[name].items():
         inspect.signature(getattr(module, function)).bind(*range(positionals))
 
 
-def test_every_module_is_registered() -> None:
-    from ds_plugin_sdk import op_builder
-
-    assert set(MODULES) == set(FUNCTIONS)
-    for name, dotted in MODULES.items():
-        module = op_builder.module_for(name)
-        assert module is not None and module.__name__ == dotted
+def test_every_op_that_deepspeed_asks_for_has_a_module() -> None:
+    assert {op.name for op in op_table.OPS if op.functions} == set(FUNCTIONS)
 
 
 def tensors(count: int, layout: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
@@ -400,7 +393,7 @@ def test_deepspeeds_front_ends_agree_with_float64(origin: str, python: Python, k
 def test_ds_report_lists_our_ops(python: Python) -> None:
     done = python("import sys; sys.argv = ['ds_report']\nfrom deepspeed.env_report import cli_main; cli_main()")
     table = dict(re.findall(r"^(\w+) \.+ .*?(\[OKAY\]|\[NO\])(?:\x1b\[0m)?\s*$", done.stdout, re.MULTILINE))
-    listed = {cls.NAME for cls in lookup._builders_of(lookup.HOST_BUILDERS).values()} | set(COMBINED)
+    listed = {op.name for op in op_table.OPS if op.families and (op.kernels or op.deepspeed)}
     assert set(FUNCTIONS) <= listed
     borrowed = {"async_io", "pin_memory", "ninja"}  # these depend on the machine
     others = {name: says for name, says in table.items() if name not in listed | borrowed}

@@ -1,1 +1,1 @@
-"""Builders of the CUDA kernels, one module an op of DeepSpeed's."""
+"""Builders of the CUDA kernels."""

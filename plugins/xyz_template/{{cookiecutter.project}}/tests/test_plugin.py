@@ -52,7 +52,7 @@ def test_a_pybind11_op_is_its_own_module() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_adam_agrees_with_float64(accelerator: {{ cookiecutter.prefix }}_Accelerator, dtype: torch.dtype) -> None:
     """Against the formula in float64, on a size that no vector width divides; tolerance: 2 units in the last place."""
-    op_builder.load_kernels("adam", accelerator.device_name())
+    op_builder.load_family("adam", accelerator.device_name())
     torch.manual_seed(0)
     host = [torch.randn(1003).to(dtype) for _ in range(2)] + [torch.zeros(1003) for _ in range(2)]
     device = [tensor.to(accelerator.device()) for tensor in host]
@@ -71,7 +71,7 @@ def test_adam_agrees_with_float64(accelerator: {{ cookiecutter.prefix }}_Acceler
 def test_the_native_kernel_is_used(accelerator: {{ cookiecutter.prefix }}_Accelerator) -> None:
     builder = accelerator.get_op_builder("FusedAdamBuilder")
     assert builder.__module__ == "{{ cookiecutter.package }}.op_builder.fused_adam"
-    op_builder.load_kernels("adam", accelerator.device_name())
+    op_builder.load_family("adam", accelerator.device_name())
     assert torch._C._dispatch_has_kernel_for_dispatch_key("ds_plugin::adam_", "PrivateUse1")
 {%- endif %}
 

@@ -20,7 +20,7 @@ from ds_plugin_sdk.conformance.check import Clause, NonconformanceError, Paramet
 from ds_plugin_sdk.conformance.op_info import Make, OpInfo, Sample
 from ds_plugin_sdk.conformance.target import Target
 from ds_plugin_sdk.errors import InvalidTensorError
-from ds_plugin_sdk.op_builder import families
+from ds_plugin_sdk.op_builder import op_table
 
 Arguments = dict[str, Any]
 
@@ -348,7 +348,7 @@ def opcheck(target: Target, op: str) -> None:
 def _native_families(target: Target) -> Iterator[Parameters]:
     described = {op.family for op in op_info.infos()}
     for cls in target.builders().values():
-        if families.of(cls.NAME) in described and not issubclass(cls, op_builder.ReferenceOpBuilder):
+        if op_table.family_of(cls.NAME) in described and not issubclass(cls, op_builder.ReferenceOpBuilder):
             yield {"builder": cls.__name__}
 
 
@@ -368,7 +368,7 @@ def native(target: Target, builder: str) -> None:
         return
     # DeepSpeed's names for ops on host tensors begin with CPU, whatever the accelerator is.
     key = "CPU" if builder.startswith("CPU") else _dispatch_key(target.device_type)
-    ops = [op.name for op in op_info.infos() if op.family == families.of(cls.NAME)]
+    ops = [op.name for op in op_info.infos() if op.family == op_table.family_of(cls.NAME)]
     expect(
         any(torch._C._dispatch_has_kernel_for_dispatch_key(f"ds_plugin::{op}", key) for op in ops),
         f"{builder} has loaded native code, and none of {', '.join(ops)} has a kernel for {key}",
@@ -385,7 +385,7 @@ def _dispatch_key(device_type: str) -> str:
 def _ready(target: Target, op: str) -> OpInfo:
     """An op's description, its kernels loaded."""
     info = op_info.find(op)
-    op_builder.load_kernels(info.family, target.device_type)
+    op_builder.load_family(info.family, target.device_type)
     return info
 
 

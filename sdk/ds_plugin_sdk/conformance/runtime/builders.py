@@ -6,41 +6,13 @@ import importlib
 import pkgutil
 from typing import Any
 
-from ds_plugin_sdk import op_builder
 from ds_plugin_sdk.conformance.check import Clause, check, expect, expect_equal
 from ds_plugin_sdk.conformance.runtime.support import expect_refusal, expect_type
 from ds_plugin_sdk.conformance.target import Target
+from ds_plugin_sdk.op_builder import op_table
 
 # Every name that DeepSpeed 0.12 to 0.19 asks for.
-NAMES = (
-    "AsyncIOBuilder",
-    "CCLCommBuilder",
-    "CPUAdagradBuilder",
-    "CPUAdamBuilder",
-    "CPULionBuilder",
-    "DeepCompileBuilder",
-    "EvoformerAttnBuilder",
-    "FPQuantizerBuilder",
-    "FlashAttentionBuilder",
-    "FusedAdamBuilder",
-    "FusedLambBuilder",
-    "FusedLionBuilder",
-    "GDSBuilder",
-    "InferenceBuilder",
-    "InferenceCoreBuilder",
-    "InferenceCutlassBuilder",
-    "PinMemoryBuilder",
-    "QuantizerBuilder",
-    "RaggedOpsBuilder",
-    "RaggedUtilsBuilder",
-    "RandomLTDBuilder",
-    "ShareMemCommBuilder",
-    "SparseAttnBuilder",
-    "SpatialInferenceBuilder",
-    "StochasticTransformerBuilder",
-    "TransformerBuilder",
-    "UtilsBuilder",
-)
+NAMES = tuple(sorted(op.builder for op in op_table.OPS if op.deepspeed))
 
 # DeepSpeed's in-tree name of a builder for an op that a device lacks.
 _ABSENT = "deepspeed_not_implemented"
@@ -64,7 +36,7 @@ def builder_class(target: Target, builder: str) -> None:
     given = target.accelerator.get_op_builder(builder)
     expect(isinstance(given, type), f"get_op_builder({builder!r}) is {given!r}", why="expected a class")
     name = getattr(given, "NAME", None)
-    expected = (op_builder.op_name(builder), _ABSENT)
+    expected = (op_table.by_builder(builder).name, _ABSENT)
     expect(name in expected, f"NAME of get_op_builder({builder!r}) is {name!r}", why=f"expected {expected[0]!r}")
 
 
@@ -105,14 +77,14 @@ def load(target: Target, builder: str) -> None:
         return
     if made.is_compatible(verbose=False):
         expect(made.load(verbose=False) is not None, f"load() of {builder}, which is compatible, gave None")
-    elif builder not in op_builder.OPTIONAL_BUILDERS:
+    elif not op_table.by_builder(builder).optional:
         what = f"load() of {builder}, which is not compatible,"
         expect_refusal(lambda: made.load(verbose=False), ValueError, what)
 
 
 def _create(target: Target, builder: str) -> Any:
     made = target.accelerator.create_op_builder(builder)
-    optional = builder in op_builder.OPTIONAL_BUILDERS
+    optional = op_table.by_builder(builder).optional
     expect(made is not None or optional, f"create_op_builder({builder!r}) is None", why="expected a builder")
     return made
 

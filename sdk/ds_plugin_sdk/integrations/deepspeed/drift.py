@@ -18,6 +18,7 @@ from ds_plugin_sdk import op_builder, registry
 from ds_plugin_sdk.accelerator import DeepSpeedAccelerator
 from ds_plugin_sdk.errors import PluginVersionError, SdkError
 from ds_plugin_sdk.integrations.deepspeed import rebind
+from ds_plugin_sdk.op_builder import op_table
 
 Status = Literal["abstract", "default", "missing"]
 Kind = Literal["only DeepSpeed", "only the SDK", "abstractness", "signature", "builder"]
@@ -180,7 +181,8 @@ def _builders() -> Iterator[Difference]:
         builder = op_builder.find(name, package, device)
         if issubclass(builder, op_builder.NotImplementedBuilder) and name != "NotImplementedBuilder":
             yield Difference(name, "missing", "default", "builder", f"not offered on '{device}': load() raises")
-    ours = {name for name, cls in op_builder.builders(package, device).items() if cls.NAME not in op_builder.OWN_NAMES}
+    parts = {op.builder for op in op_table.OPS if not op.deepspeed}
+    ours = {name for name in op_builder.builders(package, device) if name not in parts}
     for name in sorted(ours - set(asked)):
         yield Difference(name, "default", "missing", "builder", "this DeepSpeed does not ask for it")
 

@@ -19,14 +19,12 @@ from typing import Any
 
 HOST = "deepspeed.accelerator.real_accelerator"
 
-# Right after the module on the left was executed, the function on the right is called with it. The last line is how the
-# op builders come to know the functions DeepSpeed calls on an op, without knowing this host.
+# Right after the module on the left was executed, the function on the right is called with it.
 _AFTER = {
     HOST: "ds_plugin_sdk.integrations.deepspeed.adopt:adopt",
     "deepspeed.comm.torch": "ds_plugin_sdk.integrations.deepspeed.all_reduce:replace",
     "deepspeed.inference.engine": "ds_plugin_sdk.integrations.deepspeed.injection:explain",
     "deepspeed.ops.op_builder.all_ops": "ds_plugin_sdk.integrations.deepspeed.op_table:complete",
-    "ds_plugin_sdk.op_builder": "ds_plugin_sdk.integrations.deepspeed.modules:register",
 }
 
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-_LENT = frozenset({"AsyncIOBuilder", "PinMemoryBuilder"})
+from ds_plugin_sdk.op_builder import op_table
 
 
 def lend(class_name: str, device_type: str) -> type[Any] | None:
     """DeepSpeed's builder class of a name for a device, or None."""
-    if class_name not in _LENT or device_type != "cpu":
+    if device_type not in op_table.by_builder(class_name).deepspeeds_own_on:
         return None
     return getattr(importlib.import_module("deepspeed.ops.op_builder.cpu"), class_name, None)

@@ -1,4 +1,3 @@
-"""The SDK's own builders: ops on host tensors, for every accelerator.
-
-DeepSpeed scans this package for builders where a plugin brings none.
+"""The SDK's own builders: ops on host tensors, for every accelerator. DeepSpeed searches this package where a plugin
+brings no builders.
 """

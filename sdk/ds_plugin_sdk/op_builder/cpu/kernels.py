@@ -1,4 +1,4 @@
-"""How the SDK's CPU kernels are compiled: the loops once for each instruction-set level, the binding once.
+"""Builders of the SDK's CPU kernels: the loops are compiled once for each instruction-set level, the binding once.
 
 A build for this machine has the one level it needs. A portable build has all levels of the architecture, and the
 binding takes the best that the CPU has when it runs.
@@ -9,7 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from ds_plugin_sdk.op_builder import families
+from ds_plugin_sdk.op_builder import op_table
+from ds_plugin_sdk.op_builder.builder import builders_of
 from ds_plugin_sdk.op_builder.languages import CppOpBuilder
 from ds_plugin_sdk.paths import kernels_root
 
@@ -53,7 +54,7 @@ class CPUKernelBuilder(CppOpBuilder):
         return kernels_root()
 
     def _family(self) -> str:
-        family = families.of(self.NAME)
+        family = op_table.family_of(self.NAME)
         assert family is not None, f"{type(self).__name__}.NAME is no op of the SDK"
         return family
 
@@ -89,3 +90,8 @@ def _levels(portable: bool) -> dict[str, tuple[str, tuple[str, ...]]]:
         return levels
     fitting = [level for level, (needed, _) in levels.items() if here.runs(needed)]
     return {fitting[-1]: levels[fitting[-1]]}
+
+
+# FusedAdamBuilder, NormBuilder ...: a class for each op of the table that has a kernel for host tensors.
+BUILDERS = builders_of(CPUKernelBuilder, [op for op in op_table.OPS if op.kernels])
+globals().update(BUILDERS)
