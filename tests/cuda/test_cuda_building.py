@@ -159,6 +159,7 @@ def test_the_wheel_carries_binaries(tmp_path: Path, capsys: pytest.CaptureFixtur
 @needs_nvcc
 @pytest.mark.compiler
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_the_native_tests_compile_as_on_a_gpu_machine(tmp_path: Path) -> None:
     """Without the JIT's options for nvcc: what `make gpu-check` runs under compute-sanitizer."""
     assert NVCC is not None
