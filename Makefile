@@ -37,6 +37,7 @@ help:
 	@echo 'make cuda-compile  the wheel with every CUDA kernel for every architecture: nvcc, no GPU; a long while'
 	@echo 'make cuda-volta    every CUDA kernel for sm_70, by clang-14: a minute or two'
 	@echo 'make deepspeed-tests  tests out of a clone of DeepSpeed, DEEPSPEED=/path/to/clone, on the CPU plugin'
+	@echo 'make architecture  draw the picture of docs/architecture.md from the code'
 	@echo 'make bench         the training step against the accelerator that DeepSpeed brings along'
 	@echo 'make gpu-wheels    packages for a GPU machine without a network, into build/gpu-wheels'
 	@echo 'make venv          set up .venv and nothing else'
@@ -213,6 +214,10 @@ cuda-volta: $(READY)
 	        -Wno-unknown-cuda-version -Wno-unknown-attributes -D__CLANG_CUDA_TEXTURE_INTRINSICS_H__ -Ikernels/include \
 	        -c "$$source" -o "build/cuda-12/$$(basename "$$source" .cu).cubin"; \
 	done
+
+.PHONY: architecture
+architecture: $(READY)
+	$(BIN)/python tools/architecture.py
 
 .PHONY: bench
 bench: $(READY)

@@ -9,7 +9,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import architecture
 import pytest
+
+from ds_plugin_sdk.op_builder import op_table
 
 ROOT = Path(__file__).resolve().parents[1]
 SDK = ROOT / "sdk" / "ds_plugin_sdk"
@@ -18,37 +21,7 @@ SOURCES = [
     *(file for file in (ROOT / "plugins").rglob("*.py") if "xyz_template" not in file.parts),
 ]
 
-# A package may import those of lower rank, and itself. What is not listed here is a facade over everything.
-RANK = {
-    "errors": 0,
-    "paths": 0,
-    "nvml": 0,
-    "settings": 1,
-    "provenance": 2,
-    "ops": 2,
-    "jit": 2,
-    "op_builder": 3,
-    "accelerator": 4,
-    "torch_accelerator": 5,
-    "ported_accelerator": 5,
-    "registry": 6,
-    "prebuild": 7,
-    "privateuse1": 7,
-    "simulator": 8,
-    "report": 7,
-    "scaffold": 9,
-    "optim": 7,
-    "nn": 7,
-    "comm": 7,
-    "integrations": 8,
-    "conformance": 9,
-    "bench": 10,
-    "cli": 11,
-}
-
-
-# Uses DeepSpeed as a user's training script does, by its public interface, to see whether a device trains.
-TRAINING_SCRIPT = SDK / "conformance" / "programs" / "train.py"
+PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 
 
 def imports(file: Path) -> Iterator[tuple[int, str]]:
@@ -61,25 +34,60 @@ def imports(file: Path) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
 
 
-def part(dotted: str) -> str | None:
-    names = dotted.split(".")
-    return names[1] if names[0] == "ds_plugin_sdk" and len(names) > 1 and names[1] in RANK else None
+def section(title: str) -> str:
+    """A section of docs/architecture.md."""
+    return PAGE.partition(f"## {title}\n")[2].partition("\n## ")[0]
 
 
-def test_arrows_go_downwards() -> None:
+def order() -> dict[str, int]:
+    """The line of docs/architecture.md on which each part stands in the order of imports."""
+    lines = [line for line in section("Order").splitlines() if line.startswith("    ")]
+    return {name: row for row, line in enumerate(lines) for name in line.strip().split(", ")}
+
+
+def test_the_page_has_every_part_in_its_order() -> None:
+    assert sorted(order()) == architecture.parts()
+
+
+def test_a_part_imports_those_above_it_in_the_order_alone() -> None:
+    rank = order()
     wrong = [
-        f"{file.relative_to(ROOT)}:{line} imports {dotted}"
-        for file in SDK.rglob("*.py")
-        if (here := part("ds_plugin_sdk." + file.relative_to(SDK).parts[0].removesuffix(".py"))) is not None
-        for line, dotted in imports(file)
-        if (there := part(dotted)) is not None and there != here and RANK[there] >= RANK[here]
+        f"{name} imports {target}"
+        for name in architecture.modules()
+        for target in architecture.module_graph()[name]
+        if (here := architecture.part_of(name)) != (there := architecture.part_of(target))
+        and here is not None
+        and there is not None
+        and rank[there] >= rank[here]
     ]
     assert not wrong, "\n".join(wrong)
 
 
-def test_every_part_of_the_sdk_has_a_rank() -> None:
-    parts = {path.stem for path in SDK.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
-    assert parts - {"__init__"} <= set(RANK)
+def test_no_module_is_in_a_circle_of_imports() -> None:
+    assert architecture.circles(architecture.module_graph()) == []
+
+
+def test_a_circle_of_imports_is_found() -> None:
+    assert architecture.circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == [["b", "c"]]
+
+
+def test_the_picture_is_that_of_the_code() -> None:
+    drawn = architecture.draw(architecture.part_graph())
+    assert architecture.PICTURE.read_text(encoding="utf-8") == drawn, "run `make architecture`"
+
+
+def test_the_page_names_files_that_exist() -> None:
+    """From the repository's root or inside the SDK; ``<family>`` stands for any, here for those of inference."""
+    inference = op_table.by_builder("InferenceBuilder").families
+    named = re.findall(r"`([\w<>./]+/[\w<>./]*)`", PAGE)
+    assert len(named) > 25 and len(inference) > 5
+    missing = [
+        path
+        for name in named
+        for path in sorted({name.replace("<family>", family) for family in inference})
+        if not (ROOT / path).exists() and not (SDK / path).exists()
+    ]
+    assert not missing, "\n".join(missing)
 
 
 def test_only_one_folder_knows_deepspeed() -> None:

@@ -1,13 +1,14 @@
 """Draws the SDK's parts and the imports between them, from the code: ``make architecture``.
 
-A part is a package or module directly below `ds_plugin_sdk`. Each stands one row above the highest part that it imports;
-an arrow that follows from others is left out. `tests/test_architecture.py` checks that the drawing is that of the code.
+A part is a package or module directly below `ds_plugin_sdk`. Each stands one row above the highest part that it
+imports; an arrow that follows from others is left out. `tests/test_architecture.py` compares the picture with the code.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import functools
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -61,6 +62,7 @@ def _executed(node: ast.AST) -> Iterator[ast.AST]:
             yield from _executed(child)
 
 
+@functools.cache
 def module_graph() -> dict[str, set[str]]:
     """Which module imports which."""
     known = modules()
@@ -151,7 +153,8 @@ def draw(graph: Graph) -> str:
             )
     for node in sorted(place):
         x, y = place[node]
-        lines.append(f'<rect x="{x - BOX_WIDTH / 2:.0f}" y="{y:.0f}" width="{BOX_WIDTH}" height="{BOX_HEIGHT}" rx="4"/>')
+        left = x - BOX_WIDTH / 2
+        lines.append(f'<rect x="{left:.0f}" y="{y:.0f}" width="{BOX_WIDTH}" height="{BOX_HEIGHT}" rx="4"/>')
         lines.append(f'<text x="{x:.0f}" y="{y + 22:.0f}">{node}</text>')
     return "\n".join([*lines, "</svg>", ""])
 
