@@ -12,7 +12,7 @@ REPOSITORY = "https://github.com/ds-plugin-sdk/ds-plugin-sdk"
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 # What a wheel's metadata carries: a package index shows it without the files beside it.
-READMES = [ROOT / "README.md", *sorted((ROOT / "plugins").glob("*/README.md"))]
+READMES = [ROOT / "README.md", *sorted((ROOT / "plugins").rglob("README.md"))]
 PAGES = sorted(
     {
         *ROOT.glob("*.md"),
