@@ -36,7 +36,7 @@ class Project:
     Attributes:
         name: the plugin's name, as in ``DS_ACCELERATOR=<name>``.
         vendor: author of the project.
-        runtime: ``simulated`` brings a device that needs no hardware, to be replaced function by function; ``torch``
+        runtime: ``simulated`` brings a device that needs no hardware, to be replaced file by file; ``torch``
             is for a device that torch, or the vendor's torch extension, knows already.
         license: one of `LICENSES`.
         output: folder in which the project's folder is made.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ import pytest
 from device_programs import Run, RunChecks
 from ds_plugin_sdk import privateuse1, simulator
 from ds_plugin_sdk.errors import DeviceNameError
+
+Change = Callable[[str, str, str], None]
 
 CHECKS_FILE = Path(__file__).with_name("device_checks.py")
 
@@ -97,6 +100,44 @@ def test_importing_the_packages_does_not_import_torch(run: Run) -> None:
 @pytest.mark.compiler
 def test_a_kernel_library_launches_through_the_runtime(run: Run) -> None:
     run("axpy_program.py")
+
+
+# Those that need no delayed work.
+DATA_CHECKS = (
+    "tensors_make_the_round_trip",
+    "copies_between_layouts_are_right",
+    "storages_grow_and_shrink",
+    "devices_have_memory_of_their_own",
+    "each_device_has_its_own_random_numbers",
+    "torch_saves_and_loads",
+    "training_equals_the_cpu",
+)
+
+
+@pytest.mark.compiler
+def test_a_runtime_whose_memory_no_cpu_reaches(run_checks: RunChecks, with_change: Change, tmp_path: Path) -> None:
+    """As a driver's: it offers neither `launch` nor `kernel_address`."""
+    left_out = "#define launch launch_of_this_library\n#define kernel_address kernel_address_of_this_library\n"
+    with_change("runtime/simulated.h", "#pragma once\n", "#pragma once\n" + left_out)
+    outcomes = run_checks(list(DATA_CHECKS), "--sources", str(tmp_path))
+    assert outcomes == dict.fromkeys(DATA_CHECKS, "")
+
+
+@pytest.mark.compiler
+def test_a_vendor_s_kernels_copy_and_fill(run: Run) -> None:
+    program = INSTALL + (
+        "def copy_(self, src):\n"
+        "    print('copy_', tuple(src.shape))\n"
+        "    self.copy_(src.cpu().to(self.dtype))\n"
+        "def fill_(self, value):\n"
+        "    print('fill_', value)\n"
+        "    self.copy_(torch.full(self.shape, value, dtype=self.dtype))\n"
+        "library = torch.library.Library('ds_device', 'IMPL')\n"
+        "library.impl('copy_', copy_, 'PrivateUse1')\n"
+        "library.impl('fill_', fill_, 'PrivateUse1')\n"
+        "print(torch.full((2,), 7.0, device='zap').to(torch.int64).tolist())\n"
+    )
+    assert run("-c", program).stdout.splitlines() == ["fill_ 7.0", "copy_ (2,)", "[7, 7]"]
 
 
 VENDOR_RUNTIME = """\

@@ -16,7 +16,7 @@ def new_plugin(
     vendor: str = typer.Option("Your Company", help="Author of the project."),
     runtime: Literal["simulated", "torch"] = typer.Option(
         "simulated",
-        help="simulated: a device without hardware, to be replaced function by function; "
+        help="simulated: a device without hardware, whose files you replace by yours one by one; "
         "torch: a device that torch, or your torch extension, knows already.",
     ),
     license: str = typer.Option("Apache-2.0", help=f"One of {', '.join(scaffold.LICENSES)}."),

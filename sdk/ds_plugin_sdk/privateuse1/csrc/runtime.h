@@ -99,12 +99,16 @@ RUNTIME_API void memset_async(void* to, unsigned char value, std::size_t bytes, 
 
 // --------------------------------------------------------------------------------------------------------- kernels
 
-// Runs a kernel when the stream gets there. `kernel` holds addresses and numbers by value, never tensors or other
-// objects with owners: nothing on the device could release them. `name` lives for ever and shows in errors.
-// Hardware: cuLaunchKernel().
+// For devices whose kernels are C++ functions on the CPU, as the simulated ones are. The kernels of other devices are
+// launched by means of their own, on the stream that launch.h gives.
+
+// Optional. Runs a kernel when the stream gets there. `kernel` holds addresses and numbers by value, never tensors or
+// other objects with owners: nothing on the device could release them. `name` lives for ever and shows in errors.
 RUNTIME_API void launch(Stream stream, std::function<void()> kernel, const char* name);
 
-// Where a running kernel finds device memory. Only kernels may call it. Hardware: the same address.
+// Optional. Where a running kernel finds device memory. Only kernels may call it. Left out where the CPU cannot reach
+// device memory: the torch backend then fills, and copies between layouts and dtypes, by way of the host, until the
+// vendor has kernels for that (docs/privateuse1.md).
 RUNTIME_API void* kernel_address(const void* address);
 
 template <class T>

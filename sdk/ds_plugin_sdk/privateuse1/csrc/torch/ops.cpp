@@ -91,7 +91,10 @@ void record_tensor_stream(Tensor& self, c10::Stream stream) { record_stream(self
 
 // ------------------------------------------------------------------------------------------------------- kernels
 
-// A tensor as a kernel gets it: an address and numbers.
+// The two kernels that a tensor needs, ds_device::copy_ and ds_device::fill_. Here they are the CPU's; a vendor's own are
+// registered for PrivateUse1 and go first.
+
+// A tensor's layout without its memory.
 struct View {
   void* address;
   c10::ScalarType dtype;
@@ -106,32 +109,75 @@ struct View {
         conj(tensor.is_conj()),
         neg(tensor.is_neg()) {}
 
-  // For the simulated kernels, which are the CPU's. On hardware a kernel takes the members as they are.
-  Tensor in_kernel() const {
-    Tensor tensor = at::from_blob(runtime::in_kernel(address), sizes, strides, at::TensorOptions(dtype));
+  // The bytes from the first element to the last, gaps included.
+  std::size_t bytes() const { return at::detail::computeStorageNbytes(sizes, strides, c10::elementSize(dtype)); }
+
+  Tensor on_cpu(void* memory) const {
+    Tensor tensor = at::from_blob(memory, sizes, strides, at::TensorOptions(dtype));
     tensor._set_conj(conj);
     tensor._set_neg(neg);
     return tensor;
   }
 };
 
-void launch_copy(const Tensor& from, const Tensor& to, runtime::Stream stream) {
+// Whether the CPU can compute in device memory, on a stream.
+bool kernels_run_on_cpu() { return runtime::launch != nullptr && runtime::kernel_address != nullptr; }
+
+Tensor bytes_on_cpu(const View& view, runtime::Stream stream) {
+  Tensor bytes = at::empty({static_cast<std::int64_t>(view.bytes())}, at::TensorOptions(at::kByte));
+  runtime::memcpy_async(bytes.mutable_data_ptr(), view.address, view.bytes(), Direction::DeviceToHost, stream);
+  runtime::stream_synchronize(stream);
+  return bytes;
+}
+
+void bytes_to_device(const Tensor& bytes, const View& view, runtime::Stream stream) {
+  runtime::memcpy_async(view.address, bytes.const_data_ptr(), view.bytes(), Direction::HostToDevice, stream);
+  runtime::stream_synchronize(stream);
+}
+
+void copy_by_cpu(const Tensor& to, const Tensor& from) {
   const View source(from), target(to);
-  const auto kernel = [source, target] {
-    const at::AutoDispatchBelowADInplaceOrView no_autograd;
-    target.in_kernel().copy_(source.in_kernel());
-  };
-  runtime::launch(stream, kernel, "copy_");
+  const runtime::Stream stream = current_runtime_stream(to.device().index());
+  if (kernels_run_on_cpu()) {
+    const auto kernel = [source, target] {
+      const at::AutoDispatchBelowADInplaceOrView no_autograd;
+      target.on_cpu(runtime::in_kernel(target.address)).copy_(source.on_cpu(runtime::in_kernel(source.address)));
+    };
+    return runtime::launch(stream, kernel, "copy_");
+  }
+  const Tensor read = bytes_on_cpu(source, stream);
+  const Tensor written = bytes_on_cpu(target, stream);  // for what lies in its gaps
+  target.on_cpu(written.mutable_data_ptr()).copy_(source.on_cpu(read.mutable_data_ptr()));
+  bytes_to_device(written, target, stream);
+}
+
+void fill_by_cpu(const Tensor& self, const at::Scalar& value) {
+  const View target(self);
+  const runtime::Stream stream = current_runtime_stream(self.device().index());
+  if (kernels_run_on_cpu()) {
+    const auto kernel = [target, value] {
+      const at::AutoDispatchBelowADInplaceOrView no_autograd;
+      target.on_cpu(runtime::in_kernel(target.address)).fill_(value);
+    };
+    return runtime::launch(stream, kernel, "fill_");
+  }
+  const Tensor written = bytes_on_cpu(target, stream);
+  target.on_cpu(written.mutable_data_ptr()).fill_(value);
+  bytes_to_device(written, target, stream);
+}
+
+void copy_kernel(const Tensor& to, const Tensor& from) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("ds_device::copy_", "")
+                             .typed<void(const Tensor&, const Tensor&)>();
+  op.call(to, from);
 }
 
 Tensor& fill_(Tensor& self, const at::Scalar& value) {
-  if (self.numel() == 0) return self;
-  const View target(self);
-  const auto kernel = [target, value] {
-    const at::AutoDispatchBelowADInplaceOrView no_autograd;
-    target.in_kernel().fill_(value);
-  };
-  runtime::launch(current_runtime_stream(self.device().index()), kernel, "fill_");
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("ds_device::fill_", "")
+                             .typed<void(const Tensor&, const at::Scalar&)>();
+  if (self.numel() > 0) op.call(self, value);
   return self;
 }
 
@@ -159,11 +205,11 @@ Tensor empty_like_at(const Tensor& like, c10::ScalarType dtype, Device device) {
 }
 
 void copy_on_device(const Tensor& from, const Tensor& to) {
-  const runtime::Stream stream = current_runtime_stream(to.device().index());
   if (same_layout(from, to)) {
-    runtime::memcpy_async(to.mutable_data_ptr(), from.const_data_ptr(), to.nbytes(), Direction::DeviceToDevice, stream);
+    runtime::memcpy_async(to.mutable_data_ptr(), from.const_data_ptr(), to.nbytes(), Direction::DeviceToDevice,
+                          current_runtime_stream(to.device().index()));
   } else {
-    launch_copy(from, to, stream);
+    copy_kernel(to, from);
   }
 }
 
@@ -296,8 +342,19 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_local_scalar_dense", local_scalar_dense);
 }
 
+TORCH_LIBRARY_FRAGMENT(ds_device, m) {
+  m.def("copy_(Tensor(a!) self, Tensor src) -> ()");
+  m.def("fill_(Tensor(a!) self, Scalar value) -> ()");
+}
+TORCH_LIBRARY_IMPL(ds_device, CompositeExplicitAutograd, m) {
+  m.impl("copy_", copy_by_cpu);
+  m.impl("fill_", fill_by_cpu);
+}
+
 // Copying knows lazily conjugated and negated tensors; torch's way to resolve them would copy, and so come back here.
 TORCH_LIBRARY_IMPL(aten, Conjugate, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
 TORCH_LIBRARY_IMPL(aten, Negative, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(ds_device, Conjugate, m) { m.impl("copy_", torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(ds_device, Negative, m) { m.impl("copy_", torch::CppFunction::makeFallthrough()); }
 
 }  // namespace ds_device
