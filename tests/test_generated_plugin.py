@@ -6,6 +6,7 @@ So too without any kernel of its own: what it then runs by reference holds the c
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -130,3 +131,41 @@ def test_it_builds_as_a_wheel_and_an_sdist(environment: dict[str, str], tmp_path
     subprocess.run([sys.executable, "-c", program, str(tmp_path)], cwd=environment["PROJECT"], check=True)
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"ds_plugin_zap-0.1.0.tar.gz", "ds_plugin_zap-0.1.0-py3-none-any.whl"}
+
+
+# Everything that the device needs comes from the wheel: its runtime, torch's backend, both kinds of ops.
+USE = """
+import sys, torch
+from ds_plugin_sdk import get_accelerator, provenance
+from ds_plugin_zap.op_builder.hello import HelloBuilder
+get_accelerator().create_op_builder("FusedAdamBuilder").load()
+assert HelloBuilder().load().hello() == "hello from zap"
+assert (torch.ones(3, device="zap:1") + 1).cpu().tolist() == [2, 2, 2]
+print(sys.modules["ds_plugin_zap"].__file__, {record.origin for record in provenance.records()})
+"""
+
+
+@pytest.mark.timeout(600)
+def test_its_wheel_with_ops_needs_no_compiler(tmp_path: Path) -> None:
+    folder, site = generate(Project("zap", output=tmp_path)), tmp_path / "site"
+    command = [sys.executable, "-m", "pip", "install", *OFFLINE, "--target", str(site), str(folder)]
+    subprocess.run(command, check=True, env={**os.environ, "DS_BUILD_OPS": "1"})
+    made = {path.name for path in (site / "ds_plugin_zap" / "prebuilt").iterdir()}
+    assert made == {"adam", "zap_hello", "device_runtime", "torch_device"}
+    (tags,) = site.glob("ds_plugin_zap-*.dist-info/WHEEL")
+    assert re.search(r"^Tag: py3-none-linux_\w+$", tags.read_text(encoding="utf-8"), re.MULTILINE)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(site),
+        "PATH": str(tmp_path / "empty"),
+        "DS_PLUGIN_CACHE_DIR": str(tmp_path / "cache"),
+        "DS_PLUGIN_FALLBACK": "0",
+        "DS_ACCELERATOR": "zap",
+    }
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", USE], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.stdout.startswith(str(site)), done.stdout + done.stderr
+    assert "'prebuilt'" in done.stdout
+    assert "'reference'" not in done.stdout and "'compiled'" not in done.stdout
+    assert not (tmp_path / "cache").exists()

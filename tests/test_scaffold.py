@@ -85,6 +85,27 @@ def test_bad_vendors(vendor: str, tmp_path: Path) -> None:
         generate(Project("zap", vendor=vendor, output=tmp_path))
 
 
+def test_without_cookiecutter_the_command_says_what_to_install(tmp_path: Path) -> None:
+    """A node that trains has no need of it, so only the extra brings it."""
+    program = (
+        "import sys\n"
+        "class Absent:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.partition('.')[0] in ('cookiecutter', 'hatchling', 'editables', 'pluggy'):\n"
+        "            raise ModuleNotFoundError(f'No module named {name!r}', name=name)\n"
+        "sys.meta_path.insert(0, Absent())\n"
+        "from ds_plugin_sdk.cli import main\n"
+        "main()\n"
+    )
+    command = [sys.executable, "-c", program, "new-plugin", "zap", "--output", str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "error: a project cannot be generated (plugin 'zap'): cookiecutter" in done.stderr
+    assert "-> pip install 'ds-plugin-sdk[vendor]'" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
 def test_nothing_is_ever_overwritten(tmp_path: Path) -> None:
     (tmp_path / "ds-plugin-zap").mkdir()
     (tmp_path / "ds-plugin-zap" / "precious").write_text("mine", encoding="utf-8")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from ds_plugin_sdk.scaffold import Project, generate
 from ds_plugin_sdk.settings import child_environment
 
 pytestmark = [pytest.mark.compiler, pytest.mark.slow]
@@ -107,7 +108,7 @@ def test_ops_in_the_wheel_need_no_compiler(tmp_path: Path) -> None:
 
 
 def test_single_ops_can_be_chosen_and_left_out(tmp_path: Path) -> None:
-    wheel(ROOT / "plugins" / "cpu", tmp_path, DS_BUILD_OPS="0", DS_BUILD_CPU_ADAGRAD="1")
+    wheel(ROOT / "plugins" / "cpu", tmp_path, DS_BUILD_OPS="off", DS_BUILD_CPU_ADAGRAD="True")
     assert [folder.name for folder in (tmp_path / "site" / "ds_plugin_cpu" / "prebuilt").iterdir()] == ["adagrad"]
 
 
@@ -123,3 +124,82 @@ def test_the_released_wheel_names_its_glibc_and_carries_the_same_binaries(tmp_pa
 
 def test_without_build_variables_the_wheel_is_pure(tmp_path: Path) -> None:
     assert wheel(ROOT / "plugins" / "cpu", tmp_path).name.endswith("-py3-none-any.whl")
+
+
+@pytest.mark.parametrize("variable", ["DS_BUILD_OPS", "DS_BUILD_CPU_ADAGRAD"])
+def test_a_build_variable_that_says_neither_yes_nor_no_is_an_error(variable: str, tmp_path: Path) -> None:
+    options = ["--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(tmp_path)]
+    command = [sys.executable, "-m", "pip", "wheel", *options, str(ROOT / "plugins" / "cpu")]
+    environment = child_environment(**{variable: "maybe"})
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert f"SettingError: {variable}='maybe' cannot be used: expected 1 or 0" in done.stdout + done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def small_project(folder: Path) -> Path:
+    """A plugin for a device that torch knows, with one op."""
+    return generate(Project("zap", runtime="torch", output=folder))
+
+
+def build(project: Path, folder: Path, step: str = "wheel", **environment: str) -> subprocess.CompletedProcess[str]:
+    """Call hatchling as pip does. Its environment has no SDK where ``sdk="hidden"``, as in an isolated build."""
+    hide = "sys.modules['ds_plugin_sdk'] = None\n" if environment.pop("sdk", "") else ""
+    program = f"import sys\n{hide}import hatchling.build as b\nb.build_{step}(sys.argv[1])"
+    command = [sys.executable, "-c", program, str(folder)]
+    return subprocess.run(
+        command, cwd=project, env=child_environment(**environment), capture_output=True, text=True, check=False
+    )
+
+
+def test_a_generated_plugin_puts_its_ops_into_its_wheel(tmp_path: Path) -> None:
+    done = build(small_project(tmp_path), tmp_path / "dist", DS_BUILD_OPS="true")
+    assert done.returncode == 0, done.stderr
+    (built,) = (tmp_path / "dist").iterdir()
+    assert "-py3-none-linux_" in built.name
+    with zipfile.ZipFile(built) as archive:
+        assert "ds_plugin_zap/prebuilt/zap_hello/zap_hello.so" in archive.namelist()
+
+
+def test_an_editable_install_compiles_at_first_use(tmp_path: Path) -> None:
+    done = build(small_project(tmp_path), tmp_path / "dist", "editable", DS_BUILD_OPS="1")
+    assert done.returncode == 0, done.stderr
+    (built,) = (tmp_path / "dist").iterdir()
+    with zipfile.ZipFile(built) as archive:
+        assert not [name for name in archive.namelist() if "prebuilt" in name]
+
+
+def test_a_wheel_does_not_silently_lack_a_module_of_builders(tmp_path: Path) -> None:
+    project = small_project(tmp_path)
+    (project / "ds_plugin_zap" / "op_builder" / "more.py").write_text("import zap_compiler", encoding="utf-8")
+    done = build(project, tmp_path / "dist", DS_BUILD_OPS="1")
+    assert done.returncode != 0
+    assert "No module named 'zap_compiler'" in done.stderr
+
+
+@pytest.mark.parametrize("plugin", ["cpu", "cuda", "generated"])
+def test_a_pure_wheel_needs_no_sdk(plugin: str, tmp_path: Path) -> None:
+    """As in pip's isolated builds, where hatchling is all there is."""
+    project = small_project(tmp_path) if plugin == "generated" else ROOT / "plugins" / plugin
+    for said in ({}, {"DS_BUILD_OPS": "0"}):
+        done = build(project, tmp_path / "dist", sdk="hidden", **said)
+        assert done.returncode == 0, done.stderr
+        (built,) = (tmp_path / "dist").iterdir()
+        assert built.name.endswith("-py3-none-any.whl")
+
+
+@pytest.mark.parametrize("variable", ["DS_BUILD_OPS", "DS_BUILD_CPU_ADAGRAD"])
+def test_a_wheel_with_ops_needs_the_sdk_and_says_so(variable: str, tmp_path: Path) -> None:
+    project = ROOT / "plugins" / "cpu"
+    done = build(project, tmp_path / "dist", sdk="hidden", **{variable: "true"})
+    assert done.returncode != 0
+    assert f"{variable}=true asks for compiled ops" in done.stderr
+    assert "pip install 'ds-plugin-sdk[vendor]', then add --no-build-isolation" in done.stderr
+    assert build(project, tmp_path / "dist", "editable", sdk="hidden", **{variable: "true"}).returncode == 0
+
+
+def test_all_plugins_have_one_hatch_build() -> None:
+    folders = [*(ROOT / "plugins").glob("c*"), *(ROOT / "plugins" / "xyz_template").glob("{{*")]
+    texts = {(folder / "hatch_build.py").read_text(encoding="utf-8") for folder in folders}
+    assert len(folders) == 3
+    assert len(texts) == 1

@@ -1,50 +1,26 @@
-"""With ``DS_BUILD_OPS=1`` the wheel carries compiled ops; without it the wheel is pure Python.
+"""Gives hatchling the SDK's build hook, which compiles ops into the wheel when DS_BUILD_OPS=1 asks for them.
 
-The ops are compiled by the SDK's own build path (`ds_plugin_sdk.prebuild`), so the SDK must be installed in the
-environment that builds the wheel: ``DS_BUILD_OPS=1 pip wheel --no-build-isolation --no-deps plugins/cpu``.
+Without the SDK, as in an isolated build, the wheel is pure Python.
 """
 
-from __future__ import annotations
-
+import importlib.util
 import os
-import shutil
-import sysconfig
-from pathlib import Path
-from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
+if importlib.util.find_spec("ds_plugin_sdk"):
+    from ds_plugin_sdk.build_hook import OpsBuildHook
+else:
 
-class PrebuiltOps(BuildHookInterface):  # type: ignore[type-arg]  # hatchling gives no type for the config
-    """Compile the wanted ops into the wheel's folder ``ds_plugin_cpu/prebuilt``."""
+    class OpsBuildHook(BuildHookInterface):
+        def initialize(self, version, build_data):
+            no = ("", "0", "false", "no", "off")
+            wanted = [n for n, value in os.environ.items() if n.startswith("DS_BUILD_") and value.lower() not in no]
+            if wanted and version != "editable":
+                raise RuntimeError(
+                    f"{wanted[0]}={os.environ[wanted[0]]} asks for compiled ops, and ds-plugin-sdk is not installed "
+                    "where the wheel is built: pip install 'ds-plugin-sdk[vendor]', then add --no-build-isolation"
+                )
 
-    PLUGIN_NAME = "custom"
 
-    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        if self.target_name != "wheel" or version == "editable":
-            return
-        # An isolated build of a pure wheel has no SDK to ask for its settings.
-        wanted = any(name.startswith("DS_BUILD_") and value == "1" for name, value in os.environ.items())
-        if not wanted:
-            return
-        self._compile(Path(self.directory) / "prebuilt", build_data)
-
-    def _compile(self, folder: Path, build_data: dict[str, Any]) -> None:
-        try:
-            from ds_plugin_sdk import op_builder, prebuild
-        except ImportError as error:
-            raise RuntimeError(
-                "DS_BUILD_OPS=1 needs ds-plugin-sdk and torch where the wheel is built: "
-                "install them, then add --no-build-isolation"
-            ) from error
-
-        shutil.rmtree(folder, ignore_errors=True)
-        builders = [cls() for cls in op_builder.builders(None, "cpu").values()]
-        for builder in prebuild.distinct(filter(prebuild.wanted_in_wheel, builders)):
-            artifact = prebuild.build(builder, folder)
-            self.app.display_info(f"compiled {builder.name} in {artifact.seconds:.1f} s")
-        build_data["force_include"][str(folder)] = "ds_plugin_cpu/prebuilt"
-        build_data["pure_python"] = False
-        # The binaries use torch's stable ABI and no Python: one wheel serves every Python of this platform.
-        platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
-        build_data["tag"] = f"py3-none-{platform}"
+__all__ = ["OpsBuildHook"]

@@ -5,11 +5,13 @@ It is the JIT's own path with another destination.
 
 from __future__ import annotations
 
+import importlib
+import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from ds_plugin_sdk import jit, op_builder, registry
-from ds_plugin_sdk.errors import OpError, UnknownAcceleratorError
+from ds_plugin_sdk.errors import BuildError, OpError, UnknownAcceleratorError
 from ds_plugin_sdk.op_builder import CombinedOpBuilder, OpBuilder, ReferenceOpBuilder
 from ds_plugin_sdk.settings import settings
 
@@ -48,6 +50,32 @@ def builders_of(plugin: str, ops: Sequence[str] = ()) -> list[OpBuilder]:
     return distinct(builder for builder in found if not ops or {builder.name, builder.build_spec().name} & set(ops))
 
 
+def builders_in(names: Iterable[str]) -> list[OpBuilder]:
+    """The builders that a project lists: all that a package's modules define, or one as ``"module:Class"``.
+
+    Raises:
+        BuildError: one cannot be imported.
+    """
+    found: list[OpBuilder] = []
+    for name in names:
+        module, _, cls = name.partition(":")
+        try:
+            home = importlib.import_module(module)
+            found += [made() for made in ([getattr(home, cls)] if cls else _defined_in(module))]
+        except Exception as error:
+            why = f"{name}: {type(error).__name__}: {error}"
+            raise BuildError("a builder that the project lists cannot be had", why=why) from error
+    return found
+
+
+def _defined_in(package: str) -> list[type[OpBuilder]]:
+    with warnings.catch_warnings():
+        # At run time a module that cannot be imported costs its own ops and no others; a wheel must not lack them.
+        warnings.filterwarnings("error", message="ds-plugin-sdk: the builders in")
+        found = op_builder.builders(package, "").values()
+    return [cls for cls in found if f"{cls.__module__}.".startswith(f"{package}.")]
+
+
 def distinct(builders: Iterable[OpBuilder]) -> list[OpBuilder]:
     """The first builder of each library: several ops may share one."""
     libraries: dict[tuple[str, str], OpBuilder] = {}
@@ -69,8 +97,11 @@ def build(builder: OpBuilder, into: Path | None) -> jit.Artifact:
 
 
 def wanted_in_wheel(builder: OpBuilder) -> bool:
-    """What ``DS_BUILD_<OP>`` says of an op that has sources, and ``DS_BUILD_OPS`` where that is unset."""
-    if not builder.sources():
-        return False
+    """What ``DS_BUILD_<OP>`` says of an op that has sources, and ``DS_BUILD_OPS`` where that is unset.
+
+    Raises:
+        SettingError: a variable says neither yes nor no.
+    """
     choice = settings.build_op(builder.BUILD_VAR)
-    return settings.build_ops if choice is None else choice
+    wanted = settings.build_ops if choice is None else choice
+    return wanted and bool(builder.sources())

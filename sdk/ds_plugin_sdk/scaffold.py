@@ -69,9 +69,10 @@ def generate(project: Project) -> Path:
     """Render the template. Returns the project's folder, which is there as a whole or not at all.
 
     Raises:
-        ScaffoldError: the name cannot be used, the folder exists or cannot be written.
+        ScaffoldError: the name cannot be used, the folder exists or cannot be written, or cookiecutter is missing.
     """
     _check(project)
+    _require_cookiecutter(project)
     try:
         project.output.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=project.output, prefix=".new-plugin-") as scratch:
@@ -131,6 +132,18 @@ def _check(project: Project) -> None:
             why=str(project.folder.absolute()),
             hint="move it away, or choose another place with --output",
         )
+
+
+def _require_cookiecutter(project: Project) -> None:
+    try:
+        import cookiecutter.main  # noqa: F401  # whether it is there
+    except ImportError as error:
+        raise ScaffoldError(
+            "a project cannot be generated",
+            plugin=project.name,
+            why=f"cookiecutter, which renders the template, cannot be imported: {error}",
+            hint="pip install 'ds-plugin-sdk[vendor]'",
+        ) from error
 
 
 def _render(project: Project, scratch: Path) -> Path:

@@ -13,7 +13,7 @@ memory.
 Importing this package does not import torch.
 """
 
-from ds_plugin_sdk.privateuse1.build import RuntimeBuilder, include_dir
+from ds_plugin_sdk.privateuse1.build import BackendBuilder, RuntimeBuilder, include_dir
 from ds_plugin_sdk.privateuse1.install import (
     fallback_counts,
     install,
@@ -23,6 +23,7 @@ from ds_plugin_sdk.privateuse1.install import (
 )
 
 __all__ = [
+    "BackendBuilder",
     "RuntimeBuilder",
     "fallback_counts",
     "include_dir",

@@ -37,4 +37,5 @@ plugin = Plugin(
     sdk_api=(1, 0),
     accelerator="{{ cookiecutter.package }}.accelerator:{{ cookiecutter.prefix }}_Accelerator",
     probe=probe,
+    prebuilt="{{ cookiecutter.package }}",
 )
