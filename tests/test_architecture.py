@@ -104,6 +104,18 @@ def test_only_one_folder_knows_deepspeed() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_deepspeeds_front_ends_are_imported_by_conformance_alone() -> None:
+    """They are test subjects; what needs one of DeepSpeed's classes imports DeepSpeed."""
+    wrong = [
+        f"{file.relative_to(ROOT)}:{line} imports {dotted}"
+        for file in SOURCES
+        if not file.is_relative_to(SDK / "conformance")
+        for line, dotted in imports(file)
+        if dotted.startswith("ds_plugin_sdk.conformance.front_ends")
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
 def attributes(file: Path) -> Iterator[tuple[int, str]]:
     """Line and text of each ``module.attribute`` that a file uses."""
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):

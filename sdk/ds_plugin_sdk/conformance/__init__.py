@@ -2,7 +2,8 @@
 
     check, target, suite   what a check is, what it looks at, and all of them
     runtime, ops, training, distributed     the checks, by level
-    op_info                what the ops are held against
+    op_info                what the ops are compared with
+    front_ends             DeepSpeed's classes that call the ops, as test subjects
     programs, in_turn      what checks run in processes of their own
     worker, environment    the process that runs the checks, and what it says of its surroundings
     process, run           its parent: one worker for many cases, a new one after a crash

@@ -1,7 +1,9 @@
-"""DeepSpeed's own Python classes over the ops, run on a device, with what they should give in float64.
+"""DeepSpeed's front ends as test subjects, each with the results that it must give, computed in float64.
 
-They are how DeepSpeed's users meet an op: they call its functions positionally, keep what it writes in place, and fill
-in what a wrong answer leaves out. Conformance runs every one of them.
+A front end is a Python class or function of DeepSpeed that calls an op: ``FusedAdam``, ``DeepSpeedTransformerLayer``,
+``SoftmaxOp``. It is how DeepSpeed's users reach the op: it passes arguments by position, keeps what the op writes in
+place, and falls back to code of its own where the op raises. The check ``ops.front_end`` runs each of them unmodified
+on the device. Nothing but conformance and tests imports this package.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a front end is to the checks."""
+"""The description of a front end for the check: what to run, and what results to expect."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Result:
 
 @dataclass(frozen=True)
 class FrontEnd:
-    """One of DeepSpeed's classes or functions.
+    """One of DeepSpeed's classes or functions that call an op.
 
     Attributes:
         name: DeepSpeed's.

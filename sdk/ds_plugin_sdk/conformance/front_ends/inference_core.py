@@ -1,4 +1,4 @@
-"""The kernels of DeepSpeed's second inference engine that know no ragged batch: each of its classes on our function.
+"""DeepSpeed's ``core_ops``, the kernels of its second inference engine that take no ragged batch: each of its classes.
 
 They take 16-bit types alone, or all; here they are run in float16. Each fills a tensor that it is given.
 """

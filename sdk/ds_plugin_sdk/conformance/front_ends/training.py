@@ -1,4 +1,4 @@
-"""DeepSpeed's other training front ends: LAMB, the transformer layer, random-LTD, quantizer."""
+"""DeepSpeed's front ends of training beside the optimizers: LAMB, the transformer layer, random-LTD, quantizer."""
 
 from __future__ import annotations
 
