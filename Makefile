@@ -126,7 +126,7 @@ sanitize: $(READY)
 emulate: $(READY)
 	rm -rf build/wheels
 	DS_BUILD_OPS=1 $(PIP) wheel --no-deps --no-build-isolation --wheel-dir build/wheels . plugins/cpu
-	$(BIN)/python benchmarks/emulated_wheel.py build/wheels $(ARGS)
+	$(BIN)/python tools/emulated_wheel.py build/wheels $(ARGS)
 
 # Every check of `sdk conformance` must find the defects seeded for it; MUTANTS=... goes to the program.
 .PHONY: mutants
@@ -175,7 +175,7 @@ wheels: $(WHEELS_READY)
 # With the machine's own Python, torch and nvcc: nothing is set up and nothing downloaded.
 .PHONY: gpu-check
 gpu-check:
-	$(PYTHON) benchmarks/gpu_check.py $(ARGS)
+	PYTHONPATH=tools $(PYTHON) -m gpu_check $(ARGS)
 
 # What a GPU machine without a network may lack, to be carried there in build/gpu-wheels: what the SDK and DeepSpeed need
 # beside torch, numpy and ninja, with all that these need, so that versions fit each other.
@@ -197,7 +197,7 @@ cuda-compile: $(READY)
 	rm -rf build/cuda-compile
 	DS_BUILD_OPS=1 TORCH_CUDA_ARCH_LIST='$(CUDA_ARCHS)' MAX_JOBS=1 nice -n 15 \
 	    $(BIN)/python -m pip wheel -v --no-deps --no-build-isolation --wheel-dir build/cuda-compile plugins/cuda
-	$(BIN)/python benchmarks/cuda_compile.py build/cuda-compile
+	$(BIN)/python tools/cuda_compile.py build/cuda-compile
 
 # Device code for Volta, which CUDA 13 has dropped: by clang with pip's CUDA 12, which has all but a compiler. clang wants a
 # header of cuRAND's that no kernel uses.

@@ -9,9 +9,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import architecture
 import pytest
 
+import architecture
 from ds_plugin_sdk.op_builder import op_table
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -178,7 +178,7 @@ def test_a_suppression_states_its_reason() -> None:
     reasoned = re.compile(r"# (?:noqa: [A-Z0-9, ]+|type: ignore\[[a-z, -]+\])  # \S")
     wrong = [
         f"{file.relative_to(ROOT)}:{number}: {line.strip()}"
-        for file in (*SOURCES, *(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py"))
+        for file in (*SOURCES, *(ROOT / "tests").rglob("*.py"), *(ROOT / "tools").rglob("*.py"))
         for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1)
         if suppression.search(line) and not reasoned.search(line) and "re.compile" not in line
     ]

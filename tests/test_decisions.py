@@ -42,7 +42,7 @@ def test_the_index_lists_every_page_as_it_calls_itself() -> None:
 
 def test_every_decision_that_is_named_exists() -> None:
     numbers = {page.name[:4] for page in PAGES}
-    folders = ("sdk", "plugins", "kernels", "tests", "benchmarks", "examples", "docs")
+    folders = ("sdk", "plugins", "kernels", "tests", "tools", "examples", "docs")
     files = [file for folder in folders for file in (ROOT / folder).rglob("*")]
     named = [
         (file.relative_to(ROOT), number)

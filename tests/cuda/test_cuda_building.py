@@ -9,11 +9,10 @@ import sys
 import zipfile
 from pathlib import Path
 
-import cuda_compile
-import gpu_check
 import pytest
 from small_op import script
 
+import cuda_compile
 from ds_plugin_cuda.op_builder.kernels import BUILDERS
 from ds_plugin_sdk import nvml, op_builder, prebuild
 from ds_plugin_sdk.errors import CompileError, ToolchainError
@@ -21,6 +20,7 @@ from ds_plugin_sdk.jit import CudaToolchain, toolchains
 from ds_plugin_sdk.jit.machine import Torch
 from ds_plugin_sdk.op_builder import CUDAOpBuilder
 from ds_plugin_sdk.settings import child_environment
+from gpu_check import check
 
 ROOT = Path(__file__).resolve().parents[2]
 NVCC = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
@@ -163,7 +163,7 @@ def test_the_wheel_carries_binaries(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_the_native_tests_compile_as_on_a_gpu_machine(tmp_path: Path) -> None:
     """Without the JIT's options for nvcc: what `make gpu-check` runs under compute-sanitizer."""
     assert NVCC is not None
-    command = gpu_check.building_of_native_tests(NVCC, "sm_90", tmp_path / "test_cuda")
+    command = check.building_of_native_tests(NVCC, "sm_90", tmp_path / "test_cuda")
     done = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "test_cuda").exists()

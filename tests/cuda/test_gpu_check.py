@@ -8,12 +8,11 @@ import time
 import zipfile
 from pathlib import Path
 
-import gpu_check
 import pytest
 
 from ds_plugin_sdk.conformance import suite
-
-RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+from gpu_check import check as gpu_check
+from gpu_check import report
 
 
 def report_of(sources: dict[str, str], date: str = "2026-01-02T00:00:00+00:00") -> dict[str, object]:
@@ -46,16 +45,16 @@ def report_of(sources: dict[str, str], date: str = "2026-01-02T00:00:00+00:00") 
 
 def test_the_kernels_are_those_of_the_newest_report() -> None:
     """Skipped with the reason where they are not: figures are then those of other kernels."""
-    newest = gpu_check.newest_report(RESULTS)
+    newest = report.newest_report(report.RESULTS)
     if newest is None:
-        pytest.skip("no report in benchmarks/results yet: run make gpu-check on a machine with a GPU")
-    changed = gpu_check.changed_since(json.loads(newest.read_text()), gpu_check.source_digests())
+        pytest.skip("no report in tools/gpu_check/results yet: run make gpu-check on a machine with a GPU")
+    changed = report.changed_since(json.loads(newest.read_text()), report.source_digests())
     if changed:
         pytest.skip(f"{newest.name} measured other kernels, run make gpu-check; changed since: {', '.join(changed)}")
 
 
 def test_every_kernel_source_is_digested() -> None:
-    digests = gpu_check.source_digests()
+    digests = report.source_digests()
     assert {"kernels/cuda/adam.cu", "kernels/cuda/adam_binding.cpp", "kernels/include/ds_kernels/adam.h"} <= set(
         digests
     )
@@ -64,24 +63,24 @@ def test_every_kernel_source_is_digested() -> None:
 
 def test_changes_since_a_report_are_named() -> None:
     now = {"a.cu": "1", "b.cu": "2", "new.cu": "3"}
-    assert gpu_check.changed_since(report_of({"a.cu": "1", "b.cu": "0", "gone.cu": "4"}), now) == [
+    assert report.changed_since(report_of({"a.cu": "1", "b.cu": "0", "gone.cu": "4"}), now) == [
         "b.cu",
         "gone.cu",
         "new.cu",
     ]
-    assert gpu_check.changed_since(report_of(now), now) == []
+    assert report.changed_since(report_of(now), now) == []
 
 
 def test_the_newest_report_is_the_last_by_date(tmp_path: Path) -> None:
-    assert gpu_check.newest_report(tmp_path) is None
+    assert report.newest_report(tmp_path) is None
     for name, date in (("cuda-b.json", "2026-01-01"), ("cuda-a.json", "2026-02-01")):
         (tmp_path / name).write_text(json.dumps(report_of({}, date)))
-    newest = gpu_check.newest_report(tmp_path)
+    newest = report.newest_report(tmp_path)
     assert newest is not None and newest.name == "cuda-a.json"
 
 
 def test_the_report_for_people() -> None:
-    text = gpu_check.markdown(report_of({}))
+    text = report.markdown(report_of({}))
     assert "| build | passed | 1.5 | all 3 families: 1.5 s |" in text
     assert "| Adam GPT-2 XL float32 | FusedAdam | 12.0000 | 3600 | 0.90 | 1.00 |" in text
     assert "| layer | FusedAdam | 12.0000 | - | - | - |" in text
@@ -97,9 +96,9 @@ def test_failures_of_conformance_are_reported_in_full() -> None:
         {"item": {"id": "c"}, "verdict": "expected failure", "failure": failure},
     ]
     found = {"counts": {"passed": 1, "crashed": 1, "expected failure": 1}, "seconds": 2.0, "outcomes": outcomes}
-    result = gpu_check.conformance_result(found)
+    result = report.conformance_result(found)
     assert result is not None and result["failures"] == [{"case": "b", "verdict": "crashed", **failure}]
-    assert gpu_check.conformance_result(None) is None
+    assert report.conformance_result(None) is None
 
 
 @pytest.fixture
@@ -149,12 +148,12 @@ def test_a_step_that_breaks_stops_no_other_and_is_reported(run: gpu_check.Run, m
         monkeypatch.setattr(gpu_check, name, lambda *arguments, name=name: ran.append(name) or True)
     monkeypatch.setattr(gpu_check, "conformance", lambda run, part: ran.append(part))
     environment = {"gpu": "NVIDIA H200", "nvcc_path": "nvcc", "arch": "sm_90", "deepspeed": "0.19.8"}
-    report = json.loads(gpu_check.check(run, environment).read_text())
+    written = json.loads(gpu_check.check(run, environment).read_text())
     assert ran[:2] == ["choice", "build"] and ran[-2:] == ["runtime", "benchmarks"]
     parts = ["ops, accuracy", "ops, front ends", "ops, others", "training"]
     assert sorted(ran[2:-2]) == ["deepspeed_ops", *parts]
-    assert report["steps"]["install: broke"]["tail"][-1] == "OSError: no room"
-    assert "native tests: broke" in report["steps"]
+    assert written["steps"]["install: broke"]["tail"][-1] == "OSError: no room"
+    assert "native tests: broke" in written["steps"]
 
 
 def test_every_check_of_ops_is_in_one_part() -> None:
@@ -166,8 +165,8 @@ def test_every_check_of_ops_is_in_one_part() -> None:
 def test_results_that_were_not_written_to_their_end_stop_nothing(run: gpu_check.Run) -> None:
     gpu_check.WORK.mkdir(parents=True)
     (gpu_check.WORK / "cuda_ops.json").write_text('{"rows": [')
-    report = json.loads(gpu_check.write_report(run, {"gpu": "NVIDIA H200"}).read_text())
-    assert report["benchmarks"] is None and report["conformance"] == dict.fromkeys(gpu_check.CONFORMANCE)
+    written = json.loads(gpu_check.write_report(run, {"gpu": "NVIDIA H200"}).read_text())
+    assert written["benchmarks"] is None and written["conformance"] == dict.fromkeys(gpu_check.CONFORMANCE)
 
 
 def test_benchmarks_go_on_in_another_process(run: gpu_check.Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,7 +205,7 @@ def test_all_steps_together_end_in_time(run: gpu_check.Run) -> None:
 
 
 def test_plugins_are_found_beside_their_sources(tmp_path: Path) -> None:
-    project = gpu_check.ROOT / "plugins" / "cuda" / "pyproject.toml"
+    project = report.ROOT / "plugins" / "cuda" / "pyproject.toml"
     gpu_check.write_entry_points(tmp_path, project.read_text())
     (found,) = importlib.metadata.distributions(path=[str(tmp_path)])
     assert found.metadata["Name"] == "ds-plugin-cuda"

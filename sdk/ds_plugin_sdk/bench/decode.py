@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import torch
 
+from ds_plugin_sdk.bench.timing import in_turns
 from ds_plugin_sdk.integrations.transformers.weights import Weights
 
 PROMPT, STEPS, ROUNDS = 128, 16, 5
@@ -96,19 +97,16 @@ def _implementations(model: Any, shape: Shape, compiled: bool, folder: Path | No
 
 def _in_rounds(measures: dict[str, Measure]) -> dict[str, Speed]:
     """The median prompt of each, and the steps of all rounds but a first; what does not run here is left out."""
-    speeds: dict[str, list[Speed]] = {}
+    run: dict[str, Measure] = {}
     for name, measure in measures.items():
         try:
             measure()
-            speeds[name] = []
+            run[name] = measure
         except Exception as error:
             warnings.warn(f"{name} is not compared: {type(error).__name__}: {error}", RuntimeWarning, stacklevel=3)
-    for _ in range(ROUNDS):
-        for name, found in speeds.items():
-            found.append(measures[name]())
     return {
         name: Speed(statistics.median(speed.prompt for speed in found), [step for s in found for step in s.steps])
-        for name, found in speeds.items()
+        for name, found in in_turns(run, ROUNDS).items()
     }
 
 

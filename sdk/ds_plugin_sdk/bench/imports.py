@@ -8,8 +8,10 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+from ds_plugin_sdk.bench.timing import in_turns
 from ds_plugin_sdk.settings import child_environment
 
 
@@ -41,10 +43,8 @@ def run(repeats: int = 7) -> list[Row]:
         }
         rows: list[Row] = []
         for statement in ("import torch", "import torch, deepspeed"):
-            times: dict[int, list[float]] = {count: [] for count in cases}
-            for _ in range(repeats + 1):
-                for count, environment in cases.items():
-                    times[count].append(_seconds(statement, environment))
+            processes = {count: partial(_seconds, statement, environment) for count, environment in cases.items()}
+            times = in_turns(processes, repeats + 1)
             medians = {count: statistics.median(values[1:]) for count, values in times.items()}
             rows += [
                 Row(statement, count, seconds, 100 * (seconds / medians[0] - 1) if count else None)

@@ -6,11 +6,13 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 Step = Callable[[], object]
+Name = TypeVar("Name")
+Found = TypeVar("Found")
 
 _TURN = 2e-3  # seconds; what is faster than this is repeated until a turn takes as long
 
@@ -36,6 +38,15 @@ class Case:
     moved: int = 0
     grad: bool = False
     peak: bool = False
+
+
+def in_turns(measures: Mapping[Name, Callable[[], Found]], turns: int) -> dict[Name, list[Found]]:
+    """What each measurement gave in each turn. They take turns so that noise falls on all alike."""
+    found: dict[Name, list[Found]] = {name: [] for name in measures}
+    for _ in range(turns):
+        for name, measure in measures.items():
+            found[name].append(measure())
+    return found
 
 
 def take_turns(steps: Mapping[str, Step], seconds: float) -> dict[str, float]:

@@ -1,6 +1,7 @@
-"""DeepSpeed's own CUDA ops, built by DeepSpeed itself, to be measured beside ours.
+r"""DeepSpeed's own CUDA ops, built by DeepSpeed itself, to be measured beside ours.
 
-    TORCH_DEVICE_BACKEND_AUTOLOAD=0 TORCH_EXTENSIONS_DIR=FOLDER python benchmarks/deepspeed_cuda_ops.py FOLDER
+    PYTHONPATH=tools TORCH_DEVICE_BACKEND_AUTOLOAD=0 TORCH_EXTENSIONS_DIR=FOLDER \
+        python -m gpu_check.deepspeed_cuda_ops FOLDER
 
 Each op in a process of its own, all at once. What does not build is said, and is no failure of ours.
 """

@@ -1,19 +1,10 @@
-"""`make gpu-check`: everything that needs a GPU, in one go: builds, native tests, conformance, benchmarks, a report.
-
-    python benchmarks/gpu_check.py [--into benchmarks/results] [--wheels build/gpu-wheels]
-
-It needs torch with CUDA, nvcc and a GPU, downloads nothing, and ends within nine minutes. What Python packages are
-missing on the machine it takes from a folder of wheels, which `make gpu-wheels` fills on a machine with a network. A
-step that fails, hangs or finds no time left does not stop the others. The report is ``<into>/cuda-<GPU>-<date>.json``,
-with a digest of the kernel sources that were measured, and the same in Markdown; it is written anew after each step.
-"""
+"""The steps of `make gpu-check`, each a process with a share of the time, and the run of all."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import datetime
-import hashlib
 import json
 import os
 import platform
@@ -31,36 +22,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+from gpu_check.report import RESULTS, ROOT, conformance_result, markdown, source_digests
+
 WORK = ROOT / "build" / "gpu-check"
 PROJECTS = (ROOT, ROOT / "plugins" / "cpu", ROOT / "plugins" / "cuda")
 SECONDS = 520  # of the whole run
 RESERVE = 150  # of these, kept for the benchmarks
 GRACE = 5  # for a command to write down what it knows, once its time is over
-
-
-# ---- what was measured -------------------------------------------------------------------------------------------
-def kernel_sources() -> list[Path]:
-    """The files that the CUDA kernels are made of."""
-    folders = (ROOT / "kernels" / "cuda", ROOT / "kernels" / "include")
-    return sorted(path for folder in folders for path in folder.rglob("*") if path.is_file())
-
-
-def source_digests() -> dict[str, str]:
-    """SHA-256 of each kernel source, by its path in the tree."""
-    return {str(p.relative_to(ROOT)): hashlib.sha256(p.read_bytes()).hexdigest()[:16] for p in kernel_sources()}
-
-
-def changed_since(report: dict[str, Any], digests: dict[str, str]) -> list[str]:
-    """The sources that differ from those that a report measured, and those that came or went."""
-    then = report["sources"]
-    return sorted(path for path in {*then, *digests} if then.get(path) != digests.get(path))
-
-
-def newest_report(folder: Path) -> Path | None:
-    """The newest report of a folder."""
-    reports = sorted(folder.glob("cuda-*.json"), key=lambda path: json.loads(path.read_text())["date"])
-    return reports[-1] if reports else None
 
 
 # ---- steps -------------------------------------------------------------------------------------------------------
@@ -75,7 +43,7 @@ class Run:
         self.writing = threading.Lock()
         # A shell has its background jobs ignore SIGINT, and their children too unless these handle it.
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        ours = map(str, (WORK / "site", ROOT / "sdk", *PROJECTS[1:]))
+        ours = map(str, (WORK / "site", ROOT / "sdk", ROOT / "tools", *PROJECTS[1:]))
         self.environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join([*ours, *filter(None, [os.environ.get("PYTHONPATH")])]),
@@ -268,7 +236,7 @@ def deepspeed_ops(run: Run) -> None:
     """DeepSpeed's own CUDA ops, built by DeepSpeed without this plugin: a minute or two, while others have the GPU."""
     folder = WORK / "deepspeed_ops"
     folder.mkdir(parents=True, exist_ok=True)
-    command = ("nice", "-n", "10", sys.executable, ROOT / "benchmarks" / "deepspeed_cuda_ops.py", folder)
+    command = ("nice", "-n", "10", sys.executable, "-m", "gpu_check.deepspeed_cuda_ops", folder)
     alone = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "TORCH_EXTENSIONS_DIR": str(folder)}
     run.step("DeepSpeed's own ops", command, limit=min(170, run.left(RESERVE)), **alone)
 
@@ -307,11 +275,11 @@ def conformance_file(part: str) -> Path:
 
 
 def benchmarks(run: Run) -> None:
-    """`benchmarks/cuda_ops.py`, with what is left of the time; again, if a kernel has broken its process."""
-    program, own = ROOT / "benchmarks" / "cuda_ops.py", WORK / "deepspeed_ops"
+    """`gpu_check.cuda_ops`, with what is left of the time; again, if a kernel has broken its process."""
+    own = WORK / "deepspeed_ops"
     for name in ("benchmarks", "benchmarks, second process", "benchmarks, third process"):
         options = ("--json", WORK / "cuda_ops.json", "--seconds", str(run.left() - 40), "--deepspeed-ops", own)
-        if run.python(name, program, *options, limit=run.left() - 10):
+        if run.python(name, "-m", "gpu_check.cuda_ops", *options, limit=run.left() - 10):
             return
 
 
@@ -387,52 +355,6 @@ def _write_report(run: Run, environment: dict[str, Any]) -> Path:
     return path
 
 
-def markdown(report: dict[str, Any]) -> str:
-    """The report for people."""
-    facts = report["environment"]
-    lines = [f"# CUDA kernels on {facts['gpu']}, {report['date'][:10]}", ""]
-    lines += [", ".join(f"{name} {value}" for name, value in facts.items()), ""]
-    lines += ["| step | status | seconds | last line |", "|---|---|---|---|"]
-    for name, step in report["steps"].items():
-        last = step["tail"][-1].strip().replace("|", "/") if step["tail"] else ""
-        lines.append(f"| {name} | {'passed' if step['status'] == 0 else step['status']} | {step['seconds']} | {last} |")
-    for part, result in report["conformance"].items():
-        if result is not None:
-            counts = ", ".join(f"{count} {verdict}" for verdict, count in result["counts"].items())
-            lines += ["", f"Conformance, {part}: {counts}."]
-            lines += [f"- {failure['case']}: {failure['verdict']}" for failure in result["failures"]]
-    measured = report["benchmarks"]
-    if measured:
-        lines += ["", f"Copy: {measured['copy_gigabytes_per_second']:.0f} GB/s. Medians; ours: how many times as fast."]
-        lines += ["", "| case | implementation | ms | GB/s | of copy | ours |", "|---|---|---|---|---|---|"]
-        for row in measured["rows"]:
-            lines.append(
-                f"| {row['case']} | {row['implementation']} | {row['milliseconds']:.4f} | "
-                f"{_shown(row['gigabytes_per_second'], '.0f')} | {_shown(row['times_copy'], '.2f')} | "
-                f"{_shown(row['speed_of_ours'], '.2f')} |"
-            )
-        lines += [f"\n{name}: {error}" for name, error in measured["errors"].items()]
-        if not measured["complete"]:
-            lines += ["", "The time was over before all cases were measured."]
-    return "\n".join(lines) + "\n"
-
-
-def conformance_result(found: dict[str, Any] | None) -> dict[str, Any] | None:
-    """What a report of `sdk conformance` says in short, with each failure in full."""
-    if found is None:
-        return None
-    failures = [
-        {"case": outcome["item"]["id"], "verdict": outcome["verdict"], **outcome["failure"]}
-        for outcome in found["outcomes"]
-        if outcome["failure"] and outcome["verdict"] != "expected failure"
-    ]
-    return {"counts": found["counts"], "seconds": found["seconds"], "failures": failures}
-
-
-def _shown(number: float | None, form: str) -> str:
-    return "-" if number is None else format(number, form)
-
-
 def _json(path: Path) -> Any:
     """What a file has; None if it is not there, or was not written to its end."""
     with contextlib.suppress(OSError, ValueError):
@@ -485,8 +407,8 @@ def check(run: Run, environment: dict[str, Any]) -> Path:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--into", type=Path, default=ROOT / "benchmarks" / "results")
+    parser = argparse.ArgumentParser(prog="python -m gpu_check", description="Everything that needs a GPU, in one go.")
+    parser.add_argument("--into", type=Path, default=RESULTS)
     parser.add_argument("--wheels", type=Path, default=ROOT / "build" / "gpu-wheels")
     arguments = parser.parse_args()
     run = Run(arguments.into, arguments.wheels)
@@ -498,7 +420,3 @@ def main() -> int:
         f"\nmake gpu-check: {path} after {time.monotonic() - run.start:.0f} s; failed: {', '.join(failed) or 'nothing'}"
     )
     return 1 if failed else 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -9,10 +9,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import deepspeed_cuda_ops
 import torch
 import torch.nn.functional as F  # noqa: N812  # torch's own convention
 from torch import Tensor
+
+from gpu_check import deepspeed_cuda_ops
 
 Call = Callable[[], object]
 DEVICE = "cuda"

@@ -1,6 +1,6 @@
 """The CUDA ops against torch's own, eager and compiled, and against what DeepSpeed builds: one run, side by side.
 
-    python benchmarks/cuda_ops.py --json ops.json
+    PYTHONPATH=tools python -m gpu_check.cuda_ops --json ops.json
 
 Optimizer steps run on the tensors of real models, which no cache holds. Other ops rotate among sets of arguments that
 together are several times the L2 cache, and are timed as replays of a CUDA graph, so that launches do not count.
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import statistics
 import sys
@@ -23,9 +24,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cuda_cases import DEVICE, Call, Case, groups_of_cases
 
+from ds_plugin_sdk.bench.timing import in_turns
 from ds_plugin_sdk.registry import load_kernels
+from gpu_check.cuda_cases import DEVICE, Call, Case, groups_of_cases
+from gpu_check.report import shown
 
 COPY_BYTES = 2 << 30
 
@@ -54,18 +57,18 @@ class Row:
 # ---- timing ------------------------------------------------------------------------------------------------------
 def take_turns(calls: dict[str, Call], turns: int) -> dict[str, float]:
     """Median milliseconds of each call on the device, after two that do not count."""
-    events: dict[str, list[tuple[Any, Any]]] = {name: [] for name in calls}
-    for call in (*calls.values(), *calls.values()):
-        call()
-    for _ in range(turns):
-        for name, call in calls.items():
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            call()
-            end.record()
-            events[name].append((start, end))
+    events = in_turns({name: functools.partial(_between_events, call) for name, call in calls.items()}, turns + 2)
     torch.cuda.synchronize()
-    return {name: statistics.median(a.elapsed_time(b) for a, b in pairs) for name, pairs in events.items()}
+    return {name: statistics.median(a.elapsed_time(b) for a, b in pairs[2:]) for name, pairs in events.items()}
+
+
+def _between_events(call: Call) -> tuple[Any, Any]:
+    """Events of the current stream before and after a call, which need not have happened yet."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    call()
+    end.record()
+    return start, end
 
 
 def captured(calls: Sequence[Call]) -> Call:
@@ -256,11 +259,6 @@ def _gpu_works(group: str, facts: Facts) -> bool:
 
 def _text(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".partition("\n")[0]
-
-
-def shown(number: float | None, form: str) -> str:
-    """A number, or a dash for none."""
-    return "-" if number is None else format(number, form)
 
 
 def main() -> None:

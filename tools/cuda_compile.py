@@ -1,7 +1,7 @@
 """`make cuda-compile`: what the wheel with all CUDA ops weighs, for which GPUs, and how long each took to compile.
 
 DS_BUILD_OPS=1 pip wheel --no-deps --no-build-isolation --wheel-dir FOLDER plugins/cuda
-python benchmarks/cuda_compile.py FOLDER
+python tools/cuda_compile.py FOLDER
 """
 
 from __future__ import annotations
