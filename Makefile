@@ -221,7 +221,7 @@ architecture: $(READY)
 
 .PHONY: bench
 bench: $(READY)
-	$(BIN)/python benchmarks/compare_accelerators.py $(ARGS)
+	$(BIN)/sdk bench training examples/tiny_gpt $(ARGS)
 
 .PHONY: clean
 clean:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import Any
 
 import typer
 
-from ds_plugin_sdk.cli.console import output, table
+from ds_plugin_sdk.cli.console import errors, output, table
 
 bench = typer.Typer(name="bench", help="Measure, side by side with the peers, medians.", no_args_is_help=True)
 
@@ -101,6 +103,59 @@ def decode(
     from ds_plugin_sdk.bench import decode as benchmark
 
     _show("Decode", benchmark.run("gpt2" if shape == "gpt2" else "llama", compiled=compiled), as_json)
+
+
+@bench.command("training")
+def training(
+    example: Path = typer.Argument(help="The folder of the demo: examples/tiny_gpt of the repository."),
+    steps: int = typer.Option(60, help="Steps of each run; the tolerance is for up to 60."),
+    repeats: int = typer.Option(3, help="Runs of each kind."),
+    out: Path | None = typer.Option(None, help="Keep here what the runs write."),
+    as_json: bool = _JSON,
+) -> None:
+    """DeepSpeed training on its in-tree CPU accelerator and on ds-plugin-cpu. Exit status 1: the losses differ."""
+    from ds_plugin_sdk.bench import training as benchmark
+    from ds_plugin_sdk.conformance.environment import processor
+
+    with tempfile.TemporaryDirectory() as folder:
+        times, differences = benchmark.run(
+            example, out or Path(folder), steps=steps, repeats=repeats, tell=errors.print
+        )
+    agree = all(each.agrees for each in differences)
+    if as_json:
+        found = {"steps": [asdict(row) for row in times], "losses": [asdict(row) for row in differences]}
+        output.print_json(json.dumps({**found, "tolerance": benchmark.TOLERANCE}))
+    else:
+        cores = len(os.sched_getaffinity(0))
+        _show(f"Seconds a step, {benchmark.RANKS} ranks, {cores} cores of {processor()}", times, False)
+        what = f"Losses of {steps} steps: largest difference, tolerance {benchmark.TOLERANCE:g} relative"
+        _show(f"{what}: {'they agree' if agree else 'they DIFFER'}", differences, False)
+    raise typer.Exit(int(not agree))
+
+
+@bench.command("losses")
+def losses(
+    project: Path = typer.Argument(help="The folder of a plugin that `sdk new-plugin` made, installed here."),
+    as_json: bool = _JSON,
+) -> None:
+    """A generated plugin's training against the CPU's: every ZeRO stage, dtype and launcher. Exit status 1: differ."""
+    from ds_plugin_sdk.bench import losses as benchmark
+
+    rows = list(benchmark.run(project))
+    _show("Losses, largest difference", rows, as_json)
+    raise typer.Exit(int(not all(row.agrees for row in rows)))
+
+
+@bench.command("all-reduce")
+def all_reduce(
+    ranks: int = typer.Option(2, help="Processes on this machine, one thread each."),
+    own: bool = typer.Option(False, help="Measure DeepSpeed's own op in place of the CPU plugin's."),
+    as_json: bool = _JSON,
+) -> None:
+    """DeepSpeed's inference_all_reduce on the CPU beside all_reduce over gloo."""
+    from ds_plugin_sdk.bench import all_reduce as benchmark
+
+    _show("All-reduce", benchmark.run(ranks, own), as_json)
 
 
 @bench.command("accuracy")

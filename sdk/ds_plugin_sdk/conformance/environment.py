@@ -32,7 +32,7 @@ def gather(target: Target) -> dict[str, Any]:
     cls = type(target.accelerator)
     return {
         "versions": _versions(target),
-        "machine": {"system": platform.platform(), "processor": _processor(), "cores": os.cpu_count()},
+        "machine": {"system": platform.platform(), "processor": processor(), "cores": os.cpu_count()},
         "accelerator": f"{cls.__module__}.{cls.__qualname__}",
         "device": target.device_type,
         "dtypes": [str(dtype).removeprefix("torch.") for dtype in _try(lambda: target.dtypes, [])],
@@ -52,8 +52,8 @@ def _versions(target: Target) -> dict[str, str]:
     return found
 
 
-def _processor() -> str:
-    """The model as Linux names it."""
+def processor() -> str:
+    """The CPU's model as Linux names it."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
     named = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")

@@ -1,0 +1,119 @@
+"""DeepSpeed's ``inference_all_reduce`` on the CPU beside all_reduce over gloo, DeepSpeed's call and torch's."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ds_plugin_sdk.bench.timing import in_turns
+from ds_plugin_sdk.settings import child_environment
+
+OURS = "inference_all_reduce"
+DTYPES = ("float32", "bfloat16")
+SIZES = (1024, 16 * 1024, 1024 * 1024)  # hidden size 1024: a token's activations, 16 tokens', a long prompt's
+TURNS = 33  # with each of the calls first
+CALLS = 5  # one after the other, as a model's layers have them
+ROW = 200  # over and over
+
+
+@dataclass(frozen=True)
+class Row:
+    """One call on one tensor, as rank 0 saw it.
+
+    Attributes:
+        call: whose; "over and over" is 200 calls with nothing in between, else it is one of five after a barrier.
+        elements: of the tensor.
+        dtype: of the tensor.
+        microseconds: median wall time of a call.
+        times: speed of `inference_all_reduce` in multiples of this call's, median over the turns.
+    """
+
+    call: str
+    elements: int
+    dtype: str
+    microseconds: float
+    times: float | None = None
+
+
+def run(ranks: int = 2, own: bool = False) -> list[Row]:
+    """Measure on some ranks of this machine, one thread each.
+
+    Args:
+        ranks: how many processes.
+        own: measure DeepSpeed's own op, on its in-tree CPU accelerator, in place of the CPU plugin's.
+
+    Raises:
+        RuntimeError: a rank failed; the text is what the ranks printed.
+    """
+    choice = {"DS_PLUGIN_AUTOLOAD": "0", "LOCAL_SIZE": str(ranks)} if own else {}
+    environment = child_environment(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", **choice)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "rows.json"
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+        done = subprocess.run(
+            [*launcher, "-m", __name__, str(file)], env=environment, capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            raise RuntimeError(f"a rank failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+        return [Row(**row) for row in json.loads(file.read_text(encoding="utf-8"))]
+
+
+def main(file: Path) -> None:
+    """What each rank does; rank 0 writes the rows."""
+    import deepspeed
+    from deepspeed import comm
+
+    deepspeed.init_distributed("gloo", verbose=False)
+    calls: dict[str, Callable[[torch.Tensor], Any]] = {
+        OURS: comm.inference_all_reduce,
+        "deepspeed.comm.all_reduce": comm.all_reduce,
+        "torch.distributed.all_reduce": torch.distributed.all_reduce,
+    }
+    rows = [
+        row
+        for dtype in DTYPES
+        for elements in SIZES
+        for row in _measure(calls, torch.zeros(elements, dtype=getattr(torch, dtype)), dtype)
+    ]
+    if torch.distributed.get_rank() == 0:
+        file.write_text(json.dumps([asdict(row) for row in rows]), encoding="utf-8")
+    torch.distributed.destroy_process_group()
+
+
+def _measure(calls: dict[str, Callable[[torch.Tensor], Any]], tensor: torch.Tensor, dtype: str) -> Iterator[Row]:
+    """The rows of a tensor. Who is first changes, so that none always follows the same one."""
+    row = [_seconds(calls[OURS], tensor, ROW) for _ in range(9)]
+    yield Row(f"{OURS}, over and over", tensor.numel(), dtype, statistics.median(row) * 1e6)
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    names = list(calls)
+    for first in range(len(names)):
+        order = names[first:] + names[:first]
+        for name, taken in in_turns({n: partial(_seconds, calls[n], tensor, CALLS) for n in order}, TURNS).items():
+            times[name] += taken
+    for name, taken in times.items():
+        ratio = statistics.median(theirs / ours for theirs, ours in zip(taken, times[OURS], strict=True))
+        yield Row(name, tensor.numel(), dtype, statistics.median(taken) * 1e6, None if name == OURS else ratio)
+
+
+def _seconds(call: Callable[[torch.Tensor], Any], tensor: torch.Tensor, count: int) -> float:
+    """Of one call among several after a barrier."""
+    torch.distributed.barrier()
+    start = time.perf_counter()
+    for _ in range(count):
+        call(tensor)
+    return (time.perf_counter() - start) / count
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

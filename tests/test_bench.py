@@ -1,0 +1,78 @@
+"""`sdk bench`: training, losses and all-reduce: what they compute from what was measured, and one small run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_plugin_sdk.bench import all_reduce, losses, training
+from ds_plugin_sdk.bench.timing import in_turns
+from ds_plugin_sdk.cli import main
+
+
+def test_measurements_take_turns() -> None:
+    order: list[str] = []
+    measures = {name: lambda name=name: order.append(name) or len(order) for name in ("a", "b")}
+    assert in_turns(measures, 3) == {"a": [1, 3, 5], "b": [2, 4, 6]}
+    assert order == ["a", "b"] * 3
+
+
+def _run(seconds: float, cpu_seconds: float, *values: float) -> dict[str, Any]:
+    return {
+        "threads": 1,
+        "median_step_seconds": seconds,
+        "median_step_cpu_seconds": cpu_seconds,
+        "losses": list(values),
+    }
+
+
+def test_training_is_compared_by_neighbours_and_by_the_worst_step() -> None:
+    in_tree, ours = [_run(3, 2, 8, 4), _run(6, 2, 8, 4)], [_run(1, 1, 8, 4), _run(3, 1, 8, 4.002)]
+    runs = {kind: in_tree if kind.accelerator == training.IN_TREE else ours for kind in training.KINDS}
+    wall, cpu = training.step_times(runs)[:2]
+    assert (wall.in_tree, wall.ours, wall.times_faster, wall.lowest, wall.highest) == (4.5, 2, 2.5, 2, 3)
+    assert cpu.times_faster == 2
+    found = {row.compared: row for row in training.differences(runs, _run(1, 1, 8, 5))}
+    between = found["ds-plugin-cpu and in-tree, as installed"]
+    assert between.nats == pytest.approx(0.002) and between.relative == pytest.approx(0.0005) and between.agrees
+    assert found["in-tree with other threads"].nats == 0
+    assert not found["in-tree and torch.optim.AdamW"].agrees
+
+
+def test_losses_agree_within_their_tolerance() -> None:
+    assert losses.Row("float32", 1, "resumed", 0.0, 0.0).agrees
+    assert not losses.Row("float32", 1, losses.TORCHRUN, 2e-5, 1e-5).agrees
+
+
+@pytest.mark.deepspeed
+@pytest.mark.slow
+def test_all_reduce_measures_every_call(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "all-reduce", "--json"])
+    assert ended.value.code == 0
+    rows = json.loads(capsys.readouterr().out)
+    calls = {row["call"] for row in rows}
+    assert calls >= {all_reduce.OURS, "deepspeed.comm.all_reduce", "torch.distributed.all_reduce"}
+    assert len(rows) == len(calls) * len(all_reduce.SIZES) * len(all_reduce.DTYPES)
+    assert all(row["microseconds"] > 0 for row in rows)
+
+
+# As the demo's script, but that it tells another accelerator than the one it ran on.
+ELSEWHERE = """
+import json, pathlib, sys
+out = pathlib.Path(sys.argv[sys.argv.index("--out") + 1])
+out.mkdir(parents=True, exist_ok=True)
+(out / "metrics.json").write_text(json.dumps({"accelerator": "somewhere.else"}))
+"""
+
+
+@pytest.mark.deepspeed
+@pytest.mark.slow
+def test_training_on_another_accelerator_is_an_error(tmp_path: Path) -> None:
+    """A comparison of a thing with itself would look like perfect agreement."""
+    (tmp_path / "train.py").write_text(ELSEWHERE, encoding="utf-8")
+    with pytest.raises(RuntimeError, match=r"wanted in-tree, but the run was on somewhere\.else"):
+        training.run(tmp_path, tmp_path / "out", steps=3, repeats=1)
