@@ -136,14 +136,14 @@ def test_an_unknown_request_names_what_is_installed(install: Install, monkeypatc
     with pytest.raises(
         UnknownAcceleratorError, match=r"installed plugins: cpu, zap.*built into DeepSpeed: cuda"
     ) as error:
-        decide(no_hardware, host_names=("cuda",))
+        decide(no_hardware, builtin_names=("cuda",))
     assert isinstance(error.value, ValueError)
     assert "pip install ds-plugin-zip" in str(error.value)
 
 
 def test_a_name_of_deepspeeds_own_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", "cuda")
-    assert decide(no_hardware, host_names=("cuda", "cpu")).chosen is None
+    assert decide(no_hardware, builtin_names=("cuda", "cpu")).chosen is None
 
 
 @pytest.mark.parametrize("probe", ["Probe.absent('no /dev/zap')", "Probe.broken('driver 1 < 2')", "1 / 0"])

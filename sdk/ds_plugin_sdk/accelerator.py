@@ -1,9 +1,9 @@
 """`DeepSpeedAccelerator`: what DeepSpeed asks of a device, with a working answer wherever one can be given.
 
 The class knows nothing of DeepSpeed and imports nothing of it, so a plugin written against it constructs on every
-DeepSpeed release: it has the 68 members that releases 0.8.1 to 0.19.8 ever made abstract, and the DeepSpeed host adds
-what a later release asks beyond them. Only what the vendor alone can know is abstract here. Everything else is derived
-from it, each fact from one source:
+DeepSpeed release: it has the 68 members that releases 0.8.1 to 0.19.8 ever made abstract, and
+`integrations.deepspeed` adds what a later release asks beyond them. Only what the vendor alone can know is abstract
+here. Everything else is derived from it, each fact from one source:
 
     behaviour flags             from whether the device has `Stream` and `Event`
     memory_allocated() ...      from `memory_stats()`
@@ -38,7 +38,7 @@ class DeepSpeedAccelerator(abc.ABC):
 
     Attributes:
         op_builders: dotted name of the package whose modules define this plugin's op builders; None means that the
-            plugin brings no kernels of its own and runs every op by the SDK's host kernels and references.
+            plugin brings no kernels of its own: the SDK's CPU kernels and reference implementations serve.
         visible_devices_env: environment variable by which a launcher hides devices from a rank.
         exported_envs: prefixes of the environment variables that a launcher should carry to other nodes.
         supports_nvtx_domain: whether `range_push` and `range_pop` understand ``domain=``.

@@ -1,4 +1,4 @@
-"""From DeepSpeed's builder name to the builder class: the plugin's own, the SDK's for host tensors, the reference
+"""From DeepSpeed's builder name to the builder class: the plugin's own, the SDK's for CPU tensors, the reference
 implementation, or a class whose ``load()`` raises.
 """
 
@@ -17,7 +17,7 @@ from ds_plugin_sdk.op_builder import op_table
 from ds_plugin_sdk.op_builder.builder import CombinedOpBuilder, NotImplementedBuilder, OpBuilder, ReferenceOpBuilder
 from ds_plugin_sdk.op_builder.op_table import Op
 
-# The package of builders that work on host tensors whatever the accelerator is.
+# The package of builders that work on CPU tensors whatever the accelerator is.
 CPU_BUILDERS = "ds_plugin_sdk.op_builder.cpu"
 
 _packages: dict[str, str | None] = {}
@@ -40,14 +40,14 @@ def borrow_from(lender: Lender) -> None:
 def find(class_name: str, package: str | None, device_type: str) -> type[Any]:
     """The builder class of a name such as ``FusedAdamBuilder``.
 
-    A plugin's own builder comes first, then the SDK's for host tensors, then the reference implementation, then what
+    A plugin's own builder comes first, then the SDK's for CPU tensors, then the reference implementation, then what
     an integration lends; the last is a class whose ``load()`` raises `OpNotImplementedError`.
     """
     own = None if package is None else _builders_in(package).get(class_name)
     if own is not None:
         return own
     op = op_table.by_builder(class_name)
-    if op.kernels and (device_type == "cpu" or op.host_only):
+    if op.kernels and (device_type == "cpu" or op.cpu_only):
         return _builders_in(CPU_BUILDERS)[class_name]
     if op.families:
         return _combined(op, package, device_type) if op.family is None else _derived(ReferenceOpBuilder, op)
@@ -82,10 +82,10 @@ def _builder_of(family: str, package: str | None, device_type: str) -> type[Any]
     """The builder whose library has a family's kernels for a device."""
     if package is not None:
         for name, builder in sorted(_builders_in(package).items()):
-            on_host = name.startswith("CPU")  # an op on host tensors beside a device's own
+            on_host = name.startswith("CPU")  # an op on CPU tensors beside a device's own
             if op_table.family_of(builder.NAME) == family and (device_type == "cpu" or not on_host):
                 return builder
-    ops = [op for op in op_table.OPS if op.family == family and (device_type == "cpu" or not op.host_only)]
+    ops = [op for op in op_table.OPS if op.family == family and (device_type == "cpu" or not op.cpu_only)]
     return find(ops[0].builder, package, device_type)
 
 

@@ -18,7 +18,7 @@ class Op:
         builder: name of its builder class.
         name: the op's name: the builder's ``NAME``.
         families: modules of `ds_plugin_sdk.ops` that it is made of; empty if the SDK does not implement it.
-        kernels: whether the SDK has kernels for host tensors, ``kernels/cpu/<family>.cpp``, and not only a reference
+        kernels: whether the SDK has kernels for CPU tensors, ``kernels/cpu/<family>.cpp``, and not only a reference
             implementation.
         deepspeed: whether DeepSpeed asks for it. The others are families that DeepSpeed knows as parts of an op only.
         optional: DeepSpeed takes None for an answer and goes on without.
@@ -45,8 +45,8 @@ class Op:
         return f"ds_plugin_sdk.integrations.deepspeed.modules.{self.name}" if known else None
 
     @property
-    def host_only(self) -> bool:
-        """Whether the op is for host tensors whatever the accelerator is: DeepSpeed says so by the builder's name."""
+    def cpu_only(self) -> bool:
+        """Whether the op is for CPU tensors whatever the accelerator is: DeepSpeed says so by the builder's name."""
         return self.builder.startswith("CPU")
 
 

@@ -16,7 +16,7 @@ from ds_plugin_sdk.registry.current import (
     preview,
     release,
     set_accelerator,
-    use_host,
+    use_fallback,
 )
 from ds_plugin_sdk.registry.kernels import load_kernels
 from ds_plugin_sdk.registry.plugin import Plugin, Probe
@@ -41,5 +41,5 @@ __all__ = [
     "release",
     "scan",
     "set_accelerator",
-    "use_host",
+    "use_fallback",
 ]

@@ -22,20 +22,20 @@ _lock = threading.RLock()
 _current: DeepSpeedAccelerator | None = None
 _decision: Decision | None = None
 _listeners: list[Listener] = []
-_host: Callable[[], Any] | None = None
+_fallback: Callable[[], Any] | None = None
 
 
 def get_accelerator() -> DeepSpeedAccelerator:
     """The accelerator of this process, chosen at the first call.
 
-    Where a host such as DeepSpeed is loaded and no plugin is used, it is the host's own: there is only one answer.
+    Where DeepSpeed is loaded and no plugin is used, it is DeepSpeed's own: there is only one answer.
 
     Raises:
         PluginError: the plugin asked for by ``DS_ACCELERATOR`` cannot be used, or no plugin is available.
     """
     with _lock:
-        if _current is None and _host is not None:
-            own: DeepSpeedAccelerator = _host()
+        if _current is None and _fallback is not None:
+            own: DeepSpeedAccelerator = _fallback()
             return own
         if _current is None:
             choose(_torch_hardware, deepspeed_installed=_deepspeed_installed())
@@ -69,7 +69,7 @@ def set_accelerator(accelerator: DeepSpeedAccelerator) -> None:
 
 def choose(
     other_hardware: Callable[[], str | None],
-    host_names: tuple[str, ...] = (),
+    builtin_names: tuple[str, ...] = (),
     *,
     deepspeed_installed: bool = True,
 ) -> DeepSpeedAccelerator | None:
@@ -78,7 +78,7 @@ def choose(
     with _lock:
         if _current is not None:
             return _current
-        _decision = decide(other_hardware, host_names, deepspeed_installed=deepspeed_installed)
+        _decision = decide(other_hardware, builtin_names, deepspeed_installed=deepspeed_installed)
         candidate = _decision.chosen
         if candidate is None:
             return None
@@ -125,10 +125,10 @@ def on_change(listener: Listener) -> None:
         _listeners.append(listener)
 
 
-def use_host(accelerator: Callable[[], Any]) -> None:
-    """Let `get_accelerator` ask a loaded host while no plugin's accelerator is current."""
-    global _host
-    _host = accelerator
+def use_fallback(accelerator: Callable[[], Any]) -> None:
+    """Say who is asked for the accelerator while no plugin's is current: DeepSpeed, once it is loaded."""
+    global _fallback
+    _fallback = accelerator
 
 
 def release(subject: str, verdict: str, reason: str) -> None:

@@ -39,16 +39,16 @@ class Decision:
 
 def decide(
     other_hardware: Callable[[], str | None],
-    host_names: tuple[str, ...] = (),
+    builtin_names: tuple[str, ...] = (),
     *,
     deepspeed_installed: bool = True,
 ) -> Decision:
     """Choose a plugin: ``DS_ACCELERATOR`` first, else the highest priority among those available.
 
     Args:
-        other_hardware: tells what hardware the host would use without plugins, or None for a bare CPU. Asked only
+        other_hardware: tells what hardware DeepSpeed would use without plugins, or None for a bare CPU. Asked only
             when the best plugin is one that stands aside for such hardware.
-        host_names: names that the host itself understands in ``DS_ACCELERATOR``.
+        builtin_names: names that DeepSpeed itself understands in ``DS_ACCELERATOR``.
         deepspeed_installed: whether DeepSpeed could use such hardware; without it no plugin stands aside.
 
     Raises:
@@ -57,7 +57,7 @@ def decide(
     installed = scan()
     requested = settings.accelerator
     if requested is not None:
-        return _explicit(requested, installed, host_names)
+        return _explicit(requested, installed, builtin_names)
     decision = Decision()
     if not settings.autoload:
         decision.note("every plugin", "skipped", "DS_PLUGIN_AUTOLOAD=0")
@@ -82,16 +82,16 @@ def allowed(name: str) -> bool:
     return settings.allowed_plugins is None or name in settings.allowed_plugins
 
 
-def _explicit(name: str, installed: Mapping[str, list[Candidate]], host_names: tuple[str, ...]) -> Decision:
+def _explicit(name: str, installed: Mapping[str, list[Candidate]], builtin_names: tuple[str, ...]) -> Decision:
     decision = Decision()
     if name not in installed:
-        if name in host_names:
+        if name in builtin_names:
             decision.note(name, "left to DeepSpeed", f"DS_ACCELERATOR={name}, and no plugin has that name")
             return decision
         raise UnknownAcceleratorError(
             f"DS_ACCELERATOR={name} names nothing that is installed",
             why=f"installed plugins: {', '.join(sorted(installed)) or 'none'}; "
-            f"built into DeepSpeed: {', '.join(host_names) or 'unknown until it is imported'}",
+            f"built into DeepSpeed: {', '.join(builtin_names) or 'unknown until it is imported'}",
             hint=f"pip install ds-plugin-{name}, or unset DS_ACCELERATOR",
         )
     if not allowed(name):

@@ -72,7 +72,7 @@ def test_what_the_sdk_has_not_stays_deepspeeds_own(python: Python) -> None:
         "assert op_builder.AsyncIOBuilder is op_builder.cpu.AsyncIOBuilder\n"
         "assert partitioned_param_swapper.AsyncIOBuilder is op_builder.cpu.AsyncIOBuilder\n"
         "assert op_builder.PinMemoryBuilder is op_builder.cpu.PinMemoryBuilder\n"
-        "assert op_builder.FusedAdamBuilder.__module__ == 'ds_plugin_sdk.op_builder.cpu.fused_adam'\n"
+        "assert op_builder.FusedAdamBuilder.__module__ == 'ds_plugin_sdk.op_builder.cpu.kernels'\n"
         "assert op_builder.UtilsBuilder.NAME == 'utils'\n"
     )
     assert done.stdout.strip() == OURS

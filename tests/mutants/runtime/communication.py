@@ -17,7 +17,7 @@ member(
     communication_backend_name=always("nobodyccl"),
 )
 member(
-    "communication.host_only",
+    "communication.cpu_only",
     "R8.2",
     "The backend takes tensors of the host alone.",
     target=SIMULATED,

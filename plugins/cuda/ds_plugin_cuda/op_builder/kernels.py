@@ -44,5 +44,5 @@ class CUDAKernelBuilder(CUDAOpBuilder):
         return ["-O1"]  # bindings have no loops over elements
 
 
-BUILDERS = builders_of(CUDAKernelBuilder, [op for op in op_table.OPS if op.family in FAMILIES and not op.host_only])
+BUILDERS = builders_of(CUDAKernelBuilder, [op for op in op_table.OPS if op.family in FAMILIES and not op.cpu_only])
 globals().update(BUILDERS)

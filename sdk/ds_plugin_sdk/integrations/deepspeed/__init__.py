@@ -1,4 +1,4 @@
-"""DeepSpeed as a host: unmodified, of any release from 0.12.6 on.
+"""The SDK inside unmodified DeepSpeed, of any release from 0.12.6 on.
 
 import_hook     sees DeepSpeed being imported; all that runs at `import torch`
 adopt           makes DeepSpeed use the registry's accelerator

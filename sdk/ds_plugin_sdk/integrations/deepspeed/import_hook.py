@@ -17,11 +17,11 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-HOST = "deepspeed.accelerator.real_accelerator"
+REAL_ACCELERATOR = "deepspeed.accelerator.real_accelerator"
 
 # Right after the module on the left was executed, the function on the right is called with it.
 _AFTER = {
-    HOST: "ds_plugin_sdk.integrations.deepspeed.adopt:adopt",
+    REAL_ACCELERATOR: "ds_plugin_sdk.integrations.deepspeed.adopt:adopt",
     "deepspeed.comm.torch": "ds_plugin_sdk.integrations.deepspeed.all_reduce:replace",
     "deepspeed.inference.engine": "ds_plugin_sdk.integrations.deepspeed.injection:explain",
     "deepspeed.ops.op_builder.all_ops": "ds_plugin_sdk.integrations.deepspeed.op_table:complete",
@@ -77,9 +77,9 @@ def install() -> None:
         if any(type(finder) is _Finder for finder in sys.meta_path):
             return
         sys.meta_path.insert(0, _Finder())
-        host = sys.modules.get(HOST)
-        if host is not None:  # DeepSpeed came first: do now what would have been done then
-            _call("ds_plugin_sdk.integrations.deepspeed.adopt:adopt_late", host)
+        real_accelerator = sys.modules.get(REAL_ACCELERATOR)
+        if real_accelerator is not None:  # DeepSpeed came first: do now what would have been done then
+            _call("ds_plugin_sdk.integrations.deepspeed.adopt:adopt_late", real_accelerator)
     except Exception as error:
         _complain(error)
 

@@ -1,3 +1,3 @@
-"""The SDK's own builders: ops on host tensors, for every accelerator. DeepSpeed searches this package where a plugin
+"""The SDK's own builders: ops on CPU tensors, for every accelerator. DeepSpeed searches this package where a plugin
 brings no builders.
 """

@@ -92,6 +92,6 @@ def _levels(portable: bool) -> dict[str, tuple[str, tuple[str, ...]]]:
     return {fitting[-1]: levels[fitting[-1]]}
 
 
-# FusedAdamBuilder, NormBuilder ...: a class for each op of the table that has a kernel for host tensors.
+# FusedAdamBuilder, NormBuilder ...: a class for each op of the table that has a kernel for CPU tensors.
 BUILDERS = builders_of(CPUKernelBuilder, [op for op in op_table.OPS if op.kernels])
 globals().update(BUILDERS)
