@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,8 +11,6 @@ import pytest
 from device_programs import Run, RunChecks
 from ds_plugin_sdk import privateuse1, simulator
 from ds_plugin_sdk.errors import DeviceNameError
-
-Change = Callable[[str, str, str], None]
 
 CHECKS_FILE = Path(__file__).with_name("device_checks.py")
 
@@ -98,6 +95,18 @@ def test_importing_the_packages_does_not_import_torch(run: Run) -> None:
 
 
 @pytest.mark.compiler
+@pytest.mark.parametrize(("collectives", "registered"), [(None, "ZAPCCL"), ("zapgloo", "ZAPGLOO"), ("", "none")])
+def test_collectives_have_the_name_they_are_given(collectives: str | None, registered: str, run: Run) -> None:
+    program = (
+        "import torch; from ds_plugin_sdk import simulator\n"
+        "before = set(dir(torch.distributed.Backend))\n"
+        f"simulator.install('zap', memory_mb=64, collectives={collectives!r})\n"
+        "print(*sorted(name for name in set(dir(torch.distributed.Backend)) - before) or ['none'])\n"
+    )
+    assert run("-c", program).stdout.split() == [registered]
+
+
+@pytest.mark.compiler
 def test_a_kernel_library_launches_through_the_runtime(run: Run) -> None:
     run("axpy_program.py")
 
@@ -114,13 +123,42 @@ DATA_CHECKS = (
 )
 
 
+VENDOR_FILES = Path(__file__).with_name("vendor_runtime")
+
+
 @pytest.mark.compiler
-def test_a_runtime_whose_memory_no_cpu_reaches(run_checks: RunChecks, with_change: Change, tmp_path: Path) -> None:
-    """As a driver's: it offers neither `launch` nor `kernel_address`."""
-    left_out = "#define launch launch_of_this_library\n#define kernel_address kernel_address_of_this_library\n"
-    with_change("runtime/simulated.h", "#pragma once\n", "#pragma once\n" + left_out)
-    outcomes = run_checks(list(DATA_CHECKS), "--sources", str(tmp_path))
-    assert outcomes == dict.fromkeys(DATA_CHECKS, "")
+@pytest.mark.parametrize(
+    "replaced",
+    [("device",), ("device", "memory"), ("device", "memory", "stream", "event")],
+    ids=["devices", "and memory", "and streams"],
+)
+def test_a_vendor_replaces_the_simulated_files_one_by_one(
+    replaced: tuple[str, ...], run: Run, run_checks: RunChecks, tmp_path: Path
+) -> None:
+    """After each step what is replaced is used, and the rest works as before.
+
+    From the second step on the CPU cannot reach device memory, and in the end no stream runs a C++ function.
+    """
+    sources = shutil.copytree(simulator.sources_dir(), tmp_path / "runtime")
+    for name in replaced:
+        shutil.copy(VENDOR_FILES / f"{name}.cpp", sources)
+    assert run_checks(list(DATA_CHECKS), "--sources", str(tmp_path)) == dict.fromkeys(DATA_CHECKS, "")
+    program = (
+        "import sys, pathlib, torch, device_checks\n"
+        "from ds_plugin_sdk import privateuse1, simulator\n"
+        "device_checks.take_sources_from(pathlib.Path(sys.argv[1]))\n"
+        "simulator.install('zap', devices=2)\n"
+        "print(torch.zap.device_count(), torch.ones(3, device='zap:2').sum().item())\n"
+        "library = privateuse1.runtime_library()\n"
+        "print([hasattr(library, f'simulator_set_{what}') for what in ('devices', 'memory')])\n"
+        "print(hasattr(library, 'runtime_set_delay'))\n"
+    )
+    done = run("-c", program, str(tmp_path))
+    assert done.stdout.splitlines() == [
+        "3 3.0",
+        str([False, "memory" not in replaced]),
+        str("stream" not in replaced),
+    ]
 
 
 @pytest.mark.compiler
