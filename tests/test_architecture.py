@@ -1,4 +1,4 @@
-"""The house rules that no type checker knows: arrows between packages, and who may touch what."""
+"""Conventions that no type checker knows: the direction of imports, and which module may use what."""
 
 from __future__ import annotations
 
