@@ -131,6 +131,19 @@ def test_build_of_an_unknown_plugin_or_op_says_what_there_is(sdk: Run) -> None:
     assert "its native ops are" in sdk("build", "cpu", "--ops", "nonsense", status=1)
 
 
+@pytest.mark.parametrize(
+    "command",
+    [["jit"], ["import"], ["ops", "--compile"], ["training", "."], ["losses", "."], ["all-reduce"], ["decode"]],
+    ids=" ".join,
+)
+def test_a_benchmark_says_which_package_it_lacks(sdk: Run, command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in ("deepspeed", "transformers"):
+        monkeypatch.setitem(sys.modules, package, None)
+    text = sdk("bench", *command, status=1)
+    assert re.search(r"error: this benchmark cannot run: (deepspeed|transformers) is not installed\n", text)
+    assert re.search(r"-> pip install ('ds-plugin-sdk\[deepspeed\]'|transformers)\n", text)
+
+
 def test_prune_wants_to_know_what(sdk: Run) -> None:
     assert "--max-size" in sdk("cache", "prune", status=2)
     assert "is no size" in sdk("cache", "prune", "--max-size", "big", status=2)

@@ -12,7 +12,9 @@ from typing import Any
 
 import typer
 
+from ds_plugin_sdk.accelerator import installed
 from ds_plugin_sdk.cli.console import errors, output, table
+from ds_plugin_sdk.errors import SdkError
 
 bench = typer.Typer(name="bench", help="Measure, side by side with the peers, medians.", no_args_is_help=True)
 
@@ -25,6 +27,18 @@ def _show(title: str, rows: Sequence[Any], as_json: bool) -> None:
         output.print_json(json.dumps(found))
     else:
         _table(title, found)
+
+
+def _need(package: str, requirement: str) -> None:
+    """Stop before anything is measured where a peer is not installed.
+
+    Raises:
+        SdkError: it is not.
+    """
+    if not installed(package):
+        raise SdkError(
+            "this benchmark cannot run", why=f"{package} is not installed", hint=f"pip install {requirement}"
+        )
 
 
 def _table(title: str, rows: Sequence[dict[str, Any]]) -> None:
@@ -46,6 +60,8 @@ def jit(
     as_json: bool = _JSON,
 ) -> None:
     """Cold build of the Adam kernels, warm load, and eight processes at once."""
+    if deepspeed:
+        _need("deepspeed", "'ds-plugin-sdk[deepspeed]'")
     from ds_plugin_sdk.bench import jit as benchmark
 
     _show("JIT", benchmark.run(deepspeed=deepspeed), as_json)
@@ -54,6 +70,7 @@ def jit(
 @bench.command("import")
 def import_cost(as_json: bool = _JSON) -> None:
     """What the SDK adds to `import torch` and `import deepspeed`."""
+    _need("deepspeed", "'ds-plugin-sdk[deepspeed]'")
     from ds_plugin_sdk.bench import imports as benchmark
 
     _show("Import", benchmark.run(), as_json)
@@ -70,6 +87,8 @@ def ops(
     as_json: bool = _JSON,
 ) -> None:
     """The op families on this CPU, against torch, eager and compiled, DeepSpeed, and the memory's speed."""
+    if compile:
+        _need("deepspeed", "'ds-plugin-sdk[deepspeed]'")
     from ds_plugin_sdk.bench import ops as benchmark
     from ds_plugin_sdk.bench.chart import draw, require_matplotlib
 
@@ -100,6 +119,7 @@ def decode(
     as_json: bool = _JSON,
 ) -> None:
     """Tokens per second of transformers, torch.compile, CTranslate2 and transformers on our ops."""
+    _need("transformers", "transformers")
     from ds_plugin_sdk.bench import decode as benchmark
 
     _show("Decode", benchmark.run("gpt2" if shape == "gpt2" else "llama", compiled=compiled), as_json)
@@ -114,6 +134,7 @@ def training(
     as_json: bool = _JSON,
 ) -> None:
     """DeepSpeed training on its in-tree CPU accelerator and on ds-plugin-cpu. Exit status 1: the losses differ."""
+    _need("deepspeed", "'ds-plugin-sdk[deepspeed]'")
     from ds_plugin_sdk.bench import training as benchmark
     from ds_plugin_sdk.conformance.environment import processor
 
@@ -139,6 +160,7 @@ def losses(
     as_json: bool = _JSON,
 ) -> None:
     """A generated plugin's training against the CPU's: every ZeRO stage, dtype and launcher. Exit status 1: differ."""
+    _need("deepspeed", "'ds-plugin-sdk[deepspeed]'")
     from ds_plugin_sdk.bench import losses as benchmark
 
     rows = list(benchmark.run(project))
@@ -153,6 +175,7 @@ def all_reduce(
     as_json: bool = _JSON,
 ) -> None:
     """DeepSpeed's inference_all_reduce on the CPU beside all_reduce over gloo."""
+    _need("deepspeed", "'ds-plugin-sdk[deepspeed]'")
     from ds_plugin_sdk.bench import all_reduce as benchmark
 
     _show("All-reduce", benchmark.run(ranks, own), as_json)
