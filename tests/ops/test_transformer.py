@@ -228,6 +228,25 @@ def test_statistics_that_do_not_fit_are_refused(ops: Any, name: str, wrong: Tens
         ops.dropout_add_layer_norm_backward(rows, None, rows, mean, rstd, weight, None, None, 0.0, False)
 
 
+@pytest.mark.parametrize("ops", [KERNELS, REFERENCES], ids=["kernel", "reference"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda ops, grad, x, row: ops.dropout_add_backward(grad, None, 0.0, True),
+        lambda ops, grad, x, row: ops.dropout_add_layer_norm_backward(
+            grad, None, x, row[:2], row[:2], row, None, None, 0.0, True
+        ),
+        lambda ops, grad, x, row: ops.fused_bias_gelu_backward(grad, x, row, True),
+        lambda ops, grad, x, row: ops.masked_softmax_dropout_backward(grad, x, 1.0, None, 0.0),
+    ],
+    ids=["dropout", "norm", "gelu", "softmax"],
+)
+def test_a_gradient_that_does_not_fit_is_called_so(ops: Any, call: Callable[..., Any]) -> None:
+    grad, x, row = torch.ones(2, 3, dtype=torch.int64), torch.ones(2, 3), torch.ones(3)
+    with pytest.raises((InvalidTensorError, RuntimeError), match="grad_output"):
+        call(ops, grad, x, row)
+
+
 def test_a_mask_that_wants_a_gradient_is_refused() -> None:
     with pytest.raises(InvalidTensorError, match="mask requires a gradient"):
         masked_softmax_dropout(torch.ones(2, 3), torch.zeros(3, requires_grad=True))

@@ -1,17 +1,23 @@
-"""How an op of the namespace ``ds_plugin`` comes to be, and how its errors reach Python."""
+"""How an op of the namespace ``ds_plugin`` is defined and called."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import functools
+from collections.abc import Callable, Sequence
+from types import FunctionType
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from ds_plugin_sdk.errors import InvalidTensorError
+from ds_plugin_sdk.ops._checks import CheckError
+
+Reference = TypeVar("Reference", bound=Callable[..., Any])
 
 NAMESPACE = "ds_plugin"
-# Every op a second time, by its reference alone: what float64 takes, and what kernels are compared with.
+# Every op a second time, with its reference implementation only: for float64, and to compare kernels with.
 REFERENCE_NAMESPACE = "ds_plugin_reference"
 
 _libraries: dict[str, Any] = {
@@ -33,26 +39,68 @@ class Autograd(NamedTuple):
     setup_context: Callable[..., None]
 
 
-def define(
-    schema: str, *, reference: Callable[..., Any] | None, fake: Callable[..., Any], autograd: Autograd | None = None
-) -> None:
-    """Define an op; again is no error, so that a module may be imported twice.
+def op(
+    schema: str,
+    *,
+    check: Callable[..., None],
+    outputs: Callable[..., Any] | None = None,
+    autograd: Autograd | None = None,
+) -> Callable[[Reference], Reference]:
+    """Define an op by its reference implementation, the function that follows::
+
+        @op("scale(Tensor input, float by) -> Tensor", check=_check, outputs=lambda input: torch.empty_like(input))
+        def scale_reference(input: Tensor, by: float) -> Tensor: ...
+
+    That is the computation in plain torch. It serves every device that has no kernel of its own. It runs after `check`
+    and without autograd. What only memory or values tell, it checks itself, since tracing has neither.
+
+    Each of the three functions takes the op's arguments that its parameters name. Where a parameter has a default the
+    op may be without that argument, so that ops can share a check. Checks raise `CheckError`.
 
     Args:
         schema: as `torch.library.Library.define` takes it.
-        reference: the op in plain torch; it serves every device that has no kernel of its own. None if plain torch
-            cannot do it.
-        fake: what tracing sees: the same checks, outputs without data.
-        autograd: its derivative, if it has one. `backward` calls ops through `call`, so that float64 stays exact.
+        check: checks the arguments, also while tracing.
+        outputs: what the op returns, without data, for tracing; None if it returns nothing.
+        autograd: the op's derivative, if it has one. `backward` calls ops through `call`, so that float64 stays exact.
+
+    Returns:
+        A decorator. The function that it returns checks and computes; it raises `InvalidTensorError`.
     """
-    name = schema.partition("(")[0]
+
+    def decorate(reference: Reference) -> Reference:
+        name, arguments = _parsed(schema)
+        checks, computes, traces = (
+            _selecting(function, name, arguments) for function in (check, reference, outputs or _nothing)
+        )
+        implementation = torch.no_grad()(_checked(name, checks, computes))
+        register(schema, implementation, fake=_checked(name, checks, traces), autograd=autograd)
+        return cast(Reference, functools.update_wrapper(implementation, reference))
+
+    return decorate
+
+
+def register(
+    schema: str,
+    implementation: Callable[..., Any] | None,
+    *,
+    fake: Callable[..., Any],
+    autograd: Autograd | None = None,
+) -> None:
+    """Register an op with torch; again is no error, so that a module may be imported twice.
+
+    Args:
+        schema, autograd: as `op` takes them.
+        implementation: for every device that has no kernel of its own; None if plain torch cannot do it.
+        fake: for tracing.
+    """
+    name, _ = _parsed(schema)
     if name in _defined:
         return
     _defined.add(name)
     for namespace, library in _libraries.items():
         library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-        if reference is not None:
-            library.impl(name, reference, "CompositeExplicitAutograd")
+        if implementation is not None:
+            library.impl(name, implementation, "CompositeExplicitAutograd")
         torch.library.register_fake(f"{namespace}::{name}", fake, lib=library)
         if autograd is not None:
             torch.library.register_autograd(
@@ -60,11 +108,47 @@ def define(
             )
 
 
+def _parsed(schema: str) -> tuple[str, tuple[str, ...]]:
+    """The name of an op and those of its arguments."""
+    name, _, rest = schema.partition("(")
+    return name, tuple(argument.split()[1] for argument in rest.rpartition(") -> ")[0].split(", "))
+
+
+def _selecting(function: Callable[..., Any], op: str, arguments: tuple[str, ...]) -> Callable[..., Any]:
+    """A function of all of an op's arguments, which hands `function` those that its parameters name."""
+    code, defaults = cast(FunctionType, function).__code__, cast(FunctionType, function).__defaults__ or ()
+    parameters = code.co_varnames[: code.co_argcount]  # inspect.signature says the same, but takes 20 microseconds
+    for name in parameters[: len(parameters) - len(defaults)]:
+        if name not in arguments:
+            raise TypeError(f"{function.__qualname__} has a parameter {name}, and {op} no such argument")
+    if parameters == arguments:
+        return function
+    selected = [(name, arguments.index(name)) for name in parameters if name in arguments]
+    return lambda *args: function(**{name: args[i] for name, i in selected})
+
+
+def _checked(name: str, check: Callable[..., None], compute: Callable[..., Any]) -> Callable[..., Any]:
+    """The check, then `compute`; an error has the op's name."""
+
+    def run(*args: Any) -> Any:
+        try:
+            check(*args)
+            return compute(*args)
+        except CheckError as error:
+            raise invalid(name, str(error)) from None
+
+    return run
+
+
+def _nothing() -> None:
+    """What an op returns that works in place."""
+
+
 def call(name: str, *args: Any) -> Any:
     """Call an op whose first argument is a tensor or a list of tensors.
 
-    Kernels compute in float32; float64 tensors take the reference. What a kernel refuses is raised as the reference
-    raises it.
+    Kernels compute in float32; float64 tensors take the reference implementation. What a kernel rejects is raised as
+    the reference implementation raises it.
 
     Raises:
         InvalidTensorError: the arguments do not fit; nothing was modified.
@@ -80,6 +164,13 @@ def call(name: str, *args: Any) -> Any:
         if not message.startswith(prefix):
             raise
         raise invalid(name, message.removeprefix(prefix)) from error
+
+
+def mark_modified(*lists: Sequence[Tensor]) -> None:
+    """Let autograd notice what a kernel wrote behind its back."""
+    if not torch.compiler.is_compiling():  # there the op's schema says it
+        for tensors in lists:
+            increment_version(tensors)
 
 
 def invalid(op: str, message: str) -> InvalidTensorError:

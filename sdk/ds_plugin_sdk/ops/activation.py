@@ -8,9 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ds_plugin_sdk.ops import _library, _tensors
-from ds_plugin_sdk.ops._multi_tensor import mark_modified
-from ds_plugin_sdk.ops.linear import ACTIVATIONS, Activation, activate
+from ds_plugin_sdk.ops import _library
+from ds_plugin_sdk.ops._activations import ACTIVATIONS, Activation, activate, check_activation, number_of
+from ds_plugin_sdk.ops._checks import CheckError, check_first, check_other, check_written
+from ds_plugin_sdk.ops._references import working
 
 
 def bias_activation(input: Tensor, bias: Tensor | None = None, activation: Activation = "identity") -> Tensor:
@@ -20,7 +21,7 @@ def bias_activation(input: Tensor, bias: Tensor | None = None, activation: Activ
     ``silu`` is ``x / (1 + exp(-x))``. Arithmetic is in float32 (float64 for float64 tensors), rounded once.
 
     Args:
-        input: ``[..., columns]``: float32, bfloat16, float16 (float64 by the reference alone).
+        input: ``[..., columns]``: float32, bfloat16, float16 (float64: reference only).
         bias: ``[columns]``, the dtype of input; nothing is added if None.
         activation: ``identity``, ``relu``, ``gelu``, ``gelu_tanh`` or ``silu``.
 
@@ -30,7 +31,7 @@ def bias_activation(input: Tensor, bias: Tensor | None = None, activation: Activ
     Raises:
         InvalidTensorError: shapes, dtypes or devices do not fit, or there is no such activation.
     """
-    result: Tensor = _library.call("bias_activation", input, bias, _index("bias_activation", activation))
+    result: Tensor = _library.call("bias_activation", input, bias, number_of("bias_activation", activation))
     return result
 
 
@@ -40,8 +41,8 @@ def bias_activation_(input: Tensor, bias: Tensor | None = None, activation: Acti
     Raises:
         InvalidTensorError: as `bias_activation`, or elements of input share memory; nothing was modified.
     """
-    _library.call("bias_activation_", input, bias, _index("bias_activation_", activation))
-    mark_modified([input])
+    _library.call("bias_activation_", input, bias, number_of("bias_activation_", activation))
+    _library.mark_modified([input])
     return input
 
 
@@ -49,7 +50,7 @@ def gated_activation(input: Tensor, bias: Tensor | None = None, activation: Acti
     """``first * activation(second)`` of the two halves of ``input + bias`` (Shazeer 2020: SwiGLU, GEGLU, ReGLU).
 
     Args:
-        input: ``[..., 2 * columns]``: float32, bfloat16, float16 (float64 by the reference alone).
+        input: ``[..., 2 * columns]``: float32, bfloat16, float16 (float64: reference only).
         bias: ``[2 * columns]``, the dtype of input; nothing is added if None.
         activation: of the second half, as in `bias_activation`.
 
@@ -59,87 +60,53 @@ def gated_activation(input: Tensor, bias: Tensor | None = None, activation: Acti
     Raises:
         InvalidTensorError: as `bias_activation`, or the number of columns is odd.
     """
-    result: Tensor = _library.call("gated_activation", input, bias, _index("gated_activation", activation))
+    result: Tensor = _library.call("gated_activation", input, bias, number_of("gated_activation", activation))
     return result
 
 
-@torch.no_grad()
+def _check(input: Tensor, bias: Tensor | None, activation: int) -> None:
+    check_first("input", input)
+    check_other("bias", bias, input, input.shape[-1:])
+    check_activation(activation)
+
+
+def _check_gated(input: Tensor, bias: Tensor | None, activation: int) -> None:
+    _check(input, bias, activation)
+    if input.shape[-1] % 2:
+        raise CheckError(f"input has {input.shape[-1]} columns; expected an even number for two halves")
+
+
+@_library.op(
+    "bias_activation(Tensor input, Tensor? bias, int activation) -> Tensor",
+    check=_check,
+    outputs=lambda input: input.new_empty(input.shape),
+)
 def bias_activation_reference(input: Tensor, bias: Tensor | None, activation: int) -> Tensor:
     """``ds_plugin::bias_activation`` in plain torch, on any device; `activation` is an index into `ACTIVATIONS`."""
-    _check("bias_activation", input, bias, activation)
     return activate(_sum(input, bias), ACTIVATIONS[activation]).to(input.dtype)
 
 
-@torch.no_grad()
+@_library.op("bias_activation_(Tensor(a!) input, Tensor? bias, int activation) -> ()", check=_check)
 def bias_activation_in_place_reference(input: Tensor, bias: Tensor | None, activation: int) -> None:
     """``ds_plugin::bias_activation_`` in plain torch, on any device."""
-    _check("bias_activation_", input, bias, activation)
-    _tensors.check_written("bias_activation_", "input", input)
+    check_written("input", input)
     input.copy_(activate(_sum(input, bias), ACTIVATIONS[activation]))
 
 
-@torch.no_grad()
+@_library.op(
+    "gated_activation(Tensor input, Tensor? bias, int activation) -> Tensor",
+    check=_check_gated,
+    outputs=lambda input: input.new_empty((*input.shape[:-1], input.shape[-1] // 2)),
+)
 def gated_activation_reference(input: Tensor, bias: Tensor | None, activation: int) -> Tensor:
     """``ds_plugin::gated_activation`` in plain torch, on any device."""
-    _check_gated(input, bias, activation)
     first, second = _sum(input, bias).chunk(2, dim=-1)
     return (first * activate(second, ACTIVATIONS[activation])).to(input.dtype)
 
 
 def _sum(input: Tensor, bias: Tensor | None) -> Tensor:
-    x = input.to(_tensors.working(input), memory_format=torch.contiguous_format)
+    x = input.to(working(input), memory_format=torch.contiguous_format)
     return x if bias is None else x + bias.to(x.dtype)
 
-
-def _index(op: str, activation: Activation) -> int:
-    if activation not in ACTIVATIONS:
-        raise _library.invalid(op, f"activation is '{activation}'; expected one of {', '.join(ACTIVATIONS)}")
-    return ACTIVATIONS.index(activation)
-
-
-def _check(op: str, input: Tensor, bias: Tensor | None, activation: int) -> None:
-    _tensors.check_first(op, "input", input)
-    _tensors.check(op, "bias", bias, input, input.shape[-1:])
-    if not 0 <= activation < len(ACTIVATIONS):
-        raise _library.invalid(op, f"activation is {activation}; expected 0 to {len(ACTIVATIONS) - 1}")
-
-
-def _check_gated(input: Tensor, bias: Tensor | None, activation: int) -> None:
-    _check("gated_activation", input, bias, activation)
-    if input.shape[-1] % 2:
-        raise _library.invalid(
-            "gated_activation", f"input has {input.shape[-1]} columns; expected an even number for two halves"
-        )
-
-
-def _fake(input: Tensor, bias: Tensor | None, activation: int) -> Tensor:
-    _check("bias_activation", input, bias, activation)
-    return input.new_empty(input.shape)
-
-
-def _fake_in_place(input: Tensor, bias: Tensor | None, activation: int) -> None:
-    _check("bias_activation_", input, bias, activation)
-
-
-def _fake_gated(input: Tensor, bias: Tensor | None, activation: int) -> Tensor:
-    _check_gated(input, bias, activation)
-    return input.new_empty((*input.shape[:-1], input.shape[-1] // 2))
-
-
-_library.define(
-    "bias_activation(Tensor input, Tensor? bias, int activation) -> Tensor",
-    reference=bias_activation_reference,
-    fake=_fake,
-)
-_library.define(
-    "bias_activation_(Tensor(a!) input, Tensor? bias, int activation) -> ()",
-    reference=bias_activation_in_place_reference,
-    fake=_fake_in_place,
-)
-_library.define(
-    "gated_activation(Tensor input, Tensor? bias, int activation) -> Tensor",
-    reference=gated_activation_reference,
-    fake=_fake_gated,
-)
 
 __all__ = ["ACTIVATIONS", "Activation", "bias_activation", "bias_activation_", "gated_activation"]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from ds_plugin_sdk.ops import _library
-from ds_plugin_sdk.ops._multi_tensor import check_dtypes, check_lists, check_memory, mark_modified
+from ds_plugin_sdk.ops._checks import TensorLists, check_dtypes, check_lists, check_memory
+from ds_plugin_sdk.ops._references import working
 
 
 def adagrad_(
@@ -33,7 +33,7 @@ def adagrad_(
     count as modified.
 
     Args:
-        params: the parameters p, any shapes: float32, bfloat16, float16 (float64 by the reference alone).
+        params: the parameters p, any shapes: float32, bfloat16, float16 (float64: reference only).
         grads: the gradients g, shapes of params: the dtype of params, or float32. Not modified.
         state_sums: the sums of squares s, shapes of params: the dtype of params, or float32.
         lr: learning rate.
@@ -44,10 +44,24 @@ def adagrad_(
         InvalidTensorError: lengths, shapes, dtypes, devices or memory do not fit; nothing was modified.
     """
     _library.call("adagrad_", params, grads, state_sums, lr, eps, weight_decay)
-    mark_modified(params, state_sums)
+    _library.mark_modified(params, state_sums)
 
 
-@torch.no_grad()
+def _lists(params: Sequence[Tensor], grads: Sequence[Tensor], state_sums: Sequence[Tensor]) -> TensorLists:
+    return {"params": params, "grads": grads, "state_sums": state_sums}
+
+
+def _check(params: Sequence[Tensor], grads: Sequence[Tensor], state_sums: Sequence[Tensor]) -> None:
+    lists = _lists(params, grads, state_sums)
+    check_lists(lists)
+    check_dtypes(lists)
+
+
+@_library.op(
+    "adagrad_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] state_sums, "
+    "float lr, float eps, float weight_decay) -> ()",
+    check=_check,
+)
 def adagrad_reference(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
@@ -57,36 +71,15 @@ def adagrad_reference(
     weight_decay: float,
 ) -> None:
     """``ds_plugin::adagrad_`` in plain torch, on any device; arguments as in `adagrad_`, in the schema's order."""
-    lists = _check(params, grads, state_sums)
-    check_memory("adagrad_", lists, ("params", "state_sums"))
+    check_memory(_lists(params, grads, state_sums), ("params", "state_sums"))
     for p, grad, state_sum in zip(params, grads, state_sums, strict=True):
-        working = torch.promote_types(p.dtype, torch.float32)
-        param, g = p.to(working), grad.to(working)
+        dtype = working(p)
+        param, g = p.to(dtype), grad.to(dtype)
         if weight_decay:
             g = g + weight_decay * param
-        total = state_sum.to(working) + g * g
+        total = state_sum.to(dtype) + g * g
         p.copy_(param - lr * g / (total.sqrt() + eps))
         state_sum.copy_(total)
 
-
-def _fake(params: Sequence[Tensor], grads: Sequence[Tensor], state_sums: Sequence[Tensor], *numbers: float) -> None:
-    _check(params, grads, state_sums)
-
-
-def _check(
-    params: Sequence[Tensor], grads: Sequence[Tensor], state_sums: Sequence[Tensor]
-) -> dict[str, Sequence[Tensor]]:
-    lists = {"params": params, "grads": grads, "state_sums": state_sums}
-    check_lists("adagrad_", lists)
-    check_dtypes("adagrad_", lists)
-    return lists
-
-
-_library.define(
-    "adagrad_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] state_sums, "
-    "float lr, float eps, float weight_decay) -> ()",
-    reference=adagrad_reference,
-    fake=_fake,
-)
 
 __all__ = ["adagrad_", "adagrad_reference"]

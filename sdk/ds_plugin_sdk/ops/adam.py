@@ -8,15 +8,16 @@ import torch
 from torch import Tensor
 
 from ds_plugin_sdk.ops import _library
-from ds_plugin_sdk.ops._multi_tensor import (
+from ds_plugin_sdk.ops._checks import (
+    CheckError,
+    TensorLists,
     check_dtypes,
     check_lists,
     check_memory,
     check_steps,
-    mark_modified,
-    one_each,
     text,
 )
+from ds_plugin_sdk.ops._references import one_each, working
 
 _STATES = "Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, int[] steps"
 _NUMBERS = "float lr, float beta1, float beta2, float eps, float weight_decay"
@@ -52,7 +53,7 @@ def adam_(
     record the step; tensors that it writes count as modified.
 
     Args:
-        params: the parameters p, any shapes: float32, bfloat16, float16 (float64 by the reference alone).
+        params: the parameters p, any shapes: float32, bfloat16, float16 (float64: reference only).
         grads: the gradients g, shapes of params: the dtype of params, or float32. Not modified.
         exp_avgs: the first moments m, shapes of params: the dtype of params, or float32.
         exp_avg_sqs: the second moments v, as exp_avgs.
@@ -67,9 +68,10 @@ def adam_(
     Raises:
         InvalidTensorError: lengths, shapes, dtypes, devices or memory do not fit; nothing was modified.
     """
+    steps = [steps] if isinstance(steps, int) else steps
     numbers = (lr, *betas, eps, weight_decay, adamw, bias_correction)
-    _library.call("adam_", params, grads, exp_avgs, exp_avg_sqs, _as_list(steps), *numbers)
-    mark_modified(params, exp_avgs, exp_avg_sqs)
+    _library.call("adam_", params, grads, exp_avgs, exp_avg_sqs, steps, *numbers)
+    _library.mark_modified(params, exp_avgs, exp_avg_sqs)
 
 
 def adam_rollback_(
@@ -105,12 +107,29 @@ def adam_rollback_(
     Raises:
         InvalidTensorError: as `adam_`, or a tensor is not float32; nothing was modified.
     """
-    numbers = (lr, *betas, eps, weight_decay)
-    _library.call("adam_rollback_", params, grads, exp_avgs, exp_avg_sqs, _as_list(steps), *numbers)
-    mark_modified(params, exp_avgs, exp_avg_sqs)
+    steps = [steps] if isinstance(steps, int) else steps
+    _library.call("adam_rollback_", params, grads, exp_avgs, exp_avg_sqs, steps, lr, *betas, eps, weight_decay)
+    _library.mark_modified(params, exp_avgs, exp_avg_sqs)
 
 
-@torch.no_grad()
+def _lists(*lists: Sequence[Tensor]) -> TensorLists:
+    return dict(zip(("params", "grads", "exp_avgs", "exp_avg_sqs"), lists, strict=True))
+
+
+def _check(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    steps: Sequence[int],
+) -> None:
+    lists = _lists(params, grads, exp_avgs, exp_avg_sqs)
+    check_lists(lists)
+    check_dtypes(lists)
+    check_steps(steps, len(params))
+
+
+@_library.op(f"adam_({_STATES}, {_NUMBERS}, bool adamw, bool bias_correction) -> ()", check=_check)
 def adam_reference(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
@@ -126,18 +145,16 @@ def adam_reference(
     bias_correction: bool,
 ) -> None:
     """``ds_plugin::adam_`` in plain torch, on any device; arguments as in `adam_`, in the schema's order."""
-    lists = _named(params, grads, exp_avgs, exp_avg_sqs)
-    _check("adam_", lists, steps)
-    check_memory("adam_", lists, _WRITTEN)
+    check_memory(_lists(params, grads, exp_avgs, exp_avg_sqs), _WRITTEN)
     for p, grad, m, v, step in zip(params, grads, exp_avgs, exp_avg_sqs, one_each(steps, len(params)), strict=True):
         c1 = 1 - beta1**step if bias_correction else 1.0
         c2 = 1 - beta2**step if bias_correction else 1.0
-        working = torch.promote_types(p.dtype, torch.float32)
-        param, g = p.to(working), grad.to(working)
+        dtype = working(p)
+        param, g = p.to(dtype), grad.to(dtype)
         if weight_decay and not adamw:
             g = g + weight_decay * param
-        first = beta1 * m.to(working) + (1 - beta1) * g
-        second = beta2 * v.to(working) + (1 - beta2) * g * g
+        first = beta1 * m.to(dtype) + (1 - beta1) * g
+        second = beta2 * v.to(dtype) + (1 - beta2) * g * g
         change = lr / c1 * first / (second.sqrt() / c2**0.5 + eps)
         if weight_decay and adamw:
             change = change + lr * weight_decay * param
@@ -146,7 +163,23 @@ def adam_reference(
         v.copy_(second)
 
 
-@torch.no_grad()
+def _check_rollback(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    steps: Sequence[int],
+) -> None:
+    _check(params, grads, exp_avgs, exp_avg_sqs, steps)
+    for name, tensors in _lists(params, grads, exp_avgs, exp_avg_sqs).items():
+        if tensors and tensors[0].dtype != torch.float32:
+            raise CheckError(
+                f"{name} are {text(tensors[0].dtype)}; expected float32: "
+                "a step that was rounded to fewer bits cannot be undone"
+            )
+
+
+@_library.op(f"adam_rollback_({_STATES}, {_NUMBERS}) -> ()", check=_check_rollback)
 def adam_rollback_reference(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
@@ -160,9 +193,7 @@ def adam_rollback_reference(
     weight_decay: float,
 ) -> None:
     """``ds_plugin::adam_rollback_`` in plain torch; arguments as in `adam_rollback_`, in the schema's order."""
-    lists = _named(params, grads, exp_avgs, exp_avg_sqs)
-    _check_rollback(lists, steps)
-    check_memory("adam_rollback_", lists, _WRITTEN)
+    check_memory(_lists(params, grads, exp_avgs, exp_avg_sqs), _WRITTEN)
     for p, g, m, v, step in zip(params, grads, exp_avgs, exp_avg_sqs, one_each(steps, len(params)), strict=True):
         c1, c2 = 1 - beta1**step, 1 - beta2**step
         change = lr / c1 * m / (v.sqrt() / c2**0.5 + eps)
@@ -171,60 +202,5 @@ def adam_rollback_reference(
         m.copy_((m - (1 - beta1) * g) / beta1)
         v.copy_(((v - (1 - beta2) * g * g) / beta2).clamp_(min=0))
 
-
-def _fake_adam(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    exp_avg_sqs: Sequence[Tensor],
-    steps: Sequence[int],
-    *numbers: float,
-) -> None:
-    _check("adam_", _named(params, grads, exp_avgs, exp_avg_sqs), steps)
-
-
-def _fake_rollback(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    exp_avg_sqs: Sequence[Tensor],
-    steps: Sequence[int],
-    *numbers: float,
-) -> None:
-    _check_rollback(_named(params, grads, exp_avgs, exp_avg_sqs), steps)
-
-
-def _named(*lists: Sequence[Tensor]) -> dict[str, Sequence[Tensor]]:
-    return dict(zip(("params", "grads", "exp_avgs", "exp_avg_sqs"), lists, strict=True))
-
-
-def _check(op: str, lists: dict[str, Sequence[Tensor]], steps: Sequence[int]) -> None:
-    check_lists(op, lists)
-    check_dtypes(op, lists)
-    check_steps(op, steps, len(lists["params"]))
-
-
-def _check_rollback(lists: dict[str, Sequence[Tensor]], steps: Sequence[int]) -> None:
-    op = "adam_rollback_"
-    _check(op, lists, steps)
-    for name, tensors in lists.items():
-        if tensors and tensors[0].dtype != torch.float32:
-            raise _library.invalid(
-                op,
-                f"{name} are {text(tensors[0].dtype)}; expected float32: "
-                "a step that was rounded to fewer bits cannot be undone",
-            )
-
-
-def _as_list(steps: int | Sequence[int]) -> Sequence[int]:
-    return [steps] if isinstance(steps, int) else steps
-
-
-_library.define(
-    f"adam_({_STATES}, {_NUMBERS}, bool adamw, bool bias_correction) -> ()",
-    reference=adam_reference,
-    fake=_fake_adam,
-)
-_library.define(f"adam_rollback_({_STATES}, {_NUMBERS}) -> ()", reference=adam_rollback_reference, fake=_fake_rollback)
 
 __all__ = ["adam_", "adam_reference", "adam_rollback_", "adam_rollback_reference"]

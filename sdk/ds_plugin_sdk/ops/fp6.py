@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ds_plugin_sdk.ops import _library, _tensors
-from ds_plugin_sdk.ops._multi_tensor import text
+from ds_plugin_sdk.ops import _library
+from ds_plugin_sdk.ops._checks import DTYPES, CheckError, check_device, check_dtype, check_first, text
+from ds_plugin_sdk.ops._references import working
 
 # The magnitudes, in the order of their five bits.
 _MAGNITUDES = tuple(m / 16 for m in range(4)) + tuple(
@@ -57,26 +58,58 @@ def fp6_linear(input: Tensor, weight_2bit: Tensor, weight_4bit: Tensor, scales: 
     return result
 
 
-@torch.no_grad()
+def _check_pack(weight: Tensor) -> None:
+    check_dtype("weight", weight, torch.float16)
+    if weight.dim() != 2 or weight.numel() % 4:
+        raise CheckError(f"weight has shape {list(weight.shape)}; expected [outputs, inputs], a multiple of 4 elements")
+
+
+def _new_packed(weight: Tensor) -> tuple[Tensor, Tensor]:
+    elements = weight.shape[0] * weight.shape[1]
+    return (
+        weight.new_empty((elements // 4,), dtype=torch.uint8),
+        weight.new_empty((elements // 2,), dtype=torch.uint8),
+    )
+
+
+@_library.op("fp6_pack(Tensor weight) -> (Tensor, Tensor)", check=_check_pack, outputs=_new_packed)
 def fp6_pack_reference(weight: Tensor) -> tuple[Tensor, Tensor]:
     """``ds_plugin::fp6_pack`` in plain torch, on any device."""
-    _check_pack(weight)
     size = weight.abs().to(torch.float32).flatten()
     magnitudes = torch.tensor(_MAGNITUDES, device=weight.device)
     fits = ((size >= magnitudes[1]) & (size <= magnitudes[-1])) | (size == 0)
     if not bool(fits.all()):
-        raise _library.invalid("fp6_pack", "weight has values that six bits cannot hold; expected 0, or 1/16 to 28")
+        raise CheckError("weight has values that six bits cannot hold; expected 0, or 1/16 to 28")
     below = torch.searchsorted(magnitudes, size, right=True) - 1
     bits = below + 32 * torch.signbit(weight).flatten()
     upper, lower = bits >> 4, bits & 15
     return _bytes_of(upper, 2), _bytes_of(lower, 4)
 
 
-@torch.no_grad()
+def _check_linear(input: Tensor, weight_2bit: Tensor, weight_4bit: Tensor, scales: Tensor) -> None:
+    check_first("input", input)
+    if scales.dtype not in DTYPES or scales.dim() != 1:
+        raise CheckError(f"scales are {text(scales.dtype)} {list(scales.shape)}; expected floats [outputs]")
+    elements = scales.shape[0] * input.shape[-1]
+    for name, tensor, expected in (
+        ("weight_2bit", weight_2bit, elements // 4),
+        ("weight_4bit", weight_4bit, elements // 2),
+    ):
+        check_dtype(name, tensor, torch.uint8)
+        if elements % 4 or tensor.shape != (expected,):
+            raise CheckError(f"{name} has shape {list(tensor.shape)}; expected [{expected}]")
+    for name, tensor in (("weight_2bit", weight_2bit), ("weight_4bit", weight_4bit), ("scales", scales)):
+        check_device(name, tensor, input)
+
+
+@_library.op(
+    "fp6_linear(Tensor input, Tensor weight_2bit, Tensor weight_4bit, Tensor scales) -> Tensor",
+    check=_check_linear,
+    outputs=lambda input, scales: input.new_empty((*input.shape[:-1], scales.shape[0])),
+)
 def fp6_linear_reference(input: Tensor, weight_2bit: Tensor, weight_4bit: Tensor, scales: Tensor) -> Tensor:
     """``ds_plugin::fp6_linear`` in plain torch, on any device."""
-    _check_linear(input, weight_2bit, weight_4bit, scales)
-    dtype = _tensors.working(input)
+    dtype = working(input)
     bits = 16 * _numbers_in(weight_2bit, 2) + _numbers_in(weight_4bit, 4)
     values = torch.tensor([*_MAGNITUDES, *(-size for size in _MAGNITUDES)], dtype=dtype, device=input.device)
     weight = values[bits].view(scales.shape[0], -1) * scales.to(dtype).unsqueeze(1)
@@ -95,56 +128,5 @@ def _numbers_in(packed: Tensor, bits: int) -> Tensor:
     shifted = torch.bitwise_right_shift(packed.to(torch.int64).unsqueeze(1), shifts)
     return torch.bitwise_and(shifted, 2**bits - 1).flatten()
 
-
-def _check_pack(weight: Tensor) -> None:
-    if weight.dtype != torch.float16:
-        raise _library.invalid("fp6_pack", f"weight is {text(weight.dtype)}; expected float16")
-    if weight.dim() != 2 or weight.numel() % 4:
-        raise _library.invalid(
-            "fp6_pack", f"weight has shape {list(weight.shape)}; expected [outputs, inputs], a multiple of 4 elements"
-        )
-
-
-def _check_linear(input: Tensor, weight_2bit: Tensor, weight_4bit: Tensor, scales: Tensor) -> None:
-    op = "fp6_linear"
-    _tensors.check_first(op, "input", input)
-    if scales.dtype not in _tensors.DTYPES or scales.dim() != 1:
-        raise _library.invalid(op, f"scales are {text(scales.dtype)} {list(scales.shape)}; expected floats [outputs]")
-    elements = scales.shape[0] * input.shape[-1]
-    for name, tensor, expected in (
-        ("weight_2bit", weight_2bit, elements // 4),
-        ("weight_4bit", weight_4bit, elements // 2),
-    ):
-        if tensor.dtype != torch.uint8:
-            raise _library.invalid(op, f"{name} is {text(tensor.dtype)}; expected uint8")
-        if elements % 4 or tensor.shape != (expected,):
-            raise _library.invalid(op, f"{name} has shape {list(tensor.shape)}; expected [{expected}]")
-    for name, tensor in (("weight_2bit", weight_2bit), ("weight_4bit", weight_4bit), ("scales", scales)):
-        if tensor.device != input.device:
-            raise _library.invalid(
-                op, f"{name} is on {tensor.device}; expected {input.device}, all tensors on one device"
-            )
-
-
-def _fake_pack(weight: Tensor) -> tuple[Tensor, Tensor]:
-    _check_pack(weight)
-    elements = weight.shape[0] * weight.shape[1]
-    return (
-        weight.new_empty((elements // 4,), dtype=torch.uint8),
-        weight.new_empty((elements // 2,), dtype=torch.uint8),
-    )
-
-
-def _fake_linear(input: Tensor, weight_2bit: Tensor, weight_4bit: Tensor, scales: Tensor) -> Tensor:
-    _check_linear(input, weight_2bit, weight_4bit, scales)
-    return input.new_empty((*input.shape[:-1], scales.shape[0]))
-
-
-_library.define("fp6_pack(Tensor weight) -> (Tensor, Tensor)", reference=fp6_pack_reference, fake=_fake_pack)
-_library.define(
-    "fp6_linear(Tensor input, Tensor weight_2bit, Tensor weight_4bit, Tensor scales) -> Tensor",
-    reference=fp6_linear_reference,
-    fake=_fake_linear,
-)
 
 __all__ = ["fp6_linear", "fp6_pack"]

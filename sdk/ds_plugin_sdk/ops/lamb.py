@@ -8,16 +8,10 @@ import torch
 from torch import Tensor
 
 from ds_plugin_sdk.ops import _library
-from ds_plugin_sdk.ops._multi_tensor import (
-    check_dtypes,
-    check_lists,
-    check_memory,
-    check_steps,
-    mark_modified,
-    one_each,
-    text,
-)
+from ds_plugin_sdk.ops._checks import CheckError, check_dtypes, check_lists, check_memory, check_steps, text
+from ds_plugin_sdk.ops._references import one_each, working
 
+_LOW = (torch.bfloat16, torch.float16)
 _CHUNK = 4096  # elements whose squares the reference adds in one go
 
 
@@ -62,7 +56,7 @@ def lamb_(
     the formula says. Autograd does not record the step; tensors that it writes count as modified.
 
     Args:
-        params: the parameters p, any shapes: float32, bfloat16, float16 (float64 by the reference alone).
+        params: the parameters p, any shapes: float32, bfloat16, float16 (float64: reference only).
         grads: the gradients g, shapes of params: the dtype of params, or float32; any of the dtypes if params are
             float32. Not modified.
         exp_avgs: the first moments m, shapes of params: the dtype of params, or float32.
@@ -91,11 +85,45 @@ def lamb_(
     switches = (eps_inside_sqrt, bias_correction, correct_inside)
     steps = [steps] if isinstance(steps, int) else steps
     ratios: Tensor = _library.call("lamb_", params, grads, exp_avgs, exp_avg_sqs, copies, steps, *numbers, *switches)
-    mark_modified(params, exp_avgs, exp_avg_sqs, copies)
+    _library.mark_modified(params, exp_avgs, exp_avg_sqs, copies)
     return ratios
 
 
-@torch.no_grad()
+def _lists(*lists: Sequence[Tensor]) -> dict[str, Sequence[Tensor]]:
+    *others, copies = lists
+    named = dict(zip(("params", "grads", "exp_avgs", "exp_avg_sqs"), others, strict=True))
+    return named | {"copies": copies} if copies else named
+
+
+def _check(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    copies: Sequence[Tensor],
+    steps: Sequence[int],
+) -> None:
+    check_lists(_lists(params, grads, exp_avgs, exp_avg_sqs, copies))
+    # Float32 parameters take gradients of the model that they are the masters of.
+    low_grads = bool(params and grads) and params[0].dtype == torch.float32 and grads[0].dtype in _LOW
+    check_dtypes(_lists(params, params if low_grads else grads, exp_avgs, exp_avg_sqs, []))
+    if copies and copies[0].dtype not in (*_LOW, torch.float32, params[0].dtype):
+        raise CheckError(f"copies are {text(copies[0].dtype)}; expected float32, bfloat16 or float16")
+    check_steps(steps, len(params))
+
+
+def _new_ratios(params: Sequence[Tensor]) -> Tensor:
+    return params[0].new_empty(len(params), dtype=working(params[0])) if params else torch.empty(0)
+
+
+@_library.op(
+    "lamb_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
+    "Tensor(d!)[] copies, int[] steps, float lr, float beta1, float beta2, float eps, float weight_decay, "
+    "float min_coeff, float max_coeff, float grad_scale, bool eps_inside_sqrt, bool bias_correction, "
+    "bool correct_inside) -> Tensor",
+    check=_check,
+    outputs=_new_ratios,
+)
 def lamb_reference(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
@@ -116,18 +144,18 @@ def lamb_reference(
     correct_inside: bool,
 ) -> Tensor:
     """``ds_plugin::lamb_`` in plain torch, on any device; arguments as in `lamb_`, in the schema's order."""
-    lists = _check(params, grads, exp_avgs, exp_avg_sqs, copies, steps)
-    check_memory("lamb_", lists, tuple(name for name in lists if name != "grads"))
+    lists = _lists(params, grads, exp_avgs, exp_avg_sqs, copies)
+    check_memory(lists, [name for name in lists if name != "grads"])
     ratios = []
     for i, step in enumerate(one_each(steps, len(params))):
         p, m, v = params[i], exp_avgs[i], exp_avg_sqs[i]
         c1 = 1 - beta1**step if bias_correction else 1.0
         c2 = 1 - beta2**step if bias_correction else 1.0
-        working = torch.promote_types(p.dtype, torch.float32)
-        param, grad = p.to(working), grads[i].to(working) / grad_scale
-        m.copy_(beta1 * m.to(working) + (1 - beta1) * grad)
-        v.copy_(beta2 * v.to(working) + (1 - beta2) * grad * grad)
-        first, second = m.to(working), v.to(working)
+        dtype = working(p)
+        param, grad = p.to(dtype), grads[i].to(dtype) / grad_scale
+        m.copy_(beta1 * m.to(dtype) + (1 - beta1) * grad)
+        v.copy_(beta2 * v.to(dtype) + (1 - beta2) * grad * grad)
+        first, second = m.to(dtype), v.to(dtype)
         if correct_inside:
             first, second = first / c1, second / c2
         update = first / ((second + eps).sqrt() if eps_inside_sqrt else second.sqrt() + eps)
@@ -156,55 +184,5 @@ def _norm(x: Tensor) -> Tensor:
     norm: Tensor = torch.linalg.vector_norm(torch.cat([chunks, rest.view(1)]))
     return norm
 
-
-def _fake(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    exp_avg_sqs: Sequence[Tensor],
-    copies: Sequence[Tensor],
-    steps: Sequence[int],
-    *numbers: float,
-) -> Tensor:
-    _check(params, grads, exp_avgs, exp_avg_sqs, copies, steps)
-    if not params:
-        return torch.empty(0)
-    return params[0].new_empty(len(params), dtype=torch.promote_types(params[0].dtype, torch.float32))
-
-
-def _check(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    exp_avg_sqs: Sequence[Tensor],
-    copies: Sequence[Tensor],
-    steps: Sequence[int],
-) -> dict[str, Sequence[Tensor]]:
-    lists = {"params": params, "grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
-    low_grads = bool(params and grads) and params[0].dtype == torch.float32 and _is_low(grads[0])
-    check_lists("lamb_", lists | {"copies": copies} if copies else lists)
-    # Float32 parameters take gradients of the model that they are the masters of.
-    check_dtypes("lamb_", lists | {"grads": params} if low_grads else lists)
-    if copies and copies[0].dtype not in (*_LOW, torch.float32, params[0].dtype):
-        raise _library.invalid("lamb_", f"copies are {text(copies[0].dtype)}; expected float32, bfloat16 or float16")
-    check_steps("lamb_", steps, len(params))
-    return lists | {"copies": copies} if copies else lists
-
-
-_LOW = (torch.bfloat16, torch.float16)
-
-
-def _is_low(tensor: Tensor) -> bool:
-    return tensor.dtype in _LOW
-
-
-_library.define(
-    "lamb_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
-    "Tensor(d!)[] copies, int[] steps, float lr, float beta1, float beta2, float eps, float weight_decay, "
-    "float min_coeff, float max_coeff, float grad_scale, bool eps_inside_sqrt, bool bias_correction, "
-    "bool correct_inside) -> Tensor",
-    reference=lamb_reference,
-    fake=_fake,
-)
 
 __all__ = ["lamb_", "lamb_reference"]

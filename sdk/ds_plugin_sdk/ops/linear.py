@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from ds_plugin_sdk.ops import _library
-
-Activation = Literal["identity", "relu", "gelu", "gelu_tanh", "silu"]
-ACTIVATIONS: tuple[Activation, ...] = ("identity", "relu", "gelu", "gelu_tanh", "silu")
+from ds_plugin_sdk.ops._activations import ACTIVATIONS, Activation, activate, check_activation, number_of
+from ds_plugin_sdk.ops._checks import DTYPES, CheckError
+from ds_plugin_sdk.ops._references import working
 
 
 def linear(
@@ -30,7 +28,7 @@ def linear(
     activation of that of the second: ``h1 * activation(h2) + residual``.
 
     Args:
-        input: ``[..., in]``: float32, bfloat16, float16 (float64 by the reference alone).
+        input: ``[..., in]``: float32, bfloat16, float16 (float64: reference only).
         weight: ``[out, in]`` (``[2 * out, in]`` if gated): the dtype of input, or int8.
         bias: as many elements as `weight` has rows, the dtype of input.
         scales: ``[rows, groups]``, float32, for int8 weights only: weight ``[r, c]`` stands for
@@ -44,11 +42,8 @@ def linear(
     Raises:
         InvalidTensorError: shapes, dtypes or devices do not fit, or no such activation.
     """
-    if activation not in ACTIVATIONS:
-        raise _library.invalid("linear", f"activation is '{activation}'; expected one of {', '.join(ACTIVATIONS)}")
-    result: Tensor = _library.call(
-        "linear", input, weight, bias, scales, residual, ACTIVATIONS.index(activation), gated
-    )
+    number = number_of("linear", activation)
+    result: Tensor = _library.call("linear", input, weight, bias, scales, residual, number, gated)
     return result
 
 
@@ -83,6 +78,56 @@ def dequantize_weight(weight: Tensor, scales: Tensor, dtype: torch.dtype = torch
     return (groups * scales.unsqueeze(2)).flatten(1).to(dtype)
 
 
+def _check(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scales: Tensor | None,
+    residual: Tensor | None,
+    activation: int,
+    gated: bool,
+) -> None:
+    if input.dtype not in DTYPES:
+        raise CheckError(f"input is {input.dtype}; expected float32, bfloat16 or float16")
+    if weight.dim() != 2 or input.dim() == 0 or input.shape[-1] != weight.shape[1]:
+        raise CheckError(f"input is {list(input.shape)}, weight {list(weight.shape)}; expected [..., in] and [out, in]")
+    rows = weight.shape[0]
+    if gated and rows % 2:
+        raise CheckError(f"weight has {rows} rows; expected an even number for two halves")
+    check_activation(activation)
+    _check_scales(weight, scales, input.dtype)
+    expected = (("bias", bias, [rows]), ("residual", residual, [*input.shape[:-1], _columns(weight, gated)]))
+    for name, tensor, shape in expected:
+        if tensor is not None and (list(tensor.shape) != shape or tensor.dtype != input.dtype):
+            raise CheckError(f"{name} is {tensor.dtype} {list(tensor.shape)}; expected {input.dtype} {shape}")
+    for name, tensor in {"weight": weight, "bias": bias, "scales": scales, "residual": residual}.items():
+        if tensor is not None and tensor.device != input.device:
+            raise CheckError(f"{name} is on {tensor.device}; expected {input.device}, where input is")
+
+
+def _check_scales(weight: Tensor, scales: Tensor | None, dtype: torch.dtype) -> None:
+    if weight.dtype != torch.int8:
+        if scales is not None or weight.dtype != dtype:
+            raise CheckError(f"weight is {weight.dtype}; expected {dtype}, or int8 with scales")
+        return
+    rows, columns = weight.shape
+    if scales is None or scales.dim() != 2 or scales.shape[0] != rows or scales.dtype != torch.float32:
+        raise CheckError(f"weight is int8; expected scales in float32, [{rows}, groups]")
+    if scales.shape[1] == 0 or columns % scales.shape[1]:
+        raise CheckError(f"scales has {scales.shape[1]} groups; expected a divisor of {columns} columns")
+
+
+def _columns(weight: Tensor, gated: bool) -> int:
+    """How many outputs there are."""
+    return weight.shape[0] // 2 if gated else weight.shape[0]
+
+
+@_library.op(
+    "linear(Tensor input, Tensor weight, Tensor? bias, Tensor? scales, Tensor? residual, int activation, bool gated) "
+    "-> Tensor",
+    check=_check,
+    outputs=lambda input, weight, gated: input.new_empty((*input.shape[:-1], _columns(weight, gated))),
+)
 def linear_reference(
     input: Tensor,
     weight: Tensor,
@@ -93,96 +138,17 @@ def linear_reference(
     gated: bool,
 ) -> Tensor:
     """``ds_plugin::linear`` in plain torch, on any device; `activation` is an index into `ACTIVATIONS`."""
-    _check(input, weight, bias, scales, residual, activation, gated)
-    working = torch.promote_types(input.dtype, torch.float32)
-    matrix = weight.to(working) if scales is None else dequantize_weight(weight, scales.to(working), working)
-    hidden = functional.linear(input.to(working), matrix, None if bias is None else bias.to(working))
+    dtype = working(input)
+    matrix = weight.to(dtype) if scales is None else dequantize_weight(weight, scales.to(dtype), dtype)
+    hidden = functional.linear(input.to(dtype), matrix, None if bias is None else bias.to(dtype))
     first, second = hidden.chunk(2, dim=-1) if gated else (None, hidden)
     result = activate(second, ACTIVATIONS[activation])
     if first is not None:
         result = first * result
     if residual is not None:
-        result = result + residual.to(working)
+        result = result + residual.to(dtype)
     return result.to(input.dtype)
 
-
-def activate(x: Tensor, activation: Activation) -> Tensor:
-    """An activation by its name."""
-    if activation == "relu":
-        return functional.relu(x)
-    if activation == "gelu":
-        return functional.gelu(x)
-    if activation == "gelu_tanh":
-        return functional.gelu(x, approximate="tanh")
-    return functional.silu(x) if activation == "silu" else x.clone()
-
-
-def _fake(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    scales: Tensor | None,
-    residual: Tensor | None,
-    activation: int,
-    gated: bool,
-) -> Tensor:
-    out = _check(input, weight, bias, scales, residual, activation, gated)
-    return input.new_empty((*input.shape[:-1], out))
-
-
-def _check(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    scales: Tensor | None,
-    residual: Tensor | None,
-    activation: int,
-    gated: bool,
-) -> int:
-    """The number of outputs; refuses what does not fit."""
-    if input.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-        raise _invalid(f"input is {input.dtype}; expected float32, bfloat16 or float16")
-    if weight.dim() != 2 or input.dim() == 0 or input.shape[-1] != weight.shape[1]:
-        raise _invalid(f"input is {list(input.shape)}, weight {list(weight.shape)}; expected [..., in] and [out, in]")
-    rows = weight.shape[0]
-    if gated and rows % 2:
-        raise _invalid(f"weight has {rows} rows; expected an even number for two halves")
-    if not 0 <= activation < len(ACTIVATIONS):
-        raise _invalid(f"activation is {activation}; expected 0 to {len(ACTIVATIONS) - 1}")
-    _check_scales(weight, scales, input.dtype)
-    out = rows // 2 if gated else rows
-    for name, tensor, shape in (("bias", bias, [rows]), ("residual", residual, [*input.shape[:-1], out])):
-        if tensor is not None and (list(tensor.shape) != shape or tensor.dtype != input.dtype):
-            raise _invalid(f"{name} is {tensor.dtype} {list(tensor.shape)}; expected {input.dtype} {shape}")
-    tensors = {"weight": weight, "bias": bias, "scales": scales, "residual": residual}
-    for name, tensor in tensors.items():
-        if tensor is not None and tensor.device != input.device:
-            raise _invalid(f"{name} is on {tensor.device}; expected {input.device}, where input is")
-    return out
-
-
-def _check_scales(weight: Tensor, scales: Tensor | None, dtype: torch.dtype) -> None:
-    if weight.dtype != torch.int8:
-        if scales is not None or weight.dtype != dtype:
-            raise _invalid(f"weight is {weight.dtype}; expected {dtype}, or int8 with scales")
-        return
-    rows, columns = weight.shape
-    if scales is None or scales.dim() != 2 or scales.shape[0] != rows or scales.dtype != torch.float32:
-        raise _invalid(f"weight is int8; expected scales in float32, [{rows}, groups]")
-    if scales.shape[1] == 0 or columns % scales.shape[1]:
-        raise _invalid(f"scales has {scales.shape[1]} groups; expected a divisor of {columns} columns")
-
-
-def _invalid(message: str) -> Exception:
-    return _library.invalid("linear", message)
-
-
-_library.define(
-    "linear(Tensor input, Tensor weight, Tensor? bias, Tensor? scales, Tensor? residual, int activation, bool gated) "
-    "-> Tensor",
-    reference=linear_reference,
-    fake=_fake,
-)
 
 __all__ = [
     "ACTIVATIONS",

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from ds_plugin_sdk.ops import _library
-from ds_plugin_sdk.ops._multi_tensor import check_dtypes, check_lists, check_memory, mark_modified
+from ds_plugin_sdk.ops._checks import TensorLists, check_dtypes, check_lists, check_memory
+from ds_plugin_sdk.ops._references import working
 
 
 def lion_(
@@ -33,7 +34,7 @@ def lion_(
     count as modified.
 
     Args:
-        params: the parameters p, any shapes: float32, bfloat16, float16 (float64 by the reference alone).
+        params: the parameters p, any shapes: float32, bfloat16, float16 (float64: reference only).
         grads: the gradients g, shapes of params: the dtype of params, or float32. Not modified.
         exp_avgs: the moments m, shapes of params: the dtype of params, or float32.
         lr: learning rate.
@@ -44,10 +45,24 @@ def lion_(
         InvalidTensorError: lengths, shapes, dtypes, devices or memory do not fit; nothing was modified.
     """
     _library.call("lion_", params, grads, exp_avgs, lr, *betas, weight_decay)
-    mark_modified(params, exp_avgs)
+    _library.mark_modified(params, exp_avgs)
 
 
-@torch.no_grad()
+def _lists(params: Sequence[Tensor], grads: Sequence[Tensor], exp_avgs: Sequence[Tensor]) -> TensorLists:
+    return {"params": params, "grads": grads, "exp_avgs": exp_avgs}
+
+
+def _check(params: Sequence[Tensor], grads: Sequence[Tensor], exp_avgs: Sequence[Tensor]) -> None:
+    lists = _lists(params, grads, exp_avgs)
+    check_lists(lists)
+    check_dtypes(lists)
+
+
+@_library.op(
+    "lion_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, "
+    "float lr, float beta1, float beta2, float weight_decay) -> ()",
+    check=_check,
+)
 def lion_reference(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
@@ -58,11 +73,10 @@ def lion_reference(
     weight_decay: float,
 ) -> None:
     """``ds_plugin::lion_`` in plain torch, on any device; arguments as in `lion_`, in the schema's order."""
-    lists = _check(params, grads, exp_avgs)
-    check_memory("lion_", lists, ("params", "exp_avgs"))
+    check_memory(_lists(params, grads, exp_avgs), ("params", "exp_avgs"))
     for p, grad, m in zip(params, grads, exp_avgs, strict=True):
-        working = torch.promote_types(p.dtype, torch.float32)
-        param, g, first = p.to(working), grad.to(working), m.to(working)
+        dtype = working(p)
+        param, g, first = p.to(dtype), grad.to(dtype), m.to(dtype)
         direction = beta1 * first + (1 - beta1) * g
         # torch.sign makes 0 of NaN, which would hide a broken gradient.
         change = lr * torch.where(direction.isnan(), direction, direction.sign())
@@ -71,25 +85,5 @@ def lion_reference(
         p.copy_(param - change)
         m.copy_(beta2 * first + (1 - beta2) * g)
 
-
-def _fake(params: Sequence[Tensor], grads: Sequence[Tensor], exp_avgs: Sequence[Tensor], *numbers: float) -> None:
-    _check(params, grads, exp_avgs)
-
-
-def _check(
-    params: Sequence[Tensor], grads: Sequence[Tensor], exp_avgs: Sequence[Tensor]
-) -> dict[str, Sequence[Tensor]]:
-    lists = {"params": params, "grads": grads, "exp_avgs": exp_avgs}
-    check_lists("lion_", lists)
-    check_dtypes("lion_", lists)
-    return lists
-
-
-_library.define(
-    "lion_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, "
-    "float lr, float beta1, float beta2, float weight_decay) -> ()",
-    reference=lion_reference,
-    fake=_fake,
-)
 
 __all__ = ["lion_", "lion_reference"]

@@ -8,7 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ds_plugin_sdk.ops import _library, _tensors
+from ds_plugin_sdk.ops import _library
+from ds_plugin_sdk.ops._checks import check_first, check_other
+from ds_plugin_sdk.ops._references import working
 
 
 def layer_norm(input: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:
@@ -18,7 +20,7 @@ def layer_norm(input: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -
     tensors), rounded once, as in all ops of this module.
 
     Args:
-        input: x, ``[..., columns]``: float32, bfloat16, float16 (float64 by the reference alone).
+        input: x, ``[..., columns]``: float32, bfloat16, float16 (float64: reference only).
         weight, bias: ``[columns]``, the dtype of input.
         eps: added to the variance.
 
@@ -85,43 +87,70 @@ def pre_rms_norm(input: Tensor, residual: Tensor, weight: Tensor, eps: float = 1
     return result
 
 
-@torch.no_grad()
+def _check(
+    input: Tensor,
+    weight: Tensor,
+    residual: Tensor | None = None,
+    input_bias: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> None:
+    check_first("input", input)
+    columns = input.shape[-1:]
+    check_other("weight", weight, input, columns)
+    check_other("residual", residual, input, input.shape)
+    check_other("input_bias", input_bias, input, columns)
+    check_other("bias", bias, input, columns)
+
+
+def _normalised(input: Tensor) -> Tensor:
+    return input.new_empty(input.shape)
+
+
+def _normalised_and_sum(input: Tensor) -> tuple[Tensor, Tensor]:
+    return input.new_empty(input.shape), input.new_empty(input.shape)
+
+
+_WITH_RESIDUAL = "Tensor input, Tensor residual, Tensor? input_bias, Tensor weight, Tensor bias, float eps"
+
+
+@_library.op(
+    "layer_norm(Tensor input, Tensor weight, Tensor bias, float eps) -> Tensor", check=_check, outputs=_normalised
+)
 def layer_norm_reference(input: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """``ds_plugin::layer_norm`` in plain torch, on any device."""
-    _check("layer_norm", input, weight, bias=bias)
-    return _layer_norm(input.to(_tensors.working(input)), weight, bias, eps)
+    return _layer_norm(input.to(working(input)), weight, bias, eps)
 
 
-@torch.no_grad()
+@_library.op(f"post_layer_norm({_WITH_RESIDUAL}) -> Tensor", check=_check, outputs=_normalised)
 def post_layer_norm_reference(
     input: Tensor, residual: Tensor, input_bias: Tensor | None, weight: Tensor, bias: Tensor, eps: float
 ) -> Tensor:
     """``ds_plugin::post_layer_norm`` in plain torch, on any device."""
-    _check("post_layer_norm", input, weight, residual=residual, input_bias=input_bias, bias=bias)
     return _layer_norm(_sum(input, residual, input_bias), weight, bias, eps)
 
 
-@torch.no_grad()
+@_library.op(f"pre_layer_norm({_WITH_RESIDUAL}) -> (Tensor, Tensor)", check=_check, outputs=_normalised_and_sum)
 def pre_layer_norm_reference(
     input: Tensor, residual: Tensor, input_bias: Tensor | None, weight: Tensor, bias: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     """``ds_plugin::pre_layer_norm`` in plain torch, on any device."""
-    _check("pre_layer_norm", input, weight, residual=residual, input_bias=input_bias, bias=bias)
     total = _sum(input, residual, input_bias)
     return _layer_norm(total, weight, bias, eps), _rounded(total, input)
 
 
-@torch.no_grad()
+@_library.op("rms_norm(Tensor input, Tensor weight, float eps) -> Tensor", check=_check, outputs=_normalised)
 def rms_norm_reference(input: Tensor, weight: Tensor, eps: float) -> Tensor:
     """``ds_plugin::rms_norm`` in plain torch, on any device."""
-    _check("rms_norm", input, weight)
-    return _rms_norm(input.to(_tensors.working(input)), weight, eps)
+    return _rms_norm(input.to(working(input)), weight, eps)
 
 
-@torch.no_grad()
+@_library.op(
+    "pre_rms_norm(Tensor input, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)",
+    check=_check,
+    outputs=_normalised_and_sum,
+)
 def pre_rms_norm_reference(input: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """``ds_plugin::pre_rms_norm`` in plain torch, on any device."""
-    _check("pre_rms_norm", input, weight, residual=residual)
     total = _sum(input, residual, None)
     return _rms_norm(total, weight, eps), _rounded(total, input)
 
@@ -138,7 +167,7 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _sum(input: Tensor, residual: Tensor, input_bias: Tensor | None) -> Tensor:
-    dtype = _tensors.working(input)
+    dtype = working(input)
     total = input.to(dtype) + residual.to(dtype)
     return total if input_bias is None else total + input_bias.to(dtype)
 
@@ -147,66 +176,5 @@ def _rounded(x: Tensor, like: Tensor) -> Tensor:
     """A new contiguous tensor, which the op may return."""
     return x.to(like.dtype, memory_format=torch.contiguous_format, copy=True)
 
-
-def _check(op: str, input: Tensor, weight: Tensor, **others: Tensor | None) -> None:
-    _tensors.check_first(op, "input", input)
-    columns = input.shape[-1:]
-    _tensors.check(op, "weight", weight, input, columns)
-    for name, tensor in others.items():
-        _tensors.check(op, name, tensor, input, input.shape if name == "residual" else columns)
-
-
-def _fake_layer_norm(input: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    _check("layer_norm", input, weight, bias=bias)
-    return input.new_empty(input.shape)
-
-
-def _fake_post_layer_norm(
-    input: Tensor, residual: Tensor, input_bias: Tensor | None, weight: Tensor, bias: Tensor, eps: float
-) -> Tensor:
-    _check("post_layer_norm", input, weight, residual=residual, input_bias=input_bias, bias=bias)
-    return input.new_empty(input.shape)
-
-
-def _fake_pre_layer_norm(
-    input: Tensor, residual: Tensor, input_bias: Tensor | None, weight: Tensor, bias: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    _check("pre_layer_norm", input, weight, residual=residual, input_bias=input_bias, bias=bias)
-    return input.new_empty(input.shape), input.new_empty(input.shape)
-
-
-def _fake_rms_norm(input: Tensor, weight: Tensor, eps: float) -> Tensor:
-    _check("rms_norm", input, weight)
-    return input.new_empty(input.shape)
-
-
-def _fake_pre_rms_norm(input: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    _check("pre_rms_norm", input, weight, residual=residual)
-    return input.new_empty(input.shape), input.new_empty(input.shape)
-
-
-_WITH_RESIDUAL = "Tensor input, Tensor residual, Tensor? input_bias, Tensor weight, Tensor bias, float eps"
-
-_library.define(
-    "layer_norm(Tensor input, Tensor weight, Tensor bias, float eps) -> Tensor",
-    reference=layer_norm_reference,
-    fake=_fake_layer_norm,
-)
-_library.define(
-    f"post_layer_norm({_WITH_RESIDUAL}) -> Tensor", reference=post_layer_norm_reference, fake=_fake_post_layer_norm
-)
-_library.define(
-    f"pre_layer_norm({_WITH_RESIDUAL}) -> (Tensor, Tensor)",
-    reference=pre_layer_norm_reference,
-    fake=_fake_pre_layer_norm,
-)
-_library.define(
-    "rms_norm(Tensor input, Tensor weight, float eps) -> Tensor", reference=rms_norm_reference, fake=_fake_rms_norm
-)
-_library.define(
-    "pre_rms_norm(Tensor input, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)",
-    reference=pre_rms_norm_reference,
-    fake=_fake_pre_rms_norm,
-)
 
 __all__ = ["layer_norm", "post_layer_norm", "pre_layer_norm", "pre_rms_norm", "rms_norm"]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ds_plugin_sdk.ops import _library
-from ds_plugin_sdk.ops._multi_tensor import check_memory, mark_modified
+from ds_plugin_sdk.ops._checks import CheckError, check_memory
 
 
 def token_sort_(indices: Tensor, seq_len: int) -> Tensor:
@@ -33,7 +33,7 @@ def token_sort_(indices: Tensor, seq_len: int) -> Tensor:
         InvalidTensorError: dtype or shape does not fit, or an index is out of range; nothing was modified.
     """
     _library.call("token_sort_", indices, seq_len)
-    mark_modified([indices])
+    _library.mark_modified([indices])
     return indices
 
 
@@ -76,7 +76,7 @@ def token_scatter_(
             modified.
     """
     _library.call("token_scatter_", all_activations, layer_activations, indices, batch_first)
-    mark_modified([all_activations])
+    _library.mark_modified([all_activations])
     return all_activations
 
 
@@ -114,144 +114,58 @@ def mask_gather_gpt(mask: Tensor, reserved: int) -> Tensor:
     return result
 
 
-# ---- references ------------------------------------------------------------------------------------------------------
-@torch.no_grad()
+# ---- checks ----------------------------------------------------------------------------------------------------------
+def _check_indices(indices: Tensor, dimensions: int) -> None:
+    if indices.dtype != torch.int32:
+        raise CheckError("indices have another dtype; expected int32")
+    if indices.dim() != dimensions:
+        raise CheckError(f"indices has {indices.dim()} dimensions; expected {dimensions}")
+
+
+def _check_range(indices: Tensor, seq_len: int) -> None:
+    if indices.numel() and not 0 <= int(indices.min()) <= int(indices.max()) < seq_len:
+        raise CheckError(f"indices has an entry that is no token; expected at least 0 and less than {seq_len}")
+
+
+def _check_tokens(name: str, activations: Tensor, indices: Tensor, batch_first: bool) -> None:
+    _check_indices(indices, 2)
+    if activations.device != indices.device:
+        raise CheckError(f"indices is on another device than {name}; expected all tensors on one")
+    if activations.dim() != 3:
+        raise CheckError(f"{name} has {activations.dim()} dimensions; expected 3")
+    batch = activations.shape[0 if batch_first else 1]
+    if indices.shape[0] != batch:
+        raise CheckError(f"indices has {indices.shape[0]} rows; expected {batch}, one for each sequence of {name}")
+
+
+def _check_mask(mask: Tensor) -> None:
+    if mask.dim() != 4 or mask.shape[1] != 1 or mask.shape[2] != mask.shape[3]:
+        raise CheckError(f"mask has shape {list(mask.shape)}; expected [batch, 1, sequence, sequence]")
+
+
+# ---- token_sort_ -----------------------------------------------------------------------------------------------------
+def _check_sort(indices: Tensor) -> None:
+    if indices.dtype != torch.int32:
+        raise CheckError("indices have another dtype; expected int32")
+    if indices.dim() == 0:
+        raise CheckError("indices has no dimensions; expected [..., reserved]")
+
+
+@_library.op("token_sort_(Tensor(a!) indices, int seq_len) -> ()", check=_check_sort)
 def token_sort_reference(indices: Tensor, seq_len: int) -> None:
     """``ds_plugin::token_sort_`` in plain torch, on any device."""
-    _check_sort(indices)
-    check_memory("token_sort_", {"indices": [indices]}, ("indices",))
-    _check_range("token_sort_", indices, seq_len)
+    check_memory({"indices": [indices]}, ("indices",))
+    _check_range(indices, seq_len)
     indices.copy_(indices.sort(dim=-1).values)
 
 
-@torch.no_grad()
-def token_gather_reference(activations: Tensor, indices: Tensor, batch_first: bool) -> Tensor:
-    """``ds_plugin::token_gather`` in plain torch, on any device."""
-    _check_tokens("token_gather", "activations", activations, indices, batch_first)
-    _check_range("token_gather", indices, activations.shape[1 if batch_first else 0])
-    return activations[_places(indices, batch_first)].contiguous()
+# ---- token_gather ----------------------------------------------------------------------------------------------------
+def _check_gather(activations: Tensor, indices: Tensor, batch_first: bool) -> None:
+    _check_tokens("activations", activations, indices, batch_first)
 
 
-@torch.no_grad()
-def token_scatter_reference(
-    all_activations: Tensor, layer_activations: Tensor, indices: Tensor, batch_first: bool
-) -> None:
-    """``ds_plugin::token_scatter_`` in plain torch, on any device."""
-    _check_scatter(all_activations, layer_activations, indices, batch_first)
-    tensors = {"all_activations": [all_activations], "layer_activations": [layer_activations]}
-    check_memory("token_scatter_", tensors, ("all_activations",))
-    _check_range("token_scatter_", indices, all_activations.shape[1 if batch_first else 0])
-    # torch's threads share the rows below: only rows that hold the same may have the same place.
-    last = _places(_last_equal(indices, all_activations.shape[1 if batch_first else 0]), batch_first)
-    all_activations[_places(indices, batch_first)] = layer_activations[last]
-
-
-@torch.no_grad()
-def mask_gather_bert_reference(mask: Tensor, indices: Tensor) -> Tensor:
-    """``ds_plugin::mask_gather_bert`` in plain torch, on any device."""
-    _check_bert(mask, indices)
-    _check_range("mask_gather_bert", indices, mask.shape[-1])
-    long = indices.long()
-    batch = torch.arange(mask.shape[0], device=mask.device).view(1, -1, 1, 1)
-    return mask[batch, 0, long[..., :, None], long[..., None, :]].unsqueeze(2).contiguous()
-
-
-@torch.no_grad()
-def mask_gather_gpt_reference(mask: Tensor, reserved: int) -> Tensor:
-    """``ds_plugin::mask_gather_gpt`` in plain torch, on any device."""
-    _check_gpt(mask, reserved)
-    return mask[:, :, :reserved, :reserved].clone(memory_format=torch.contiguous_format)
-
-
-def _places(indices: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
-    """Where tokens lie among the first two dimensions of activations."""
-    batch = torch.arange(indices.shape[0], device=indices.device)
-    tokens = indices.long()
-    return (batch[:, None], tokens) if batch_first else (tokens.t(), batch)
-
-
-def _last_equal(indices: Tensor, seq_len: int) -> Tensor:
-    """For each of a row's indices the position of the last one that is equal: ``[5, 2, 5]`` gives ``[2, 1, 2]``."""
-    tokens = indices.long()
-    positions = torch.arange(indices.shape[1], device=indices.device).expand_as(tokens)
-    last = torch.zeros(indices.shape[0], seq_len, dtype=torch.int64, device=indices.device)
-    return last.scatter_reduce_(1, tokens, positions, "amax").gather(1, tokens)
-
-
-# ---- checks ----------------------------------------------------------------------------------------------------------
-def _check_indices(op: str, indices: Tensor, dimensions: int) -> None:
-    if indices.dtype != torch.int32:
-        raise _library.invalid(op, "indices have another dtype; expected int32")
-    if indices.dim() != dimensions:
-        raise _library.invalid(op, f"indices has {indices.dim()} dimensions; expected {dimensions}")
-
-
-def _check_range(op: str, indices: Tensor, seq_len: int) -> None:
-    if indices.numel() and not 0 <= int(indices.min()) <= int(indices.max()) < seq_len:
-        raise _library.invalid(
-            op, f"indices has an entry that is no token; expected at least 0 and less than {seq_len}"
-        )
-
-
-def _check_sort(indices: Tensor) -> None:
-    if indices.dtype != torch.int32:
-        raise _library.invalid("token_sort_", "indices have another dtype; expected int32")
-    if indices.dim() == 0:
-        raise _library.invalid("token_sort_", "indices has no dimensions; expected [..., reserved]")
-
-
-def _check_tokens(op: str, name: str, activations: Tensor, indices: Tensor, batch_first: bool) -> None:
-    _check_indices(op, indices, 2)
-    if activations.device != indices.device:
-        raise _library.invalid(op, f"indices is on another device than {name}; expected all tensors on one")
-    if activations.dim() != 3:
-        raise _library.invalid(op, f"{name} has {activations.dim()} dimensions; expected 3")
-    batch = activations.shape[0 if batch_first else 1]
-    if indices.shape[0] != batch:
-        raise _library.invalid(
-            op, f"indices has {indices.shape[0]} rows; expected {batch}, one for each sequence of {name}"
-        )
-
-
-def _check_scatter(all_activations: Tensor, layer_activations: Tensor, indices: Tensor, batch_first: bool) -> None:
-    op = "token_scatter_"
-    _check_tokens(op, "all_activations", all_activations, indices, batch_first)
-    if layer_activations.device != indices.device:
-        raise _library.invalid(
-            op, "layer_activations is on another device than all_activations; expected all tensors on one"
-        )
-    if layer_activations.dtype != all_activations.dtype:
-        raise _library.invalid(op, "layer_activations have another dtype; expected that of all_activations")
-    expected = _gathered_shape(all_activations, indices, batch_first)
-    if layer_activations.shape != expected:
-        raise _library.invalid(
-            op, f"layer_activations has shape {list(layer_activations.shape)}; expected {list(expected)}"
-        )
-
-
-def _check_mask(op: str, mask: Tensor) -> None:
-    if mask.dim() != 4 or mask.shape[1] != 1 or mask.shape[2] != mask.shape[3]:
-        raise _library.invalid(op, f"mask has shape {list(mask.shape)}; expected [batch, 1, sequence, sequence]")
-
-
-def _check_bert(mask: Tensor, indices: Tensor) -> None:
-    op = "mask_gather_bert"
-    _check_mask(op, mask)
-    _check_indices(op, indices, 3)
-    if mask.device != indices.device:
-        raise _library.invalid(op, "indices is on another device than mask; expected all tensors on one")
-    if indices.shape[1] != mask.shape[0]:
-        raise _library.invalid(
-            op, f"indices has shape {list(indices.shape)}; expected [layers, {mask.shape[0]}, reserved], as mask"
-        )
-
-
-def _check_gpt(mask: Tensor, reserved: int) -> None:
-    _check_mask("mask_gather_gpt", mask)
-    if not 0 <= reserved <= mask.shape[3]:
-        raise _library.invalid(
-            "mask_gather_gpt", f"reserved is {reserved}; expected at least 0 and at most {mask.shape[3]}, as mask"
-        )
+def _new_gathered(activations: Tensor, indices: Tensor, batch_first: bool) -> Tensor:
+    return activations.new_empty(_gathered_shape(activations, indices, batch_first))
 
 
 def _gathered_shape(activations: Tensor, indices: Tensor, batch_first: bool) -> torch.Size:
@@ -260,25 +174,11 @@ def _gathered_shape(activations: Tensor, indices: Tensor, batch_first: bool) -> 
     return torch.Size((batch, reserved, channels) if batch_first else (reserved, batch, channels))
 
 
-# ---- tracing and derivatives -----------------------------------------------------------------------------------------
-def _fake_sort(indices: Tensor, seq_len: int) -> None:
-    _check_sort(indices)
-
-
-def _fake_gather(activations: Tensor, indices: Tensor, batch_first: bool) -> Tensor:
-    _check_tokens("token_gather", "activations", activations, indices, batch_first)
-    return activations.new_empty(_gathered_shape(activations, indices, batch_first))
-
-
-def _fake_bert(mask: Tensor, indices: Tensor) -> Tensor:
-    _check_bert(mask, indices)
-    layers, batch, reserved = indices.shape
-    return mask.new_empty(layers, batch, 1, reserved, reserved)
-
-
-def _fake_gpt(mask: Tensor, reserved: int) -> Tensor:
-    _check_gpt(mask, reserved)
-    return mask.new_empty(mask.shape[0], 1, reserved, reserved)
+def _places(indices: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
+    """Where tokens lie among the first two dimensions of activations."""
+    batch = torch.arange(indices.shape[0], device=indices.device)
+    tokens = indices.long()
+    return (batch[:, None], tokens) if batch_first else (tokens.t(), batch)
 
 
 def _setup_gather(ctx: Any, inputs: tuple[Tensor, Tensor, bool], output: Tensor) -> None:
@@ -294,23 +194,94 @@ def _gather_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
     return result.index_put_(_places(indices, ctx.batch_first), grad, accumulate=True), None, None
 
 
-_library.define("token_sort_(Tensor(a!) indices, int seq_len) -> ()", reference=token_sort_reference, fake=_fake_sort)
-_library.define(
+@_library.op(
     "token_gather(Tensor activations, Tensor indices, bool batch_first) -> Tensor",
-    reference=token_gather_reference,
-    fake=_fake_gather,
+    check=_check_gather,
+    outputs=_new_gathered,
     autograd=_library.Autograd(_gather_backward, _setup_gather),
 )
-_library.define(
+def token_gather_reference(activations: Tensor, indices: Tensor, batch_first: bool) -> Tensor:
+    """``ds_plugin::token_gather`` in plain torch, on any device."""
+    _check_range(indices, activations.shape[1 if batch_first else 0])
+    return activations[_places(indices, batch_first)].contiguous()
+
+
+# ---- token_scatter_ --------------------------------------------------------------------------------------------------
+def _check_scatter(all_activations: Tensor, layer_activations: Tensor, indices: Tensor, batch_first: bool) -> None:
+    _check_tokens("all_activations", all_activations, indices, batch_first)
+    if layer_activations.device != indices.device:
+        raise CheckError("layer_activations is on another device than all_activations; expected all tensors on one")
+    if layer_activations.dtype != all_activations.dtype:
+        raise CheckError("layer_activations have another dtype; expected that of all_activations")
+    expected = _gathered_shape(all_activations, indices, batch_first)
+    if layer_activations.shape != expected:
+        raise CheckError(f"layer_activations has shape {list(layer_activations.shape)}; expected {list(expected)}")
+
+
+@_library.op(
     "token_scatter_(Tensor(a!) all_activations, Tensor layer_activations, Tensor indices, bool batch_first) -> ()",
-    reference=token_scatter_reference,
-    fake=_check_scatter,
+    check=_check_scatter,
 )
-_library.define(
-    "mask_gather_bert(Tensor mask, Tensor indices) -> Tensor", reference=mask_gather_bert_reference, fake=_fake_bert
+def token_scatter_reference(
+    all_activations: Tensor, layer_activations: Tensor, indices: Tensor, batch_first: bool
+) -> None:
+    """``ds_plugin::token_scatter_`` in plain torch, on any device."""
+    tensors = {"all_activations": [all_activations], "layer_activations": [layer_activations]}
+    check_memory(tensors, ("all_activations",))
+    _check_range(indices, all_activations.shape[1 if batch_first else 0])
+    # torch's threads share the rows below: only rows that hold the same may have the same place.
+    last = _places(_last_equal(indices, all_activations.shape[1 if batch_first else 0]), batch_first)
+    all_activations[_places(indices, batch_first)] = layer_activations[last]
+
+
+def _last_equal(indices: Tensor, seq_len: int) -> Tensor:
+    """For each of a row's indices the position of the last one that is equal: ``[5, 2, 5]`` gives ``[2, 1, 2]``."""
+    tokens = indices.long()
+    positions = torch.arange(indices.shape[1], device=indices.device).expand_as(tokens)
+    last = torch.zeros(indices.shape[0], seq_len, dtype=torch.int64, device=indices.device)
+    return last.scatter_reduce_(1, tokens, positions, "amax").gather(1, tokens)
+
+
+# ---- masks -----------------------------------------------------------------------------------------------------------
+def _check_bert(mask: Tensor, indices: Tensor) -> None:
+    _check_mask(mask)
+    _check_indices(indices, 3)
+    if mask.device != indices.device:
+        raise CheckError("indices is on another device than mask; expected all tensors on one")
+    if indices.shape[1] != mask.shape[0]:
+        raise CheckError(
+            f"indices has shape {list(indices.shape)}; expected [layers, {mask.shape[0]}, reserved], as mask"
+        )
+
+
+def _new_bert(mask: Tensor, indices: Tensor) -> Tensor:
+    layers, batch, reserved = indices.shape
+    return mask.new_empty(layers, batch, 1, reserved, reserved)
+
+
+@_library.op("mask_gather_bert(Tensor mask, Tensor indices) -> Tensor", check=_check_bert, outputs=_new_bert)
+def mask_gather_bert_reference(mask: Tensor, indices: Tensor) -> Tensor:
+    """``ds_plugin::mask_gather_bert`` in plain torch, on any device."""
+    _check_range(indices, mask.shape[-1])
+    long = indices.long()
+    batch = torch.arange(mask.shape[0], device=mask.device).view(1, -1, 1, 1)
+    return mask[batch, 0, long[..., :, None], long[..., None, :]].unsqueeze(2).contiguous()
+
+
+def _check_gpt(mask: Tensor, reserved: int) -> None:
+    _check_mask(mask)
+    if not 0 <= reserved <= mask.shape[3]:
+        raise CheckError(f"reserved is {reserved}; expected at least 0 and at most {mask.shape[3]}, as mask")
+
+
+@_library.op(
+    "mask_gather_gpt(Tensor mask, int reserved) -> Tensor",
+    check=_check_gpt,
+    outputs=lambda mask, reserved: mask.new_empty(mask.shape[0], 1, reserved, reserved),
 )
-_library.define(
-    "mask_gather_gpt(Tensor mask, int reserved) -> Tensor", reference=mask_gather_gpt_reference, fake=_fake_gpt
-)
+def mask_gather_gpt_reference(mask: Tensor, reserved: int) -> Tensor:
+    """``ds_plugin::mask_gather_gpt`` in plain torch, on any device."""
+    return mask[:, :, :reserved, :reserved].clone(memory_format=torch.contiguous_format)
+
 
 __all__ = ["mask_gather_bert", "mask_gather_gpt", "token_gather", "token_scatter_", "token_sort_"]

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ds_plugin_sdk.ops import _library, _tensors
-from ds_plugin_sdk.ops._multi_tensor import mark_modified
+from ds_plugin_sdk.ops import _library
+from ds_plugin_sdk.ops._checks import CheckError, check_first, check_other, check_written
+from ds_plugin_sdk.ops._references import working
 
 # What DeepSpeed's flash attention takes: sizes of a head, each for heads that are smaller; and so many keys.
 _HEAD_SIZES = (32, 64, 128)
@@ -36,7 +37,7 @@ def residual_add_bias_(
     is in float32 (float64 for float64 tensors), rounded once. Autograd does not record it.
 
     Args:
-        residual: ``[..., columns]``: float32, bfloat16, float16 (float64 by the reference alone).
+        residual: ``[..., columns]``: float32, bfloat16, float16 (float64: reference only).
         hidden, attention: shape and dtype of residual.
         attention_bias, final_bias: ``[columns]``, the dtype of residual.
 
@@ -44,7 +45,7 @@ def residual_add_bias_(
         InvalidTensorError: shapes, dtypes, devices or memory do not fit; nothing was modified.
     """
     _library.call("residual_add_bias_", residual, hidden, attention, attention_bias, final_bias, scale, scale_attention)
-    mark_modified([residual])
+    _library.mark_modified([residual])
     return residual
 
 
@@ -56,7 +57,7 @@ def moe_res_matmul_(output: Tensor, residual: Tensor, coefficients: Tensor) -> T
     the same for every token (Rajbhandari et al. 2022: residual MoE). Arithmetic as in `residual_add_bias_`.
 
     Args:
-        output: ``[..., columns]``: float32, bfloat16, float16 (float64 by the reference alone).
+        output: ``[..., columns]``: float32, bfloat16, float16 (float64: reference only).
         residual: shape and dtype of output.
         coefficients: ``[2 * columns]``, the dtype of output.
 
@@ -64,7 +65,7 @@ def moe_res_matmul_(output: Tensor, residual: Tensor, coefficients: Tensor) -> T
         InvalidTensorError: shapes, dtypes, devices or memory do not fit; nothing was modified.
     """
     _library.call("moe_res_matmul_", output, residual, coefficients)
-    mark_modified([output])
+    _library.mark_modified([output])
     return output
 
 
@@ -111,7 +112,25 @@ def padded_head_dim(head_dim: int) -> int:
     return next((size for size in _HEAD_SIZES if head_dim < size), _HEAD_SIZES[-1])
 
 
-@torch.no_grad()
+def _check_residual(
+    residual: Tensor,
+    hidden: Tensor,
+    attention: Tensor | None,
+    attention_bias: Tensor | None,
+    final_bias: Tensor | None,
+) -> None:
+    check_first("residual", residual)
+    for name, tensor in (("hidden", hidden), ("attention", attention)):
+        check_other(name, tensor, residual, residual.shape)
+    for name, tensor in (("attention_bias", attention_bias), ("final_bias", final_bias)):
+        check_other(name, tensor, residual, residual.shape[-1:])
+
+
+@_library.op(
+    "residual_add_bias_(Tensor(a!) residual, Tensor hidden, Tensor? attention, Tensor? attention_bias, "
+    "Tensor? final_bias, float scale, bool scale_attention) -> ()",
+    check=_check_residual,
+)
 def residual_add_bias_reference(
     residual: Tensor,
     hidden: Tensor,
@@ -122,9 +141,8 @@ def residual_add_bias_reference(
     scale_attention: bool,
 ) -> None:
     """``ds_plugin::residual_add_bias_`` in plain torch, on any device."""
-    _check_residual(residual, hidden, attention, attention_bias, final_bias)
-    _tensors.check_written("residual_add_bias_", "residual", residual)
-    dtype = _tensors.working(residual)
+    check_written("residual", residual)
+    dtype = working(residual)
     scaled, total = residual.to(dtype), hidden.to(dtype)
     for term in (attention_bias, final_bias, attention if scale_attention else None):
         if term is not None:
@@ -134,32 +152,79 @@ def residual_add_bias_reference(
     residual.copy_(total + scale * scaled)
 
 
-@torch.no_grad()
+def _check_moe(output: Tensor, residual: Tensor, coefficients: Tensor) -> None:
+    check_first("output", output)
+    check_other("residual", residual, output, output.shape)
+    check_other("coefficients", coefficients, output, [2 * output.shape[-1]])
+
+
+@_library.op(
+    "moe_res_matmul_(Tensor(a!) output, Tensor residual, Tensor coefficients) -> ()",
+    check=_check_moe,
+)
 def moe_res_matmul_reference(output: Tensor, residual: Tensor, coefficients: Tensor) -> None:
     """``ds_plugin::moe_res_matmul_`` in plain torch, on any device."""
-    _check_moe(output, residual, coefficients)
-    _tensors.check_written("moe_res_matmul_", "output", output)
-    dtype = _tensors.working(output)
+    check_written("output", output)
+    dtype = working(output)
     of_residual, of_output = coefficients.to(dtype).chunk(2)
     output.copy_(output.to(dtype) * of_output + residual.to(dtype) * of_residual)
 
 
-@torch.no_grad()
+def _check_einsum(dispatch: Tensor, tokens: Tensor) -> None:
+    check_first("dispatch", dispatch)
+    if dispatch.dim() != 3:
+        raise CheckError(f"dispatch has shape {list(dispatch.shape)}; expected [tokens, experts, capacity]")
+    width = tokens.shape[1] if tokens.dim() == 2 else 0
+    check_other("tokens", tokens, dispatch, [dispatch.shape[0], width])
+
+
+@_library.op(
+    "einsum_sec_sm_ecm(Tensor dispatch, Tensor tokens) -> Tensor",
+    check=_check_einsum,
+    outputs=lambda dispatch, tokens: dispatch.new_empty((*dispatch.shape[1:], tokens.shape[1])),
+)
 def einsum_sec_sm_ecm_reference(dispatch: Tensor, tokens: Tensor) -> Tensor:
     """``ds_plugin::einsum_sec_sm_ecm``: one matrix product, on any device."""
-    shape = _check_einsum(dispatch, tokens)
-    return (dispatch.flatten(1).t() @ tokens).reshape(shape)
+    return (dispatch.flatten(1).t() @ tokens).reshape(*dispatch.shape[1:], tokens.shape[1])
 
 
-@torch.no_grad()
-def pad_transform_reference(
-    query: Tensor, key: Tensor, value: Tensor, heads: int, pad: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def _check_pad(query: Tensor, key: Tensor, value: Tensor, heads: int, pad: bool) -> None:
+    check_first("query", query)
+    if query.dim() != 3 or heads <= 0 or query.shape[2] % heads:
+        raise CheckError(
+            f"query has shape {list(query.shape)}, for {heads} heads; expected [batch, tokens, heads * head_dim]"
+        )
+    batch, _, width = query.shape
+    keys, head_dim = key.shape[1] if key.dim() == 3 else 0, width // heads
+    for name, tensor in (("key", key), ("value", value)):
+        check_other(name, tensor, query, [batch, keys, width])
+    if pad and (head_dim > _HEAD_SIZES[-1] or keys > _KEYS):
+        raise CheckError(
+            f"there are {keys} keys of {head_dim} elements; expected at most {_KEYS} of {_HEAD_SIZES[-1]} to pad"
+        )
+
+
+def _padded_shapes(query: Tensor, key: Tensor, heads: int, pad: bool) -> tuple[tuple[int, ...], ...]:
+    """The shapes of the results."""
+    batch, queries, width = query.shape
+    head_dim = padded_head_dim(width // heads) if pad else width // heads
+    keys = _KEYS if pad else key.shape[1]
+    return (batch, heads, queries, head_dim), *[(batch, heads, keys, head_dim)] * 2
+
+
+def _new_padded(query: Tensor, key: Tensor, heads: int, pad: bool) -> tuple[Tensor, ...]:
+    return tuple(query.new_empty(shape) for shape in _padded_shapes(query, key, heads, pad))
+
+
+@_library.op(
+    "pad_transform(Tensor query, Tensor key, Tensor value, int heads, bool pad) -> (Tensor, Tensor, Tensor)",
+    check=_check_pad,
+    outputs=_new_padded,
+)
+def pad_transform_reference(query: Tensor, key: Tensor, value: Tensor, heads: int, pad: bool) -> tuple[Tensor, ...]:
     """``ds_plugin::pad_transform``: copies only, on any device."""
-    shapes = _check_pad(query, key, value, heads, pad)
-    return tuple(  # type: ignore[return-value]  # three of three
-        _padded(tensor, heads, shape) for tensor, shape in zip((query, key, value), shapes, strict=True)
-    )
+    shapes = _padded_shapes(query, key, heads, pad)
+    return tuple(_padded(tensor, heads, shape) for tensor, shape in zip((query, key, value), shapes, strict=True))
 
 
 def _padded(tensor: Tensor, heads: int, shape: tuple[int, ...]) -> Tensor:
@@ -168,107 +233,5 @@ def _padded(tensor: Tensor, heads: int, shape: tuple[int, ...]) -> Tensor:
     padding = (0, shape[3] - split.shape[3], 0, shape[2] - split.shape[2])
     return functional.pad(split, padding).clone(memory_format=torch.contiguous_format)
 
-
-def _check_residual(
-    residual: Tensor,
-    hidden: Tensor,
-    attention: Tensor | None,
-    attention_bias: Tensor | None,
-    final_bias: Tensor | None,
-) -> None:
-    op = "residual_add_bias_"
-    _tensors.check_first(op, "residual", residual)
-    for name, tensor in (("hidden", hidden), ("attention", attention)):
-        _tensors.check(op, name, tensor, residual, residual.shape)
-    for name, tensor in (("attention_bias", attention_bias), ("final_bias", final_bias)):
-        _tensors.check(op, name, tensor, residual, residual.shape[-1:])
-
-
-def _check_moe(output: Tensor, residual: Tensor, coefficients: Tensor) -> None:
-    op = "moe_res_matmul_"
-    _tensors.check_first(op, "output", output)
-    _tensors.check(op, "residual", residual, output, output.shape)
-    _tensors.check(op, "coefficients", coefficients, output, [2 * output.shape[-1]])
-
-
-def _check_einsum(dispatch: Tensor, tokens: Tensor) -> tuple[int, int, int]:
-    op = "einsum_sec_sm_ecm"
-    _tensors.check_first(op, "dispatch", dispatch)
-    if dispatch.dim() != 3:
-        raise _library.invalid(op, f"dispatch has shape {list(dispatch.shape)}; expected [tokens, experts, capacity]")
-    width = tokens.shape[1] if tokens.dim() == 2 else 0
-    _tensors.check(op, "tokens", tokens, dispatch, [dispatch.shape[0], width])
-    return dispatch.shape[1], dispatch.shape[2], width
-
-
-def _check_pad(query: Tensor, key: Tensor, value: Tensor, heads: int, pad: bool) -> tuple[tuple[int, ...], ...]:
-    """The shapes of the results."""
-    op = "pad_transform"
-    _tensors.check_first(op, "query", query)
-    if query.dim() != 3 or heads <= 0 or query.shape[2] % heads:
-        raise _library.invalid(
-            op, f"query has shape {list(query.shape)}, for {heads} heads; expected [batch, tokens, heads * head_dim]"
-        )
-    batch, queries, width = query.shape
-    keys = key.shape[1] if key.dim() == 3 else 0
-    for name, tensor in (("key", key), ("value", value)):
-        _tensors.check(op, name, tensor, query, [batch, keys, width])
-    head_dim = width // heads
-    if not pad:
-        return (batch, heads, queries, head_dim), *[(batch, heads, keys, head_dim)] * 2
-    if head_dim > _HEAD_SIZES[-1] or keys > _KEYS:
-        raise _library.invalid(
-            op, f"there are {keys} keys of {head_dim} elements; expected at most {_KEYS} of {_HEAD_SIZES[-1]} to pad"
-        )
-    padded = padded_head_dim(head_dim)
-    return (batch, heads, queries, padded), *[(batch, heads, _KEYS, padded)] * 2
-
-
-def _fake_residual(
-    residual: Tensor,
-    hidden: Tensor,
-    attention: Tensor | None,
-    attention_bias: Tensor | None,
-    final_bias: Tensor | None,
-    scale: float,
-    scale_attention: bool,
-) -> None:
-    _check_residual(residual, hidden, attention, attention_bias, final_bias)
-
-
-def _fake_moe(output: Tensor, residual: Tensor, coefficients: Tensor) -> None:
-    _check_moe(output, residual, coefficients)
-
-
-def _fake_einsum(dispatch: Tensor, tokens: Tensor) -> Tensor:
-    return dispatch.new_empty(_check_einsum(dispatch, tokens))
-
-
-def _fake_pad(query: Tensor, key: Tensor, value: Tensor, heads: int, pad: bool) -> tuple[Tensor, Tensor, Tensor]:
-    shapes = _check_pad(query, key, value, heads, pad)
-    return tuple(query.new_empty(shape) for shape in shapes)  # type: ignore[return-value]  # three of three
-
-
-_library.define(
-    "residual_add_bias_(Tensor(a!) residual, Tensor hidden, Tensor? attention, Tensor? attention_bias, "
-    "Tensor? final_bias, float scale, bool scale_attention) -> ()",
-    reference=residual_add_bias_reference,
-    fake=_fake_residual,
-)
-_library.define(
-    "moe_res_matmul_(Tensor(a!) output, Tensor residual, Tensor coefficients) -> ()",
-    reference=moe_res_matmul_reference,
-    fake=_fake_moe,
-)
-_library.define(
-    "einsum_sec_sm_ecm(Tensor dispatch, Tensor tokens) -> Tensor",
-    reference=einsum_sec_sm_ecm_reference,
-    fake=_fake_einsum,
-)
-_library.define(
-    "pad_transform(Tensor query, Tensor key, Tensor value, int heads, bool pad) -> (Tensor, Tensor, Tensor)",
-    reference=pad_transform_reference,
-    fake=_fake_pad,
-)
 
 __all__ = ["einsum_sec_sm_ecm", "moe_res_matmul_", "pad_transform", "padded_head_dim", "residual_add_bias_"]

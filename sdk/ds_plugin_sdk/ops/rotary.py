@@ -7,8 +7,9 @@ import functools
 import torch
 from torch import Tensor
 
-from ds_plugin_sdk.ops import _library, _tensors
-from ds_plugin_sdk.ops._multi_tensor import mark_modified, text
+from ds_plugin_sdk.ops import _library
+from ds_plugin_sdk.ops._checks import CheckError, check_first, check_written, text
+from ds_plugin_sdk.ops._references import working
 
 
 def rotary(input: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
@@ -18,7 +19,7 @@ def rotary(input: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False
 
     Args:
         input: queries or keys, ``[batch, heads, tokens, head_dim]``, in any memory layout: float32, bfloat16, float16
-            (float64 by the reference alone).
+            (float64: reference only).
         cos, sin: ``[batch or 1, tokens, rotary_dim / 2]``, float32, such as `angles` gives (float64 for float64).
             Elements of a head beyond rotary_dim stay.
         interleaved: pair element 2i with element 2i + 1 (GPT-J); else element i with i + rotary_dim / 2 (LLaMA,
@@ -41,7 +42,7 @@ def rotary_(input: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = Fals
         InvalidTensorError: as `rotary`, or elements of input share memory; nothing was modified.
     """
     _library.call("rotary_", input, cos, sin, interleaved)
-    mark_modified([input])
+    _library.mark_modified([input])
     return input
 
 
@@ -75,18 +76,38 @@ def _has_float64(device_type: str) -> bool:
     return True
 
 
-@torch.no_grad()
+def _check(input: Tensor, cos: Tensor, sin: Tensor) -> None:
+    check_first("input", input)
+    if input.dim() != 4:
+        raise CheckError(f"input has shape {list(input.shape)}; expected [batch, heads, tokens, head_dim]")
+    batch, _, tokens, head_dim = input.shape
+    for name, table in (("cos", cos), ("sin", sin)):
+        if table.device != input.device:
+            raise CheckError(f"{name} is on {table.device}; expected {input.device}, where input is")
+        if table.dtype not in (torch.float32, working(input)):
+            raise CheckError(f"{name} is {text(table.dtype)}; expected float32")
+        fits = table.dim() == 3 and table.shape[0] in (1, batch) and table.shape[1] == tokens
+        if not fits or 2 * table.shape[2] > head_dim or table.shape != cos.shape:
+            raise CheckError(
+                f"{name} has shape {list(table.shape)}; expected [{batch} or 1, {tokens}, rotary_dim / 2], "
+                f"rotary_dim up to {head_dim}, the same for cos and sin"
+            )
+
+
+@_library.op(
+    "rotary(Tensor input, Tensor cos, Tensor sin, bool interleaved) -> Tensor",
+    check=_check,
+    outputs=lambda input: input.new_empty(input.shape),
+)
 def rotary_reference(input: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """``ds_plugin::rotary`` in plain torch, on any device."""
-    _check("rotary", input, cos, sin)
     return _rotary(input, cos, sin, interleaved)
 
 
-@torch.no_grad()
+@_library.op("rotary_(Tensor(a!) input, Tensor cos, Tensor sin, bool interleaved) -> ()", check=_check)
 def rotary_in_place_reference(input: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> None:
     """``ds_plugin::rotary_`` in plain torch, on any device."""
-    _check("rotary_", input, cos, sin)
-    _tensors.check_written("rotary_", "input", input)
+    check_written("input", input)
     input.copy_(_rotary(input, cos, sin, interleaved))
 
 
@@ -96,46 +117,12 @@ def _rotary(input: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tenso
     if half == 0:
         return output
     pairs = (slice(0, 2 * half, 2), slice(1, 2 * half, 2)) if interleaved else (slice(0, half), slice(half, 2 * half))
-    dtype = _tensors.working(input)
+    dtype = working(input)
     first, second = (input[..., part].to(dtype) for part in pairs)
     c, s = (table.to(dtype).unsqueeze(1) for table in (cos, sin))
     output[..., pairs[0]] = first * c - second * s
     output[..., pairs[1]] = second * c + first * s
     return output
 
-
-def _fake(input: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    _check("rotary", input, cos, sin)
-    return input.new_empty(input.shape)
-
-
-def _fake_in_place(input: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> None:
-    _check("rotary_", input, cos, sin)
-
-
-def _check(op: str, input: Tensor, cos: Tensor, sin: Tensor) -> None:
-    _tensors.check_first(op, "input", input)
-    if input.dim() != 4:
-        raise _library.invalid(op, f"input has shape {list(input.shape)}; expected [batch, heads, tokens, head_dim]")
-    batch, _, tokens, head_dim = input.shape
-    for name, table in (("cos", cos), ("sin", sin)):
-        if table.device != input.device:
-            raise _library.invalid(op, f"{name} is on {table.device}; expected {input.device}, where input is")
-        if table.dtype not in (torch.float32, _tensors.working(input)):
-            raise _library.invalid(op, f"{name} is {text(table.dtype)}; expected float32")
-        fits = table.dim() == 3 and table.shape[0] in (1, batch) and table.shape[1] == tokens
-        if not fits or 2 * table.shape[2] > head_dim or table.shape != cos.shape:
-            raise _library.invalid(
-                op,
-                f"{name} has shape {list(table.shape)}; expected [{batch} or 1, {tokens}, rotary_dim / 2], "
-                f"rotary_dim up to {head_dim}, the same for cos and sin",
-            )
-
-
-_ARGUMENTS = "Tensor cos, Tensor sin, bool interleaved"
-_library.define(f"rotary(Tensor input, {_ARGUMENTS}) -> Tensor", reference=rotary_reference, fake=_fake)
-_library.define(
-    f"rotary_(Tensor(a!) input, {_ARGUMENTS}) -> ()", reference=rotary_in_place_reference, fake=_fake_in_place
-)
 
 __all__ = ["angles", "rotary", "rotary_"]

@@ -8,7 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ds_plugin_sdk.ops import _library, _tensors
+from ds_plugin_sdk.ops import _library
+from ds_plugin_sdk.ops._checks import CheckError, check_first, check_other
+from ds_plugin_sdk.ops._references import working
 
 
 def nhwc_bias_add(activation: Tensor, bias: Tensor) -> Tensor:
@@ -16,7 +18,7 @@ def nhwc_bias_add(activation: Tensor, bias: Tensor) -> Tensor:
 
     Args:
         activation: ``[batch, channels, height, width]``, best in channels-last memory format, or
-            ``[batch, sequence, channels]``: float32, bfloat16, float16 (float64 by the reference alone).
+            ``[batch, sequence, channels]``: float32, bfloat16, float16 (float64: reference only).
         bias: ``[channels]``, the dtype of activation.
 
     Returns:
@@ -44,29 +46,47 @@ def nhwc_bias_add_bias_add(activation: Tensor, bias: Tensor, other: Tensor, othe
     return result
 
 
-@torch.no_grad()
+def _check(activation: Tensor, bias: Tensor, other: Tensor | None = None, other_bias: Tensor | None = None) -> None:
+    check_first("activation", activation)
+    if activation.dim() not in (3, 4):
+        raise CheckError(
+            f"activation has shape {list(activation.shape)}; "
+            "expected [batch, channels, height, width] or [batch, sequence, channels]"
+        )
+    channels = activation.shape[1 if activation.dim() == 4 else 2]
+    check_other("bias", bias, activation, (channels,))
+    check_other("other", other, activation, activation.shape)
+    check_other("other_bias", other_bias, activation, (channels,))
+
+
+def _empty(activation: Tensor) -> Tensor:
+    return torch.empty_like(activation, memory_format=_format(activation))
+
+
+@_library.op("nhwc_bias_add(Tensor activation, Tensor bias) -> Tensor", check=_check, outputs=_empty)
 def nhwc_bias_add_reference(activation: Tensor, bias: Tensor) -> Tensor:
     """``ds_plugin::nhwc_bias_add`` in plain torch, on any device."""
-    _check("nhwc_bias_add", activation, bias)
     return _rounded(_biased(activation, bias), activation)
 
 
-@torch.no_grad()
+@_library.op("nhwc_bias_add_add(Tensor activation, Tensor bias, Tensor other) -> Tensor", check=_check, outputs=_empty)
 def nhwc_bias_add_add_reference(activation: Tensor, bias: Tensor, other: Tensor) -> Tensor:
     """``ds_plugin::nhwc_bias_add_add`` in plain torch, on any device."""
-    _check("nhwc_bias_add_add", activation, bias, other)
     return _rounded(_biased(activation, bias) + other, activation)
 
 
-@torch.no_grad()
+@_library.op(
+    "nhwc_bias_add_bias_add(Tensor activation, Tensor bias, Tensor other, Tensor other_bias) -> Tensor",
+    check=_check,
+    outputs=_empty,
+)
 def nhwc_bias_add_bias_add_reference(activation: Tensor, bias: Tensor, other: Tensor, other_bias: Tensor) -> Tensor:
     """``ds_plugin::nhwc_bias_add_bias_add`` in plain torch, on any device."""
-    _check("nhwc_bias_add_bias_add", activation, bias, other, other_bias)
     return _rounded(_biased(activation, bias) + _biased(other, other_bias), activation)
 
 
 def _biased(x: Tensor, bias: Tensor) -> Tensor:
-    dtype = _tensors.working(x)
+    dtype = working(x)
     return x.to(dtype) + bias.to(dtype).view(-1, 1, 1) if x.dim() == 4 else x.to(dtype) + bias.to(dtype)
 
 
@@ -77,54 +97,5 @@ def _format(activation: Tensor) -> torch.memory_format:
 def _rounded(x: Tensor, activation: Tensor) -> Tensor:
     return x.to(activation.dtype, memory_format=_format(activation), copy=True)
 
-
-def _check(
-    op: str, activation: Tensor, bias: Tensor, other: Tensor | None = None, other_bias: Tensor | None = None
-) -> None:
-    _tensors.check_first(op, "activation", activation)
-    if activation.dim() not in (3, 4):
-        raise _library.invalid(
-            op,
-            f"activation has shape {list(activation.shape)}; "
-            "expected [batch, channels, height, width] or [batch, sequence, channels]",
-        )
-    channels = activation.shape[1 if activation.dim() == 4 else 2]
-    _tensors.check(op, "bias", bias, activation, (channels,))
-    _tensors.check(op, "other", other, activation, activation.shape)
-    _tensors.check(op, "other_bias", other_bias, activation, (channels,))
-
-
-def _empty(activation: Tensor) -> Tensor:
-    return torch.empty_like(activation, memory_format=_format(activation))
-
-
-def _fake_bias_add(activation: Tensor, bias: Tensor) -> Tensor:
-    _check("nhwc_bias_add", activation, bias)
-    return _empty(activation)
-
-
-def _fake_bias_add_add(activation: Tensor, bias: Tensor, other: Tensor) -> Tensor:
-    _check("nhwc_bias_add_add", activation, bias, other)
-    return _empty(activation)
-
-
-def _fake_bias_add_bias_add(activation: Tensor, bias: Tensor, other: Tensor, other_bias: Tensor) -> Tensor:
-    _check("nhwc_bias_add_bias_add", activation, bias, other, other_bias)
-    return _empty(activation)
-
-
-_library.define(
-    "nhwc_bias_add(Tensor activation, Tensor bias) -> Tensor", reference=nhwc_bias_add_reference, fake=_fake_bias_add
-)
-_library.define(
-    "nhwc_bias_add_add(Tensor activation, Tensor bias, Tensor other) -> Tensor",
-    reference=nhwc_bias_add_add_reference,
-    fake=_fake_bias_add_add,
-)
-_library.define(
-    "nhwc_bias_add_bias_add(Tensor activation, Tensor bias, Tensor other, Tensor other_bias) -> Tensor",
-    reference=nhwc_bias_add_bias_add_reference,
-    fake=_fake_bias_add_bias_add,
-)
 
 __all__ = ["nhwc_bias_add", "nhwc_bias_add_add", "nhwc_bias_add_bias_add"]

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ds_plugin_sdk.ops import _library
+from ds_plugin_sdk.ops._checks import CheckError, check_dtype
 from ds_plugin_sdk.ops._library import invalid
-from ds_plugin_sdk.ops._multi_tensor import text
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
@@ -78,28 +78,23 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().view(-1).view(torch.uint8)
 
 
-@torch.no_grad()
-def flatten_reference(tensors: Sequence[Tensor]) -> Tensor:
-    """``ds_plugin::flatten`` in plain torch, on any device."""
-    _check(tensors)
-    return torch.cat([tensor.reshape(-1) for tensor in tensors]) if len(tensors) > 1 else tensors[0].flatten().clone()
-
-
-def _fake(tensors: Sequence[Tensor]) -> Tensor:
-    _check(tensors)
-    return tensors[0].new_empty(sum(tensor.numel() for tensor in tensors))
-
-
 def _check(tensors: Sequence[Tensor]) -> None:
     if not tensors:
-        raise invalid("flatten", "tensors is empty; expected at least one tensor")
+        raise CheckError("tensors is empty; expected at least one tensor")
     for i, tensor in enumerate(tensors):
         if tensor.device != tensors[0].device:
-            raise invalid("flatten", f"tensors[{i}] is on another device than tensors[0]; expected all on one")
-        if tensor.dtype != tensors[0].dtype:
-            raise invalid("flatten", f"tensors[{i}] is {text(tensor.dtype)}; expected {text(tensors[0].dtype)}")
+            raise CheckError(f"tensors[{i}] is on another device than tensors[0]; expected all on one")
+        check_dtype(f"tensors[{i}]", tensor, tensors[0].dtype)
 
 
-_library.define("flatten(Tensor[] tensors) -> Tensor", reference=flatten_reference, fake=_fake)
+@_library.op(
+    "flatten(Tensor[] tensors) -> Tensor",
+    check=_check,
+    outputs=lambda tensors: tensors[0].new_empty(sum(tensor.numel() for tensor in tensors)),
+)
+def flatten_reference(tensors: Sequence[Tensor]) -> Tensor:
+    """``ds_plugin::flatten`` in plain torch, on any device."""
+    return torch.cat([tensor.reshape(-1) for tensor in tensors]) if len(tensors) > 1 else tensors[0].flatten().clone()
+
 
 __all__ = ["cast_to_byte_tensor", "flatten", "unflatten"]

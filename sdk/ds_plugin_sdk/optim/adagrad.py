@@ -16,7 +16,7 @@ class FusedAdagrad(FusedOptimizer):
     """Adagrad; the formula is that of `ds_plugin_sdk.ops.adagrad.adagrad_`.
 
     Args:
-        params: parameters or parameter groups, float32, bfloat16 or float16 (float64 by the reference).
+        params: parameters or parameter groups, float32, bfloat16 or float16 (float64: reference only).
         lr: learning rate.
         eps: added to the denominator.
         weight_decay: times the parameter, added to the gradient.

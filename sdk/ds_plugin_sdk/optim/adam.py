@@ -16,7 +16,7 @@ class FusedAdam(FusedOptimizer):
     """AdamW, or Adam with L2 regularisation; the formula is that of `ds_plugin_sdk.ops.adam.adam_`.
 
     Args:
-        params: parameters or parameter groups, float32, bfloat16 or float16 (float64 by the reference).
+        params: parameters or parameter groups, float32, bfloat16 or float16 (float64: reference only).
         lr: learning rate.
         betas: decay of the moments.
         eps: added to the denominator.

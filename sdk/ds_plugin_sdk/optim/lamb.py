@@ -18,7 +18,7 @@ class FusedLamb(FusedOptimizer):
     """LAMB, DeepSpeed's or the paper's; the formula is that of `ds_plugin_sdk.ops.lamb.lamb_`.
 
     Args:
-        params: parameters or parameter groups, float32, bfloat16 or float16 (float64 by the reference).
+        params: parameters or parameter groups, float32, bfloat16 or float16 (float64: reference only).
         lr: learning rate.
         betas: decay of the moments.
         eps: added to the denominator.

@@ -16,7 +16,7 @@ class FusedLion(FusedOptimizer):
     """Lion; the formula is that of `ds_plugin_sdk.ops.lion.lion_`.
 
     Args:
-        params: parameters or parameter groups, float32, bfloat16 or float16 (float64 by the reference).
+        params: parameters or parameter groups, float32, bfloat16 or float16 (float64: reference only).
         lr: learning rate; a third to a tenth of AdamW's is usual.
         betas: decay of the moment in the direction and in the state.
         weight_decay: decay of the parameters.

@@ -1,4 +1,4 @@
-"""Parts of the references, and checks, that these ops have in common."""
+"""Checks, and parts of reference implementations, that these ops have in common."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from ds_plugin_sdk.ops import _philox
-from ds_plugin_sdk.ops._library import invalid
-from ds_plugin_sdk.ops._tensors import check, check_first, working
+from ds_plugin_sdk.ops._checks import CheckError, check_first, check_other
+from ds_plugin_sdk.ops._references import working
 
 
 def biased(input: Tensor, bias: Tensor | None) -> Tensor:
@@ -44,36 +44,28 @@ def contiguous(x: Tensor, like: Tensor) -> Tensor:
     return torch.empty_like(x, dtype=like.dtype, memory_format=torch.contiguous_format).copy_(x)
 
 
-def empty(like: Tensor) -> Tensor:
-    """As `contiguous` gives it, for a fake kernel."""
-    return torch.empty_like(like, memory_format=torch.contiguous_format)
-
-
 def empty_columns(like: Tensor, wanted: bool) -> Tensor:
-    """As `columns_of` gives it, for a fake kernel."""
+    """As `columns_of` gives it, without data."""
     return like.new_empty(like.shape[-1] if wanted else 0)
 
 
-def check_dropout(op: str, first: Tensor, seed: Tensor | None, p: float, name: str = "grad_output") -> None:
+def check_dropout(first: Tensor, seed: Tensor | None, p: float, name: str = "grad_output") -> None:
     """Check an op's first argument, called `name`, and what decides on its dropout."""
-    check_first(op, name, first)
+    check_first(name, first)
     if not 0 <= p < 1:
-        raise invalid(op, f"p is {p}; expected at least 0 and less than 1")
+        raise CheckError(f"p is {p}; expected at least 0 and less than 1")
     if p == 0:
         return
     if seed is None:
-        raise invalid(op, "seed is missing; expected one, since p is not 0")
+        raise CheckError("seed is missing; expected one, since p is not 0")
     if seed.dtype != torch.int64 or seed.numel() != 1 or seed.device != first.device:
-        raise invalid(
-            op,
+        raise CheckError(
             f"seed is {seed.dtype} {list(seed.shape)} on {seed.device}; expected int64, one element, on {first.device}",
         )
 
 
-def check_sum(
-    op: str, input: Tensor, bias: Tensor | None, residual: Tensor | None, seed: Tensor | None, p: float
-) -> None:
+def check_sum(input: Tensor, bias: Tensor | None, residual: Tensor | None, seed: Tensor | None, p: float) -> None:
     """Check the arguments of `sum_of`."""
-    check_dropout(op, input, seed, p, "input")
-    check(op, "bias", bias, input, input.shape[-1:])
-    check(op, "residual", residual, input, input.shape)
+    check_dropout(input, seed, p, "input")
+    check_other("bias", bias, input, input.shape[-1:])
+    check_other("residual", residual, input, input.shape)

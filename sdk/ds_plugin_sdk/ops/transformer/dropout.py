@@ -8,15 +8,13 @@ import torch
 from torch import Tensor
 
 from ds_plugin_sdk.ops import _library
-from ds_plugin_sdk.ops._library import Autograd
-from ds_plugin_sdk.ops._tensors import working
+from ds_plugin_sdk.ops._references import working
 from ds_plugin_sdk.ops.transformer._parts import (
     check_dropout,
     check_sum,
     columns_of,
     contiguous,
     drop,
-    empty,
     empty_columns,
     sum_of,
 )
@@ -49,7 +47,7 @@ def dropout_add(
     """``residual + dropout(input + bias)``; dropout sets to zero, or divides by ``1 - p``.
 
     Args:
-        input: ``[..., columns]``: float32, bfloat16, float16 (float64 by the reference alone).
+        input: ``[..., columns]``: float32, bfloat16, float16 (float64: reference only).
         residual: shape and dtype of input; nothing is added if None.
         bias: ``[columns]``, the dtype of input.
         p: the share that is dropped, at least 0 and less than 1.
@@ -65,41 +63,6 @@ def dropout_add(
     return result
 
 
-def dropout_add_reference(
-    input: Tensor, bias: Tensor | None, residual: Tensor | None, seed: Tensor | None, p: float
-) -> Tensor:
-    """``ds_plugin::dropout_add`` in plain torch; arguments as in `dropout_add`, in the schema's order."""
-    check_sum("dropout_add", input, bias, residual, seed, p)
-    return sum_of(input, bias, residual, seed, p)
-
-
-def dropout_add_backward_reference(
-    grad_output: Tensor, seed: Tensor | None, p: float, bias: bool
-) -> tuple[Tensor, Tensor]:
-    """The gradients of input and of bias; of `residual` it is `grad_output`.
-
-    Args:
-        grad_output: of the result.
-        seed, p: as in `dropout_add`.
-        bias: whether there was one; its gradient has no elements otherwise.
-    """
-    check_dropout("dropout_add_backward", grad_output, seed, p)
-    grad = drop(grad_output.to(working(grad_output)), seed, p)
-    return contiguous(grad, grad_output), columns_of(grad, grad_output, bias)
-
-
-def _fake_dropout_add(
-    input: Tensor, bias: Tensor | None, residual: Tensor | None, seed: Tensor | None, p: float
-) -> Tensor:
-    check_sum("dropout_add", input, bias, residual, seed, p)
-    return empty(input)
-
-
-def _fake_dropout_add_backward(grad_output: Tensor, seed: Tensor | None, p: float, bias: bool) -> tuple[Tensor, Tensor]:
-    check_dropout("dropout_add_backward", grad_output, seed, p)
-    return empty(grad_output), empty_columns(grad_output, bias)
-
-
 def _save_dropout_add(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, bias, residual, seed, ctx.p = inputs
     ctx.has_bias, ctx.has_residual = bias is not None, residual is not None
@@ -112,14 +75,41 @@ def _derive_dropout_add(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, .
     return grad_input, grad_bias if ctx.has_bias else None, grad_output if ctx.has_residual else None, None, None
 
 
-_library.define(
-    "dropout_add_backward(Tensor grad_output, Tensor? seed, float p, bool bias) -> (Tensor, Tensor)",
-    reference=dropout_add_backward_reference,
-    fake=_fake_dropout_add_backward,
-)
-_library.define(
+@_library.op(
     "dropout_add(Tensor input, Tensor? bias, Tensor? residual, Tensor? seed, float p) -> Tensor",
-    reference=dropout_add_reference,
-    fake=_fake_dropout_add,
-    autograd=Autograd(_derive_dropout_add, _save_dropout_add),
+    check=check_sum,
+    outputs=lambda input: input.new_empty(input.shape),
+    autograd=_library.Autograd(_derive_dropout_add, _save_dropout_add),
 )
+def dropout_add_reference(
+    input: Tensor, bias: Tensor | None, residual: Tensor | None, seed: Tensor | None, p: float
+) -> Tensor:
+    """``ds_plugin::dropout_add`` in plain torch; arguments as in `dropout_add`, in the schema's order."""
+    return sum_of(input, bias, residual, seed, p)
+
+
+def _check_backward(grad_output: Tensor, seed: Tensor | None, p: float) -> None:
+    check_dropout(grad_output, seed, p)
+
+
+def _new_gradients(grad_output: Tensor, bias: bool) -> tuple[Tensor, Tensor]:
+    return grad_output.new_empty(grad_output.shape), empty_columns(grad_output, bias)
+
+
+@_library.op(
+    "dropout_add_backward(Tensor grad_output, Tensor? seed, float p, bool bias) -> (Tensor, Tensor)",
+    check=_check_backward,
+    outputs=_new_gradients,
+)
+def dropout_add_backward_reference(
+    grad_output: Tensor, seed: Tensor | None, p: float, bias: bool
+) -> tuple[Tensor, Tensor]:
+    """The gradients of input and of bias; of `residual` it is `grad_output`.
+
+    Args:
+        grad_output: of the result.
+        seed, p: as in `dropout_add`.
+        bias: whether there was one; its gradient has no elements otherwise.
+    """
+    grad = drop(grad_output.to(working(grad_output)), seed, p)
+    return contiguous(grad, grad_output), columns_of(grad, grad_output, bias)

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from ds_plugin_sdk.ops import _library
-from ds_plugin_sdk.ops._library import Autograd
-from ds_plugin_sdk.ops._tensors import check, check_first, working
-from ds_plugin_sdk.ops.transformer._parts import biased, columns_of, contiguous, empty, empty_columns
+from ds_plugin_sdk.ops._checks import check_first, check_other
+from ds_plugin_sdk.ops._references import working
+from ds_plugin_sdk.ops.transformer._parts import biased, columns_of, contiguous, empty_columns
 
 
 def fused_bias_gelu(input: Tensor, bias: Tensor | None = None, *, tanh: bool = True) -> Tensor:
@@ -21,7 +21,7 @@ def fused_bias_gelu(input: Tensor, bias: Tensor | None = None, *, tanh: bool = T
     ``s/2 (1 + tanh(sqrt(2/pi) (s + 0.044715 s^3)))``, the form of DeepSpeed's layer, or ``s/2 (1 + erf(s / sqrt 2))``.
 
     Args:
-        input: ``[..., columns]``: float32, bfloat16, float16 (float64 by the reference alone).
+        input: ``[..., columns]``: float32, bfloat16, float16 (float64: reference only).
         bias: ``[columns]``, the dtype of input; nothing is added if None.
         tanh: the first form, or the second.
 
@@ -35,43 +35,9 @@ def fused_bias_gelu(input: Tensor, bias: Tensor | None = None, *, tanh: bool = T
     return result
 
 
-def fused_bias_gelu_reference(input: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:
-    """``ds_plugin::fused_bias_gelu`` in plain torch, on any device; arguments as in `fused_bias_gelu`."""
-    _check_gelu("fused_bias_gelu", input, bias)
-    s = biased(input, bias)
-    return contiguous(functional.gelu(s, approximate="tanh" if tanh else "none"), input)
-
-
-def fused_bias_gelu_backward_reference(
-    grad_output: Tensor, input: Tensor, bias: Tensor | None, tanh: bool
-) -> tuple[Tensor, Tensor]:
-    """The gradients of input and of bias; that of bias has no elements if there was none."""
-    _check_gelu("fused_bias_gelu_backward", grad_output, bias)
-    check("fused_bias_gelu_backward", "input", input, grad_output, grad_output.shape)
-    grad = grad_output.to(working(grad_output)) * _gelu_slope(biased(input, bias), tanh)
-    return contiguous(grad, grad_output), columns_of(grad, grad_output, bias is not None)
-
-
-def _gelu_slope(s: Tensor, tanh: bool) -> Tensor:
-    """The derivative of either form of gelu."""
-    if tanh:
-        t = torch.tanh(math.sqrt(2 / math.pi) * (s + 0.044715 * s**3))
-        inner = math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * s**2)
-        # Far out, where tanh is 1, the other factors may be infinite.
-        return 0.5 * (1 + t) + torch.where(t.abs() == 1, 0.0, 0.5 * s * (1 - t * t) * inner)
-    density = torch.exp(-0.5 * s**2) / math.sqrt(2 * math.pi)
-    return 0.5 * (1 + torch.erf(s / math.sqrt(2))) + torch.where(density == 0, 0.0, s * density)
-
-
-def _fake_gelu(input: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:
-    _check_gelu("fused_bias_gelu", input, bias)
-    return empty(input)
-
-
-def _fake_gelu_backward(grad_output: Tensor, input: Tensor, bias: Tensor | None, tanh: bool) -> tuple[Tensor, Tensor]:
-    _check_gelu("fused_bias_gelu_backward", grad_output, bias)
-    check("fused_bias_gelu_backward", "input", input, grad_output, grad_output.shape)
-    return empty(grad_output), empty_columns(grad_output, bias is not None)
+def _check(input: Tensor, bias: Tensor | None) -> None:
+    check_first("input", input)
+    check_other("bias", bias, input, input.shape[-1:])
 
 
 def _save_gelu(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -85,19 +51,47 @@ def _derive_gelu(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     return grad_input, None if bias is None else grad_bias, None
 
 
-def _check_gelu(op: str, input: Tensor, bias: Tensor | None) -> None:
-    check_first(op, "input", input)
-    check(op, "bias", bias, input, input.shape[-1:])
-
-
-_library.define(
-    "fused_bias_gelu_backward(Tensor grad_output, Tensor input, Tensor? bias, bool tanh) -> (Tensor, Tensor)",
-    reference=fused_bias_gelu_backward_reference,
-    fake=_fake_gelu_backward,
-)
-_library.define(
+@_library.op(
     "fused_bias_gelu(Tensor input, Tensor? bias, bool tanh) -> Tensor",
-    reference=fused_bias_gelu_reference,
-    fake=_fake_gelu,
-    autograd=Autograd(_derive_gelu, _save_gelu),
+    check=_check,
+    outputs=lambda input: input.new_empty(input.shape),
+    autograd=_library.Autograd(_derive_gelu, _save_gelu),
 )
+def fused_bias_gelu_reference(input: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:
+    """``ds_plugin::fused_bias_gelu`` in plain torch, on any device; arguments as in `fused_bias_gelu`."""
+    s = biased(input, bias)
+    return contiguous(functional.gelu(s, approximate="tanh" if tanh else "none"), input)
+
+
+def _check_backward(grad_output: Tensor, input: Tensor, bias: Tensor | None) -> None:
+    check_first("grad_output", grad_output)
+    check_other("input", input, grad_output, grad_output.shape)
+    check_other("bias", bias, grad_output, grad_output.shape[-1:])
+
+
+def _new_gradients(grad_output: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    return grad_output.new_empty(grad_output.shape), empty_columns(grad_output, bias is not None)
+
+
+@_library.op(
+    "fused_bias_gelu_backward(Tensor grad_output, Tensor input, Tensor? bias, bool tanh) -> (Tensor, Tensor)",
+    check=_check_backward,
+    outputs=_new_gradients,
+)
+def fused_bias_gelu_backward_reference(
+    grad_output: Tensor, input: Tensor, bias: Tensor | None, tanh: bool
+) -> tuple[Tensor, Tensor]:
+    """The gradients of input and of bias; that of bias has no elements if there was none."""
+    grad = grad_output.to(working(grad_output)) * _gelu_slope(biased(input, bias), tanh)
+    return contiguous(grad, grad_output), columns_of(grad, grad_output, bias is not None)
+
+
+def _gelu_slope(s: Tensor, tanh: bool) -> Tensor:
+    """The derivative of either form of gelu."""
+    if tanh:
+        t = torch.tanh(math.sqrt(2 / math.pi) * (s + 0.044715 * s**3))
+        inner = math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * s**2)
+        # Far out, where tanh is 1, the other factors may be infinite.
+        return 0.5 * (1 + t) + torch.where(t.abs() == 1, 0.0, 0.5 * s * (1 - t * t) * inner)
+    density = torch.exp(-0.5 * s**2) / math.sqrt(2 * math.pi)
+    return 0.5 * (1 + torch.erf(s / math.sqrt(2))) + torch.where(density == 0, 0.0, s * density)

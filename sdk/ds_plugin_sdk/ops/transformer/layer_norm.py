@@ -8,15 +8,14 @@ import torch
 from torch import Tensor
 
 from ds_plugin_sdk.ops import _library
-from ds_plugin_sdk.ops._library import Autograd, invalid
-from ds_plugin_sdk.ops._tensors import check, working
+from ds_plugin_sdk.ops._checks import CheckError, check_other
+from ds_plugin_sdk.ops._references import working
 from ds_plugin_sdk.ops.transformer._parts import (
     check_dropout,
     check_sum,
     columns_of,
     contiguous,
     drop,
-    empty,
     empty_columns,
     sum_of,
 )
@@ -53,10 +52,70 @@ def dropout_add_layer_norm(
     output, total, _, _ = _library.call(
         "dropout_add_layer_norm", input, bias, residual, weight, norm_bias, seed, p, eps
     )
-    plain = bias is None and residual is None and p == 0
-    return output, input if plain else total
+    return output, input if _is_plain(bias, residual, p) else total
 
 
+def _check(
+    input: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    weight: Tensor,
+    norm_bias: Tensor,
+    seed: Tensor | None,
+    p: float,
+) -> None:
+    check_sum(input, bias, residual, seed, p)
+    check_other("weight", weight, input, input.shape[-1:])
+    check_other("norm_bias", norm_bias, input, input.shape[-1:])
+
+
+def _new_outputs(
+    input: Tensor, bias: Tensor | None, residual: Tensor | None, p: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    normed, total = (input.new_empty(input.shape) for _ in range(2))
+    mean, rstd = (input.new_empty(input.shape[:-1], dtype=working(input)) for _ in range(2))
+    return normed, input.new_empty(0) if _is_plain(bias, residual, p) else total, mean, rstd
+
+
+def _is_plain(bias: Tensor | None, residual: Tensor | None, p: float) -> bool:
+    """Whether the norm is taken of the input itself."""
+    return bias is None and residual is None and p == 0
+
+
+def _save_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    input, bias, residual, weight, _, seed, ctx.p, _ = inputs
+    _, total, mean, rstd = output
+    ctx.has_bias, ctx.has_residual = bias is not None, residual is not None
+    ctx.plain = not (ctx.has_bias or ctx.has_residual or ctx.p)
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(mean, rstd, *([total] if ctx.plain else []))
+    ctx.save_for_backward(input if ctx.plain else total, mean, rstd, weight, seed)
+
+
+def _derive_norm(
+    ctx: Any, grad_output: Tensor | None, grad_sum: Tensor | None, *others: None
+) -> tuple[Tensor | None, ...]:
+    total, mean, rstd, weight, seed = ctx.saved_tensors
+    if grad_output is None:
+        grad_output = torch.zeros_like(total)
+    if ctx.plain:
+        grad_sum = None
+    residual, grad_input, grad_weight, norm_bias, bias = _library.call(
+        "dropout_add_layer_norm_backward",
+        *(grad_output, grad_sum, total, mean, rstd, weight, None, seed, ctx.p, ctx.has_bias),
+    )
+    grad_input = grad_input if ctx.p else residual
+    grad_bias, grad_residual = bias if ctx.has_bias else None, residual if ctx.has_residual else None
+    return grad_input, grad_bias, grad_residual, grad_weight, norm_bias, None, None, None
+
+
+@_library.op(
+    "dropout_add_layer_norm(Tensor input, Tensor? bias, Tensor? residual, Tensor weight, Tensor norm_bias, "
+    "Tensor? seed, float p, float eps) -> (Tensor, Tensor, Tensor, Tensor)",
+    check=_check,
+    outputs=_new_outputs,
+    autograd=_library.Autograd(_derive_norm, _save_norm),
+)
 def dropout_add_layer_norm_reference(
     input: Tensor,
     bias: Tensor | None,
@@ -75,8 +134,7 @@ def dropout_add_layer_norm_reference(
         The normalised rows; the sum, without elements where it is `input` itself; mean and ``1 / sqrt(variance + eps)``
         of each row, float32 (float64 for float64), of input's shape without its last dimension.
     """
-    _check_norm(input, bias, residual, weight, norm_bias, seed, p)
-    plain = bias is None and residual is None and p == 0
+    plain = _is_plain(bias, residual, p)
     total = input if plain else sum_of(input, bias, residual, seed, p)
     s = total.to(working(input))
     mean = s.mean(dim=-1, keepdim=True) if s.numel() else s.new_zeros((*s.shape[:-1], 1))
@@ -86,6 +144,52 @@ def dropout_add_layer_norm_reference(
     return contiguous(normed, input), kept, mean.squeeze(-1), rstd.squeeze(-1)
 
 
+def _check_backward(
+    grad_output: Tensor,
+    grad_sum: Tensor | None,
+    rows: Tensor,
+    mean: Tensor | None,
+    rstd: Tensor,
+    weight: Tensor,
+    norm_bias: Tensor | None,
+    seed: Tensor | None,
+    p: float,
+) -> None:
+    check_dropout(grad_output, seed, p)
+    check_other("grad_sum", grad_sum, grad_output, grad_output.shape)
+    check_other("rows", rows, grad_output, grad_output.shape)
+    check_other("weight", weight, grad_output, grad_output.shape[-1:])
+    check_other("norm_bias", norm_bias, grad_output, grad_output.shape[-1:])
+    for name, statistic in (("mean", mean), ("rstd", rstd)):
+        if statistic is None:
+            continue
+        wanted = (working(grad_output), grad_output.shape[:-1], grad_output.device)
+        if (statistic.dtype, statistic.shape, statistic.device) != wanted:
+            raise CheckError(
+                f"{name} is {statistic.dtype} {list(statistic.shape)} on {statistic.device}; "
+                f"expected {wanted[0]} {list(wanted[1])} on {wanted[2]}",
+            )
+    if mean is None and norm_bias is None:
+        raise CheckError("mean and norm_bias are missing; expected one of them")
+
+
+def _new_gradients(grad_output: Tensor, p: float, bias: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    grad_sum, grad_input = (grad_output.new_empty(grad_output.shape) for _ in range(2))
+    return (
+        grad_sum,
+        grad_input if p else grad_output.new_empty(0),
+        empty_columns(grad_output, True),
+        empty_columns(grad_output, True),
+        empty_columns(grad_output, bias),
+    )
+
+
+@_library.op(
+    "dropout_add_layer_norm_backward(Tensor grad_output, Tensor? grad_sum, Tensor rows, Tensor? mean, Tensor rstd, "
+    "Tensor weight, Tensor? norm_bias, Tensor? seed, float p, bool bias) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    check=_check_backward,
+    outputs=_new_gradients,
+)
 def dropout_add_layer_norm_backward_reference(
     grad_output: Tensor,
     grad_sum: Tensor | None,
@@ -118,7 +222,6 @@ def dropout_add_layer_norm_backward_reference(
         The gradients of residual (that is, of the sum), input, weight, norm_bias, bias. That of input has no elements
         if `p` is 0, since it is that of residual; that of bias has none if there was no bias.
     """
-    _check_norm_backward(grad_output, grad_sum, rows, mean, rstd, weight, norm_bias, seed, p)
     dtype = working(grad_output)
     grad, gamma, factor = grad_output.to(dtype), weight.to(dtype), rstd.unsqueeze(-1)
     if mean is None:
@@ -140,129 +243,3 @@ def dropout_add_layer_norm_backward_reference(
         columns_of(grad, grad_output, True),
         columns_of(dropped, grad_output, bias),
     )
-
-
-def _fake_norm(
-    input: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    weight: Tensor,
-    norm_bias: Tensor,
-    seed: Tensor | None,
-    p: float,
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    _check_norm(input, bias, residual, weight, norm_bias, seed, p)
-    plain = bias is None and residual is None and p == 0
-    mean, rstd = (input.new_empty(input.shape[:-1], dtype=working(input)) for _ in range(2))
-    return empty(input), input.new_empty(0) if plain else empty(input), mean, rstd
-
-
-def _fake_norm_backward(
-    grad_output: Tensor,
-    grad_sum: Tensor | None,
-    rows: Tensor,
-    mean: Tensor | None,
-    rstd: Tensor,
-    weight: Tensor,
-    norm_bias: Tensor | None,
-    seed: Tensor | None,
-    p: float,
-    bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    _check_norm_backward(grad_output, grad_sum, rows, mean, rstd, weight, norm_bias, seed, p)
-    return (
-        empty(grad_output),
-        empty(grad_output) if p else grad_output.new_empty(0),
-        empty_columns(grad_output, True),
-        empty_columns(grad_output, True),
-        empty_columns(grad_output, bias),
-    )
-
-
-def _save_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    input, bias, residual, weight, _, seed, ctx.p, _ = inputs
-    _, total, mean, rstd = output
-    ctx.has_bias, ctx.has_residual = bias is not None, residual is not None
-    ctx.plain = not (ctx.has_bias or ctx.has_residual or ctx.p)
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(mean, rstd, *([total] if ctx.plain else []))
-    ctx.save_for_backward(input if ctx.plain else total, mean, rstd, weight, seed)
-
-
-def _derive_norm(
-    ctx: Any, grad_output: Tensor | None, grad_sum: Tensor | None, *others: None
-) -> tuple[Tensor | None, ...]:
-    total, mean, rstd, weight, seed = ctx.saved_tensors
-    if grad_output is None:
-        grad_output = torch.zeros_like(total)
-    if ctx.plain:
-        grad_sum = None
-    residual, grad_input, grad_weight, norm_bias, bias = _library.call(
-        "dropout_add_layer_norm_backward",
-        *(grad_output, grad_sum, total, mean, rstd, weight, None, seed, ctx.p, ctx.has_bias),
-    )
-    grad_input = grad_input if ctx.p else residual
-    grad_bias, grad_residual = bias if ctx.has_bias else None, residual if ctx.has_residual else None
-    return grad_input, grad_bias, grad_residual, grad_weight, norm_bias, None, None, None
-
-
-def _check_norm(
-    input: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    weight: Tensor,
-    norm_bias: Tensor,
-    seed: Tensor | None,
-    p: float,
-) -> None:
-    op = "dropout_add_layer_norm"
-    check_sum(op, input, bias, residual, seed, p)
-    check(op, "weight", weight, input, input.shape[-1:])
-    check(op, "norm_bias", norm_bias, input, input.shape[-1:])
-
-
-def _check_norm_backward(
-    grad_output: Tensor,
-    grad_sum: Tensor | None,
-    rows: Tensor,
-    mean: Tensor | None,
-    rstd: Tensor,
-    weight: Tensor,
-    norm_bias: Tensor | None,
-    seed: Tensor | None,
-    p: float,
-) -> None:
-    op = "dropout_add_layer_norm_backward"
-    check_dropout(op, grad_output, seed, p)
-    check(op, "grad_sum", grad_sum, grad_output, grad_output.shape)
-    check(op, "rows", rows, grad_output, grad_output.shape)
-    check(op, "weight", weight, grad_output, grad_output.shape[-1:])
-    check(op, "norm_bias", norm_bias, grad_output, grad_output.shape[-1:])
-    for name, statistic in (("mean", mean), ("rstd", rstd)):
-        if statistic is None:
-            continue
-        wanted = (working(grad_output), grad_output.shape[:-1], grad_output.device)
-        if (statistic.dtype, statistic.shape, statistic.device) != wanted:
-            raise invalid(
-                op,
-                f"{name} is {statistic.dtype} {list(statistic.shape)} on {statistic.device}; "
-                f"expected {wanted[0]} {list(wanted[1])} on {wanted[2]}",
-            )
-    if mean is None and norm_bias is None:
-        raise invalid(op, "mean and norm_bias are missing; expected one of them")
-
-
-_library.define(
-    "dropout_add_layer_norm_backward(Tensor grad_output, Tensor? grad_sum, Tensor rows, Tensor? mean, Tensor rstd, "
-    "Tensor weight, Tensor? norm_bias, Tensor? seed, float p, bool bias) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    reference=dropout_add_layer_norm_backward_reference,
-    fake=_fake_norm_backward,
-)
-_library.define(
-    "dropout_add_layer_norm(Tensor input, Tensor? bias, Tensor? residual, Tensor weight, Tensor norm_bias, "
-    "Tensor? seed, float p, float eps) -> (Tensor, Tensor, Tensor, Tensor)",
-    reference=dropout_add_layer_norm_reference,
-    fake=_fake_norm,
-    autograd=Autograd(_derive_norm, _save_norm),
-)
