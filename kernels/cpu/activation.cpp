@@ -1,8 +1,8 @@
 // Activations with their bias. Compiled once per instruction-set level, without torch.
-#include "activation_loops.h"
-#include "by_dtype.h"
-
 #include <ds_kernels/activation.h>
+
+#include "loops.h"
+#include "row.h"
 
 namespace ds_kernels::cpu {
 namespace {
@@ -13,10 +13,10 @@ struct Bias {
   struct Loop {
     static void run(const ActivationRows& rows, int64_t first, int64_t last) {
       const int64_t columns = rows.columns;
-      const auto* bias = static_cast<const Element*>(rows.bias);
+      const auto* bias = one_row<Element>(rows.bias);
       for (int64_t row = first; row < last; ++row) {
-        const auto* input = static_cast<const Element*>(rows.input) + row * columns;
-        auto* output = static_cast<Element*>(rows.output) + row * columns;
+        const auto* input = row_of<Element>(rows.input, row, columns);
+        auto* output = row_of<Element>(rows.output, row, columns);
         for_each_vector(columns, [=](int64_t i, auto memory) {
           Floats x = memory.load(input + i);
           if (bias) x += memory.load(bias + i);
@@ -33,11 +33,11 @@ struct Gated {
   struct Loop {
     static void run(const ActivationRows& rows, int64_t first, int64_t last) {
       const int64_t columns = rows.columns;
-      const auto* bias = static_cast<const Element*>(rows.bias);
+      const auto* bias = one_row<Element>(rows.bias);
       for (int64_t row = first; row < last; ++row) {
-        const auto* values = static_cast<const Element*>(rows.input) + row * 2 * columns;
+        const auto* values = row_of<Element>(rows.input, row, 2 * columns);
         const auto* gates = values + columns;
-        auto* output = static_cast<Element*>(rows.output) + row * columns;
+        auto* output = row_of<Element>(rows.output, row, columns);
         for_each_vector(columns, [=](int64_t i, auto memory) {
           Floats value = memory.load(values + i), gate = memory.load(gates + i);
           if (bias) value += memory.load(bias + i), gate += memory.load(bias + columns + i);
@@ -47,6 +47,8 @@ struct Gated {
     }
   };
 };
+
+using ActivationLoop = void (*)(const ActivationRows& rows, int64_t first, int64_t last);
 
 template <template <Activation> class Kind>
 ActivationLoop choose(Dtype dtype, Activation activation) {
@@ -61,8 +63,9 @@ ActivationLoop choose(Dtype dtype, Activation activation) {
 
 }  // namespace
 
-inline namespace DS_KERNELS_CPU_LEVEL {
-extern const ActivationLoops activation_loops{choose<Bias>, choose<Gated>};
+template <>
+void compute(const ActivationRows& rows, Dtype dtype, const Threads& threads) {
+  share_rows(threads, rows.gated ? choose<Gated>(dtype, rows.activation) : choose<Bias>(dtype, rows.activation), rows);
 }
 
 }  // namespace ds_kernels::cpu

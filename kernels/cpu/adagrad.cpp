@@ -1,6 +1,7 @@
 // Adagrad's loop. Compiled once per instruction-set level, without torch.
-#include "adagrad_loops.h"
-#include "choose.h"
+#include <ds_kernels/adagrad.h>
+
+#include "loops.h"
 
 namespace ds_kernels::cpu {
 namespace {
@@ -23,8 +24,12 @@ struct AdagradUpdate {
 
 }  // namespace
 
-inline namespace DS_KERNELS_CPU_LEVEL {
-extern const AdagradLoops adagrad_loops{choose<AdagradUpdate>};
+template <>
+void compute(const AdagradLists& adagrad, Dtype, const Threads& threads) {
+  const auto loop = by_dtypes<AdagradUpdate>(adagrad.tensors);
+  share_elements<3>(threads, adagrad.tensors, [&](void** at, size_t, int64_t count) {
+    loop(at[0], at[1], at[2], count, adagrad.step);
+  });
 }
 
 }  // namespace ds_kernels::cpu

@@ -1,11 +1,12 @@
 // Adam's loops. Compiled once per instruction-set level, without torch.
-#include "adam_loops.h"
-#include "choose.h"
+#include <ds_kernels/adam.h>
+
+#include "loops.h"
 
 namespace ds_kernels::cpu {
 namespace {
 
-// Calls `change(param, grad, first, second)` on vectors of the elements.
+// Updates `count` elements in place: calls `change(param, grad, first, second)` on vectors of the elements.
 template <class Param, class Grad, class State, class Change>
 DS_KERNELS_INLINE void for_each(void* params, const void* grads, void* exp_avgs, void* exp_avg_sqs, int64_t count,
                                 Change change) {
@@ -41,8 +42,12 @@ void rollback(void* params, const void* grads, void* exp_avgs, void* exp_avg_sqs
 
 }  // namespace
 
-inline namespace DS_KERNELS_CPU_LEVEL {
-extern const AdamLoops adam_loops{choose<AdamUpdate>, rollback};
+template <>
+void compute(const AdamLists& adam, Dtype, const Threads& threads) {
+  const auto loop = adam.rollback ? rollback : by_dtypes<AdamUpdate>(adam.tensors);
+  share_elements<4>(threads, adam.tensors, [&](void** at, size_t tensor, int64_t count) {
+    loop(at[0], at[1], at[2], at[3], count, adam.steps.of(tensor));
+  });
 }
 
 }  // namespace ds_kernels::cpu

@@ -1,6 +1,7 @@
 // Sums of the slots of several ranks. Compiled once per instruction-set level, without torch.
 #include "all_reduce_loops.h"
-#include "by_dtype.h"
+
+#include "loops.h"
 
 #include <ds_kernels/vec.h>
 
@@ -23,8 +24,10 @@ struct SumSlots {
 
 }  // namespace
 
-inline namespace DS_KERNELS_CPU_LEVEL {
-extern const AllReduceLoops all_reduce_loops{by_dtype<SumSlots>};
+template <>
+const AllReduceLoops& loops() {
+  static constexpr AllReduceLoops all{by_dtype<SumSlots>};
+  return all;
 }
 
 }  // namespace ds_kernels::cpu

@@ -3,12 +3,10 @@
 
 #include <ds_kernels/arguments.h>
 
-#include "run.h"
+#include "device.h"
 #include "shared_ranks.h"
 
 namespace ds_kernels::cpu {
-
-DS_KERNELS_CPU_LEVELS(AllReduceLoops, all_reduce_loops)
 
 namespace {
 
@@ -22,7 +20,7 @@ int64_t all_reduce_(const Tensor& self, const Tensor& shared, int64_t rank, int6
   DS_KERNELS_CHECK(0 <= rank && rank < ranks, op, "rank is ", rank, "; expected one of ", ranks);
   SharedRanks memory(shared.data_ptr(), shared.numel() * shared.element_size(), rank, ranks);
   DS_KERNELS_CHECK(memory.slot_bytes() > 0, op, "shared has no room for ", ranks, " ranks");
-  const auto sum = loops_for(op, all_all_reduce_loops()).sum(dtype);
+  const auto sum = loops_for<AllReduceLoops>(op).sum(dtype);
   const int64_t end = memory.all_reduce(
       static_cast<char*>(self.data_ptr()), self.numel() * element, start * element, patience,
       [&](void* output, const void* const* slots, int64_t bytes) { sum({output, slots, ranks, bytes / element}); });

@@ -1,6 +1,8 @@
 // Loops of attention over a cache. Compiled once per instruction-set level, without torch.
 #include "attention_loops.h"
 
+#include "loops.h"
+
 namespace ds_kernels::cpu {
 namespace {
 
@@ -211,8 +213,10 @@ void bias(Dtype dtype, const Attention& task, int64_t heads, float* to, int64_t 
 
 }  // namespace
 
-inline namespace DS_KERNELS_CPU_LEVEL {
-extern const AttentionLoops attention_loops{attend, finish, append, finite, bias};
+template <>
+const AttentionLoops& loops() {
+  static constexpr AttentionLoops all{attend, finish, append, finite, bias};
+  return all;
 }
 
 }  // namespace ds_kernels::cpu

@@ -5,11 +5,9 @@
 
 #include <ds_kernels/ops/attention.h>
 
-#include "run.h"
+#include "device.h"
 
 namespace ds_kernels::cpu {
-
-DS_KERNELS_CPU_LEVELS(AttentionLoops, attention_loops)
 
 namespace {
 
@@ -20,28 +18,28 @@ constexpr int64_t kPart = 512;
 // What the loops hold of a query.
 constexpr int64_t kMostHeadDim = 1024;
 
-struct CacheAttention : Host {
-  using Host::Host;
+struct CacheAttention : Device {
+  using Device::Device;
 
   bool takes(const Attention& a) const { return a.tokens < kManyTokens && a.head_dim <= kMostHeadDim; }
 
-  void attend(const char* op, const Attention& a, Dtype dtype) const {
-    const AttentionLoops& loops = loops_for(op, all_attention_loops());
+  void run(const char* op, const Attention& a, Dtype dtype) const {
+    const AttentionLoops& loops = loops_for<AttentionLoops>(op);
     AttentionTask task{a, kPart, std::max<int64_t>(1, (a.total + kPart - 1) / kPart), nullptr};
     std::vector<float> partial(task.items() * task.partial_size());
     task.partial = partial.data();
     const int64_t queries = a.group() * a.tokens, work = queries * std::min(a.total, kPart) * a.head_dim;
-    parallel_for(0, task.items(), row_grain(work),
+    parallel_for(0, task.items(), grain_of(work),
                  [&](int64_t begin, int64_t end) { loops.attend(dtype, task, begin, end); });
-    parallel_for(0, a.batch * a.kv_heads, row_grain(queries * task.parts * a.head_dim),
+    parallel_for(0, a.batch * a.kv_heads, grain_of(queries * task.parts * a.head_dim),
                  [&](int64_t begin, int64_t end) { loops.finish(dtype, task, begin, end); });
   }
 
   // Without a bias torch makes zeros of a query whose scores are NaN; with one it does not.
   Tensor attend_by_torch(AttentionCall& call) const {
     const Attention& a = call.work();
-    const AttentionLoops& loops = loops_for(call.op(), all_attention_loops());
-    parallel_for(0, a.batch * a.kv_heads, row_grain((a.total - a.past) * a.head_dim),
+    const AttentionLoops& loops = loops_for<AttentionLoops>(call.op());
+    parallel_for(0, a.batch * a.kv_heads, grain_of((a.total - a.past) * a.head_dim),
                  [&](int64_t begin, int64_t end) { loops.append(call.dtype(), a, begin, end); });
     if (call.needs_no_bias() && all_finite(loops, a, call.dtype())) return call.torch_attention({});
     return call.torch_attention(bias(loops, a, call.dtype()));
@@ -49,7 +47,7 @@ struct CacheAttention : Host {
 
   static bool all_finite(const AttentionLoops& loops, const Attention& a, Dtype dtype) {
     std::atomic<bool> finite{true};
-    parallel_for(0, a.batch * a.kv_heads, row_grain(a.total * a.head_dim), [&](int64_t begin, int64_t end) {
+    parallel_for(0, a.batch * a.kv_heads, grain_of(a.total * a.head_dim), [&](int64_t begin, int64_t end) {
       if (!loops.finite(dtype, a, begin, end)) finite = false;
     });
     return finite;
@@ -62,7 +60,7 @@ struct CacheAttention : Host {
     const int64_t shape[] = {batches, heads, a.tokens, a.total};
     Tensor bias = torch::stable::empty({shape, 4}, torch::headeronly::ScalarType::Float);
     auto* to = static_cast<float*>(bias.data_ptr());
-    parallel_for(0, batches * heads * a.tokens, row_grain(a.total),
+    parallel_for(0, batches * heads * a.tokens, grain_of(a.total),
                  [&](int64_t begin, int64_t end) { loops.bias(dtype, a, heads, to, begin, end); });
     return bias;
   }

@@ -1,6 +1,8 @@
 // LAMB's loops. Compiled once per instruction-set level, without torch.
 #include "lamb_loops.h"
 
+#include "loops.h"
+
 namespace ds_kernels::cpu {
 namespace {
 
@@ -144,8 +146,10 @@ LambParamsLoop choose_params(Dtype params, bool float_states) {
 
 }  // namespace
 
-inline namespace DS_KERNELS_CPU_LEVEL {
-extern const LambLoops lamb_loops{choose_moments, choose_params};
+template <>
+const LambLoops& loops() {
+  static constexpr LambLoops all{choose_moments, choose_params};
+  return all;
 }
 
 }  // namespace ds_kernels::cpu

@@ -3,11 +3,9 @@
 
 #include <ds_kernels/ops/lamb.h>
 
-#include "run.h"
+#include "device.h"
 
 namespace ds_kernels::cpu {
-
-DS_KERNELS_CPU_LEVELS(LambLoops, lamb_loops)
 
 namespace {
 
@@ -18,17 +16,16 @@ constexpr int64_t kBatch = 2 * 1024;
 // One call's two loops over all tensors.
 class LambCall {
  public:
-  LambCall(const MultiTensor& tensors, const std::vector<LambStep>& steps, float* ratios)
-      : tensors_(tensors), steps_(steps), ratios_(ratios), slices_(tensors.numels()) {
-    const LambLoops& loops = loops_for(tensors.op(), all_lamb_loops());
-    const bool float_states = tensors.dtype(kExpAvgs) == Dtype::Float32;
-    moments_ = loops.moments(tensors.dtype(kParams), tensors.dtype(kGrads), float_states);
-    params_ = loops.params(tensors.dtype(kParams), float_states);
+  LambCall(const LambLoops& loops, const LambLists& lamb)
+      : tensors_(lamb.tensors), steps_(lamb.steps), ratios_(lamb.ratios), slices_(tensors_.numels, tensors_.size) {
+    const bool float_states = tensors_.is_float(kExpAvgs);
+    moments_ = loops.moments(tensors_.dtypes[kParams], tensors_.dtypes[kGrads], float_states);
+    params_ = loops.params(tensors_.dtypes[kParams], float_states);
   }
 
   void run() {
-    for (size_t first = 0, last = 0; first < tensors_.size(); first = last) {
-      while (last < tensors_.size() && (last == first || units(first, last + 1) <= kBatch)) ++last;
+    for (size_t first = 0, last = 0; first < tensors_.size; first = last) {
+      while (last < tensors_.size && (last == first || units(first, last + 1) <= kBatch)) ++last;
       update_moments(first, last);
       update_params(first, last);
     }
@@ -37,10 +34,10 @@ class LambCall {
  private:
   int64_t units(size_t first, size_t last) const { return slices_.first_unit(last) - slices_.first_unit(first); }
 
-  const LambStep& step(size_t tensor) const { return steps_[steps_.size() == 1 ? 0 : tensor]; }
+  const LambStep& step(size_t tensor) const { return steps_.of(tensor); }
 
   void* at(size_t list, size_t tensor, int64_t position) const {
-    return static_cast<char*>(tensors_.data(list, tensor)) + position * size_of(tensors_.dtype(list));
+    return static_cast<char*>(tensors_.at(list, tensor)) + position * size_of(tensors_.dtypes[list]);
   }
 
   // The sums of each unit are kept apart and added in one order, so that a result does not depend on the number of
@@ -65,10 +62,10 @@ class LambCall {
   }
 
   void update_params(size_t first, size_t last) const {
-    const bool copies = tensors_.lists() > kCopies;
+    const bool copies = tensors_.lists > kCopies;
     parallel_for(slices_.first_unit(first), slices_.first_unit(last), kGrain, [&](int64_t begin, int64_t end) {
       slices_.visit(begin, end, [&](size_t tensor, int64_t from, int64_t to) {
-        const LambCopy copy = copies ? LambCopy{at(kCopies, tensor, from), tensors_.dtype(kCopies)}
+        const LambCopy copy = copies ? LambCopy{at(kCopies, tensor, from), tensors_.dtypes[kCopies]}
                                      : LambCopy{nullptr, Dtype::Float32};
         params_(at(kParams, tensor, from), at(kExpAvgs, tensor, from), at(kExpAvgSqs, tensor, from), copy, to - from,
                 step(tensor), static_cast<float>(step(tensor).step_size * ratios_[tensor]));
@@ -76,8 +73,8 @@ class LambCall {
     });
   }
 
-  const MultiTensor& tensors_;
-  const std::vector<LambStep>& steps_;
+  const TensorLists tensors_;
+  const Steps<LambStep> steps_;
   float* const ratios_;
   const Slices slices_;
   LambMomentsLoop moments_;
@@ -85,12 +82,10 @@ class LambCall {
   std::vector<LambSums> sums_;
 };
 
-struct Lamb : Host {
-  using Host::Host;
+struct Lamb : Device {
+  using Device::Device;
 
-  void update(const MultiTensor& tensors, const std::vector<LambStep>& steps, float* ratios) const {
-    LambCall(tensors, steps, ratios).run();
-  }
+  void run(const char* op, const LambLists& lamb, Dtype) const { LambCall(loops_for<LambLoops>(op), lamb).run(); }
 };
 
 }  // namespace

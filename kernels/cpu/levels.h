@@ -1,18 +1,31 @@
 // Chooses among the instruction-set levels that a binary was built with.
 //
-// Each level's object defines its table of loops in a namespace of the level's name. The references here are weak: a
-// level that was not linked in is a null pointer, so the binding is compiled in one way only and needs no list.
+// Each level's object defines its functions in a namespace of the level's name. The references here are weak: a function
+// of a level that was not linked in is a null pointer, so the binding is compiled in one way only and needs no list.
 #pragma once
 
+#include <array>
 #include <cstddef>
+
+#include <ds_kernels/config.h>
+
+#include "threads.h"
 
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
 
+// All levels of levels.json, of each architecture the best first.
+#define DS_KERNELS_CPU_LEVELS(DO) DO(avx512) DO(avx2) DO(neon) DO(power9) DO(baseline)
+
 namespace ds_kernels::cpu {
 
-enum class Level { avx512, avx2, neon, power9, baseline };
+#define DS_KERNELS_NAME(level) level,
+enum class Level { DS_KERNELS_CPU_LEVELS(DS_KERNELS_NAME) };
+#undef DS_KERNELS_NAME
+#define DS_KERNELS_COUNT(level) +1
+constexpr size_t kLevels = DS_KERNELS_CPU_LEVELS(DS_KERNELS_COUNT);
+#undef DS_KERNELS_COUNT
 
 // Whether this machine, and its operating system, run code of `level`.
 inline bool runs_here(Level level) {
@@ -36,42 +49,65 @@ inline bool runs_here(Level level) {
   }
 }
 
-// A level's table of loops, or null if the level was not linked in.
-template <class Table>
+// What loops.h declares, at every level.
+#define DS_KERNELS_DECLARE(level)                                               \
+  namespace level {                                                             \
+  template <class Work>                                                         \
+  __attribute__((weak)) void compute(const Work&, Dtype, const Threads&);       \
+  template <class Loops>                                                        \
+  __attribute__((weak)) const Loops& loops();                                   \
+  }
+DS_KERNELS_CPU_LEVELS(DS_KERNELS_DECLARE)
+#undef DS_KERNELS_DECLARE
+
+template <class Work>
+using Compute = void (*)(const Work&, Dtype, const Threads&);
+template <class Loops>
+using LoopsOf = const Loops& (*)();
+
+// A level's function, or null if the level was not linked in.
+template <class Function>
 struct Built {
   Level level;
-  const Table* table;
+  Function function;
 };
 
-// The table of the best level that was linked in and runs here, or null.
-template <class Table, size_t levels>
-const Table* best(const Built<Table> (&built)[levels]) {
-  for (const auto& [level, table] : built) {
-    if (table && runs_here(level)) return table;
+// Compilers think that a template's function is never null: they must not know that it is one.
+template <class Function>
+Built<Function> built(Level level, Function function) {
+  __asm__("" : "+r"(function));
+  return {level, function};
+}
+
+template <class Work>
+auto all_compute() {
+#define DS_KERNELS_BUILT(level) built<Compute<Work>>(Level::level, level::compute<Work>),
+  return std::array<Built<Compute<Work>>, kLevels>{{DS_KERNELS_CPU_LEVELS(DS_KERNELS_BUILT)}};
+#undef DS_KERNELS_BUILT
+}
+
+template <class Loops>
+auto all_loops() {
+#define DS_KERNELS_BUILT(level) built<LoopsOf<Loops>>(Level::level, level::loops<Loops>),
+  return std::array<Built<LoopsOf<Loops>>, kLevels>{{DS_KERNELS_CPU_LEVELS(DS_KERNELS_BUILT)}};
+#undef DS_KERNELS_BUILT
+}
+
+// The function of the best level that was linked in and runs here, or null.
+template <class All>
+auto best(const All& all) {
+  for (const auto& [level, function] : all) {
+    if (function && runs_here(level)) return function;
   }
-  return nullptr;
+  return decltype(all.front().function){nullptr};
+}
+template <class Work>
+Compute<Work> best_compute() {
+  return best(all_compute<Work>());
+}
+template <class Loops>
+LoopsOf<Loops> best_loops() {
+  return best(all_loops<Loops>());
 }
 
 }  // namespace ds_kernels::cpu
-
-#define DS_KERNELS_CPU_DECLARE(level, Table, table) \
-  namespace level {                                 \
-  extern const Table table __attribute__((weak));   \
-  }
-
-// In namespace ds_kernels::cpu: declares every level's `const Table table`, and defines `all_##table()`, an array of
-// Built<Table>, the best level first.
-#define DS_KERNELS_CPU_LEVELS(Table, table)                          \
-  DS_KERNELS_CPU_DECLARE(avx512, Table, table)                       \
-  DS_KERNELS_CPU_DECLARE(avx2, Table, table)                         \
-  DS_KERNELS_CPU_DECLARE(neon, Table, table)                         \
-  DS_KERNELS_CPU_DECLARE(power9, Table, table)                       \
-  DS_KERNELS_CPU_DECLARE(baseline, Table, table)                     \
-  inline const auto& all_##table() {                                 \
-    static const Built<Table> all[] = {{Level::avx512, &avx512::table},     \
-                                       {Level::avx2, &avx2::table},         \
-                                       {Level::neon, &neon::table},         \
-                                       {Level::power9, &power9::table},     \
-                                       {Level::baseline, &baseline::table}}; \
-    return all;                                                      \
-  }

@@ -1,6 +1,7 @@
 // Loops of linear layers. Compiled once per instruction-set level, without torch.
 #include "linear_loops.h"
-#include "by_dtype.h"
+
+#include "loops.h"
 
 #include <type_traits>
 
@@ -231,13 +232,14 @@ struct LinearDequantize {
 };
 
 template <class Element>
-struct LinearFinish {
-  static void run(const LinearLayer& layer, const void* sums, int64_t begin, int64_t end) {
+struct LinearFinishing {
+  static void run(const LinearFinish& work, int64_t begin, int64_t end) {
+    const LinearLayer& layer = work.layer;
     const int64_t outputs = layer.outputs, rows = layer.gated ? 2 * outputs : outputs;
     const bool gated = layer.gated;
-    with_constant(layer.activation, [=, &layer](auto activation) {
+    with_constant(layer.activation, [=, &layer, &work](auto activation) {
       for (int64_t input = begin; input < end; ++input) {
-        const auto* sum = static_cast<const Element*>(sums) + input * rows;
+        const auto* sum = static_cast<const Element*>(work.sums) + input * rows;
         const auto* residual = static_cast<const Element*>(layer.residual);
         if (residual) residual += input * outputs;
         auto* output = static_cast<Element*>(layer.output) + input * outputs;
@@ -263,9 +265,22 @@ LinearLoop choose_linear(Dtype dtype, bool quantized) {
 
 }  // namespace
 
-inline namespace DS_KERNELS_CPU_LEVEL {
-extern const LinearLoops linear_loops{choose_linear, by_dtype<LinearWiden>, shorten_inputs,
-                                      by_dtype<LinearDequantize>, by_dtype<LinearFinish>};
+template <>
+void compute(const QuantizedRows& rows, Dtype dtype, const Threads& threads) {
+  share_rows(threads, by_dtype<LinearDequantize>(dtype), rows);
+}
+
+template <>
+void compute(const LinearFinish& work, Dtype dtype, const Threads& threads) {
+  const auto loop = by_dtype<LinearFinishing>(dtype);
+  share(threads, work.layer.inputs, grain_of(work.layer.outputs),
+        [&](int64_t begin, int64_t end) { loop(work, begin, end); });
+}
+
+template <>
+const LinearLoops& loops() {
+  static constexpr LinearLoops all{choose_linear, by_dtype<LinearWiden>, shorten_inputs};
+  return all;
 }
 
 }  // namespace ds_kernels::cpu

@@ -3,11 +3,9 @@
 
 #include <ds_kernels/ops/linear.h>
 
-#include "run.h"
+#include "device.h"
 
 namespace ds_kernels::cpu {
-
-DS_KERNELS_CPU_LEVELS(LinearLoops, linear_loops)
 
 namespace {
 
@@ -56,33 +54,23 @@ class PreparedLayer {
   LinearTask task_;
 };
 
-struct Linear : Host {
-  using Host::Host;
+struct Linear : Device {
+  using Device::Device;
+  using Device::run;
 
   bool takes(const LinearLayer& layer, Dtype dtype) const {
     const bool tiles = dtype == Dtype::BFloat16 && !layer.scales && multiplies_tiles();
     return layer.inputs < (tiles ? kManyInputsForTiles : kManyInputs) || layer.columns == 0;
   }
 
-  void linear(const char* op, const LinearLayer& layer, Dtype dtype) const {
-    const LinearLoops& loops = loops_for(op, all_linear_loops());
+  void run(const char* op, const LinearLayer& layer, Dtype dtype) const {
+    const LinearLoops& loops = loops_for<LinearLoops>(op);
     const PreparedLayer prepared(loops, layer, dtype);
     const LinearLoop loop = loops.linear(dtype, layer.scales != nullptr);
     const int64_t work = kShare * layer.columns * (layer.gated ? 2 : 1);
-    parallel_for(0, (layer.outputs + kShare - 1) / kShare, row_grain(work), [&](int64_t begin, int64_t end) {
+    parallel_for(0, (layer.outputs + kShare - 1) / kShare, grain_of(work), [&](int64_t begin, int64_t end) {
       loop(prepared.task(), begin * kShare, std::min(end * kShare, layer.outputs));
     });
-  }
-
-  void finish(const char* op, const LinearLayer& layer, const void* sums, Dtype dtype) const {
-    const FinishLoop loop = loops_for(op, all_linear_loops()).finish(dtype);
-    parallel_for(0, layer.inputs, row_grain(layer.outputs),
-                 [&](int64_t begin, int64_t end) { loop(layer, sums, begin, end); });
-  }
-
-  void dequantize(const char* op, const QuantizedRows& rows, Dtype dtype) const {
-    const DequantizeLoop loop = loops_for(op, all_linear_loops()).dequantize(dtype);
-    parallel_for(0, rows.rows, row_grain(rows.columns), [&](int64_t begin, int64_t end) { loop(rows, begin, end); });
   }
 
   int64_t rows_at_once(int64_t rows, int64_t columns, Dtype dtype) const {

@@ -20,18 +20,10 @@ using WidenLoop = void (*)(const void* from, float* to, int64_t count);
 // The inputs of a task in 16 bits; false if they cannot be had here, or have an element that is not finite.
 using ShortenLoop = bool (*)(const LinearTask& task, int16_t* values, float* scales);
 
-// Makes rows [begin, end) of int8 weights floats.
-using DequantizeLoop = void (*)(const QuantizedRows& rows, int64_t begin, int64_t end);
-
-// Activation, gate and residual of inputs [begin, end), from sums with their bias, [inputs, rows].
-using FinishLoop = void (*)(const LinearLayer& layer, const void* sums, int64_t begin, int64_t end);
-
 struct LinearLoops {
   LinearLoop (*linear)(Dtype dtype, bool quantized);
   WidenLoop (*widen)(Dtype dtype);
   ShortenLoop shorten;
-  DequantizeLoop (*dequantize)(Dtype dtype);
-  FinishLoop (*finish)(Dtype dtype);
 };
 
 }  // namespace ds_kernels::cpu

@@ -1,6 +1,7 @@
 // Lion's loop. Compiled once per instruction-set level, without torch.
-#include "lion_loops.h"
-#include "choose.h"
+#include <ds_kernels/lion.h>
+
+#include "loops.h"
 
 namespace ds_kernels::cpu {
 namespace {
@@ -23,8 +24,12 @@ struct LionUpdate {
 
 }  // namespace
 
-inline namespace DS_KERNELS_CPU_LEVEL {
-extern const LionLoops lion_loops{choose<LionUpdate>};
+template <>
+void compute(const LionLists& lion, Dtype, const Threads& threads) {
+  const auto loop = by_dtypes<LionUpdate>(lion.tensors);
+  share_elements<3>(threads, lion.tensors, [&](void** at, size_t, int64_t count) {
+    loop(at[0], at[1], at[2], count, lion.step);
+  });
 }
 
 }  // namespace ds_kernels::cpu

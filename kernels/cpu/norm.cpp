@@ -3,25 +3,21 @@
 // A row is gathered as floats first, where it is not float already or has terms to be added. Two passes over it, which
 // lies in the first-level cache then, give mean and variance. The second one finds what rounding took from the mean as
 // well, and corrects both for it (Chan, Golub & LeVeque 1983): rows far from zero lose no digits.
-#include "norm_loops.h"
-#include "by_dtype.h"
+#include <ds_kernels/norm.h>
+
+#include "loops.h"
 #include "row.h"
 
 namespace ds_kernels::cpu {
 namespace {
-
-template <class Element>
-const Element* row_of(const void* rows, int64_t row, int64_t columns) {
-  return rows ? static_cast<const Element*>(rows) + row * columns : nullptr;
-}
 
 // The elements of a row as floats: s in NormRows.
 template <class Element>
 const float* gather(const NormRows& n, int64_t row, float* scratch) {
   const Element* input = row_of<Element>(n.input, row, n.columns);
   const Element* residual = row_of<Element>(n.residual, row, n.columns);
-  const Element* input_bias = row_of<Element>(n.input_bias, 0, 0);
-  Element* sum = const_cast<Element*>(row_of<Element>(n.sum, row, n.columns));
+  const Element* input_bias = one_row<Element>(n.input_bias);
+  Element* sum = row_of<Element>(n.sum, row, n.columns);
   if constexpr (sizeof(Element) == sizeof(float)) {
     if (!residual && !input_bias) return input;
   }
@@ -38,9 +34,9 @@ const float* gather(const NormRows& n, int64_t row, float* scratch) {
 // output = ((row - centre) * factor + shift) * weight + bias
 template <class Element>
 void finish(const NormRows& n, int64_t row, const float* x, float centre, float factor, float shift) {
-  const Element* weight = row_of<Element>(n.weight, 0, 0);
-  const Element* bias = row_of<Element>(n.bias, 0, 0);
-  Element* output = const_cast<Element*>(row_of<Element>(n.output, row, n.columns));
+  const Element* weight = one_row<Element>(n.weight);
+  const Element* bias = one_row<Element>(n.bias);
+  Element* output = row_of<Element>(n.output, row, n.columns);
   for_each_vector(n.columns, [=](int64_t i, auto memory) {
     Floats y = ((load_again(memory, x + i) - centre) * factor + shift) * load_again(memory, weight + i);
     if (bias) y += load_again(memory, bias + i);
@@ -94,8 +90,9 @@ struct RmsNorm {
 
 }  // namespace
 
-inline namespace DS_KERNELS_CPU_LEVEL {
-extern const NormLoops norm_loops{by_dtype<LayerNorm>, by_dtype<RmsNorm>};
+template <>
+void compute(const NormRows& n, Dtype dtype, const Threads& threads) {
+  share_rows_with_scratch(threads, n.centred ? by_dtype<LayerNorm>(dtype) : by_dtype<RmsNorm>(dtype), n);
 }
 
 }  // namespace ds_kernels::cpu

@@ -1,8 +1,17 @@
 // The quantizer's loops. Compiled once per instruction-set level, without torch.
-#include "quantizer_loops.h"
+#include <ds_kernels/quantizer.h>
+
+#include "loops.h"
 
 namespace ds_kernels::cpu {
 namespace {
+
+// What several devices sent: each `count` levels in groups of `group`, and `params` of those.
+struct Received {
+  const char* levels;
+  const float* params;
+  int64_t devices, count, group;
+};
 
 // Where a group's values come from. `for_each(body)` calls `body(position, values, memory)` for the vectors that cover
 // them; it is called twice, because recomputing a value is cheaper than keeping it.
@@ -149,22 +158,81 @@ auto choose(Dtype dtype, int bits, bool symmetric) {
   return symmetric ? choose_for<Loop, 4, true>(dtype) : choose_for<Loop, 4, false>(dtype);
 }
 
-ReduceLoop choose_reduce(int bits, bool symmetric) {
+auto choose_reduce(int bits, bool symmetric) {
   if (bits == 8) return symmetric ? reduce<8, true> : reduce<8, false>;
   return symmetric ? reduce<4, true> : reduce<4, false>;
 }
-DequantizeRangeLoop choose_range(Dtype dtype, int bits) {
-  return bits == 8 ? choose_for<DequantizeRange, 8, true>(dtype) : choose_for<DequantizeRange, 4, true>(dtype);
+
+// ---- groups among threads ------------------------------------------------------------------------------------------
+
+// Calls `body(group)` for every group, which takes work on `size` elements.
+template <class Body>
+void for_each_group(const Threads& threads, int64_t groups, int64_t size, const Body& body) {
+  share(threads, groups, grain_of((size + 1) / 2), [&](int64_t first, int64_t last) {
+    for (int64_t group = first; group < last; ++group) body(group);
+  });
 }
-FakeQuantizeLoop choose_fake(Dtype dtype, bool symmetric) {
-  return symmetric ? choose_for<FakeQuantize, 8, true>(dtype) : choose_for<FakeQuantize, 8, false>(dtype);
+
+// Where group number `group` begins, of so many bytes each.
+const char* at(const void* groups, int64_t group, int64_t bytes) {
+  return static_cast<const char*>(groups) + group * bytes;
 }
+char* at(void* groups, int64_t group, int64_t bytes) { return static_cast<char*>(groups) + group * bytes; }
+
+int64_t size_of(Dtype dtype) { return dtype == Dtype::Float32 ? 4 : 2; }
+int64_t bytes_of(Levels as, int64_t size) { return size * as.bits / 8; }
+int64_t params_of(Levels as) { return as.symmetric ? 1 : 2; }
 
 }  // namespace
 
-inline namespace DS_KERNELS_CPU_LEVEL {
-extern const QuantizerLoops quantizer_loops{choose<Quantize>, choose<Dequantize>, choose_reduce, choose_range,
-                                            choose_fake};
+template <>
+void compute(const QuantizeGroups& g, Dtype dtype, const Threads& threads) {
+  const auto loop = choose<Quantize>(dtype, g.as.bits, g.as.symmetric);
+  for_each_group(threads, g.groups, g.size, [&](int64_t group) {
+    const int64_t place = place_of(g.swizzle, group);
+    loop(at(g.x, group, g.size * size_of(dtype)), at(g.levels, place, bytes_of(g.as, g.size)),
+         g.params + place * params_of(g.as), g.size);
+  });
+}
+
+template <>
+void compute(const DequantizeGroups& g, Dtype dtype, const Threads& threads) {
+  const auto loop = choose<Dequantize>(dtype, g.as.bits, g.as.symmetric);
+  for_each_group(threads, g.groups, g.size, [&](int64_t group) {
+    loop(at(g.levels, group, bytes_of(g.as, g.size)), g.params + group * params_of(g.as),
+         at(g.x, group, g.size * size_of(dtype)), g.size);
+  });
+}
+
+template <>
+void compute(const ReduceGroups& g, Dtype, const Threads& threads) {
+  const auto loop = choose_reduce(g.as.bits, g.as.symmetric);
+  const Received received{static_cast<const char*>(g.received), g.received_params, g.devices, g.groups * g.size,
+                          g.received_size};
+  for_each_group(threads, g.groups, g.size * g.devices, [&](int64_t group) {
+    loop(received, group * g.size, (group + 1) * g.size, at(g.levels, group, bytes_of(g.as, g.size)),
+         g.params + group * params_of(g.as));
+  });
+}
+
+template <>
+void compute(const DequantizeRangeGroups& g, Dtype dtype, const Threads& threads) {
+  const auto loop =
+      g.bits == 8 ? choose_for<DequantizeRange, 8, true>(dtype) : choose_for<DequantizeRange, 4, true>(dtype);
+  const int64_t one = size_of(dtype);
+  for_each_group(threads, g.groups, g.size, [&](int64_t group) {
+    loop(at(g.levels, group, g.size * g.bits / 8), at(g.scale, group, one), at(g.minimum, group, one),
+         at(g.x, group, g.size * one), g.size);
+  });
+}
+
+template <>
+void compute(const FakeQuantizeGroups& g, Dtype dtype, const Threads& threads) {
+  const auto loop =
+      g.symmetric ? choose_for<FakeQuantize, 8, true>(dtype) : choose_for<FakeQuantize, 8, false>(dtype);
+  for_each_group(threads, g.groups, g.size, [&](int64_t group) {
+    loop(at(g.x, group, g.size * size_of(dtype)), g.noise ? g.noise + group * g.size : nullptr, g.size, g.bits);
+  });
 }
 
 }  // namespace ds_kernels::cpu

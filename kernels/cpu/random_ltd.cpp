@@ -1,22 +1,20 @@
 // Loops of random layerwise token dropping. Compiled once per instruction-set level, without torch.
-#include <ds_kernels/config.h>
+#include <ds_kernels/random_ltd.h>
 
-#include "random_ltd_loops.h"
+#include "loops.h"
 
 namespace ds_kernels::cpu {
 namespace {
 
-bool within(const int32_t* indices, int64_t count, int64_t limit) {
-  bool all = true;
-  for (int64_t i = 0; i < count; ++i) all &= indices[i] >= 0 && indices[i] < limit;
-  return all;
-}
+// Things of `bytes` bytes each that make a share worth waking a thread for.
+int64_t grain_of_bytes(int64_t bytes) { return grain_of(bytes / 4); }
 
-// By counting: each index is a token of the sequence, so there is nothing to compare.
-void sort(int32_t* indices, int64_t count, int32_t* seen, int64_t seq_len) {
-  for (int64_t i = 0; i < count; ++i) ++seen[indices[i]];
-  for (int64_t token = 0; token < seq_len; ++token) {
-    for (; seen[token] > 0; --seen[token]) *indices++ = static_cast<int32_t>(token);
+// By counting: each index is a token of the sequence, so there is nothing to compare. `seen` has a zero for each token,
+// before and after.
+void sort(const int32_t* from, int32_t* to, int64_t count, int32_t* seen, int64_t sequence) {
+  for (int64_t i = 0; i < count; ++i) ++seen[from[i]];
+  for (int64_t token = 0; token < sequence; ++token) {
+    for (; seen[token] > 0; --seen[token]) *to++ = static_cast<int32_t>(token);
   }
 }
 
@@ -24,6 +22,7 @@ char* place(const Tokens& tokens, int64_t sequence, int64_t token) {
   return tokens.data + sequence * tokens.sequence + token * tokens.token;
 }
 
+// Tokens [first, last) of batch * reserved.
 void gather(const TokenMove& m, int64_t first, int64_t last) {
   for (int64_t i = first; i < last; ++i) {
     const int64_t sequence = i / m.reserved, token = i % m.reserved;
@@ -31,6 +30,7 @@ void gather(const TokenMove& m, int64_t first, int64_t last) {
   }
 }
 
+// Bytes [begin, end) of each chosen token of one sequence, in the order of the indices.
 void scatter(const TokenMove& m, int64_t sequence, int64_t begin, int64_t end) {
   for (int64_t token = 0; token < m.reserved; ++token) {
     const int32_t index = m.indices[sequence * m.reserved + token];
@@ -38,6 +38,7 @@ void scatter(const TokenMove& m, int64_t sequence, int64_t begin, int64_t end) {
   }
 }
 
+// Rows [first, last) of layers * batch * reserved.
 template <class Element>
 struct GatherMask {
   static void run(const MaskGather& g, int64_t first, int64_t last) {
@@ -52,20 +53,60 @@ struct GatherMask {
   }
 };
 
-void (*mask(int64_t element_size))(const MaskGather&, int64_t, int64_t) {
+auto mask_loop(int64_t element_size) {
   switch (element_size) {
     case 1: return GatherMask<uint8_t>::run;
     case 2: return GatherMask<uint16_t>::run;
     case 4: return GatherMask<uint32_t>::run;
-    case 8: return GatherMask<uint64_t>::run;
-    default: return nullptr;
+    default: return GatherMask<uint64_t>::run;
   }
 }
 
 }  // namespace
 
-inline namespace DS_KERNELS_CPU_LEVEL {
-extern const RandomLTDLoops random_ltd_loops{within, sort, gather, scatter, mask};
+template <>
+void compute(const TokenCheck& check, Dtype, const Threads&) {
+  bool all = true;
+  for (int64_t i = 0; i < check.count; ++i) all &= check.indices[i] >= 0 && check.indices[i] < check.sequence;
+  *check.within = all;
+}
+
+template <>
+void compute(const TokenRows& r, Dtype, const Threads& threads) {
+  share_with_scratch<int32_t>(
+      threads, r.rows, grain_of_bytes(4 * (r.sequence + r.reserved)), r.sequence,
+      [&](int64_t first, int64_t last, int32_t* seen) {
+        for (int64_t row = first; row < last; ++row) {
+          sort(r.from + row * r.reserved, r.to + row * r.reserved, r.reserved, seen, r.sequence);
+        }
+      });
+}
+
+template <>
+void compute(const TokenGather& g, Dtype, const Threads& threads) {
+  share(threads, g.batch * g.reserved, grain_of_bytes(g.bytes),
+        [&](int64_t first, int64_t last) { gather(g, first, last); });
+}
+
+// Shares are columns of one sequence: where an index repeats, one thread writes both, and the last one wins.
+template <>
+void compute(const TokenScatter& s, Dtype, const Threads& threads) {
+  const int64_t columns = s.bytes < 1024 ? 1 : s.bytes / 512, width = (s.bytes + columns - 1) / columns;
+  const auto least = [&](int64_t byte) { return byte < s.bytes ? byte : s.bytes; };
+  share(threads, s.batch * columns, grain_of_bytes(width * s.reserved), [&](int64_t first, int64_t last) {
+    for (int64_t sequence = first / columns; first < last; ++sequence) {
+      const int64_t next = (sequence + 1) * columns, stop = last < next ? last : next;
+      scatter(s, sequence, least((first - sequence * columns) * width), least((stop - sequence * columns) * width));
+      first = stop;
+    }
+  });
+}
+
+template <>
+void compute(const MaskGather& g, Dtype, const Threads& threads) {
+  const auto loop = mask_loop(g.element_size);
+  share(threads, g.layers * g.batch * g.reserved, grain_of_bytes(g.reserved * g.element_size),
+        [&](int64_t first, int64_t last) { loop(g, first, last); });
 }
 
 }  // namespace ds_kernels::cpu

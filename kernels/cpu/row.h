@@ -1,10 +1,25 @@
-// Reductions over a row of elements, in an order that depends on its length alone.
+// Rows of elements: reaching them, and reductions over one in an order that depends on its length alone.
 #pragma once
 
 #include <ds_kernels/vec_math.h>
 
 namespace ds_kernels::cpu {
 inline namespace DS_KERNELS_CPU_LEVEL {
+
+// Where a row of `columns` elements begins; null where there are no rows.
+template <class Element>
+DS_KERNELS_INLINE const Element* row_of(const void* rows, int64_t row, int64_t columns) {
+  return rows ? static_cast<const Element*>(rows) + row * columns : nullptr;
+}
+template <class Element>
+DS_KERNELS_INLINE Element* row_of(void* rows, int64_t row, int64_t columns) {
+  return rows ? static_cast<Element*>(rows) + row * columns : nullptr;
+}
+// One row, the same for all: a bias, a weight.
+template <class Element>
+DS_KERNELS_INLINE const Element* one_row(const void* row) {
+  return static_cast<const Element*>(row);
+}
 
 // x, with `otherwise` in the lanes that lie beyond the row's end.
 DS_KERNELS_INLINE Floats within(WholeVector, Floats x, float) { return x; }

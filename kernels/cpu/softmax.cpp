@@ -1,6 +1,7 @@
-// Softmax of a row of attention scores. Compiled once per instruction-set level, without torch.
-#include "softmax_loops.h"
-#include "by_dtype.h"
+// Softmax of attention scores, row by row. Compiled once per instruction-set level, without torch.
+#include <ds_kernels/softmax.h>
+
+#include "loops.h"
 #include "row.h"
 
 namespace ds_kernels::cpu {
@@ -8,14 +9,39 @@ namespace {
 
 constexpr float kInfinity = __builtin_inff();
 
-template <class Element, class Added>
-void softmax(const SoftmaxRow& row, float* scratch) {
-  const int64_t begin = row.begin, count = row.end - row.begin;
-  const float scale = row.scale;
-  const auto* input = static_cast<const Element*>(row.input) + begin;
-  const auto* mask = row.mask ? static_cast<const Added*>(row.mask) + begin : nullptr;
-  const auto* alibi = row.alibi ? static_cast<const Added*>(row.alibi) + begin : nullptr;
-  auto* all = static_cast<Element*>(row.output);
+// Keys outside of [begin, end) take no part: their results are zero.
+struct Keys {
+  int64_t begin, end;
+
+  Keys(const Scores& s, int64_t query) {
+    const int64_t position = s.keys - s.queries + query;
+    end = s.causal ? within(position + 1, s.keys) : s.keys;
+    begin = s.window ? within(position + 1 - s.window, end) : 0;
+  }
+
+ private:
+  static int64_t within(int64_t x, int64_t most) { return x < 0 ? 0 : x < most ? x : most; }
+};
+
+template <class Element>
+const Element* row_added(const Added& added, int64_t batch, int64_t head, int64_t query) {
+  if (!added.data) return nullptr;
+  return static_cast<const Element*>(added.data) + batch * added.batch + head * added.head + query * added.query;
+}
+
+// `scratch` has room for one row of floats.
+template <class Element, class AddedElement>
+void softmax(const Scores& s, int64_t row, float* scratch) {
+  const int64_t query = row % s.queries, head = row / s.queries % s.heads, batch = row / s.queries / s.heads;
+  const Keys keys(s, query);
+  const int64_t begin = keys.begin, count = keys.end - begin;
+  const float scale = s.scale;
+  const auto* input = row_of<Element>(s.input, row, s.keys) + begin;
+  const auto* mask = row_added<AddedElement>(s.mask, batch, head, query);
+  const auto* alibi = row_added<AddedElement>(s.alibi, batch, head, query);
+  if (mask) mask += begin;
+  if (alibi) alibi += begin;
+  auto* all = row_of<Element>(s.output, row, s.keys);
   auto* output = all + begin;
   const float top = maximum_over(count, [=](int64_t i, auto memory) {
     Floats x = memory.load(input + i) * scale;
@@ -34,26 +60,36 @@ void softmax(const SoftmaxRow& row, float* scratch) {
   const float factor = sum == 0 ? 0.f : 1.f / sum;
   for_each_vector(count, [=](int64_t i, auto memory) { memory.store(output + i, memory.load(scratch + i) * factor); });
   __builtin_memset(all, 0, begin * sizeof(Element));
-  __builtin_memset(all + row.end, 0, (row.columns - row.end) * sizeof(Element));
+  __builtin_memset(all + keys.end, 0, (s.keys - keys.end) * sizeof(Element));
 }
 
+template <class Element, class AddedElement>
+void softmax_rows(const Scores& scores, int64_t first, int64_t last, float* scratch) {
+  const Scores s = scores;  // a copy, which the compiler knows the stores do not change
+  for (int64_t row = first; row < last; ++row) softmax<Element, AddedElement>(s, row, scratch);
+}
+
+// Mask and alibi have the scores' dtype, or are floats.
 template <class Element>
 struct SoftmaxOwnMask {
-  static void run(const SoftmaxRow& row, float* scratch) { softmax<Element, Element>(row, scratch); }
+  static void run(const Scores& s, int64_t first, int64_t last, float* scratch) {
+    softmax_rows<Element, Element>(s, first, last, scratch);
+  }
 };
 template <class Element>
 struct SoftmaxFloatMask {
-  static void run(const SoftmaxRow& row, float* scratch) { softmax<Element, float>(row, scratch); }
+  static void run(const Scores& s, int64_t first, int64_t last, float* scratch) {
+    softmax_rows<Element, float>(s, first, last, scratch);
+  }
 };
-
-SoftmaxLoop choose(Dtype scores, bool float_mask) {
-  return float_mask ? by_dtype<SoftmaxFloatMask>(scores) : by_dtype<SoftmaxOwnMask>(scores);
-}
 
 }  // namespace
 
-inline namespace DS_KERNELS_CPU_LEVEL {
-extern const SoftmaxLoops softmax_loops{choose};
+template <>
+void compute(const Scores& s, Dtype dtype, const Threads& threads) {
+  const auto loop = s.float_mask ? by_dtype<SoftmaxFloatMask>(dtype) : by_dtype<SoftmaxOwnMask>(dtype);
+  share_with_scratch<float>(threads, s.batch * s.heads * s.queries, grain_of(s.keys), s.keys,
+                            [&](int64_t first, int64_t last, float* scratch) { loop(s, first, last, scratch); });
 }
 
 }  // namespace ds_kernels::cpu

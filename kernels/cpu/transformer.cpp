@@ -2,34 +2,13 @@
 // without torch.
 //
 // A row is read from memory once; what a loop reads again of it lies in the first-level cache then.
-#include "transformer_loops.h"
+#include <ds_kernels/transformer.h>
 
-#include "by_dtype.h"
+#include "loops.h"
 #include "row.h"
 
 namespace ds_kernels::cpu {
 namespace {
-
-// ---- reaching rows ---------------------------------------------------------------------------------------------
-
-template <class Element>
-const Element* row_of(const void* rows, int64_t row, int64_t columns) {
-  return rows ? static_cast<const Element*>(rows) + row * columns : nullptr;
-}
-template <class Element>
-Element* row_of(void* rows, int64_t row, int64_t columns) {
-  return rows ? static_cast<Element*>(rows) + row * columns : nullptr;
-}
-
-// Loads what this loop has loaded or stored before: fetching ahead would only cost.
-template <class Element>
-DS_KERNELS_INLINE Floats load_again(WholeVector, const Element* from) {
-  return load(from);
-}
-template <class Element>
-DS_KERNELS_INLINE Floats load_again(PartVector part, const Element* from) {
-  return part.load(from);
-}
 
 template <class Memory>
 DS_KERNELS_INLINE void add_to(Memory memory, float* sums, Floats x) {
@@ -41,7 +20,7 @@ DS_KERNELS_INLINE void add_to(Memory memory, float* sums, Floats x) {
 template <class Element, bool dropping>
 void add_row(const SumRows& s, int64_t row) {
   const Element* input = row_of<Element>(s.input, row, s.columns);
-  const Element* bias = row_of<Element>(s.bias, 0, 0);
+  const Element* bias = one_row<Element>(s.bias);
   const Element* residual = row_of<Element>(s.residual, row, s.columns);
   Element* sum = row_of<Element>(s.sum, row, s.columns);
   for_each_kept_vector<dropping>(s.columns, s.dropout, row, [=](int64_t i, auto memory, auto kept) {
@@ -103,8 +82,8 @@ void normalise_row(const TrainingNormRows& n, int64_t row, const Element* x) {
   const float rstd = 1.f / square_root(variance + n.eps);
   n.mean[row] = mean;
   n.rstd[row] = rstd;
-  const Element* weight = row_of<Element>(n.weight, 0, 0);
-  const Element* bias = row_of<Element>(n.bias, 0, 0);
+  const Element* weight = one_row<Element>(n.weight);
+  const Element* bias = one_row<Element>(n.bias);
   Element* output = row_of<Element>(n.output, row, columns);
   for_each_vector(columns, [=](int64_t i, auto memory) {
     const Floats normal = (load_again(memory, x + i) - mean) * rstd;
@@ -145,10 +124,10 @@ void norm_gradient(const NormGradRows& g, int64_t row, float* sums) {
   const Element* grad_output = row_of<Element>(g.grad_output, row, columns);
   const Element* grad_sum = row_of<Element>(g.grad_sum, row, columns);
   const Element* rows = row_of<Element>(g.rows_in, row, columns);
-  const Element* weight = row_of<Element>(g.weight, 0, 0);
+  const Element* weight = one_row<Element>(g.weight);
   Element* grad_total = row_of<Element>(g.grad_total, row, columns);
   Element* grad_input = row_of<Element>(g.grad_input, row, columns);
-  const Normal<Element, inverted> normal{rows, weight, row_of<Element>(g.bias, 0, 0), inverted ? 0.f : g.mean[row],
+  const Normal<Element, inverted> normal{rows, weight, one_row<Element>(g.bias), inverted ? 0.f : g.mean[row],
                                          g.rstd[row]};
   float *weight_sums = sums, *bias_sums = sums + columns, *input_sums = g.input_sums ? sums + 2 * columns : nullptr;
   Floats total_g{}, total_gn{};
@@ -193,7 +172,7 @@ struct TrainingNormBackward {
 template <class Element, Activation activation>
 void gelu_row(const GeluRows& g, int64_t row) {
   const Element* input = row_of<Element>(g.input, row, g.columns);
-  const Element* bias = row_of<Element>(g.bias, 0, 0);
+  const Element* bias = one_row<Element>(g.bias);
   Element* output = row_of<Element>(g.output, row, g.columns);
   for_each_vector(g.columns, [=](int64_t i, auto memory) {
     Floats x = memory.load(input + i);
@@ -215,7 +194,7 @@ template <class Element, bool tanh>
 void gelu_gradient(const GeluGradRows& g, int64_t row, float* sums) {
   const Element* grad_output = row_of<Element>(g.grad_output, row, g.columns);
   const Element* input = row_of<Element>(g.input, row, g.columns);
-  const Element* bias = row_of<Element>(g.bias, 0, 0);
+  const Element* bias = one_row<Element>(g.bias);
   Element* grad_input = row_of<Element>(g.grad_input, row, g.columns);
   for_each_vector(g.columns, [=](int64_t i, auto memory) {
     Floats x = memory.load(input + i);
@@ -344,6 +323,7 @@ struct MaskedSoftmaxDropoutBackward {
 
 // ---- sums of columns -------------------------------------------------------------------------------------------
 
+// Stores the sum of `count` rows of `columns` floats, which are `distance` apart.
 template <class Element>
 struct StoreSum {
   static void run(const float* rows, int64_t count, int64_t distance, int64_t columns, void* to) {
@@ -356,18 +336,89 @@ struct StoreSum {
   }
 };
 
+// Where sums of columns go: null where they are not wanted.
+template <int most>
+struct Totals {
+  void* wanted[most];
+
+  int64_t count() const {
+    int64_t count = 0;
+    for (void* total : wanted) count += total != nullptr;
+    return count;
+  }
+};
+
+// Shares a loop that sums columns, and stores the sums that are wanted; the loop's `sums` has one row of floats for each,
+// or is null. Rows are divided into parts whose number depends on the shape alone, so that sums do not depend on the
+// number of threads; a part has at most 256 rows, so that they stay exact.
+template <class Loop, class Rows, int most>
+void share_with_sums(const Threads& threads, Loop loop, const Rows& data, const Totals<most>& totals, Dtype dtype) {
+  constexpr int64_t kMostParts = 64, kMostRows = 256;
+  const int64_t rows = data.rows, columns = data.columns, arrays = totals.count(), size = arrays * columns;
+  if (arrays == 0) {
+    return share(threads, rows, grain_of(columns),
+                 [&](int64_t first, int64_t last) { loop(data, first, last, nullptr); });
+  }
+  const int64_t worth = rows / grain_of(columns), shares = worth < kMostParts ? worth : kMostParts;
+  const int64_t least = (rows + kMostRows - 1) / kMostRows;
+  const int64_t parts = shares > least ? shares : least > 0 ? least : 1;
+  auto* const sums = threads.room<float>(parts * size);
+  share(threads, parts, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t part = begin; part < end; ++part) {
+      loop(data, rows * part / parts, rows * (part + 1) / parts, sums + part * size);
+    }
+  });
+  const auto store_sum = by_dtype<StoreSum>(dtype);
+  const float* sum = sums;
+  for (void* total : totals.wanted) {
+    if (!total) continue;
+    store_sum(sum, parts, size, columns, total);
+    sum += columns;
+  }
+}
+
 }  // namespace
 
-inline namespace DS_KERNELS_CPU_LEVEL {
-extern const TransformerLoops transformer_loops{by_dtype<DropoutAdd>,
-                                                by_dtype<DropoutAddBackward>,
-                                                by_dtype<TrainingNorm>,
-                                                by_dtype<TrainingNormBackward>,
-                                                by_dtype<BiasGelu>,
-                                                by_dtype<BiasGeluBackward>,
-                                                by_dtype<MaskedSoftmaxDropout>,
-                                                by_dtype<MaskedSoftmaxDropoutBackward>,
-                                                by_dtype<StoreSum>};
+template <>
+void compute(const SumRows& s, Dtype dtype, const Threads& threads) {
+  share_rows(threads, by_dtype<DropoutAdd>(dtype), s);
+}
+
+template <>
+void compute(const DropoutGradRows& g, Dtype dtype, const Threads& threads) {
+  share_with_sums(threads, by_dtype<DropoutAddBackward>(dtype), g, Totals<1>{{g.sums}}, dtype);
+}
+
+template <>
+void compute(const TrainingNormRows& n, Dtype dtype, const Threads& threads) {
+  const auto loop = by_dtype<TrainingNorm>(dtype);
+  share(threads, n.sum.rows, grain_of(n.sum.columns), [&](int64_t first, int64_t last) { loop(n, first, last); });
+}
+
+template <>
+void compute(const NormGradRows& g, Dtype dtype, const Threads& threads) {
+  share_with_sums(threads, by_dtype<TrainingNormBackward>(dtype), g,
+                  Totals<3>{{g.weight_sums, g.bias_sums, g.input_sums}}, dtype);
+}
+
+template <>
+void compute(const GeluRows& g, Dtype dtype, const Threads& threads) {
+  share_rows(threads, by_dtype<BiasGelu>(dtype), g);
+}
+
+template <>
+void compute(const GeluGradRows& g, Dtype dtype, const Threads& threads) {
+  share_with_sums(threads, by_dtype<BiasGeluBackward>(dtype), g, Totals<1>{{g.sums}}, dtype);
+}
+
+template <>
+void compute(const MaskedSoftmaxRows& s, Dtype dtype, const Threads& threads) {
+  share_rows_with_scratch(threads, by_dtype<MaskedSoftmaxDropout>(dtype), s);
+}
+
+template <>
+void compute(const SoftmaxGradRows& g, Dtype dtype, const Threads& threads) {
+  share_rows_with_scratch(threads, by_dtype<MaskedSoftmaxDropoutBackward>(dtype), g);
 }
 
 }  // namespace ds_kernels::cpu

@@ -1,11 +1,10 @@
 // Activations with bias, and gated ones. A thread has one pack of a row.
-#include "activation_launch.h"
+#include <ds_kernels/activation.h>
+
 #include "row.cuh"
 
 namespace ds_kernels::cuda {
 namespace {
-
-constexpr const char* kOps[] = {"bias_activation", "gated_activation"};
 
 // A pack of input, with the bias of its columns.
 template <class Element, int pack>
@@ -38,32 +37,29 @@ __global__ void activation_kernel(const ActivationRows n, const unsigned blocks_
 }
 
 template <Activation activation, bool gated>
-void run(const ActivationRows& n, Dtype dtype, Stream stream) {
+void launch_activation(const ActivationRows& n, Dtype dtype, const Stream& stream) {
   const auto kernel_of = [](auto element, auto pack) {
     return activation_kernel<decltype(element), pack, activation, gated>;
   };
-  launch_in_packs(kOps[gated], n, dtype, stream, kernel_of, n.input, n.bias, n.output);
+  launch_in_packs(stream, n, dtype, kernel_of, n.input, n.bias, n.output);
 }
 
 template <bool gated>
-void run(const ActivationRows& n, Dtype dtype, Activation activation, Stream stream) {
-  switch (activation) {
-    case Activation::Relu: return run<Activation::Relu, gated>(n, dtype, stream);
-    case Activation::Gelu: return run<Activation::Gelu, gated>(n, dtype, stream);
-    case Activation::GeluTanh: return run<Activation::GeluTanh, gated>(n, dtype, stream);
-    case Activation::Silu: return run<Activation::Silu, gated>(n, dtype, stream);
-    default: return run<Activation::Identity, gated>(n, dtype, stream);
+void launch_activation(const ActivationRows& n, Dtype dtype, const Stream& stream) {
+  switch (n.activation) {
+    case Activation::Relu: return launch_activation<Activation::Relu, gated>(n, dtype, stream);
+    case Activation::Gelu: return launch_activation<Activation::Gelu, gated>(n, dtype, stream);
+    case Activation::GeluTanh: return launch_activation<Activation::GeluTanh, gated>(n, dtype, stream);
+    case Activation::Silu: return launch_activation<Activation::Silu, gated>(n, dtype, stream);
+    default: return launch_activation<Activation::Identity, gated>(n, dtype, stream);
   }
 }
 
 }  // namespace
 
-void launch_bias_activation(const ActivationRows& rows, Dtype dtype, Activation activation, Stream stream) {
-  run<false>(rows, dtype, activation, stream);
-}
-
-void launch_gated_activation(const ActivationRows& rows, Dtype dtype, Activation activation, Stream stream) {
-  run<true>(rows, dtype, activation, stream);
+template <>
+void compute(const ActivationRows& n, Dtype dtype, const Stream& stream) {
+  n.gated ? launch_activation<true>(n, dtype, stream) : launch_activation<false>(n, dtype, stream);
 }
 
 }  // namespace ds_kernels::cuda

@@ -1,5 +1,6 @@
 // Adagrad over many tensors, without torch.
-#include "adagrad_launch.h"
+#include <ds_kernels/adagrad.h>
+
 #include "multi_tensor.cuh"
 
 namespace ds_kernels::cuda {
@@ -15,11 +16,11 @@ struct AdagradUpdate : SameForAll<AdagradStep> {
 
 }  // namespace
 
-void adagrad_update(const TensorLists& tensors, Dtype params, bool float_grads, bool float_states,
-                    const AdagradStep& step, Stream stream) {
-  with_types(params, float_grads, float_states, [&](auto param, auto grad, auto state) {
-    multi_tensor<AdagradUpdate, decltype(param), decltype(grad), decltype(state)>("adagrad_", tensors, step, Nothing{},
-                                                                                  stream);
+template <>
+void compute(const AdagradLists& adagrad, Dtype, const Stream& stream) {
+  with_types(adagrad.tensors, [&](auto param, auto grad, auto state) {
+    multi_tensor<AdagradUpdate, decltype(param), decltype(grad), decltype(state)>(stream, adagrad.tensors, adagrad.step,
+                                                                              Nothing{});
   });
 }
 

@@ -1,5 +1,6 @@
 // Adam over many tensors, without torch.
-#include "adam_launch.h"
+#include <ds_kernels/adam.h>
+
 #include "multi_tensor.cuh"
 
 namespace ds_kernels::cuda {
@@ -33,27 +34,26 @@ struct AdamRollback : Adam {
 };
 
 struct CorrectionOf {
-  const std::vector<AdamStep>& steps;
+  Steps<AdamStep> steps;
 
   BiasCorrection operator()(size_t tensor) const {
-    const AdamStep& step = steps[steps.size() == 1 ? 0 : tensor];
+    const AdamStep& step = steps.of(tensor);
     return {step.step_size, step.inverse_root};
   }
 };
 
 }  // namespace
 
-void adam_update(const TensorLists& tensors, Dtype params, bool float_grads, bool float_states,
-                 const std::vector<AdamStep>& steps, Stream stream) {
-  with_types(params, float_grads, float_states, [&](auto param, auto grad, auto state) {
-    multi_tensor<AdamUpdate, decltype(param), decltype(grad), decltype(state), decltype(state)>(
-        "adam_", tensors, steps[0], CorrectionOf{steps}, stream);
+template <>
+void compute(const AdamLists& adam, Dtype, const Stream& stream) {
+  const TensorLists& tensors = adam.tensors;
+  const AdamStep& common = adam.steps.of(0);
+  const CorrectionOf own{adam.steps};
+  if (adam.rollback) return multi_tensor<AdamRollback, float, float, float, float>(stream, tensors, common, own);
+  with_types(tensors, [&](auto param, auto grad, auto state) {
+    using State = decltype(state);
+    multi_tensor<AdamUpdate, decltype(param), decltype(grad), State, State>(stream, tensors, common, own);
   });
-}
-
-void adam_rollback(const TensorLists& tensors, const std::vector<AdamStep>& steps, Stream stream) {
-  multi_tensor<AdamRollback, float, float, float, float>("adam_rollback_", tensors, steps[0], CorrectionOf{steps},
-                                                         stream);
 }
 
 }  // namespace ds_kernels::cuda

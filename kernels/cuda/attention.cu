@@ -1,8 +1,10 @@
 // Attention of a few queries over a cache of keys and values. Positions are cut into parts, a block each for all queries
 // of a head of keys; what the parts know is merged in one order (Dao et al. 2023), relative to the largest score of each
 // (Milakov and Gimelshein 2018). How many parts there are depends on shapes alone: any GPU gives the same bits.
-#include "attention_launch.h"
 
+#include <ds_kernels/attention.h>
+
+#include "attention_bias.h"
 #include "row.cuh"
 
 namespace ds_kernels::cuda {
@@ -232,7 +234,8 @@ __device__ __forceinline__ float unattended(Float16) { return -65504.f; }
 
 // A block for each query.
 template <class Element>
-__global__ void __launch_bounds__(kThreads) bias_kernel(const Attention t, const AttentionBias bias) {
+__global__ void __launch_bounds__(kThreads) bias_kernel(const AttentionBias bias) {
+  const Attention& t = bias.attention;
   const int64_t row = blockIdx.x, token = row % t.tokens, head = row / t.tokens % bias.heads;
   const int64_t batch = row / t.tokens / bias.heads;
   auto* to = static_cast<Element*>(bias.data) + row * bias.stride;
@@ -248,7 +251,8 @@ __global__ void __launch_bounds__(kThreads) bias_kernel(const Attention t, const
 
 // A thread for each query.
 template <class Element>
-__global__ void __launch_bounds__(kThreads) zeros_kernel(const Attention t, const AttentionBias bias) {
+__global__ void __launch_bounds__(kThreads) zeros_kernel(const AttentionZeros bias) {
+  const Attention& t = bias.attention;
   const int64_t row = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (row >= t.batch * t.tokens * t.heads) return;
   const int64_t head = row % t.heads, token = row / t.heads % t.tokens, batch = row / t.heads / t.tokens;
@@ -276,32 +280,25 @@ void with_tile(int64_t queries, const With& with) {
 
 }  // namespace
 
-int64_t attention_partial(const Attention& t) {
-  return t.batch * t.heads * t.tokens * Parts(t).count * (2 + t.head_dim);
-}
-
-AttentionBias attention_bias(const Attention& t) {
-  constexpr int64_t kAligned = 16;  // elements, as torch's kernels want rows to be apart
-  const bool masked = t.mask_kind != Mask::None;
-  return {masked && t.mask_strides[0] ? t.batch : 1, masked && t.mask_strides[1] ? t.heads : 1,
-          (t.total + kAligned - 1) / kAligned * kAligned, nullptr, nullptr};
-}
-
-void launch_attention_bias(const char* op, const Attention& t, const AttentionBias& bias, Dtype dtype, Stream stream) {
+template <>
+void compute(const AttentionBias& bias, Dtype dtype, const Stream& stream) {
+  const int64_t rows = bias.batches * bias.heads * bias.attention.tokens;
   with_element(dtype, [&](auto element) {
-    launch(op, bias_kernel<decltype(element)>, grid(op, bias.batches * bias.heads * t.tokens), kThreads, stream, t,
-           bias);
+    launch(stream, bias_kernel<decltype(element)>, grid(stream, rows), kThreads, bias);
   });
 }
 
-void launch_attention_zeros(const char* op, const Attention& t, const AttentionBias& bias, Dtype dtype, Stream stream) {
-  const int64_t rows = t.batch * t.tokens * t.heads;
+template <>
+void compute(const AttentionZeros& zeros, Dtype dtype, const Stream& stream) {
+  const int64_t rows = zeros.attention.batch * zeros.attention.tokens * zeros.attention.heads;
   with_element(dtype, [&](auto element) {
-    launch(op, zeros_kernel<decltype(element)>, grid(op, (rows + kThreads - 1) / kThreads), kThreads, stream, t, bias);
+    launch(stream, zeros_kernel<decltype(element)>, grid(stream, (rows + kThreads - 1) / kThreads), kThreads, zeros);
   });
 }
 
-void launch_attention(const char* op, const Attention& t, float* partial, Dtype dtype, Stream stream) {
+template <>
+void compute(const Attention& t, Dtype dtype, const Stream& stream) {
+  auto* const partial = stream.room<float>(t.batch * t.heads * t.tokens * Parts(t).count * (2 + t.head_dim));
   int lanes = 1;
   while (lanes * kSlice < t.head_dim) lanes *= 2;
   const int64_t rows = t.batch * t.kv_heads, queries = t.group() * t.tokens;
@@ -310,9 +307,9 @@ void launch_attention(const char* op, const Attention& t, float* partial, Dtype 
     with_tile(queries, [&](auto tile) {
       const bool packed = fit_packs(t);
       const auto kernel = packed ? attend_kernel<Element, tile, true> : attend_kernel<Element, tile, false>;
-      launch(op, kernel, grid(op, rows * Parts(t).count), kThreads, stream, t, partial, lanes);
+      launch(stream, kernel, grid(stream, rows * Parts(t).count), kThreads, t, partial, lanes);
     });
-    launch(op, finish_kernel<Element>, grid(op, rows * queries), kThreads, stream, t, partial);
+    launch(stream, finish_kernel<Element>, grid(stream, rows * queries), kThreads, t, partial);
   });
 }
 

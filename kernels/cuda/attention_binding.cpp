@@ -1,10 +1,8 @@
 // The ops of <ds_kernels/ops/attention.h> for tensors on CUDA devices.
-#include "attention_launch.h"
-
 #include <ds_kernels/ops/attention.h>
 
+#include "attention_bias.h"
 #include "device.h"
-#include "new_tensors.h"
 
 namespace ds_kernels::cuda {
 namespace {
@@ -16,11 +14,6 @@ struct CacheAttention : Device {
   using Device::Device;
 
   bool takes(const Attention& a) const { return a.tokens < kManyTokens && a.head_dim <= kMostHeadDim; }
-
-  void attend(const char* op, const Attention& attention, Dtype dtype) const {
-    const Room partial(*this, attention_partial(attention));
-    launch_attention(op, attention, partial.data(), dtype, stream());
-  }
 
   // torch's attention with a bias takes that in the query's dtype alone: where it would lose digits of a mask or of
   // alibi's slopes, the op's reference attends, in torch's matrix products.
@@ -35,14 +28,13 @@ struct CacheAttention : Device {
     AttentionBias bias = attention_bias(a);
     const int64_t shape[] = {bias.batches, bias.heads, a.tokens, bias.stride};
     const Tensor memory = call.new_like_query({shape, 4});
-    const Room sees(*this, bias.batches * bias.heads * a.tokens);
+    const Tensor sees = call.new_floats(bias.batches * bias.heads * a.tokens);
     bias.data = memory.data_ptr();
-    bias.sees = sees.data();
-    launch_attention_bias(call.op(), a, bias, call.dtype(), stream());
+    bias.sees = static_cast<float*>(sees.data_ptr());
+    run(call.op(), bias, call.dtype());
     const Tensor output = call.torch_attention(torch::stable::narrow(const_cast<Tensor&>(memory), 3, 0, a.total), true);
-    Attention attended = a;
-    attended.output = output.data_ptr();
-    launch_attention_zeros(call.op(), attended, bias, call.dtype(), stream());
+    bias.attention.output = output.data_ptr();
+    run(call.op(), AttentionZeros{bias}, call.dtype());
     return output;
   }
 };

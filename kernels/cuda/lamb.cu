@@ -1,13 +1,15 @@
 // LAMB over many tensors, without torch: moments and sums of squares of each chunk; the ratio of each tensor; the
 // parameters. Ratios stay on the device. Sums are added in one order, whatever runs first.
-#include "lamb_launch.h"
+#include <algorithm>
+#include <vector>
+
+#include <ds_kernels/lamb.h>
+
 #include "multi_tensor.cuh"
 #include "reduce.cuh"
 
 namespace ds_kernels::cuda {
 namespace {
-
-constexpr const char* kOp = "lamb_";
 
 // What differs between tensors.
 struct Own {
@@ -108,6 +110,10 @@ __global__ void __launch_bounds__(kThreads)
   });
 }
 
+struct LambDtypes {
+  Dtype params, grads, states, copies;
+};
+
 using MomentsKernel = void (*)(LambTable, LambStep, LambSums*);
 using ParamsKernel = void (*)(LambTable, LambStep, const float*);
 
@@ -146,29 +152,34 @@ int64_t chunks_of(int64_t numel) { return (numel + kChunk - 1) / kChunk; }
 
 }  // namespace
 
-int64_t lamb_parts(const std::vector<int64_t>& numels) {
-  int64_t parts = 0;
-  for (const int64_t numel : numels) parts += chunks_of(numel);
-  return parts;
-}
-
-void lamb_update(const TensorLists& tensors, const LambDtypes& dtypes, const std::vector<LambStep>& steps,
-                 LambSums* parts, float* ratios, Stream stream) {
-  int64_t next_part = 0;
+template <>
+void compute(const LambLists& lamb, Dtype, const Stream& stream) {
+  // A list of copies that is not there has null addresses.
+  std::vector<void*> data(kLambLists * lamb.tensors.size, nullptr);
+  std::copy_n(lamb.tensors.data, lamb.tensors.lists * lamb.tensors.size, data.begin());
+  TensorLists tensors = lamb.tensors;
+  tensors.lists = kLambLists, tensors.data = data.data();
+  const Dtype* given = lamb.tensors.dtypes;
+  const LambDtypes dtypes{given[kParams], given[kGrads], given[kExpAvgs],
+                          lamb.tensors.lists > kCopies ? given[kCopies] : Dtype::Float32};
+  int64_t next_part = 0, parts_of_all = 0;
+  for (size_t tensor = 0; tensor < tensors.size; ++tensor) parts_of_all += chunks_of(tensors.numels[tensor]);
+  auto* const parts = stream.room<LambSums>(parts_of_all);
   const auto own_of = [&](size_t tensor) {
-    const LambStep& step = steps[steps.size() == 1 ? 0 : tensor];
+    const LambStep& step = lamb.steps.of(tensor);
     const Own own{step.first, step.second, step.step_size, next_part, static_cast<int64_t>(tensor)};
-    next_part += chunks_of((*tensors.numels)[tensor]);
+    next_part += chunks_of(tensors.numels[tensor]);
     return own;
   };
+  const LambStep& common = lamb.steps.of(0);
   const MomentsKernel moments = moments_for(dtypes);
   const ParamsKernel params = params_for(dtypes);
   for_each_launch<kLambLists>(tensors, own_of, [&](const LambTable& table) {
     const dim3 chunks(static_cast<unsigned>(table.chunks()));
-    launch(kOp, moments, chunks, kThreads, stream, table, steps[0], parts);
-    launch(kOp, ratios_kernel, dim3(static_cast<unsigned>(table.tensors)), kThreads, stream, table, steps[0], parts,
-           ratios);
-    launch(kOp, params, chunks, kThreads, stream, table, steps[0], ratios);
+    launch(stream, moments, chunks, kThreads, table, common, parts);
+    launch(stream, ratios_kernel, dim3(static_cast<unsigned>(table.tensors)), kThreads, table, common, parts,
+           lamb.ratios);
+    launch(stream, params, chunks, kThreads, table, common, lamb.ratios);
   });
 }
 

@@ -25,10 +25,10 @@ struct Identity {
 }  // namespace detail
 
 // So many blocks in a row, if a launch can have them.
-inline dim3 grid(const char* op, int64_t blocks) {
+inline dim3 grid(const Stream& stream, int64_t blocks) {
   constexpr int64_t kMost = 0x7fffffff;
   if (blocks > kMost) {
-    throw std::runtime_error(std::string("ds_plugin::") + op + ": the tensor has too many rows for one launch: " +
+    throw std::runtime_error(std::string("ds_plugin::") + stream.op() + ": the tensor has too many rows for one launch: " +
                              std::to_string(blocks) + " blocks; expected at most " + std::to_string(kMost));
   }
   return dim3(static_cast<unsigned>(blocks));
@@ -36,17 +36,17 @@ inline dim3 grid(const char* op, int64_t blocks) {
 
 // Runs `kernel` with `blocks` x `rows` blocks of `threads`. Arguments are converted to the kernel's own types.
 template <class... Parameters>
-void launch(const char* op, void (*kernel)(Parameters...), dim3 blocks, unsigned threads, Stream stream,
+void launch(const Stream& stream, void (*kernel)(Parameters...), dim3 blocks, unsigned threads,
             const typename detail::Identity<Parameters>::type&... arguments) {
   if (blocks.x == 0 || blocks.y == 0) return;
 #ifdef DS_KERNELS_CUDA_ON_HOST
   on_host::run(kernel, blocks, threads, arguments...);
-  (void)op, (void)stream;
+  (void)stream;
 #else
   void* pointers[] = {const_cast<void*>(static_cast<const void*>(&arguments))...};
   check(cudaLaunchKernel(reinterpret_cast<const void*>(kernel), blocks, dim3(threads), pointers, 0,
-                         static_cast<cudaStream_t>(stream)),
-        op);
+                         static_cast<cudaStream_t>(stream.handle())),
+        stream.op());
 #endif
 }
 

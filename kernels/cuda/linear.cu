@@ -1,6 +1,7 @@
 // Linear layers on a few inputs, bound by the reading of weights: a warp has two rows of them, the two halves of an
 // output if it is gated, and four inputs.
-#include "linear_launch.h"
+
+#include <ds_kernels/linear.h>
 
 #include "row.cuh"
 
@@ -155,31 +156,34 @@ __global__ void finish_kernel(const LinearLayer t, const Element* sums, const un
 // ---- launches ----------------------------------------------------------------------------------------------------
 
 template <class Weight, class Element>
-void run(const char* op, const LinearLayer& t, Stream stream) {
+void launch_linear(const LinearLayer& t, const Stream& stream) {
   constexpr int count = kTaken<Weight, true>;
   const int64_t width = t.columns / t.groups;
   const bool packed = width % count == 0 && t.stride % count == 0 && is_aligned(t.weight) && is_aligned(t.input);
   const auto run = [&](auto inputs) {
     const int64_t pairs = t.gated ? t.outputs : (t.outputs + kRows - 1) / kRows;
-    dim3 blocks = grid(op, (pairs + kWarps - 1) / kWarps);
+    dim3 blocks = grid(stream, (pairs + kWarps - 1) / kWarps);
     blocks.y = static_cast<unsigned>((t.inputs + inputs - 1) / inputs);
     const auto kernel =
         packed ? linear_kernel<Weight, Element, inputs, true> : linear_kernel<Weight, Element, inputs, false>;
-    launch(op, kernel, blocks, kThreads, stream, t);
+    launch(stream, kernel, blocks, kThreads, t);
   };
   t.inputs == 1 ? run(Constant<1>{}) : run(Constant<4>{});
 }
 
 }  // namespace
 
-void launch_linear(const char* op, const LinearLayer& t, Dtype dtype, Stream stream) {
+// For few inputs: each weight is read once for four of them.
+template <>
+void compute(const LinearLayer& t, Dtype dtype, const Stream& stream) {
   with_element(dtype, [&](auto element) {
     using Element = decltype(element);
-    return t.scales ? run<int8_t, Element>(op, t, stream) : run<Element, Element>(op, t, stream);
+    return t.scales ? launch_linear<int8_t, Element>(t, stream) : launch_linear<Element, Element>(t, stream);
   });
 }
 
-void launch_dequantize_weight(const char* op, const QuantizedRows& q, Dtype dtype, Stream stream) {
+template <>
+void compute(const QuantizedRows& q, Dtype dtype, const Stream& stream) {
   constexpr int count = kTaken<int8_t, true>;
   if (q.columns == 0) return;
   const int64_t width = q.columns / q.groups;
@@ -188,17 +192,19 @@ void launch_dequantize_weight(const char* op, const QuantizedRows& q, Dtype dtyp
     using Element = decltype(element);
     const Share share(packed ? q.columns / count : q.columns);
     const auto kernel = packed ? dequantize_kernel<Element, true> : dequantize_kernel<Element, false>;
-    launch(op, kernel, share.blocks(op, q.rows), share.threads, stream, q, share.blocks_of_row);
+    launch(stream, kernel, share.blocks(stream, q.rows), share.threads, q, share.blocks_of_row);
   });
 }
 
-void launch_linear_finish(const char* op, const LinearLayer& t, const void* sums, Dtype dtype, Stream stream) {
+template <>
+void compute(const LinearFinish& finish, Dtype dtype, const Stream& stream) {
+  const LinearLayer& t = finish.layer;
   if (t.outputs == 0) return;
   with_element(dtype, [&](auto element) {
     using Element = decltype(element);
     const Share share(t.outputs);
-    launch(op, finish_kernel<Element>, share.blocks(op, t.inputs), share.threads, stream, t,
-           static_cast<const Element*>(sums), share.blocks_of_row);
+    launch(stream, finish_kernel<Element>, share.blocks(stream, t.inputs), share.threads, t,
+           static_cast<const Element*>(finish.sums), share.blocks_of_row);
   });
 }
 

@@ -1,6 +1,4 @@
 // The ops of <ds_kernels/ops/linear.h> for tensors on CUDA devices.
-#include "linear_launch.h"
-
 #include <ds_kernels/ops/linear.h>
 
 #include "device.h"
@@ -17,16 +15,6 @@ struct Linear : Device {
 
   bool takes(const LinearLayer& layer, Dtype) const {
     return layer.inputs <= (layer.scales ? kFewInputsOfInt8 : kFewInputs) && layer.columns < (int64_t{1} << 32);
-  }
-
-  void linear(const char* op, const LinearLayer& layer, Dtype dtype) const {
-    launch_linear(op, layer, dtype, stream());
-  }
-  void finish(const char* op, const LinearLayer& layer, const void* sums, Dtype dtype) const {
-    launch_linear_finish(op, layer, sums, dtype, stream());
-  }
-  void dequantize(const char* op, const QuantizedRows& rows, Dtype dtype) const {
-    launch_dequantize_weight(op, rows, dtype, stream());
   }
 
   int64_t rows_at_once(int64_t rows, int64_t, Dtype) const { return rows; }

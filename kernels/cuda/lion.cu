@@ -1,5 +1,6 @@
 // Lion over many tensors, without torch.
-#include "lion_launch.h"
+#include <ds_kernels/lion.h>
+
 #include "multi_tensor.cuh"
 
 namespace ds_kernels::cuda {
@@ -15,11 +16,11 @@ struct LionUpdate : SameForAll<LionStep> {
 
 }  // namespace
 
-void lion_update(const TensorLists& tensors, Dtype params, bool float_grads, bool float_states, const LionStep& step,
-                 Stream stream) {
-  with_types(params, float_grads, float_states, [&](auto param, auto grad, auto state) {
-    multi_tensor<LionUpdate, decltype(param), decltype(grad), decltype(state)>("lion_", tensors, step, Nothing{},
-                                                                              stream);
+template <>
+void compute(const LionLists& lion, Dtype, const Stream& stream) {
+  with_types(lion.tensors, [&](auto param, auto grad, auto state) {
+    multi_tensor<LionUpdate, decltype(param), decltype(grad), decltype(state)>(stream, lion.tensors, lion.step,
+                                                                              Nothing{});
   });
 }
 

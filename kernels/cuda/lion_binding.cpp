@@ -1,24 +1,6 @@
 // The ops of <ds_kernels/ops/lion.h> for tensors on CUDA devices.
-#include "lion_launch.h"
-
 #include <ds_kernels/ops/lion.h>
 
 #include "device.h"
-#include "lists_of.h"
 
-namespace ds_kernels::cuda {
-namespace {
-
-struct Lion : Device {
-  using Device::Device;
-
-  void update(const MultiTensor& tensors, const LionStep& step) const {
-    lion_update(lists_of(tensors), tensors.dtype(0), tensors.is_float(1), tensors.is_float(2), step, stream());
-  }
-};
-
-}  // namespace
-
-DS_KERNELS_IMPL(DS_KERNELS_CUDA_KEY, m) { LionOps<Lion>::implement(m); }
-
-}  // namespace ds_kernels::cuda
+DS_KERNELS_IMPL(DS_KERNELS_CUDA_KEY, m) { ds_kernels::LionOps<ds_kernels::cuda::Device>::implement(m); }

@@ -8,9 +8,10 @@
 #include <type_traits>
 #include <utility>
 
+#include <ds_kernels/tensor_lists.h>
+
 #include "element.cuh"
 #include "launch.cuh"
-#include "tensor_lists.h"
 
 namespace ds_kernels::cuda {
 
@@ -65,8 +66,8 @@ template <int lists, class ExtraOf, class Body>
 void for_each_launch(const TensorLists& tensors, const ExtraOf& extra_of, const Body& body) {
   constexpr int64_t kMaxChunks = 1 << 30;
   Table<lists, decltype(extra_of(size_t{}))> table;
-  for (size_t tensor = 0; tensor < tensors.size(); ++tensor) {
-    const int64_t numel = (*tensors.numels)[tensor], needed = (numel + kChunk - 1) / kChunk;
+  for (size_t tensor = 0; tensor < tensors.size; ++tensor) {
+    const int64_t numel = tensors.numels[tensor], needed = (numel + kChunk - 1) / kChunk;
     if (table.tensors == table.kCapacity || table.chunks() + needed > kMaxChunks) {
       body(table);
       table.tensors = 0;
@@ -122,12 +123,11 @@ __global__ void __launch_bounds__(kThreads)
 // Runs `Update::run(constants, element of each list...)` on all elements, where
 // constants = Update::constants(common, extra_of(tensor)).
 template <class Update, class... Elements, class Constants, class ExtraOf>
-void multi_tensor(const char* op, const TensorLists& tensors, const Constants& common, const ExtraOf& extra_of,
-                  Stream stream) {
+void multi_tensor(const Stream& stream, const TensorLists& tensors, const Constants& common, const ExtraOf& extra_of) {
   using Extra = decltype(extra_of(size_t{}));
   for_each_launch<sizeof...(Elements)>(tensors, extra_of, [&](const auto& table) {
-    launch(op, detail::multi_tensor_kernel<Update, Constants, Extra, Elements...>,
-           dim3(static_cast<unsigned>(table.chunks())), kThreads, stream, table, common);
+    launch(stream, detail::multi_tensor_kernel<Update, Constants, Extra, Elements...>,
+           dim3(static_cast<unsigned>(table.chunks())), kThreads, table, common);
   });
 }
 
@@ -158,6 +158,11 @@ void with_types(Dtype params, bool float_grads, bool float_states, const With& w
     case Dtype::Float16: return with_types_of<Float16>(float_grads, float_states, with);
     default: return with(0.f, 0.f, 0.f);
   }
+}
+
+template <class With>
+void with_types(const TensorLists& tensors, const With& with) {
+  with_types(tensors.dtypes[0], tensors.is_float(1), tensors.is_float(2), with);
 }
 
 }  // namespace ds_kernels::cuda

@@ -2,8 +2,9 @@
 //
 // A row is gathered into registers. One pass gives its mean, another its variance and what rounding took from the mean,
 // for which both are corrected (Chan, Golub & LeVeque 1983): rows far from zero lose no digits.
+#include <ds_kernels/norm.h>
+
 #include "launch.cuh"
-#include "norm_launch.h"
 #include "row.cuh"
 
 namespace ds_kernels::cuda {
@@ -59,13 +60,11 @@ __global__ void __launch_bounds__(kMaxRowThreads) norm_kernel(const NormRows n) 
 }
 
 template <bool centred>
-void norm(const NormRows& n, Dtype dtype, Stream stream) {
-  if (n.columns == 0) return;
+void norm(const NormRows& n, Dtype dtype, const Stream& stream) {
   with_element(dtype, [&](auto element) {
     using Element = decltype(element);
     const auto run = [&](auto pack) {
-      const char* op = centred ? "layer_norm" : "rms_norm";
-      launch(op, norm_kernel<Element, pack, centred>, grid(op, n.rows), row_threads(n.columns / pack), stream, n);
+      launch(stream, norm_kernel<Element, pack, centred>, grid(stream, n.rows), row_threads(n.columns / pack), n);
     };
     if (in_packs<Element>(n.columns, n.input, n.residual, n.input_bias, n.weight, n.bias, n.output, n.sum)) {
       run(Constant<kPack<Element>>{});
@@ -77,7 +76,10 @@ void norm(const NormRows& n, Dtype dtype, Stream stream) {
 
 }  // namespace
 
-void launch_layer_norm(const NormRows& rows, Dtype dtype, Stream stream) { norm<true>(rows, dtype, stream); }
-void launch_rms_norm(const NormRows& rows, Dtype dtype, Stream stream) { norm<false>(rows, dtype, stream); }
+template <>
+void compute(const NormRows& n, Dtype dtype, const Stream& stream) {
+  if (n.columns == 0) return;
+  n.centred ? norm<true>(n, dtype, stream) : norm<false>(n, dtype, stream);
+}
 
 }  // namespace ds_kernels::cuda

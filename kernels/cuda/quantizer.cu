@@ -1,6 +1,7 @@
 // Grouped quantization. A team of threads has a group: it reads it for its range and again for its levels, the second
 // time from the cache. What only dequantizes has a thread for each pack.
-#include "quantizer_launch.h"
+
+#include <ds_kernels/quantizer.h>
 
 #include "row.cuh"
 
@@ -259,52 +260,57 @@ bool fit_packs(int64_t size, Pointers... pointers) {
 
 }  // namespace
 
-void launch_quantize(const char* op, const QuantizeGroups& g, Dtype dtype, Stream stream) {
+template <>
+void compute(const QuantizeGroups& g, Dtype dtype, const Stream& stream) {
   with_levels(g.as.bits, fit_packs(g.size, g.x, g.levels), [&](auto bits, auto count) {
     with_element(dtype, [&](auto element) {
       const Teams teams(g.size / count);
-      launch(op, quantize_kernel<decltype(element), bits, count>, teams.blocks(op, g.groups), teams.threads, stream, g,
+      launch(stream, quantize_kernel<decltype(element), bits, count>, teams.blocks(stream, g.groups), teams.threads, g,
              teams.size);
     });
   });
 }
 
-void launch_quantized_reduce(const char* op, const ReduceGroups& g, Stream stream) {
+template <>
+void compute(const ReduceGroups& g, Dtype, const Stream& stream) {
   const bool packed = fit_packs(g.size, g.received, g.levels) && g.received_size % kLevels == 0;
   with_levels(g.as.bits, packed, [&](auto bits, auto count) {
     const Teams teams(g.size / count);
-    launch(op, reduce_kernel<bits, count>, teams.blocks(op, g.groups), teams.threads, stream, g, teams.size);
+    launch(stream, reduce_kernel<bits, count>, teams.blocks(stream, g.groups), teams.threads, g, teams.size);
   });
 }
 
-void launch_dequantize(const char* op, const DequantizeGroups& g, Dtype dtype, Stream stream) {
+template <>
+void compute(const DequantizeGroups& g, Dtype dtype, const Stream& stream) {
   if (g.size == 0) return;
   with_levels(g.as.bits, fit_packs(g.size, g.levels, g.x), [&](auto bits, auto count) {
     with_element(dtype, [&](auto element) {
       const Share share(g.size / count);
-      launch(op, dequantize_kernel<decltype(element), bits, count>, share.blocks(op, g.groups), share.threads, stream, g,
-             share.blocks_of_row);
+      launch(stream, dequantize_kernel<decltype(element), bits, count>, share.blocks(stream, g.groups), share.threads,
+             g, share.blocks_of_row);
     });
   });
 }
 
-void launch_dequantize_range(const char* op, const DequantizeRangeGroups& g, Dtype dtype, Stream stream) {
+template <>
+void compute(const DequantizeRangeGroups& g, Dtype dtype, const Stream& stream) {
   if (g.size == 0) return;
   with_levels(g.bits, fit_packs(g.size, g.levels, g.x), [&](auto bits, auto count) {
     with_element(dtype, [&](auto element) {
       const Share share(g.size / count);
-      launch(op, dequantize_range_kernel<decltype(element), bits, count>, share.blocks(op, g.groups), share.threads,
-             stream, g, share.blocks_of_row);
+      launch(stream, dequantize_range_kernel<decltype(element), bits, count>, share.blocks(stream, g.groups),
+             share.threads, g, share.blocks_of_row);
     });
   });
 }
 
-void launch_fake_quantize(const char* op, const FakeQuantizeGroups& g, Dtype dtype, Stream stream) {
+template <>
+void compute(const FakeQuantizeGroups& g, Dtype dtype, const Stream& stream) {
   if (g.size == 0) return;
   with_element(dtype, [&](auto element) {
     const auto run = [&](auto count) {
       const Teams teams(g.size / count);
-      launch(op, fake_quantize_kernel<decltype(element), count>, teams.blocks(op, g.groups), teams.threads, stream, g,
+      launch(stream, fake_quantize_kernel<decltype(element), count>, teams.blocks(stream, g.groups), teams.threads, g,
              teams.size);
     };
     fit_packs(g.size, g.x) ? run(Constant<kLevels>{}) : run(Constant<1>{});

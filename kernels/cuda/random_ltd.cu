@@ -3,7 +3,8 @@
 #undef NDEBUG  // nothing else checks indices
 #include <cassert>
 
-#include "random_ltd_launch.h"
+#include <ds_kernels/random_ltd.h>
+
 #include "row.cuh"
 
 namespace ds_kernels::cuda {
@@ -141,40 +142,49 @@ __global__ void mask_kernel(const MaskGather g, const unsigned blocks_of_row) {
 
 // ---- launches ----------------------------------------------------------------------------------------------------
 
-void launch_token_sort(const char* op, const TokenRows& r, Stream stream) {
+// To know it would be to wait for the device: kernels assert it.
+template <>
+void compute(const TokenCheck&, Dtype, const Stream&) {}
+
+template <>
+void compute(const TokenRows& r, Dtype, const Stream& stream) {
   if (r.reserved == 0) return;
-  launch(op, sort_kernel, grid(op, r.rows), kThreads, stream, r);
+  launch(stream, sort_kernel, grid(stream, r.rows), kThreads, r);
 }
 
-void launch_token_gather(const char* op, const TokenMove& m, Stream stream) {
+template <>
+void compute(const TokenGather& m, Dtype, const Stream& stream) {
   if (m.bytes == 0) return;
   with_word(m, [&](auto word) {
     using Word = decltype(word);
     const Share share(m.bytes / static_cast<int64_t>(sizeof(Word)));
-    launch(op, gather_kernel<Word>, share.blocks(op, m.batch * m.reserved), share.threads, stream, m,
+    launch(stream, gather_kernel<Word>, share.blocks(stream, m.batch * m.reserved), share.threads, m,
            share.blocks_of_row);
   });
 }
 
-void launch_token_scatter(const char* op, const TokenMove& m, int32_t* last, Stream stream) {
+template <>
+void compute(const TokenScatter& m, Dtype, const Stream& stream) {
   if (m.bytes == 0 || m.reserved == 0) return;
-  launch(op, last_kernel, grid(op, m.batch), kThreads, stream, m, last);
+  auto* const last = stream.room<int32_t>(m.batch * m.sequence);
+  launch(stream, last_kernel, grid(stream, m.batch), kThreads, m, last);
   with_word(m, [&](auto word) {
     using Word = decltype(word);
     const Share share(m.bytes / static_cast<int64_t>(sizeof(Word)));
-    launch(op, scatter_kernel<Word>, share.blocks(op, m.batch * m.reserved), share.threads, stream, m, last,
+    launch(stream, scatter_kernel<Word>, share.blocks(stream, m.batch * m.reserved), share.threads, m, last,
            share.blocks_of_row);
   });
 }
 
-void launch_mask_gather(const char* op, const MaskGather& g, Stream stream) {
+template <>
+void compute(const MaskGather& g, Dtype, const Stream& stream) {
   if (g.reserved == 0) return;
   const Share share(g.reserved);
   const auto kernel = g.element_size == 1   ? mask_kernel<uint8_t>
                       : g.element_size == 2 ? mask_kernel<uint16_t>
                       : g.element_size == 4 ? mask_kernel<uint32_t>
                                             : mask_kernel<uint64_t>;
-  launch(op, kernel, share.blocks(op, g.layers * g.batch * g.reserved), share.threads, stream, g, share.blocks_of_row);
+  launch(stream, kernel, share.blocks(stream, g.layers * g.batch * g.reserved), share.threads, g, share.blocks_of_row);
 }
 
 }  // namespace ds_kernels::cuda

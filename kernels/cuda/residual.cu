@@ -1,5 +1,6 @@
 // Additions to a residual. A thread has one pack of a row.
-#include "residual_launch.h"
+#include <ds_kernels/residual.h>
+
 #include "row.cuh"
 
 namespace ds_kernels::cuda {
@@ -42,16 +43,16 @@ __global__ void mix_kernel(const MixRows r, const unsigned blocks_of_row) {
 
 }  // namespace
 
-void launch_add_bias(const ResidualRows& r, Dtype dtype, Stream stream) {
+template <>
+void compute(const ResidualRows& r, Dtype dtype, const Stream& stream) {
   const auto kernel_of = [](auto element, auto pack) { return add_bias_kernel<decltype(element), pack>; };
-  launch_in_packs("residual_add_bias_", r, dtype, stream, kernel_of, r.residual, r.hidden, r.attention,
-                  r.attention_bias, r.final_bias);
+  launch_in_packs(stream, r, dtype, kernel_of, r.residual, r.hidden, r.attention, r.attention_bias, r.final_bias);
 }
 
-void launch_mix(const MixRows& r, Dtype dtype, Stream stream) {
+template <>
+void compute(const MixRows& r, Dtype dtype, const Stream& stream) {
   const auto kernel_of = [](auto element, auto pack) { return mix_kernel<decltype(element), pack>; };
-  launch_in_packs("moe_res_matmul_", r, dtype, stream, kernel_of, r.output, r.residual, r.output_weight,
-                  r.residual_weight);
+  launch_in_packs(stream, r, dtype, kernel_of, r.output, r.residual, r.output_weight, r.residual_weight);
 }
 
 }  // namespace ds_kernels::cuda

@@ -1,6 +1,7 @@
 // Rotary position embedding. A block has the heads of one token, which share its angles; a thread has packs of pairs.
+#include <ds_kernels/rotary.h>
+
 #include "launch.cuh"
-#include "rotary_launch.h"
 #include "row.cuh"
 
 namespace ds_kernels::cuda {
@@ -86,10 +87,10 @@ bool in_packs(const Rotation& r, int pack) {
 }
 
 template <class Element, bool interleaved>
-void run(const char* op, const Rotation& r, Stream stream) {
+void launch_rotary(const Rotation& r, const Stream& stream) {
   const auto run = [&](auto pack) {
     const unsigned threads = Share(static_cast<int64_t>(r.heads) * std::max(r.rotary_dim / 2 / pack, 1)).threads;
-    launch(op, rotary_kernel<Element, pack, interleaved>, grid(op, r.batch * r.tokens), threads, stream, r);
+    launch(stream, rotary_kernel<Element, pack, interleaved>, grid(stream, r.batch * r.tokens), threads, r);
   };
   if (in_packs(r, kPack<Element>)) {
     run(Constant<kPack<Element>>{});
@@ -100,11 +101,13 @@ void run(const char* op, const Rotation& r, Stream stream) {
 
 }  // namespace
 
-void launch_rotary(const char* op, const Rotation& rotation, Dtype dtype, Stream stream) {
+template <>
+void compute(const Rotation& rotation, Dtype dtype, const Stream& stream) {
   if (rotation.heads == 0 || rotation.head_dim == 0) return;
   with_element(dtype, [&](auto element) {
     using Element = decltype(element);
-    return rotation.interleaved ? run<Element, true>(op, rotation, stream) : run<Element, false>(op, rotation, stream);
+    return rotation.interleaved ? launch_rotary<Element, true>(rotation, stream)
+                                : launch_rotary<Element, false>(rotation, stream);
   });
 }
 

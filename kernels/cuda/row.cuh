@@ -10,6 +10,16 @@
 
 namespace ds_kernels::cuda {
 
+// Where a row of `columns` elements begins; null where there are no rows.
+template <class Element>
+__device__ __forceinline__ const Element* row_of(const void* rows, int64_t row, int64_t columns) {
+  return rows ? static_cast<const Element*>(rows) + row * columns : nullptr;
+}
+template <class Element>
+__device__ __forceinline__ Element* row_of(void* rows, int64_t row, int64_t columns) {
+  return rows ? static_cast<Element*>(rows) + row * columns : nullptr;
+}
+
 constexpr int kMaxRowThreads = 1024;
 // A thread keeps so many in registers; those of rows beyond 32 KB are read again. With four, half as many blocks would
 // find room on a multiprocessor.
@@ -77,7 +87,7 @@ struct Share {
       : threads(static_cast<unsigned>(std::min<int64_t>((packs + kWarpThreads - 1) / kWarpThreads * kWarpThreads, 256))),
         blocks_of_row(static_cast<unsigned>((packs + threads - 1) / threads)) {}
 
-  dim3 blocks(const char* op, int64_t rows) const { return grid(op, rows * blocks_of_row); }
+  dim3 blocks(const Stream& stream, int64_t rows) const { return grid(stream, rows * blocks_of_row); }
 };
 
 // The calling thread's pack.
@@ -142,9 +152,9 @@ struct Teams {
     threads = size > kWarpThreads ? static_cast<unsigned>(size) : 128;
   }
 
-  dim3 blocks(const char* op, int64_t rows) const {
+  dim3 blocks(const Stream& stream, int64_t rows) const {
     const int64_t together = static_cast<int64_t>(threads) / size;
-    return grid(op, (rows + together - 1) / together);
+    return grid(stream, (rows + together - 1) / together);
   }
 };
 
@@ -169,13 +179,13 @@ void with_element(Dtype dtype, const With& with) {
 // Launches `kernel_of(element, pack)`, of whose arguments the types count, with a thread for each pack of `rows`: in
 // packs of more than one element if these can be read so from `pointers`.
 template <class Rows, class KernelOf, class... Pointers>
-void launch_in_packs(const char* op, const Rows& rows, Dtype dtype, Stream stream, const KernelOf& kernel_of,
+void launch_in_packs(const Stream& stream, const Rows& rows, Dtype dtype, const KernelOf& kernel_of,
                      Pointers... pointers) {
   if (rows.columns == 0) return;
   with_element(dtype, [&](auto element) {
     const auto with_pack = [&](auto pack) {
       const Share share(rows.columns / pack);
-      launch(op, kernel_of(element, pack), share.blocks(op, rows.rows), share.threads, stream, rows,
+      launch(stream, kernel_of(element, pack), share.blocks(stream, rows.rows), share.threads, rows,
              share.blocks_of_row);
     };
     using Element = decltype(element);

@@ -1,7 +1,8 @@
 // Softmax of attention scores, a block for each row.
+#include <ds_kernels/softmax.h>
+
 #include "launch.cuh"
 #include "row.cuh"
-#include "softmax_launch.h"
 
 namespace ds_kernels::cuda {
 namespace {
@@ -78,10 +79,10 @@ bool in_packs(const Scores& s, int pack) {
 }
 
 template <class Element, class AddedElement>
-void run(const char* op, const Scores& s, Stream stream) {
+void launch_softmax(const Scores& s, const Stream& stream) {
   const auto run = [&](auto pack) {
-    launch(op, softmax_kernel<Element, AddedElement, pack>, grid(op, s.batch * s.heads * s.queries),
-           row_threads(s.keys / pack), stream, s);
+    launch(stream, softmax_kernel<Element, AddedElement, pack>, grid(stream, s.batch * s.heads * s.queries),
+           row_threads(s.keys / pack), s);
   };
   if (in_packs(s, kPack<Element>)) {
     run(Constant<kPack<Element>>{});
@@ -92,11 +93,13 @@ void run(const char* op, const Scores& s, Stream stream) {
 
 }  // namespace
 
-void launch_softmax(const char* op, const Scores& scores, Dtype dtype, Stream stream) {
+template <>
+void compute(const Scores& scores, Dtype dtype, const Stream& stream) {
   if (scores.keys == 0) return;
   with_element(dtype, [&](auto element) {
     using Element = decltype(element);
-    return scores.float_mask ? run<Element, float>(op, scores, stream) : run<Element, Element>(op, scores, stream);
+    return scores.float_mask ? launch_softmax<Element, float>(scores, stream)
+                             : launch_softmax<Element, Element>(scores, stream);
   });
 }
 

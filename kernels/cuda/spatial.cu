@@ -1,6 +1,7 @@
 // Biases and residuals, channels last. A thread has one pack of a row.
+#include <ds_kernels/spatial.h>
+
 #include "row.cuh"
-#include "spatial_launch.h"
 
 namespace ds_kernels::cuda {
 namespace {
@@ -22,9 +23,10 @@ __global__ void bias_add_kernel(const BiasRows r, const unsigned blocks_of_row) 
 
 }  // namespace
 
-void launch_bias_add(const char* op, const BiasRows& r, Dtype dtype, Stream stream) {
+template <>
+void compute(const BiasRows& r, Dtype dtype, const Stream& stream) {
   const auto kernel_of = [](auto element, auto pack) { return bias_add_kernel<decltype(element), pack>; };
-  launch_in_packs(op, r, dtype, stream, kernel_of, r.input, r.bias, r.other, r.other_bias, r.output);
+  launch_in_packs(stream, r, dtype, kernel_of, r.input, r.bias, r.other, r.other_bias, r.output);
 }
 
 }  // namespace ds_kernels::cuda

@@ -3,9 +3,10 @@
 // A row that sums are taken of belongs to a team of threads, which keeps it in registers; gradients of weights and
 // biases are summed by strips of columns, parts of the rows first, and those in one order: the same call gives the same
 // bits.
-#include "transformer_launch.h"
 
 #include <type_traits>
+
+#include <ds_kernels/transformer.h>
 
 #include "dropout.cuh"
 #include "row.cuh"
@@ -14,15 +15,6 @@ namespace ds_kernels::cuda {
 namespace {
 
 constexpr float kInfinity = __builtin_huge_valf();
-
-template <class Element>
-__device__ __forceinline__ const Element* row_of(const void* rows, int64_t row, int64_t columns) {
-  return rows ? static_cast<const Element*>(rows) + row * columns : nullptr;
-}
-template <class Element>
-__device__ __forceinline__ Element* row_of(void* rows, int64_t row, int64_t columns) {
-  return rows ? static_cast<Element*>(rows) + row * columns : nullptr;
-}
 
 // x as memory of the element's type holds it.
 template <class Element, int pack>
@@ -218,6 +210,8 @@ __device__ __forceinline__ void over_strip(int64_t rows, int64_t columns, float*
     }
   }
 }
+
+constexpr int kNormSums = 3;  // of the norm's gradient, wanted or not
 
 template <class Element, int pack>
 __global__ void __launch_bounds__(kStripThreads) norm_gradient_kernel(const NormGradRows g, const float* means,
@@ -448,93 +442,105 @@ void with_quads(Dtype dtype, bool packed, const With& with) {
   });
 }
 
-template <int pack>
-dim3 strips(const char* op, int64_t rows, int64_t columns) {
-  dim3 blocks = grid(op, (quads_of<pack>(columns) + kWarpThreads - 1) / kWarpThreads);
-  blocks.y = static_cast<unsigned>(column_parts(rows));
-  return blocks;
-}
-
-template <class Element>
-void add_up(const char* op, const Totals& totals, const float* parts, int arrays, int64_t rows, int64_t columns,
-            Stream stream) {
-  if (!parts) return;
-  dim3 blocks = grid(op, (columns + kWarpThreads - 1) / kWarpThreads);
-  blocks.y = static_cast<unsigned>(arrays);
-  launch(op, total_kernel<Element>, blocks, kStripThreads, stream, totals, parts, column_parts(rows), arrays, columns);
-}
-
-}  // namespace
-
+// Sums of columns are those of parts of the rows first.
 int64_t column_parts(int64_t rows) {
   constexpr int64_t kRows = 64, kMost = 1024;
   return std::min(std::max<int64_t>((rows + kRows - 1) / kRows, 1), kMost);
 }
 
-void launch_dropout_add(const char* op, const SumRows& s, Dtype dtype, Stream stream) {
+// Room for the sums of so many arrays.
+float* new_parts(const Stream& stream, int64_t arrays, int64_t rows, int64_t columns) {
+  return stream.room<float>(column_parts(rows) * arrays * columns);
+}
+
+template <int pack>
+dim3 strips(const Stream& stream, int64_t rows, int64_t columns) {
+  dim3 blocks = grid(stream, (quads_of<pack>(columns) + kWarpThreads - 1) / kWarpThreads);
+  blocks.y = static_cast<unsigned>(column_parts(rows));
+  return blocks;
+}
+
+template <class Element>
+void add_up(const Stream& stream, const Totals& totals, const float* parts, int arrays, int64_t rows, int64_t columns) {
+  dim3 blocks = grid(stream, (columns + kWarpThreads - 1) / kWarpThreads);
+  blocks.y = static_cast<unsigned>(arrays);
+  launch(stream, total_kernel<Element>, blocks, kStripThreads, totals, parts, column_parts(rows), arrays, columns);
+}
+
+}  // namespace
+
+template <>
+void compute(const SumRows& s, Dtype dtype, const Stream& stream) {
   if (s.columns == 0) return;
   const auto run = [&](auto element, auto pack) {
     const Share share(quads_of<pack>(s.columns));
-    launch(op, sum_kernel<decltype(element), pack>, share.blocks(op, s.rows), share.threads, stream, s,
+    launch(stream, sum_kernel<decltype(element), pack>, share.blocks(stream, s.rows), share.threads, s,
            share.blocks_of_row);
   };
   with_quads(dtype, fit_packs(s.columns, s.input, s.bias, s.residual, s.sum), run);
 }
 
-void launch_training_norm(const char* op, const TrainingNormRows& n, Dtype dtype, Stream stream) {
+template <>
+void compute(const TrainingNormRows& n, Dtype dtype, const Stream& stream) {
   const auto run = [&](auto element, auto pack) {
     const Teams teams(quads_of<pack>(n.sum.columns));
-    launch(op, norm_kernel<decltype(element), pack>, teams.blocks(op, n.sum.rows), teams.threads, stream, n, teams.size);
+    launch(stream, norm_kernel<decltype(element), pack>, teams.blocks(stream, n.sum.rows), teams.threads, n, teams.size);
   };
   const SumRows& s = n.sum;
   with_quads(dtype, fit_packs(s.columns, s.input, s.bias, s.residual, s.sum, n.weight, n.bias, n.output), run);
 }
 
-void launch_training_norm_backward(const char* op, const NormGradRows& g, float* means, float* parts, Dtype dtype,
-                                   Stream stream) {
+template <>
+void compute(const NormGradRows& g, Dtype dtype, const Stream& stream) {
   if (g.columns == 0) return;
+  // Two means for each row.
+  auto* const means = stream.room<float>(2 * g.rows);
+  float* const parts = new_parts(stream, kNormSums, g.rows, g.columns);
   const auto take_means = [&](auto element, auto pack) {
     const Teams teams(quads_of<pack>(g.columns));
-    launch(op, norm_means_kernel<decltype(element), pack>, teams.blocks(op, g.rows), teams.threads, stream, g,
+    launch(stream, norm_means_kernel<decltype(element), pack>, teams.blocks(stream, g.rows), teams.threads, g,
            means, teams.size);
   };
   with_quads(dtype, fit_packs(g.columns, g.grad_output, g.rows_in, g.weight, g.bias), take_means);
   const auto gradients = [&](auto element, auto pack) {
-    launch(op, norm_gradient_kernel<decltype(element), pack>, strips<pack>(op, g.rows, g.columns), kStripThreads, stream,
+    launch(stream, norm_gradient_kernel<decltype(element), pack>, strips<pack>(stream, g.rows, g.columns), kStripThreads,
            g, means, parts);
     const Totals totals{{g.weight_sums, g.bias_sums, g.input_sums}};
-    add_up<decltype(element)>(op, totals, parts, kNormSums, g.rows, g.columns, stream);
+    add_up<decltype(element)>(stream, totals, parts, kNormSums, g.rows, g.columns);
   };
   const bool packed =
       fit_packs(g.columns, g.grad_output, g.grad_sum, g.rows_in, g.weight, g.bias, g.grad_total, g.grad_input);
   with_quads(dtype, packed, gradients);
 }
 
-void launch_dropout_add_backward(const char* op, const DropoutGradRows& g, float* parts, Dtype dtype, Stream stream) {
+template <>
+void compute(const DropoutGradRows& g, Dtype dtype, const Stream& stream) {
   if (g.columns == 0) return;
-  if (!parts) {
+  if (!g.sums) {
     const auto run = [&](auto element, auto pack) {
       const Share share(quads_of<pack>(g.columns));
-      launch(op, drop_gradient_kernel<decltype(element), pack>, share.blocks(op, g.rows), share.threads, stream, g,
+      launch(stream, drop_gradient_kernel<decltype(element), pack>, share.blocks(stream, g.rows), share.threads, g,
              share.blocks_of_row);
     };
     return with_quads(dtype, fit_packs(g.columns, g.grad_output, g.grad_input), run);
   }
+  float* const parts = new_parts(stream, 1, g.rows, g.columns);
   const auto run = [&](auto element, auto pack) {
-    launch(op, drop_gradient_sums_kernel<decltype(element), pack>, strips<pack>(op, g.rows, g.columns), kStripThreads,
-           stream, g, parts);
-    add_up<decltype(element)>(op, {{g.sums}}, parts, 1, g.rows, g.columns, stream);
+    launch(stream, drop_gradient_sums_kernel<decltype(element), pack>, strips<pack>(stream, g.rows, g.columns),
+           kStripThreads, g, parts);
+    add_up<decltype(element)>(stream, {{g.sums}}, parts, 1, g.rows, g.columns);
   };
   with_quads(dtype, fit_packs(g.columns, g.grad_output, g.grad_input), run);
 }
 
-void launch_bias_gelu(const char* op, const GeluRows& g, Dtype dtype, Stream stream) {
+template <>
+void compute(const GeluRows& g, Dtype dtype, const Stream& stream) {
   if (g.columns == 0) return;
   with_element(dtype, [&](auto element) {
     using Element = decltype(element);
     const auto run = [&](auto pack) {
       const Share share(g.columns / pack);
-      launch(op, gelu_kernel<Element, pack>, share.blocks(op, g.rows), share.threads, stream, g, share.blocks_of_row);
+      launch(stream, gelu_kernel<Element, pack>, share.blocks(stream, g.rows), share.threads, g, share.blocks_of_row);
     };
     if (in_packs<Element>(g.columns, g.input, g.bias, g.output)) {
       run(Constant<kPack<Element>>{});
@@ -544,17 +550,20 @@ void launch_bias_gelu(const char* op, const GeluRows& g, Dtype dtype, Stream str
   });
 }
 
-void launch_bias_gelu_backward(const char* op, const GeluGradRows& g, float* parts, Dtype dtype, Stream stream) {
+template <>
+void compute(const GeluGradRows& g, Dtype dtype, const Stream& stream) {
   if (g.columns == 0) return;
+  float* const parts = g.sums ? new_parts(stream, 1, g.rows, g.columns) : nullptr;
   const auto run = [&](auto element, auto pack) {
-    launch(op, gelu_gradient_kernel<decltype(element), pack>, strips<pack>(op, g.rows, g.columns), kStripThreads, stream,
+    launch(stream, gelu_gradient_kernel<decltype(element), pack>, strips<pack>(stream, g.rows, g.columns), kStripThreads,
            g, parts);
-    add_up<decltype(element)>(op, {{g.sums}}, parts, 1, g.rows, g.columns, stream);
+    if (parts) add_up<decltype(element)>(stream, {{g.sums}}, parts, 1, g.rows, g.columns);
   };
   with_quads(dtype, fit_packs(g.columns, g.grad_output, g.input, g.bias, g.grad_input), run);
 }
 
-void launch_masked_softmax(const char* op, const MaskedSoftmaxRows& s, Dtype dtype, Stream stream) {
+template <>
+void compute(const MaskedSoftmaxRows& s, Dtype dtype, const Stream& stream) {
   if (s.columns == 0) return;
   bool packed = fit_packs(s.columns, s.scores, s.output, s.probs);
   if (s.mask && !s.mask_is_one) {
@@ -563,16 +572,17 @@ void launch_masked_softmax(const char* op, const MaskedSoftmaxRows& s, Dtype dty
   }
   const auto run = [&](auto element, auto pack) {
     const Teams teams(quads_of<pack>(s.columns));
-    launch(op, softmax_kernel<decltype(element), pack>, teams.blocks(op, s.rows), teams.threads, stream, s, teams.size);
+    launch(stream, softmax_kernel<decltype(element), pack>, teams.blocks(stream, s.rows), teams.threads, s, teams.size);
   };
   with_quads(dtype, packed, run);
 }
 
-void launch_masked_softmax_backward(const char* op, const SoftmaxGradRows& g, Dtype dtype, Stream stream) {
+template <>
+void compute(const SoftmaxGradRows& g, Dtype dtype, const Stream& stream) {
   if (g.columns == 0) return;
   const auto run = [&](auto element, auto pack) {
     const Teams teams(quads_of<pack>(g.columns));
-    launch(op, softmax_gradient_kernel<decltype(element), pack>, teams.blocks(op, g.rows), teams.threads, stream, g,
+    launch(stream, softmax_gradient_kernel<decltype(element), pack>, teams.blocks(stream, g.rows), teams.threads, g,
            teams.size);
   };
   with_quads(dtype, fit_packs(g.columns, g.grad_output, g.probs, g.grad_scores), run);

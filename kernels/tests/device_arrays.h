@@ -6,10 +6,12 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <memory>
 #include <vector>
 
 #include <ds_kernels/config.h>
 
+#include "../cuda/stream.h"
 #include "check.h"
 
 namespace ds_kernels {
@@ -126,5 +128,35 @@ class Numbers {
   std::vector<unsigned char> raw_;
   void* device_ = nullptr;
 };
+
+// The default stream; memory for kernels lies between guards, which its end looks at.
+class TestStream final : public cuda::Stream {
+ public:
+  using Stream::Stream;
+  ~TestStream() {
+    CHECK(cudaDeviceSynchronize() == cudaSuccess, "%s", op());
+    for (const auto& array : arrays_) {
+      array->from_device();
+      CHECK(array->guards_hold(), "%s: wrote beside its own memory", op());
+    }
+  }
+
+  void* handle() const override { return nullptr; }
+
+ private:
+  void* memory(int64_t bytes) const override {
+    arrays_.push_back(std::make_unique<Array>(Dtype::Float32, (bytes + 3) / 4, 0));
+    arrays_.back()->to_device();
+    return arrays_.back()->data();
+  }
+
+  mutable std::vector<std::unique_ptr<Array>> arrays_;
+};
+
+// Does a piece of work and waits for it.
+template <class Work>
+void compute(const char* op, const Work& work, Dtype dtype) {
+  cuda::compute(work, dtype, TestStream(op));
+}
 
 }  // namespace ds_kernels

@@ -4,14 +4,9 @@
 #include <vector>
 
 #include "all_reduce_loops.h"
-#include "check.h"
+#include "at_levels.h"
 #include "elements.h"
-#include "levels.h"
 #include "shared_ranks.h"
-
-namespace ds_kernels::cpu {
-DS_KERNELS_CPU_LEVELS(AllReduceLoops, all_reduce_loops)
-}  // namespace ds_kernels::cpu
 
 using namespace ds_kernels;
 using namespace ds_kernels::cpu;
@@ -129,15 +124,14 @@ void test_rounding() {
 }  // namespace
 
 int main() {
-  for (const auto& [level, table] : all_all_reduce_loops()) {
-    if (!table || !runs_here(level)) continue;
-    loops = table;
+  at_all_levels_of<AllReduceLoops>([](const AllReduceLoops& at_level, int) {
+    loops = &at_level;
     for (const Dtype dtype : {Dtype::Float32, Dtype::BFloat16, Dtype::Float16}) {
       for (const int64_t ranks : {1, 2, 3, 8}) test_sums(dtype, ranks);
     }
     test_rounding();
     test_patience();
     test_other_size();
-  }
+  });
   return report();
 }

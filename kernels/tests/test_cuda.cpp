@@ -1,4 +1,4 @@
-// The CUDA launchers of every family against the formulas in double: on a GPU, built by nvcc, or on the host, built with
+// The CUDA kernels of every family against the formulas in double: on a GPU, built by nvcc, or on the host, built with
 // cuda_on_host.
 //
 //     test_cuda            arrays lie between guards, which must stay as they are
@@ -10,25 +10,28 @@
 #include <functional>
 #include <memory>
 #include <random>
+#include <stdexcept>
+#include <string>
 #include <vector>
 
-#include "../cuda/activation_launch.h"
-#include "../cuda/adagrad_launch.h"
-#include "../cuda/adam_launch.h"
-#include "../cuda/attention_launch.h"
-#include "../cuda/lamb_launch.h"
-#include "../cuda/linear_launch.h"
-#include "../cuda/lion_launch.h"
-#include "../cuda/norm_launch.h"
-#include "../cuda/quantizer_launch.h"
-#include "../cuda/random_ltd_launch.h"
-#include "../cuda/residual_launch.h"
-#include "../cuda/rotary_launch.h"
-#include "../cuda/softmax_launch.h"
-#include "../cuda/spatial_launch.h"
-#include "../cuda/transformer_launch.h"
+#include <ds_kernels/activation.h>
+#include <ds_kernels/adagrad.h>
+#include <ds_kernels/adam.h>
+#include <ds_kernels/attention.h>
+#include <ds_kernels/lamb.h>
+#include <ds_kernels/linear.h>
+#include <ds_kernels/lion.h>
+#include <ds_kernels/norm.h>
 #include <ds_kernels/philox.h>
+#include <ds_kernels/quantizer.h>
+#include <ds_kernels/random_ltd.h>
+#include <ds_kernels/residual.h>
+#include <ds_kernels/rotary.h>
+#include <ds_kernels/softmax.h>
+#include <ds_kernels/spatial.h>
+#include <ds_kernels/transformer.h>
 
+#include "../cuda/attention_bias.h"
 #include "check.h"
 #include "device_arrays.h"
 
@@ -66,14 +69,16 @@ std::vector<Case> cases() {
 
 // One element in double: of each list, changed in place, given the tensor's index.
 using Formula = std::function<void(std::vector<double>& x, size_t tensor)>;
-using Launcher = std::function<void(const cuda::TensorLists&, const Mix&)>;
+using Launcher = std::function<void(const TensorLists&)>;
 
 void check_multi_tensor(const char* op, size_t lists, const Case& which, const Mix& mix, const Launcher& launcher,
                         const Formula& formula) {
   std::mt19937 random(7);
   std::vector<std::unique_ptr<Array>> arrays;
-  cuda::TensorLists tensors{lists, &which.numels, {}};
+  std::vector<void*> data;
+  std::vector<Dtype> dtypes;
   for (size_t list = 0; list < lists; ++list) {
+    dtypes.push_back(mix.of(list));
     for (const int64_t numel : which.numels) {
       arrays.push_back(std::make_unique<Array>(mix.of(list), numel, list == 0 ? which.offset : 0));
       for (int64_t i = 0; i < numel; ++i) {
@@ -81,7 +86,7 @@ void check_multi_tensor(const char* op, size_t lists, const Case& which, const M
         arrays.back()->set(i, list >= 2 || random() % 2 ? size : -size);  // second moments are not negative
       }
       arrays.back()->to_device();
-      tensors.data.push_back(arrays.back()->data());
+      data.push_back(arrays.back()->data());
     }
   }
   std::vector<std::vector<double>> expected, before;
@@ -95,7 +100,7 @@ void check_multi_tensor(const char* op, size_t lists, const Case& which, const M
       expected.push_back(x);
     }
   }
-  launcher(tensors, mix);
+  launcher({lists, count, which.numels.data(), data.data(), dtypes.data()});
   CHECK(cudaDeviceSynchronize() == cudaSuccess, "%s", op);
   for (auto& array : arrays) array->from_device();
   size_t next = 0;
@@ -121,8 +126,8 @@ void check_adam(const Case& which, const Mix& mix, bool adamw) {
   for (size_t i = 0; i < which.numels.size(); ++i) steps.push_back(adam_step(options, 3 + static_cast<int64_t>(i % 3)));
   check_multi_tensor(
       "adam_", 4, which, mix,
-      [&](const cuda::TensorLists& tensors, const Mix& m) {
-        cuda::adam_update(tensors, m.params, m.float_grads, m.float_states, steps, nullptr);
+      [&](const TensorLists& tensors) {
+        compute("adam_", AdamLists{tensors, {steps.data(), true}, false}, mix.params);
       },
       [&](std::vector<double>& x, size_t tensor) {
         const double t = 3 + static_cast<double>(tensor % 3), c1 = 1 - std::pow(0.9, t), c2 = 1 - std::pow(0.99, t);
@@ -137,8 +142,8 @@ void check_adam(const Case& which, const Mix& mix, bool adamw) {
 void check_adagrad(const Case& which, const Mix& mix) {
   check_multi_tensor(
       "adagrad_", 3, which, mix,
-      [](const cuda::TensorLists& tensors, const Mix& m) {
-        cuda::adagrad_update(tensors, m.params, m.float_grads, m.float_states, {0.01f, 1e-8f, 0.1f}, nullptr);
+      [&](const TensorLists& tensors) {
+        compute("adagrad_", AdagradLists{tensors, {0.01f, 1e-8f, 0.1f}}, mix.params);
       },
       [](std::vector<double>& x, size_t) {
         const double g = x[1] + 0.1 * x[0];
@@ -150,8 +155,8 @@ void check_adagrad(const Case& which, const Mix& mix) {
 void check_lion(const Case& which, const Mix& mix) {
   check_multi_tensor(
       "lion_", 3, which, mix,
-      [](const cuda::TensorLists& tensors, const Mix& m) {
-        cuda::lion_update(tensors, m.params, m.float_grads, m.float_states, lion_step(0.01, 0.75, 0.99, 0.1), nullptr);
+      [&](const TensorLists& tensors) {
+        compute("lion_", LionLists{tensors, lion_step(0.01, 0.75, 0.99, 0.1)}, mix.params);
       },
       [](std::vector<double>& x, size_t) {
         const double c = 0.75 * x[2] + 0.25 * x[1];  // exact in float32 too: the sign of a sum that cancels
@@ -167,15 +172,14 @@ void check_lamb(Dtype dtype) {
   const std::vector<int64_t> numels{100'003, 0};
   const int64_t count = numels[0];
   std::vector<std::unique_ptr<Array>> arrays;
-  cuda::TensorLists tensors{5, &numels, {}};
+  std::vector<void*> data;
   std::mt19937 random(7);
   for (size_t list = 0; list < 4; ++list) {
     arrays.push_back(std::make_unique<Array>(dtype, count, 0));
     for (int64_t i = 0; i < count; ++i) arrays[list]->set(i, 0.5f + static_cast<float>(random() % 64) / 64);
     arrays[list]->to_device();
-    tensors.data.insert(tensors.data.end(), {arrays[list]->data(), arrays[list]->data()});
+    data.insert(data.end(), {arrays[list]->data(), arrays[list]->data()});
   }
-  tensors.data.insert(tensors.data.end(), {nullptr, nullptr});
   double squares[2] = {};
   std::vector<double> expected(count);
   for (int64_t i = 0; i < count; ++i) {
@@ -187,12 +191,12 @@ void check_lamb(Dtype dtype) {
   const double ratio = std::sqrt(squares[0] / squares[1]);
   for (int64_t i = 0; i < count; ++i) expected[i] = (*arrays[0])[i] - 0.01 * ratio * expected[i];
 
-  Array parts(Dtype::Float32, 4 * cuda::lamb_parts(numels), 0), ratios(Dtype::Float32, 2, 0);
-  parts.to_device();
+  Array ratios(Dtype::Float32, 2, 0);
   ratios.to_device();
-  const std::vector<LambStep> steps{lamb_step({0.01, 0.9, 0.99, 1e-6, 0.1, 0, 100, 1, false, false, false}, 1)};
-  cuda::lamb_update(tensors, {dtype, dtype, dtype, Dtype::Float32}, steps, static_cast<LambSums*>(parts.data()),
-                    static_cast<float*>(ratios.data()), nullptr);
+  const LambStep step = lamb_step({0.01, 0.9, 0.99, 1e-6, 0.1, 0, 100, 1, false, false, false}, 1);
+  const std::vector<Dtype> dtypes(4, dtype);
+  const TensorLists tensors{4, 2, numels.data(), data.data(), dtypes.data()};
+  compute("lamb_", LambLists{tensors, {&step, false}, static_cast<float*>(ratios.data())}, dtype);
   CHECK(cudaDeviceSynchronize() == cudaSuccess, "lamb_");
   ratios.from_device();
   arrays[0]->from_device();
@@ -244,8 +248,8 @@ void check_layer_norm(Dtype dtype, int64_t columns) {
       [&](void* input, void* output) {
         NormRows rows{};
         rows.input = input, rows.output = output, rows.weight = weight.data(), rows.bias = bias.data();
-        rows.rows = 3, rows.columns = columns, rows.eps = 1e-5f;
-        cuda::launch_layer_norm(rows, dtype, nullptr);
+        rows.rows = 3, rows.columns = columns, rows.eps = 1e-5f, rows.centred = true;
+        compute("layer_norm", rows, dtype);
       },
       [](std::vector<double>& x) {
         double mean = 0, variance = 0;
@@ -260,7 +264,7 @@ void check_softmax(Dtype dtype, int64_t columns) {
       "softmax", dtype, columns,
       [&](void* input, void* output) {
         const Scores scores{input, output, {}, {}, 1, 1, 3, columns, 0, 0.5f, false, false};
-        cuda::launch_softmax("softmax", scores, dtype, nullptr);
+        compute("softmax", scores, dtype);
       },
       [](std::vector<double>& x) {
         double sum = 0;
@@ -305,8 +309,8 @@ void check_activation(Dtype dtype, int64_t columns, Activation activation, bool 
   check_rows(
       gated ? "gated_activation" : "bias_activation", dtype, columns,
       [&](void* input, void* output) {
-        const ActivationRows rows{input, bias.data(), output, 3, columns};
-        (gated ? cuda::launch_gated_activation : cuda::launch_bias_activation)(rows, dtype, activation, nullptr);
+        const ActivationRows rows{input, bias.data(), output, 3, columns, activation, gated};
+        compute(gated ? "gated_activation" : "bias_activation", rows, dtype);
       },
       [&](std::vector<double>& x) {
         for (int64_t i = 0; i < columns; ++i) {
@@ -328,9 +332,9 @@ void check_add_bias(Dtype dtype, int64_t columns, bool scale_attention) {
     const double biased = residual[i] + attention_bias[i % columns] + final_bias[i % columns];
     expected.push_back(hidden[i] + (scale_attention ? 0.5 * (biased + attention[i]) : 0.5 * biased + attention[i]));
   }
-  cuda::launch_add_bias({residual.data(), hidden.data(), attention.data(), attention_bias.data(), final_bias.data(), kRows,
-                         columns, 0.5f, scale_attention},
-                        dtype, nullptr);
+  const ResidualRows rows{residual.data(), hidden.data(), attention.data(), attention_bias.data(), final_bias.data(),
+                          kRows, columns, 0.5f, scale_attention};
+  compute("residual_add_bias_", rows, dtype);
   CHECK(cudaDeviceSynchronize() == cudaSuccess, "residual_add_bias_");
   residual.from_device();
   for (int64_t i = 0; i < residual.count(); ++i) check_element("residual_add_bias_", dtype, residual, i, expected[i]);
@@ -347,8 +351,8 @@ void check_mix(Dtype dtype, int64_t columns) {
   for (int64_t i = 0; i < output.count(); ++i) {
     expected.push_back(output[i] * output_weight[i % columns] + residual[i] * residual_weight[i % columns]);
   }
-  cuda::launch_mix({output.data(), residual.data(), residual_weight.data(), output_weight.data(), kRows, columns}, dtype,
-                   nullptr);
+  const MixRows rows{output.data(), residual.data(), residual_weight.data(), output_weight.data(), kRows, columns};
+  compute("moe_res_matmul_", rows, dtype);
   CHECK(cudaDeviceSynchronize() == cudaSuccess, "moe_res_matmul_");
   output.from_device();
   for (int64_t i = 0; i < output.count(); ++i) check_element("moe_res_matmul_", dtype, output, i, expected[i]);
@@ -384,7 +388,7 @@ void check_rotary(Dtype dtype, int head_dim, int rotary_dim, bool interleaved, b
   rotation.cos = static_cast<const float*>(cos.data()), rotation.sin = static_cast<const float*>(sin.data());
   rotation.batch = kBatch, rotation.tokens = kTokens, rotation.heads = kHeads;
   rotation.head_dim = head_dim, rotation.rotary_dim = rotary_dim, rotation.interleaved = interleaved;
-  cuda::launch_rotary("rotary", rotation, dtype, nullptr);
+  compute("rotary", rotation, dtype);
   CHECK(cudaDeviceSynchronize() == cudaSuccess, "rotary");
   Array& result = in_place ? input : output;
   result.from_device();
@@ -398,10 +402,9 @@ void check_bias_add(Dtype dtype, int64_t columns, int terms) {
   Array bias(dtype, columns, 0), other_bias(dtype, columns, 0);
   unsigned seed = 0;
   for (Array* array : {&input, &other, &output, &bias, &other_bias}) fill(*array, ++seed);
-  cuda::launch_bias_add("nhwc_bias_add",
-                        {input.data(), bias.data(), terms > 2 ? other.data() : nullptr,
-                         terms > 3 ? other_bias.data() : nullptr, output.data(), kRows, columns},
-                        dtype, nullptr);
+  const BiasRows rows{input.data(), bias.data(), terms > 2 ? other.data() : nullptr,
+                      terms > 3 ? other_bias.data() : nullptr, output.data(), kRows, columns};
+  compute("nhwc_bias_add", rows, dtype);
   CHECK(cudaDeviceSynchronize() == cudaSuccess, "nhwc_bias_add");
   output.from_device();
   for (int64_t i = 0; i < output.count(); ++i) {
@@ -423,7 +426,7 @@ void check_training_norm(Dtype dtype, int64_t columns) {
       [&](void* input, void* output) {
         const TrainingNormRows rows{{input, nullptr, nullptr, nullptr, 3, columns, {}}, weight.data(), bias.data(),
                                           output, numbers, numbers + 3, 1e-5f};
-        cuda::launch_training_norm("dropout_add_layer_norm", rows, dtype, nullptr);
+        compute("dropout_add_layer_norm", rows, dtype);
       },
       [](std::vector<double>& x) {
         double mean = 0, variance = 0;
@@ -446,7 +449,7 @@ void check_dropout(Dtype dtype, int64_t columns) {
       "dropout_add", dtype, columns,
       [&](void* input, void* output) {
         const SeededDropout seeded = dropout_of(static_cast<const int64_t*>(seed.data()), 0.25);
-        cuda::launch_dropout_add("dropout_add", {input, nullptr, nullptr, output, 3, columns, seeded}, dtype, nullptr);
+        compute("dropout_add", SumRows{input, nullptr, nullptr, output, 3, columns, seeded}, dtype);
       },
       [&](std::vector<double>& x) {
         for (int64_t i = 0; i < columns; ++i) {
@@ -462,7 +465,7 @@ void check_masked_softmax(Dtype dtype, int64_t columns) {
       [&](void* input, void* output) {
         MaskedSoftmaxRows rows{};
         rows.scores = input, rows.output = output, rows.rows = 3, rows.columns = columns, rows.scale = 0.5f;
-        cuda::launch_masked_softmax("masked_softmax_dropout", rows, dtype, nullptr);
+        compute("masked_softmax_dropout", rows, dtype);
       },
       [](std::vector<double>& x) {
         double sum = 0;
@@ -474,23 +477,22 @@ void check_masked_softmax(Dtype dtype, int64_t columns) {
 // Sums of columns: of a gradient that is passed through as it is.
 void check_column_sums(Dtype dtype, int64_t rows, int64_t columns) {
   Array grad(dtype, rows * columns, 0), result(dtype, rows * columns, 0), total(dtype, columns, 0);
-  Array parts(Dtype::Float32, cuda::column_parts(rows) * columns, 0);
   std::vector<double> expected(columns);
   for (int64_t i = 0; i < rows * columns; ++i) {
     const float x = static_cast<float>(i % 7 - 3) / 4;
     grad.set(i, x == 0 ? 0.5f : x);
     expected[i % columns] += grad[i];
   }
-  for (Array* array : {&grad, &result, &total, &parts}) array->to_device();
+  for (Array* array : {&grad, &result, &total}) array->to_device();
   const DropoutGradRows grads{grad.data(), result.data(), total.data(), rows, columns, {}};
-  cuda::launch_dropout_add_backward("dropout_add_backward", grads, static_cast<float*>(parts.data()), dtype, nullptr);
+  compute("dropout_add_backward", grads, dtype);
   CHECK(cudaDeviceSynchronize() == cudaSuccess, "dropout_add_backward");
-  for (Array* array : {&result, &total, &parts}) array->from_device();
+  for (Array* array : {&result, &total}) array->from_device();
   for (int64_t i = 0; i < columns; ++i) {
     CHECK(std::abs(total[i] - expected[i]) <= 0.5 * total.unit(expected[i]) + 1e-3, "dropout_add_backward: column %lld",
           static_cast<long long>(i));
   }
-  for (const Array* array : {&result, &total, &parts}) CHECK(array->guards_hold(), "dropout_add_backward");
+  for (const Array* array : {&result, &total}) CHECK(array->guards_hold(), "dropout_add_backward");
 }
 
 // ---- quantizer -----------------------------------------------------------------------------------------------------
@@ -505,8 +507,8 @@ void check_quantizer(Dtype dtype, int64_t size, int bits, bool symmetric) {
       "quantize", dtype, size,
       [&](void* input, void* output) {
         const Levels as{bits, symmetric};
-        cuda::launch_quantize("quantize", {input, levels.data(), numbers, 3, size, as, {}}, dtype, nullptr);
-        cuda::launch_dequantize("dequantize", {levels.data(), numbers, output, 3, size, as}, dtype, nullptr);
+        compute("quantize", QuantizeGroups{input, levels.data(), numbers, 3, size, as, {}}, dtype);
+        compute("dequantize", DequantizeGroups{levels.data(), numbers, output, 3, size, as}, dtype);
       },
       [&](std::vector<double>& x) {
         double low = x[0], high = x[0];
@@ -542,7 +544,7 @@ void check_linear(Dtype dtype, int64_t inputs, int64_t columns) {
   task.inputs = inputs, task.columns = columns, task.outputs = kOutputs, task.stride = columns, task.groups = 2;
   task.input = x.data(), task.weight = weights.data(), task.output = y.data();
   task.scales = static_cast<const float*>(scales.data());
-  cuda::launch_linear("linear", task, dtype, nullptr);
+  compute("linear", task, dtype);
   CHECK(cudaDeviceSynchronize() == cudaSuccess, "linear");
   y.from_device();
   for (int64_t i = 0; i < y.count(); ++i) {
@@ -570,15 +572,14 @@ void check_attention(Dtype dtype, int64_t past, int64_t head_dim) {
   Attention task{};
   task.batch = 1, task.heads = 2, task.kv_heads = 1, task.tokens = 1, task.past = past, task.total = past + 1;
   task.head_dim = head_dim, task.scale = 0.125f, task.causal = true;
-  Array partial(Dtype::Float32, cuda::attention_partial(task), 0);
-  Array* const all[] = {&query, &key, &value, &output, &key_cache, &value_cache, &partial};
+  Array* const all[] = {&query, &key, &value, &output, &key_cache, &value_cache};
   for (Array* array : all) array->to_device();
   task.query = query.data(), task.key = key.data(), task.value = value.data(), task.output = output.data();
   task.key_cache = key_cache.data(), task.value_cache = value_cache.data();
   task.query_strides = {2 * head_dim, head_dim, head_dim};
   task.key_strides = task.value_strides = {head_dim, head_dim, head_dim};
   task.key_cache_strides = task.value_cache_strides = {room * head_dim, room * head_dim, head_dim};
-  cuda::launch_attention("cached_attention", task, static_cast<float*>(partial.data()), dtype, nullptr);
+  compute("cached_attention", task, dtype);
   CHECK(cudaDeviceSynchronize() == cudaSuccess, "cached_attention");
   for (Array* array : all) array->from_device();
   for (int64_t head = 0; head < 2; ++head) {
@@ -623,9 +624,9 @@ void check_attention_bias(Dtype dtype, int64_t past) {
   Numbers<float> sees(std::vector<float>(kBatch * kTokens, -1.f));
   for (int64_t i = 0; i < output.count(); ++i) output.set(i, 1.f);
   for (Array* array : {&added, &output}) array->to_device();
-  bias.data = added.data(), bias.sees = sees.data(), task.output = output.data();
-  cuda::launch_attention_bias(op, task, bias, dtype, nullptr);
-  cuda::launch_attention_zeros(op, task, bias, dtype, nullptr);
+  bias.data = added.data(), bias.sees = sees.data(), bias.attention.output = output.data();
+  compute(op, bias, dtype);
+  compute(op, cuda::AttentionZeros{bias}, dtype);
   const std::vector<float> seen = sees.values(op);
   for (Array* array : {&added, &output}) array->from_device();
   for (int64_t row = 0; row < kBatch * kTokens; ++row) {
@@ -659,7 +660,7 @@ void check_token_sort(int64_t rows, int64_t reserved, int64_t sequence) {
   const char* op = "token_sort_";
   std::vector<int32_t> expected = some_tokens(rows * reserved, sequence);
   Numbers<int32_t> from(expected), to(std::vector<int32_t>(rows * reserved, -1));
-  cuda::launch_token_sort(op, {from.data(), to.data(), rows, reserved, sequence}, nullptr);
+  compute(op, TokenRows{from.data(), to.data(), rows, reserved, sequence}, kAnyDtype);
   for (int64_t row = 0; row < rows; ++row) {
     std::sort(expected.begin() + row * reserved, expected.begin() + (row + 1) * reserved);
   }
@@ -686,19 +687,18 @@ void check_tokens(int64_t bytes, bool batch_first) {
     }
   }
   Numbers<uint8_t> from(all), to(std::vector<uint8_t>(chosen.size())), new_ones(chosen);
-  Numbers<int32_t> indices(tokens), last(std::vector<int32_t>(kBatch * kSequence));
+  Numbers<int32_t> indices(tokens);
   const auto places = [&](uint8_t* data, int64_t length) {
     return Tokens{reinterpret_cast<char*>(data), batch_first ? length * bytes : bytes,
                   batch_first ? bytes : kBatch * bytes};
   };
   TokenMove move{places(from.data(), kSequence), places(to.data(), kReserved), indices.data(), kBatch, kSequence,
                  kReserved, bytes};
-  cuda::launch_token_gather("token_gather", move, nullptr);
+  compute("token_gather", TokenGather{move}, kAnyDtype);
   CHECK(to.values("token_gather") == gathered, "token_gather, %lld bytes", static_cast<long long>(bytes));
   move.chosen = places(new_ones.data(), kReserved);
-  cuda::launch_token_scatter("token_scatter_", move, last.data(), nullptr);
+  compute("token_scatter_", TokenScatter{move}, kAnyDtype);
   CHECK(from.values("token_scatter_") == scattered, "token_scatter_, %lld bytes", static_cast<long long>(bytes));
-  last.values("token_scatter_");
 }
 
 template <class Element>
@@ -714,15 +714,50 @@ void check_mask(int64_t reserved) {
   Numbers<Element> from(mask), to(std::vector<Element>(expected.size()));
   Numbers<int32_t> indices(tokens);
   const auto* data = reinterpret_cast<const char*>(from.data());
-  cuda::launch_mask_gather("mask_gather_bert", {data, indices.data(), reinterpret_cast<char*>(to.data()), kLayers,
-                                                kBatch, kSequence, reserved, sizeof(Element)}, nullptr);
+  const MaskGather work{data, indices.data(), reinterpret_cast<char*>(to.data()), kLayers, kBatch, kSequence, reserved,
+                        sizeof(Element)};
+  compute("mask_gather_bert", work, kAnyDtype);
   CHECK(to.values("mask_gather_bert") == expected, "mask_gather_bert, elements of %d bytes", int(sizeof(Element)));
+}
+
+// ---- errors ----------------------------------------------------------------------------------------------------------
+
+// More rows than a launch takes: the error is of the op that was called, not of another that has the same kernel.
+template <class Work>
+void check_too_many_rows(const char* op, const Work& work) {
+  std::string message;
+  try {
+    compute(op, work, Dtype::Float32);
+  } catch (const std::runtime_error& error) {
+    message = error.what();
+  }
+  CHECK(message.find("ds_plugin::" + std::string(op) + ": ") == 0, "%s: '%s'", op, message.c_str());
+}
+
+void check_errors() {
+  constexpr int64_t kRows = int64_t{1} << 31;
+  NormRows norm{};
+  norm.rows = kRows, norm.columns = 1;
+  check_too_many_rows("pre_rms_norm", norm);
+  norm.centred = true;
+  check_too_many_rows("post_layer_norm", norm);
+  ActivationRows activation{};
+  activation.rows = kRows, activation.columns = 1;
+  check_too_many_rows("bias_activation_", activation);
+  ResidualRows residual{};
+  residual.rows = kRows, residual.columns = 1;
+  check_too_many_rows("some_residual", residual);
+  MixRows mix{};
+  mix.rows = kRows, mix.columns = 1;
+  check_too_many_rows("some_mix", mix);
+  check_too_many_rows("token_sort_", TokenRows{nullptr, nullptr, kRows, 1, 1});
 }
 
 }  // namespace
 
 int main(int argc, char**) {
   if (argc > 1) guard_bytes = 0;
+  check_errors();
   for (const int64_t reserved : {0, 1, 31, 300, 5000}) {
     check_token_sort(3, reserved, 1);
     check_token_sort(2, reserved, 100);

@@ -2,16 +2,10 @@
 // block, against their formulas in double. Arrays have exactly the memory of their elements.
 #include <random>
 
+#include "at_levels.h"
 #include "attention_loops.h"
-#include "check.h"
 #include "elements.h"
-#include "levels.h"
 #include "linear_loops.h"
-
-namespace ds_kernels::cpu {
-DS_KERNELS_CPU_LEVELS(AttentionLoops, attention_loops)
-DS_KERNELS_CPU_LEVELS(LinearLoops, linear_loops)
-}  // namespace ds_kernels::cpu
 
 using namespace ds_kernels;
 using namespace ds_kernels::cpu;
@@ -39,15 +33,22 @@ void close(const char* what, const Elements& actual, size_t i, double expected, 
         actual.count(), actual[i], expected);
 }
 
-template <class Table, size_t levels, class Test>
-void at_all_levels(const Built<Table> (&built)[levels], Test test) {
-  int tested = 0;
-  for (const auto& [level, table] : built) {
-    if (!table || !runs_here(level)) continue;
-    ++tested;
-    for (const Dtype dtype : {Dtype::Float32, Dtype::BFloat16, Dtype::Float16}) test(*table, dtype);
-  }
-  CHECK(tested > 0, "no level was built that runs here");
+constexpr Dtype kDtypes[] = {Dtype::Float32, Dtype::BFloat16, Dtype::Float16};
+
+// Calls `test(loops, dtype)`.
+template <class Loops, class Test>
+void in_all_dtypes_of(Test test) {
+  at_all_levels_of<Loops>([&](const Loops& loops, int) {
+    for (const Dtype dtype : kDtypes) test(loops, dtype);
+  });
+}
+
+// Calls `test(compute, dtype)`.
+template <class Work, class Test>
+void in_all_dtypes(Test test) {
+  at_all_levels<Work>([&](AtLevel compute) {
+    for (const Dtype dtype : kDtypes) test(compute, dtype);
+  });
 }
 
 // ---- linear ------------------------------------------------------------------------------------------------------
@@ -110,7 +111,7 @@ void test_linear(const LinearLoops& loops, Dtype dtype, Shape s, bool quantized,
 }
 
 void test_linear_layers() {
-  at_all_levels(all_linear_loops(), [](const LinearLoops& loops, Dtype dtype) {
+  in_all_dtypes_of<LinearLoops>([](const LinearLoops& loops, Dtype dtype) {
     for (const Shape s : {Shape{1, 1, 1, 1}, {1, 64, 8, 2}, {1, 65, 9, 5}, {1, 64, 261, 2}, {2, 96, 17, 3}, {3, 33, 66, 3},
                           {5, 128, 5, 1}, {9, 40, 130, 4}, {4, 192, 16, 3}}) {
       for (const bool quantized : {false, true}) {
@@ -123,15 +124,14 @@ void test_linear_layers() {
 }
 
 void test_dequantizing() {
-  at_all_levels(all_linear_loops(), [](const LinearLoops& loops, Dtype dtype) {
+  in_all_dtypes<QuantizedRows>([](AtLevel compute, Dtype dtype) {
     for (const Shape s : {Shape{0, 1, 1, 1}, {0, 33, 5, 3}, {0, 96, 3, 3}, {0, 128, 4, 1}, {0, 256, 2, 2}}) {
       const std::vector<int8_t> weight = bytes(s.outputs * s.columns);
       std::vector<float> scales(s.outputs * s.groups);
       for (size_t i = 0; i < scales.size(); ++i) scales[i] = (1 + i % 7) / 300.f;
       Elements wide(dtype, weight.size());
       const QuantizedRows rows{weight.data(), scales.data(), wide.data(), s.outputs, s.columns, s.groups};
-      loops.dequantize(dtype)(rows, 0, s.outputs / 2);
-      loops.dequantize(dtype)(rows, s.outputs / 2, s.outputs);
+      compute(rows, dtype);
       const int64_t width = s.columns / s.groups;
       for (size_t i = 0; i < weight.size(); ++i) {
         const double exact = static_cast<double>(weight[i]) * scales[i / width];
@@ -142,7 +142,7 @@ void test_dequantizing() {
 }
 
 void test_finishing() {
-  at_all_levels(all_linear_loops(), [](const LinearLoops& loops, Dtype dtype) {
+  in_all_dtypes<LinearFinish>([](AtLevel compute, Dtype dtype) {
     constexpr int64_t kInputs = 3, kOutputs = 37;
     Elements sums = numbers(dtype, kInputs * 2 * kOutputs, 5), residual = numbers(dtype, kInputs * kOutputs, 6);
     Elements output(dtype, kInputs * kOutputs);
@@ -154,8 +154,7 @@ void test_finishing() {
     layer.activation = Activation::Silu;
     for (const bool gated : {false, true}) {
       layer.gated = gated;
-      loops.finish(dtype)(layer, sums.data(), 0, 1);
-      loops.finish(dtype)(layer, sums.data(), 1, kInputs);
+      compute(LinearFinish{layer, sums.data()}, dtype);
       for (int64_t i = 0; i < kInputs * kOutputs; ++i) {
         const int64_t m = i / kOutputs, o = i % kOutputs;
         const double first = sums[gated ? m * 2 * kOutputs + o : i];
@@ -168,7 +167,7 @@ void test_finishing() {
 }
 
 void test_shortening() {
-  at_all_levels(all_linear_loops(), [](const LinearLoops& loops, Dtype) {
+  in_all_dtypes_of<LinearLoops>([](const LinearLoops& loops, Dtype) {
     std::vector<float> x(128, 0.f);
     std::vector<int16_t> shorts(128);
     float scales[2];
@@ -270,7 +269,7 @@ int main() {
   test_shortening();
   test_dequantizing();
   test_finishing();
-  at_all_levels(all_attention_loops(), [](const AttentionLoops& loops, Dtype dtype) {
+  in_all_dtypes_of<AttentionLoops>([](const AttentionLoops& loops, Dtype dtype) {
     for (const Heads h : {Heads{1, 1, 1, 1, 0, 1, 512, 0}, {2, 4, 2, 1, 7, 16, 512, 0}, {1, 2, 2, 3, 130, 33, 512, 0},
                           {1, 4, 1, 2, 300, 64, 128, 0}, {2, 2, 1, 1, 260, 80, 100, 5}}) {
       test_attention(loops, dtype, h);

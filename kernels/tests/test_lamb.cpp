@@ -5,13 +5,8 @@
 #include <random>
 #include <vector>
 
-#include "check.h"
+#include "at_levels.h"
 #include "lamb_loops.h"
-#include "levels.h"
-
-namespace ds_kernels::cpu {
-DS_KERNELS_CPU_LEVELS(LambLoops, lamb_loops)
-}
 
 using namespace ds_kernels;
 using cpu::LambCopy;
@@ -201,17 +196,13 @@ void test_a_thousand_million(const LambLoops& loops) {
 }  // namespace
 
 int main() {
-  int tested = 0;
-  for (const auto& [level, table] : cpu::all_lamb_loops()) {
-    if (!table || !cpu::runs_here(level)) continue;
-    ++tested;
-    test_formula(*table, static_cast<int>(level));
-    test_unsupported(*table);
-    test_nan(*table);
-    test_no_eps(*table);
-    test_a_thousand_million(*table);
-  }
-  CHECK(tested > 0, "no level was built that runs here");
+  cpu::at_all_levels_of<LambLoops>([](const LambLoops& loops, int level) {
+    test_formula(loops, level);
+    test_unsupported(loops);
+    test_nan(loops);
+    test_no_eps(loops);
+    test_a_thousand_million(loops);
+  });
   test_ratio();
   return report();
 }

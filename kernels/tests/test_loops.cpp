@@ -6,17 +6,11 @@
 #include <random>
 #include <vector>
 
-#include "adagrad_loops.h"
-#include "adam_loops.h"
-#include "check.h"
-#include "levels.h"
-#include "lion_loops.h"
+#include <ds_kernels/adagrad.h>
+#include <ds_kernels/adam.h>
+#include <ds_kernels/lion.h>
 
-namespace ds_kernels::cpu {
-DS_KERNELS_CPU_LEVELS(AdamLoops, adam_loops)
-DS_KERNELS_CPU_LEVELS(AdagradLoops, adagrad_loops)
-DS_KERNELS_CPU_LEVELS(LionLoops, lion_loops)
-}  // namespace ds_kernels::cpu
+#include "at_levels.h"
 
 using namespace ds_kernels;
 
@@ -125,24 +119,29 @@ void compare(const char* what, int level, Dtype param, Dtype grad, Dtype state, 
 }
 
 // All dtypes, and sizes around those of vectors, at all levels that run here.
-template <class Table, size_t levels, class Test>
-void at_all_levels(const cpu::Built<Table> (&built)[levels], Test test) {
-  int tested = 0;
-  for (const auto& [level, table] : built) {
-    if (!table || !cpu::runs_here(level)) continue;
-    ++tested;
+template <class Work, class Test>
+void in_all_cases(Test test) {
+  cpu::at_all_levels<Work>([&](cpu::AtLevel compute) {
     for (const Dtype param : {Dtype::Float32, Dtype::BFloat16, Dtype::Float16}) {
       for (const Dtype grad : {param, Dtype::Float32}) {
         for (const Dtype state : {param, Dtype::Float32}) {
           for (size_t count : {0, 1, 3, 4, 5, 7, 8, 15, 16, 17, 31, 33, 63, 64, 65, 1027}) {
-            test(*table, static_cast<int>(level), param, grad, state, count);
+            test(compute, param, grad, state, count);
           }
         }
       }
     }
-  }
-  CHECK(tested > 0, "no level was built that runs here");
+  });
 }
+
+// One tensor in each list.
+struct Lists {
+  std::vector<void*> data;
+  std::vector<Dtype> dtypes;
+  int64_t numel;
+
+  TensorLists tensors() const { return {data.size(), 1, &numel, data.data(), dtypes.data()}; }
+};
 
 Element adam(Element e, const AdamOptions& o, int step) {
   const double c1 = o.bias_correction ? 1 - std::pow(o.beta1, step) : 1;
@@ -154,18 +153,17 @@ Element adam(Element e, const AdamOptions& o, int step) {
 }
 
 void test_adam() {
-  at_all_levels(cpu::all_adam_loops(), [](const cpu::AdamLoops& loops, int level, Dtype param, Dtype grad, Dtype state,
-                                          size_t count) {
-    const auto loop = loops.update(param, grad == Dtype::Float32, state == Dtype::Float32);
+  in_all_cases<AdamLists>([](cpu::AtLevel compute, Dtype param, Dtype grad, Dtype state, size_t count) {
     for (const double decay : {0.0, 0.1}) {
       for (const bool adamw : {true, false}) {
         for (const bool correction : {true, false}) {
           const AdamOptions options{1e-2, 0.9, 0.999, 1e-8, decay, adamw, correction};
           const AdamStep step = adam_step(options, 3);
           compare(
-              "adam", level, param, grad, state, count,
+              "adam", static_cast<int>(compute.level), param, grad, state, count,
               [&](Array& p, Array& g, Array& m, Array& v, int64_t n) {
-                loop(p.data(), g.data(), m.data(), v.data(), n, step);
+                const Lists lists{{p.data(), g.data(), m.data(), v.data()}, {param, grad, state, state}, n};
+                compute(AdamLists{lists.tensors(), {&step, false}, false}, param);
               },
               [&](Element e) { return adam(e, options, 3); });
         }
@@ -177,13 +175,13 @@ void test_adam() {
 void test_adam_rollback() {
   const AdamOptions options{1e-2, 0.9, 0.999, 1e-8, 0.1, true, true};
   const AdamStep step = adam_step(options, 3);
-  at_all_levels(cpu::all_adam_loops(), [&](const cpu::AdamLoops& loops, int level, Dtype param, Dtype grad, Dtype state,
-                                           size_t count) {
+  in_all_cases<AdamLists>([&](cpu::AtLevel compute, Dtype param, Dtype grad, Dtype state, size_t count) {
     if (param != Dtype::Float32) return;
     compare(
-        "rollback", level, param, grad, state, count,
+        "rollback", static_cast<int>(compute.level), param, grad, state, count,
         [&](Array& p, Array& g, Array& m, Array& v, int64_t n) {
-          loops.rollback(p.data(), g.data(), m.data(), v.data(), n, step);
+          const Lists lists{{p.data(), g.data(), m.data(), v.data()}, {param, grad, state, state}, n};
+          compute(AdamLists{lists.tensors(), {&step, false}, true}, param);
         },
         [&](Element e) {
           const double c1 = 1 - std::pow(0.9, 3), c2 = 1 - std::pow(0.999, 3);
@@ -194,14 +192,15 @@ void test_adam_rollback() {
 }
 
 void test_adagrad() {
-  at_all_levels(cpu::all_adagrad_loops(), [](const cpu::AdagradLoops& loops, int level, Dtype param, Dtype grad,
-                                             Dtype state, size_t count) {
-    const auto loop = loops.update(param, grad == Dtype::Float32, state == Dtype::Float32);
+  in_all_cases<AdagradLists>([](cpu::AtLevel compute, Dtype param, Dtype grad, Dtype state, size_t count) {
     for (const double decay : {0.0, 0.1}) {
       const AdagradStep step{1e-2f, 1e-10f, float(decay)};
       compare(
-          "adagrad", level, param, grad, state, count,
-          [&](Array& p, Array& g, Array&, Array& v, int64_t n) { loop(p.data(), g.data(), v.data(), n, step); },
+          "adagrad", static_cast<int>(compute.level), param, grad, state, count,
+          [&](Array& p, Array& g, Array&, Array& v, int64_t n) {
+            const Lists lists{{p.data(), g.data(), v.data()}, {param, grad, state}, n};
+            compute(AdagradLists{lists.tensors(), step}, param);
+          },
           [&](Element e) {
             const double g = e.g + decay * e.p, v = e.v + g * g;
             return Element{e.p - 1e-2 * g / (std::sqrt(v) + 1e-10), e.g, e.m, v};
@@ -211,14 +210,15 @@ void test_adagrad() {
 }
 
 void test_lion() {
-  at_all_levels(cpu::all_lion_loops(), [](const cpu::LionLoops& loops, int level, Dtype param, Dtype grad, Dtype state,
-                                          size_t count) {
-    const auto loop = loops.update(param, grad == Dtype::Float32, state == Dtype::Float32);
+  in_all_cases<LionLists>([](cpu::AtLevel compute, Dtype param, Dtype grad, Dtype state, size_t count) {
     for (const double decay : {0.0, 0.1}) {
       const LionStep step = lion_step(1e-2, 0.9, 0.99, decay);
       compare(
-          "lion", level, param, grad, state, count,
-          [&](Array& p, Array& g, Array& m, Array&, int64_t n) { loop(p.data(), g.data(), m.data(), n, step); },
+          "lion", static_cast<int>(compute.level), param, grad, state, count,
+          [&](Array& p, Array& g, Array& m, Array&, int64_t n) {
+            const Lists lists{{p.data(), g.data(), m.data()}, {param, grad, state}, n};
+            compute(LionLists{lists.tensors(), step}, param);
+          },
           [&](Element e) {
             const double c = 0.9 * e.m + 0.1 * e.g;
             return Element{e.p - 1e-2 * decay * e.p - (c > 0 ? 1e-2 : -1e-2), e.g, 0.99 * e.m + 0.01 * e.g, e.v};
@@ -246,16 +246,16 @@ void test_one_element() {
 // A NaN gradient reaches parameter and state in its lane, and no other.
 void test_nan() {
   const float nan = std::numeric_limits<float>::quiet_NaN();
-  for (const auto& [level, table] : cpu::all_lion_loops()) {
-    if (!table || !cpu::runs_here(level)) continue;
+  cpu::at_all_levels<LionLists>([=](cpu::AtLevel compute) {
     std::vector<float> p(35, 1.f), g(35, 1.f), m(35, 1.f);
     g[2] = g[34] = nan;
-    table->update(Dtype::Float32, true, true)(p.data(), g.data(), m.data(), 35, lion_step(1e-2, 0.9, 0.99, 0));
+    const Lists lists{{p.data(), g.data(), m.data()}, std::vector<Dtype>(3, Dtype::Float32), 35};
+    compute(LionLists{lists.tensors(), lion_step(1e-2, 0.9, 0.99, 0)}, Dtype::Float32);
     for (size_t i = 0; i < p.size(); ++i) {
       const bool poisoned = i == 2 || i == 34;
       CHECK(std::isnan(p[i]) == poisoned && std::isnan(m[i]) == poisoned, "element %zu", i);
     }
-  }
+  });
 }
 
 }  // namespace

@@ -5,16 +5,12 @@
 #include <random>
 #include <vector>
 
-#include "check.h"
-#include "levels.h"
-#include "quantizer_loops.h"
+#include <ds_kernels/quantizer.h>
 
-namespace ds_kernels::cpu {
-DS_KERNELS_CPU_LEVELS(QuantizerLoops, quantizer_loops)
-}
+#include "at_levels.h"
 
 using namespace ds_kernels;
-using cpu::QuantizerLoops;
+using cpu::AtLevel;
 
 namespace {
 
@@ -56,29 +52,26 @@ int expected_level(double x, double scale, double offset, int bits) {
 }
 
 template <class Test>
-void at_all_levels(Test test) {
-  int tested = 0;
-  for (const auto& [level, table] : cpu::all_quantizer_loops()) {
-    if (!table || !cpu::runs_here(level)) continue;
-    ++tested;
+void in_all_cases(Test test) {
+  cpu::at_all_levels<QuantizeGroups>([&](AtLevel compute) {
     for (const int bits : {8, 4}) {
       for (const bool symmetric : {true, false}) {
         for (const size_t count : {2, 4, 6, 14, 16, 18, 30, 32, 34, 62, 64, 66, 1026}) {
-          test(*table, static_cast<int>(level), bits, symmetric, count);
-          if (bits == 8) test(*table, static_cast<int>(level), bits, symmetric, count - 1);
+          test(compute, static_cast<int>(compute.level), Levels{bits, symmetric}, count);
+          if (bits == 8) test(compute, static_cast<int>(compute.level), Levels{bits, symmetric}, count - 1);
         }
       }
     }
-  }
-  CHECK(tested > 0, "no level was built that runs here");
+  });
 }
 
-void test_quantize_and_back(const QuantizerLoops& loops, int where, int bits, bool symmetric, size_t count) {
+void test_quantize_and_back(AtLevel compute, int where, Levels as, size_t count) {
+  const auto [bits, symmetric] = as;
   const std::vector<float> x = values(count, 1);
   Bytes levels(count * bits / 8), back(count * 4);
   float params[2] = {};
   const auto n = static_cast<int64_t>(count);
-  loops.quantize(Dtype::Float32, bits, symmetric)(x.data(), levels.data(), params, n);
+  compute(QuantizeGroups{x.data(), levels.data(), params, 1, n, as, {}}, Dtype::Float32);
   const double span = symmetric || count > 1 ? 2 : 0, offset = symmetric || count > 1 ? 0 : 1;
   const double scale = span == 0 ? 1 : (1 << bits) / span;
   CHECK(params[0] == 1 / scale && (symmetric || params[1] == offset), "level %d, %zu elements: params", where, count);
@@ -87,7 +80,7 @@ void test_quantize_and_back(const QuantizerLoops& loops, int where, int bits, bo
     CHECK(level(levels, i, bits) == want, "level %d, %d bits, %zu elements: %zu is %d, expected %d", where, bits, count,
           i, level(levels, i, bits), want);
   }
-  loops.dequantize(Dtype::Float32, bits, symmetric)(levels.data(), params, back.data(), n);
+  compute(DequantizeGroups{levels.data(), params, back.data(), 1, n, as}, Dtype::Float32);
   for (size_t i = 0; i < count; ++i) {
     float value;
     std::memcpy(&value, back.data() + 4 * i, 4);
@@ -97,7 +90,8 @@ void test_quantize_and_back(const QuantizerLoops& loops, int where, int bits, bo
 }
 
 // Three devices send groups that are not those of the sum.
-void test_reduce(const QuantizerLoops& loops, int where, int bits, bool symmetric, size_t count) {
+void test_reduce(AtLevel compute, int where, Levels as, size_t count) {
+  const auto [bits, symmetric] = as;
   if (count % 2) return;
   const int64_t devices = 3, group = static_cast<int64_t>(count), n = 4 * group;
   const int columns = symmetric ? 1 : 2;
@@ -114,30 +108,30 @@ void test_reduce(const QuantizerLoops& loops, int where, int bits, bool symmetri
       total[static_cast<size_t>(i)] += level(sent, from, bits) * double(p[0]) + (symmetric ? 0 : p[1]);
     }
   }
-  const cpu::Received received{reinterpret_cast<const char*>(sent.data()), params.data(), devices, n, group};
   for (const int64_t groups : {1, 2}) {
     const int64_t size = n / groups;
-    for (int64_t g = 0; g < groups; ++g) {
-      float result[2] = {};
-      loops.reduce(bits, symmetric)(received, g * size, (g + 1) * size, out.data() + g * size * bits / 8, result);
-      for (int64_t i = g * size; i < (g + 1) * size; ++i) {
-        const double value = level(out, static_cast<size_t>(i), bits) * double(result[0]) + (symmetric ? 0 : result[1]);
-        const double error = std::abs(value - total[static_cast<size_t>(i)]);
-        CHECK(error <= result[0] * 1.001, "level %d, %d bits: %lld is %g, expected %g", where, bits,
-              static_cast<long long>(i), value, total[static_cast<size_t>(i)]);
-      }
+    std::vector<float> results(static_cast<size_t>(groups * columns));
+    compute(ReduceGroups{sent.data(), params.data(), devices, group, out.data(), results.data(), groups, size, as},
+            kAnyDtype);
+    for (int64_t i = 0; i < n; ++i) {
+      const float* result = results.data() + i / size * columns;
+      const double value = level(out, static_cast<size_t>(i), bits) * double(result[0]) + (symmetric ? 0 : result[1]);
+      const double error = std::abs(value - total[static_cast<size_t>(i)]);
+      CHECK(error <= result[0] * 1.001, "level %d, %d bits: %lld is %g, expected %g", where, bits,
+            static_cast<long long>(i), value, total[static_cast<size_t>(i)]);
     }
   }
   CHECK(out.guards_hold(), "level %d, %d bits, %zu elements", where, bits, count);
 }
 
-void test_dequantize_range(const QuantizerLoops& loops, int where, int bits, bool, size_t count) {
+void test_dequantize_range(AtLevel compute, int where, Levels as, size_t count) {
+  const int bits = as.bits;
   std::mt19937 random(3);
   Bytes levels(count * bits / 8), out(count * 4);
   for (size_t i = 0; i < count * bits / 8; ++i) levels.data()[i] = static_cast<unsigned char>(random());
   const float scale = 4, minimum = -1.5f;
-  loops.dequantize_range(Dtype::Float32, bits)(levels.data(), &scale, &minimum, out.data(),
-                                               static_cast<int64_t>(count));
+  compute(DequantizeRangeGroups{levels.data(), &scale, &minimum, out.data(), 1, static_cast<int64_t>(count), bits},
+          Dtype::Float32);
   for (size_t i = 0; i < count; ++i) {
     float value;
     std::memcpy(&value, out.data() + 4 * i, 4);
@@ -147,11 +141,12 @@ void test_dequantize_range(const QuantizerLoops& loops, int where, int bits, boo
   CHECK(out.guards_hold(), "level %d, %zu elements", where, count);
 }
 
-void test_fake_quantize(const QuantizerLoops& loops, int where, int bits, bool symmetric, size_t count) {
+void test_fake_quantize(AtLevel compute, int where, Levels as, size_t count) {
+  const auto [bits, symmetric] = as;
   const std::vector<float> before = values(count, 4), noise(count, 0.999f);
   for (const float* random : {static_cast<const float*>(nullptr), noise.data()}) {
     std::vector<float> x = before;
-    loops.fake_quantize(Dtype::Float32, symmetric)(x.data(), random, static_cast<int64_t>(count), bits);
+    compute(FakeQuantizeGroups{x.data(), random, 1, static_cast<int64_t>(count), bits, symmetric}, Dtype::Float32);
     const double step = ((symmetric || count > 1 ? 2 : 0) + 1e-5) / (1 << bits);
     for (size_t i = 0; i < count; ++i) {
       // To nearest: half a step, a whole one beyond the last level. With noise: the next level above.
@@ -162,7 +157,8 @@ void test_fake_quantize(const QuantizerLoops& loops, int where, int bits, bool s
 }
 
 // A NaN and an infinity show in the params wherever in a vector they are, and give level 0.
-void test_not_finite(const QuantizerLoops& loops, int where, int bits, bool symmetric, size_t count) {
+void test_not_finite(AtLevel compute, int where, Levels as, size_t count) {
+  const auto [bits, symmetric] = as;
   for (const float bad : {std::numeric_limits<float>::quiet_NaN(), -std::numeric_limits<float>::quiet_NaN(),
                           std::numeric_limits<float>::infinity(), -std::numeric_limits<float>::infinity()}) {
     for (const size_t place : {size_t(0), count / 2, count - 1}) {
@@ -170,7 +166,7 @@ void test_not_finite(const QuantizerLoops& loops, int where, int bits, bool symm
       x[place] = bad;
       Bytes levels(count * bits / 8);
       float params[2] = {};
-      loops.quantize(Dtype::Float32, bits, symmetric)(x.data(), levels.data(), params, static_cast<int64_t>(count));
+      compute(QuantizeGroups{x.data(), levels.data(), params, 1, static_cast<int64_t>(count), as, {}}, Dtype::Float32);
       // One infinity alone has a range of NaN.
       CHECK(std::isnan(params[0]) || std::isinf(params[0]), "level %d: %g at %zu of %zu", where, bad, place, count);
       CHECK(level(levels, place, bits) == 0, "level %d: %g has level %d", where, bad, level(levels, place, bits));
@@ -189,22 +185,21 @@ void test_nibbles() {
 }
 
 void test_no_elements() {
-  for (const auto& [where, table] : cpu::all_quantizer_loops()) {
-    if (!table || !cpu::runs_here(where)) continue;
+  cpu::at_all_levels<QuantizeGroups>([](AtLevel compute) {
     float params[2] = {-1, -1};
-    table->quantize(Dtype::Float32, 8, false)(nullptr, nullptr, params, 0);
+    compute(QuantizeGroups{nullptr, nullptr, params, 1, 0, {8, false}, {}}, Dtype::Float32);
     CHECK(params[0] == 1 && params[1] == 0, "params %g %g", params[0], params[1]);
-  }
+  });
 }
 
 }  // namespace
 
 int main() {
-  at_all_levels(test_quantize_and_back);
-  at_all_levels(test_reduce);
-  at_all_levels(test_dequantize_range);
-  at_all_levels(test_fake_quantize);
-  at_all_levels(test_not_finite);
+  in_all_cases(test_quantize_and_back);
+  in_all_cases(test_reduce);
+  in_all_cases(test_dequantize_range);
+  in_all_cases(test_fake_quantize);
+  in_all_cases(test_not_finite);
   test_nibbles();
   test_no_elements();
   return report();

@@ -2,24 +2,14 @@
 #include <functional>
 #include <random>
 
-#include "activation_loops.h"
-#include "check.h"
-#include "elements.h"
-#include "levels.h"
-#include "norm_loops.h"
-#include "residual_loops.h"
-#include "rotary_loops.h"
-#include "softmax_loops.h"
-
 #include <ds_kernels/activation.h>
+#include <ds_kernels/norm.h>
+#include <ds_kernels/residual.h>
+#include <ds_kernels/rotary.h>
+#include <ds_kernels/softmax.h>
 
-namespace ds_kernels::cpu {
-DS_KERNELS_CPU_LEVELS(ActivationLoops, activation_loops)
-DS_KERNELS_CPU_LEVELS(NormLoops, norm_loops)
-DS_KERNELS_CPU_LEVELS(ResidualLoops, residual_loops)
-DS_KERNELS_CPU_LEVELS(RotaryLoops, rotary_loops)
-DS_KERNELS_CPU_LEVELS(SoftmaxLoops, softmax_loops)
-}  // namespace ds_kernels::cpu
+#include "at_levels.h"
+#include "elements.h"
 
 using namespace ds_kernels;
 
@@ -42,36 +32,30 @@ void close(const char* what, const Elements& actual, size_t i, double expected, 
         actual.count(), actual[i], expected);
 }
 
-// Calls `test(table, dtype, columns)` for all levels that run here.
-template <class Table, size_t levels, class Test>
-void at_all_levels(const cpu::Built<Table> (&built)[levels], Test test) {
-  int tested = 0;
-  for (const auto& [level, table] : built) {
-    if (!table || !cpu::runs_here(level)) continue;
-    ++tested;
+// Calls `test(compute, dtype, columns)` for all levels that run here.
+template <class Work, class Test>
+void in_all_cases(Test test) {
+  cpu::at_all_levels<Work>([&](cpu::AtLevel compute) {
     for (const Dtype dtype : {Dtype::Float32, Dtype::BFloat16, Dtype::Float16}) {
       for (const int64_t columns : {1, 2, 3, 4, 5, 8, 15, 16, 17, 31, 32, 33, 48, 63, 65, 129, 1000}) {
-        test(*table, dtype, columns);
+        test(compute, dtype, columns);
       }
     }
-  }
-  CHECK(tested > 0, "no level was built that runs here");
+  });
 }
 
 void test_norms() {
-  at_all_levels(cpu::all_norm_loops(), [](const cpu::NormLoops& loops, Dtype dtype, int64_t columns) {
+  in_all_cases<NormRows>([](cpu::AtLevel compute, Dtype dtype, int64_t columns) {
     const size_t all = kRows * columns;
     for (const bool residual : {false, true}) {
       for (const bool rms : {false, true}) {
         Elements input = numbers(dtype, all, 1), added = numbers(dtype, all, 2), input_bias = numbers(dtype, columns, 3);
         Elements weight = numbers(dtype, columns, 4), bias = numbers(dtype, columns, 5);
         Elements output(dtype, all), sum(dtype, all);
-        std::vector<float> scratch(columns);
         const NormRows rows{input.data(), residual ? added.data() : nullptr, residual ? input_bias.data() : nullptr,
-                                 weight.data(), rms ? nullptr : bias.data(), output.data(),
-                                 residual ? sum.data() : nullptr, kRows, columns, 1e-3f};
-        (rms ? loops.rms_norm : loops.layer_norm)(dtype)(rows, 0, 1, scratch.data());
-        (rms ? loops.rms_norm : loops.layer_norm)(dtype)(rows, 1, kRows, scratch.data());
+                            weight.data(), rms ? nullptr : bias.data(), output.data(),
+                            residual ? sum.data() : nullptr, kRows, columns, 1e-3f, !rms};
+        compute(rows, dtype);
         for (int row = 0; row < kRows; ++row) {
           std::vector<double> x(columns);
           double mean = 0, square = 0;
@@ -92,24 +76,41 @@ void test_norms() {
   });
 }
 
+// Scores of two heads and three queries, whose mask and alibi differ from row to row or do not.
+void check_softmax(cpu::AtLevel compute, Dtype dtype, int64_t columns, bool float_mask, bool causal, int64_t window) {
+  constexpr int64_t kHeads = 2, kQueries = 3;
+  const Dtype mask_dtype = float_mask ? Dtype::Float32 : dtype;
+  Elements scores = numbers(dtype, kHeads * kQueries * columns, 1), output(dtype, kHeads * kQueries * columns);
+  Elements mask = numbers(mask_dtype, kQueries * columns, 2), alibi = numbers(mask_dtype, kHeads * columns, 3);
+  const Elements before = scores;
+  Scores s{};
+  s.input = scores.data(), s.output = output.data();
+  s.mask = {mask.data(), 0, 0, columns}, s.alibi = {alibi.data(), 0, columns, 0};
+  s.batch = 1, s.heads = kHeads, s.queries = kQueries, s.keys = columns;
+  s.window = window, s.scale = 0.5f, s.causal = causal, s.float_mask = float_mask;
+  compute(s, dtype);
+  s.output = scores.data();
+  compute(s, dtype);
+  for (int64_t row = 0; row < kHeads * kQueries; ++row) {
+    const int64_t query = row % kQueries, head = row / kQueries, own = columns - kQueries + query;
+    std::vector<double> x(columns);
+    double sum = 0;
+    for (int64_t i = 0; i < columns; ++i) {
+      if ((causal && i > own) || (window && i <= own - window)) continue;
+      sum += x[i] = std::exp(before[row * columns + i] * 0.5 + mask[query * columns + i] + alibi[head * columns + i]);
+    }
+    for (int64_t i = 0; i < columns; ++i) {
+      close("softmax", output, row * columns + i, sum > 0 ? x[i] / sum : 0, 1e-6);
+      CHECK(scores[row * columns + i] == output[row * columns + i], "in place, element %d of %d", int(i), int(columns));
+    }
+  }
+}
+
 void test_softmax() {
-  at_all_levels(cpu::all_softmax_loops(), [](const cpu::SoftmaxLoops& loops, Dtype dtype, int64_t columns) {
+  in_all_cases<Scores>([](cpu::AtLevel compute, Dtype dtype, int64_t columns) {
     for (const bool float_mask : {false, true}) {
-      const Dtype mask_dtype = float_mask ? Dtype::Float32 : dtype;
-      for (const auto& [begin, end] : {std::pair<int64_t, int64_t>{0, columns}, {columns / 3, columns / 2}, {0, 0}}) {
-        Elements scores = numbers(dtype, columns, 1), mask = numbers(mask_dtype, columns, 2);
-        Elements alibi = numbers(mask_dtype, columns, 3), output(dtype, columns);
-        std::vector<float> scratch(columns);
-        std::vector<double> x(columns);
-        double sum = 0;
-        for (int64_t i = begin; i < end; ++i) sum += x[i] = std::exp(scores[i] * 0.5 + mask[i] + alibi[i]);
-        const auto loop = loops.softmax(dtype, float_mask);
-        loop({scores.data(), output.data(), mask.data(), alibi.data(), columns, begin, end, 0.5f}, scratch.data());
-        loop({scores.data(), scores.data(), mask.data(), alibi.data(), columns, begin, end, 0.5f}, scratch.data());
-        for (int64_t i = 0; i < columns; ++i) {
-          close("softmax", output, i, sum > 0 ? x[i] / sum : 0, 1e-6);
-          CHECK(scores[i] == output[i], "in place, element %d of %d", int(i), int(columns));
-        }
+      for (const bool causal : {false, true}) {
+        for (const int64_t window : {0, 1, 7}) check_softmax(compute, dtype, columns, float_mask, causal, window);
       }
     }
   });
@@ -118,16 +119,15 @@ void test_softmax() {
 // A row where everything is masked gives zeros, and a NaN is not lost.
 void test_softmax_without_keys() {
   const float inf = HUGE_VALF;
-  for (const auto& [level, table] : cpu::all_softmax_loops()) {
-    if (!table || !cpu::runs_here(level)) continue;
+  cpu::at_all_levels<Scores>([=](cpu::AtLevel compute) {
     for (const bool poisoned : {false, true}) {
-      std::vector<float> scores(35, 1.f), mask(35, -inf), output(35, 7.f), scratch(35);
+      std::vector<float> scores(35, 1.f), mask(35, -inf), output(35, 7.f);
       if (poisoned) scores[34] = NAN;
-      table->softmax(Dtype::Float32, true)(
-          {scores.data(), output.data(), mask.data(), nullptr, 35, 0, 35, 1.f}, scratch.data());
+      const Scores s{scores.data(), output.data(), {mask.data(), 0, 0, 0}, {}, 1, 1, 1, 35, 0, 1.f, false, true};
+      compute(s, Dtype::Float32);
       for (const float each : output) CHECK(poisoned ? std::isnan(each) : each == 0, "%g", each);
     }
-  }
+  });
 }
 
 double activated(Activation activation, double x) {
@@ -141,13 +141,15 @@ double activated(Activation activation, double x) {
 }
 
 void test_activations() {
-  at_all_levels(cpu::all_activation_loops(), [](const cpu::ActivationLoops& loops, Dtype dtype, int64_t columns) {
+  in_all_cases<ActivationRows>([](cpu::AtLevel compute, Dtype dtype, int64_t columns) {
     for (int number = 0; number < kActivations; ++number) {
       const auto activation = static_cast<Activation>(number);
       Elements input = numbers(dtype, kRows * 2 * columns, 1), bias = numbers(dtype, 2 * columns, 2);
       Elements output(dtype, kRows * 2 * columns), gated(dtype, kRows * columns);
-      loops.gated_activation(dtype, activation)({input.data(), bias.data(), gated.data(), kRows, columns}, 0, kRows);
-      loops.bias_activation(dtype, activation)({input.data(), bias.data(), output.data(), kRows, 2 * columns}, 0, kRows);
+      const ActivationRows halves{input.data(), bias.data(), gated.data(), kRows, columns, activation, true};
+      const ActivationRows whole{input.data(), bias.data(), output.data(), kRows, 2 * columns, activation, false};
+      compute(halves, dtype);
+      compute(whole, dtype);
       for (int64_t at = 0; at < kRows * 2 * columns; ++at) {
         const int64_t row = at / (2 * columns), i = at % (2 * columns);
         const double x = input[at] + bias[i];
@@ -160,26 +162,33 @@ void test_activations() {
   });
 }
 
+// One head of two tokens, which have angles of their own.
 void test_rotary() {
-  at_all_levels(cpu::all_rotary_loops(), [](const cpu::RotaryLoops& loops, Dtype dtype, int64_t half) {
+  in_all_cases<Rotation>([](cpu::AtLevel compute, Dtype dtype, int64_t half) {
     for (const int64_t rest : {0, 3}) {
+      constexpr int64_t kTokens = 2;
       const int64_t head_dim = 2 * half + rest;
-      Elements cos = numbers(Dtype::Float32, half, 2), sin = numbers(Dtype::Float32, half, 3);
-      const auto* c = static_cast<float*>(cos.data());
-      const auto* s = static_cast<float*>(sin.data());
+      Elements cos = numbers(Dtype::Float32, kTokens * half, 2), sin = numbers(Dtype::Float32, kTokens * half, 3);
       for (const bool interleaved : {false, true}) {
-        Elements input = numbers(dtype, head_dim, 1), output(dtype, head_dim), original = input;
-        const auto loop = (interleaved ? loops.interleaved : loops.halves)(dtype);
-        loop(input.data(), output.data(), c, s, head_dim, 2 * half);
-        loop(input.data(), input.data(), c, s, head_dim, 2 * half);
-        for (int64_t i = 0; i < half; ++i) {
-          const int64_t first = interleaved ? 2 * i : i, second = interleaved ? 2 * i + 1 : i + half;
-          close("rotary", output, first, original[first] * cos[i] - original[second] * sin[i]);
-          close("rotary", output, second, original[second] * cos[i] + original[first] * sin[i]);
+        Elements input = numbers(dtype, kTokens * head_dim, 1), output(dtype, kTokens * head_dim), original = input;
+        Rotation r{};
+        r.input = {input.data(), kTokens * head_dim, kTokens * head_dim, head_dim}, r.output = r.input;
+        r.output.data = output.data();
+        r.cos = static_cast<float*>(cos.data()), r.sin = static_cast<float*>(sin.data());
+        r.batch = 1, r.tokens = kTokens, r.heads = 1, r.head_dim = static_cast<int>(head_dim);
+        r.rotary_dim = static_cast<int>(2 * half), r.interleaved = interleaved;
+        compute(r, dtype);
+        r.output = r.input;
+        compute(r, dtype);
+        for (int64_t at = 0; at < kTokens * half; ++at) {
+          const int64_t token = at / half, i = at % half, begin = token * head_dim;
+          const int64_t first = begin + (interleaved ? 2 * i : i), second = begin + (interleaved ? 2 * i + 1 : i + half);
+          close("rotary", output, first, original[first] * cos[at] - original[second] * sin[at]);
+          close("rotary", output, second, original[second] * cos[at] + original[first] * sin[at]);
         }
-        for (int64_t i = 0; i < head_dim; ++i) {
+        for (int64_t i = 0; i < kTokens * head_dim; ++i) {
           CHECK(input[i] == output[i], "in place, element %d", int(i));
-          if (i >= 2 * half) CHECK(output[i] == original[i], "beyond what is turned, element %d", int(i));
+          if (i % head_dim >= 2 * half) CHECK(output[i] == original[i], "beyond what is turned, element %d", int(i));
         }
       }
     }
@@ -187,16 +196,16 @@ void test_rotary() {
 }
 
 void test_residuals() {
-  at_all_levels(cpu::all_residual_loops(), [](const cpu::ResidualLoops& loops, Dtype dtype, int64_t columns) {
+  in_all_cases<ResidualRows>([](cpu::AtLevel compute, Dtype dtype, int64_t columns) {
     const size_t all = kRows * columns;
     for (int omitted = 0; omitted < 8; ++omitted) {
       Elements residual = numbers(dtype, all, 1), hidden = numbers(dtype, all, 2), attention = numbers(dtype, all, 3);
       Elements attention_bias = numbers(dtype, columns, 4), final_bias = numbers(dtype, columns, 5), before = residual;
       const bool a = omitted & 1, ab = omitted & 2, fb = omitted & 4, scaled = omitted % 3 == 0;
-      loops.add_bias(dtype)({residual.data(), hidden.data(), a ? nullptr : attention.data(),
-                             ab ? nullptr : attention_bias.data(), fb ? nullptr : final_bias.data(), kRows, columns,
-                             0.25f, scaled},
-                            0, kRows);
+      const ResidualRows rows{residual.data(), hidden.data(), a ? nullptr : attention.data(),
+                              ab ? nullptr : attention_bias.data(), fb ? nullptr : final_bias.data(), kRows, columns,
+                              0.25f, scaled};
+      compute(rows, dtype);
       for (size_t at = 0; at < all; ++at) {
         const double term = a ? 0 : attention[at];
         const double sum = before[at] + (ab ? 0 : attention_bias[at % columns]) + (fb ? 0 : final_bias[at % columns]);
@@ -205,7 +214,7 @@ void test_residuals() {
     }
     Elements output = numbers(dtype, all, 1), residual = numbers(dtype, all, 2), before = output;
     Elements of_residual = numbers(dtype, columns, 3), of_output = numbers(dtype, columns, 4);
-    loops.mix(dtype)({output.data(), residual.data(), of_residual.data(), of_output.data(), kRows, columns}, 0, kRows);
+    compute(MixRows{output.data(), residual.data(), of_residual.data(), of_output.data(), kRows, columns}, dtype);
     for (size_t at = 0; at < all; ++at) {
       close("mix", output, at, before[at] * of_output[at % columns] + residual[at] * of_residual[at % columns]);
     }

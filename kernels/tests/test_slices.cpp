@@ -1,17 +1,11 @@
 // Sharing elements among threads: every element once, shares that are even, no thread in another's way.
+#include <ds_kernels/adam.h>
 #include <ds_kernels/slices.h>
 
 #include <numeric>
-#include <thread>
 #include <vector>
 
-#include "adam_loops.h"
-#include "check.h"
-#include "levels.h"
-
-namespace ds_kernels::cpu {
-DS_KERNELS_CPU_LEVELS(AdamLoops, adam_loops)
-}
+#include "at_levels.h"
 
 using namespace ds_kernels;
 
@@ -56,21 +50,14 @@ void threads_share_a_step() {
   std::vector<std::vector<float>> results;
   for (const int64_t count : {1, 4}) {
     std::vector<float> p(total, 1.f), g(total, 0.5f), m(total, 0.f), v(total, 0.f);
-    std::vector<int64_t> first(numels.size(), 0);
-    std::partial_sum(numels.begin(), numels.end() - 1, first.begin() + 1);
-    const Slices slices(numels);
-    std::vector<std::thread> threads;
-    for (int64_t thread = 0; thread < count; ++thread) {
-      threads.emplace_back([&, thread] {
-        slices.visit(slices.units() * thread / count, slices.units() * (thread + 1) / count,
-                     [&](size_t tensor, int64_t begin, int64_t end) {
-                       const int64_t at = first[tensor] + begin;
-                       cpu::best(cpu::all_adam_loops())
-                           ->update(Dtype::Float32, true, true)(&p[at], &g[at], &m[at], &v[at], end - begin, step);
-                     });
-      });
+    std::vector<void*> data;
+    for (std::vector<float>* list : {&p, &g, &m, &v}) {
+      float* next = list->data();
+      for (const int64_t numel : numels) data.push_back(next), next += numel;
     }
-    for (auto& thread : threads) thread.join();
+    const std::vector<Dtype> dtypes(4, Dtype::Float32);
+    const TensorLists tensors{4, numels.size(), numels.data(), data.data(), dtypes.data()};
+    cpu::best_compute<AdamLists>()({tensors, {&step, false}, false}, Dtype::Float32, cpu::Shares(count, true));
     results.push_back(p);
   }
   CHECK(results[0] == results[1], "the number of threads changed a result");

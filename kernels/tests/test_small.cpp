@@ -4,58 +4,58 @@
 #include <random>
 #include <vector>
 
-#include "check.h"
-#include "levels.h"
-#include "random_ltd_loops.h"
-#include "spatial_loops.h"
+#include <ds_kernels/random_ltd.h>
+#include <ds_kernels/spatial.h>
 
-namespace ds_kernels::cpu {
-DS_KERNELS_CPU_LEVELS(RandomLTDLoops, random_ltd_loops)
-DS_KERNELS_CPU_LEVELS(SpatialLoops, spatial_loops)
-}  // namespace ds_kernels::cpu
+#include "at_levels.h"
 
 using namespace ds_kernels;
 using namespace ds_kernels::cpu;
 
 namespace {
 
-void test_within(const RandomLTDLoops& loops) {
-  std::vector<int32_t> indices(37, 5);
-  CHECK(loops.within(indices.data(), 37, 6) && !loops.within(indices.data(), 37, 5), "limit");
-  indices[36] = -1;
-  CHECK(!loops.within(indices.data(), 37, 6) && loops.within(indices.data(), 36, 6), "the last one");
-  CHECK(loops.within(nullptr, 0, 0), "none");
+bool within(AtLevel compute, const std::vector<int32_t>& indices, int64_t count, int64_t sequence) {
+  bool all = true;
+  compute(TokenCheck{indices.data(), count, sequence, &all}, kAnyDtype);
+  return all;
 }
 
-void test_sort(const RandomLTDLoops& loops) {
+void test_within(AtLevel compute) {
+  std::vector<int32_t> indices(37, 5);
+  CHECK(within(compute, indices, 37, 6) && !within(compute, indices, 37, 5), "limit");
+  indices[36] = -1;
+  CHECK(!within(compute, indices, 37, 6) && within(compute, indices, 36, 6), "the last one");
+  CHECK(within(compute, {}, 0, 0), "none");
+}
+
+void test_sort(AtLevel compute) {
   std::mt19937 random(1);
-  std::vector<int32_t> seen(100);
-  for (const int count : {0, 1, 2, 17, 100, 300}) {
-    std::vector<int32_t> indices(count), expected;
-    for (int32_t& index : indices) index = static_cast<int32_t>(random() % 100);
-    expected = indices;
-    std::sort(expected.begin(), expected.end());
-    loops.sort(indices.data(), count, seen.data(), 100);
-    CHECK(indices == expected, "%d indices", count);
-    CHECK(std::count(seen.begin(), seen.end(), 0) == 100, "%d indices: counts were left", count);
+  for (const int64_t count : {0, 1, 2, 17, 100, 300}) {
+    for (const int64_t rows : {1, 3}) {
+      std::vector<int32_t> indices(rows * count), sorted(rows * count, -1), expected;
+      for (int32_t& index : indices) index = static_cast<int32_t>(random() % 100);
+      expected = indices;
+      for (int64_t row = 0; row < rows; ++row) {
+        std::sort(expected.begin() + row * count, expected.begin() + (row + 1) * count);
+      }
+      // One share for all rows: the counts of a row must not be left to the next.
+      compute(TokenRows{indices.data(), sorted.data(), rows, count, 100}, kAnyDtype, Shares(1));
+      CHECK(sorted == expected, "%d rows of %d indices", int(rows), int(count));
+    }
   }
 }
 
 // Tokens of 3 bytes: two sequences of five, sequence first, of which three each are chosen.
-void test_tokens(const RandomLTDLoops& loops) {
+void test_tokens(AtLevel compute) {
   std::vector<char> all(30), chosen(18), back(30);
   for (int i = 0; i < 30; ++i) all[i] = static_cast<char>(i);
   const int32_t indices[] = {0, 2, 4, 1, 2, 3};
   TokenMove move{{all.data(), 3, 6}, {chosen.data(), 3, 6}, indices, 2, 5, 3, 3};
-  loops.gather(move, 0, 2);
-  loops.gather(move, 2, 6);
+  compute(TokenGather{move}, kAnyDtype, Shares(4));
   const std::vector<char> expected{0, 1, 2, 9, 10, 11, 12, 13, 14, 15, 16, 17, 24, 25, 26, 21, 22, 23};
   CHECK(chosen == expected, "gathered tokens");
   move.all.data = back.data();
-  for (int64_t sequence = 0; sequence < 2; ++sequence) {
-    loops.scatter(move, sequence, 0, 1);
-    loops.scatter(move, sequence, 1, 3);
-  }
+  compute(TokenScatter{move}, kAnyDtype);
   for (const int token : {0, 4, 8, 3, 5, 7}) {  // token * 2 + sequence
     CHECK(!std::memcmp(&back[token * 3], &all[token * 3], 3), "token %d did not come back", token);
   }
@@ -64,20 +64,37 @@ void test_tokens(const RandomLTDLoops& loops) {
   }
 }
 
+// Tokens of many columns, in shares that end within a token and within a sequence; one of them is chosen twice.
+void test_wide_tokens(AtLevel compute) {
+  constexpr int64_t kBytes = 3 * 512 + 7;
+  std::vector<char> chosen(2 * 2 * kBytes), all(2 * 3 * kBytes, 99);
+  for (size_t i = 0; i < chosen.size(); ++i) chosen[i] = static_cast<char>(i % 97);
+  const int32_t indices[] = {2, 2, 0, 1};
+  const TokenMove move{{all.data(), 3 * kBytes, kBytes}, {chosen.data(), 2 * kBytes, kBytes}, indices, 2, 3, 2,
+                       kBytes};
+  for (const int64_t shares : {1, 4, 5}) {
+    compute(TokenScatter{move}, kAnyDtype, Shares(shares));
+    const auto same = [&](int64_t to, int64_t from) {
+      return !std::memcmp(&all[to * kBytes], &chosen[from * kBytes], kBytes);
+    };
+    CHECK(same(2, 1) && same(3, 2) && same(4, 3), "%d shares", int(shares));
+    CHECK(all[0] == 99 && all[5 * kBytes] == 99, "%d shares: a token was written that was not chosen", int(shares));
+  }
+}
+
 template <class Element>
-void test_mask(const RandomLTDLoops& loops) {
+void test_mask(AtLevel compute) {
   std::vector<Element> mask(2 * 16), output(2 * 2 * 4);  // [2, 1, 4, 4] -> [2, 2, 1, 2, 2]
   for (size_t i = 0; i < mask.size(); ++i) mask[i] = static_cast<Element>(i);
   const int32_t indices[] = {0, 3, 1, 2, 2, 3, 0, 1};
   const MaskGather work{reinterpret_cast<char*>(mask.data()), indices, reinterpret_cast<char*>(output.data()),
                         2, 2, 4, 2, sizeof(Element)};
-  loops.mask(sizeof(Element))(work, 0, 5);
-  loops.mask(sizeof(Element))(work, 5, 8);
+  compute(work, kAnyDtype);
   const int expected[] = {0, 3, 12, 15, 21, 22, 25, 26, 10, 11, 14, 15, 16, 17, 20, 21};
   for (int i = 0; i < 16; ++i) CHECK(output[i] == static_cast<Element>(expected[i]), "%zu bytes: %d", sizeof(Element), i);
 }
 
-void test_bias(const SpatialLoops& loops) {
+void test_bias(AtLevel compute) {
   for (const int64_t columns : {1, 3, 16, 17, 33}) {
     const int64_t rows = 5;
     std::vector<float> input(rows * columns), other(rows * columns), bias(columns), second(columns);
@@ -87,9 +104,7 @@ void test_bias(const SpatialLoops& loops) {
       std::vector<float> output(rows * columns + 1, -7.f);
       BiasRows work{input.data(), bias.data(), terms > 1 ? other.data() : nullptr, terms > 2 ? second.data() : nullptr,
                     output.data(), rows, columns};
-      const BiasLoop loop = loops.bias_add(Dtype::Float32);
-      loop(work, 0, 2);
-      loop(work, 2, rows);
+      compute(work, Dtype::Float32);
       for (int64_t i = 0; i < rows * columns; ++i) {
         float want = input[i] + bias[i % columns];
         if (terms > 1) want += other[i];
@@ -104,24 +119,16 @@ void test_bias(const SpatialLoops& loops) {
 }  // namespace
 
 int main() {
-  int tested = 0;
-  for (const auto& [level, table] : all_random_ltd_loops()) {
-    if (!table || !runs_here(level)) continue;
-    ++tested;
-    test_within(*table);
-    test_sort(*table);
-    test_tokens(*table);
-    test_mask<uint8_t>(*table);
-    test_mask<uint16_t>(*table);
-    test_mask<uint32_t>(*table);
-    test_mask<uint64_t>(*table);
-    CHECK(!table->mask(3), "elements of three bytes");
-  }
-  for (const auto& [level, table] : all_spatial_loops()) {
-    if (!table || !runs_here(level)) continue;
-    ++tested;
-    test_bias(*table);
-  }
-  CHECK(tested > 1, "no level was built that runs here");
+  at_all_levels<TokenRows>([](AtLevel compute) {
+    test_within(compute);
+    test_sort(compute);
+    test_tokens(compute);
+    test_wide_tokens(compute);
+    test_mask<uint8_t>(compute);
+    test_mask<uint16_t>(compute);
+    test_mask<uint32_t>(compute);
+    test_mask<uint64_t>(compute);
+  });
+  at_all_levels<BiasRows>(test_bias);
   return report();
 }

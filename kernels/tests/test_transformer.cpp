@@ -8,13 +8,9 @@
 #include <string>
 #include <vector>
 
-#include "check.h"
-#include "levels.h"
-#include "transformer_loops.h"
+#include <ds_kernels/transformer.h>
 
-namespace ds_kernels::cpu {
-DS_KERNELS_CPU_LEVELS(TransformerLoops, transformer_loops)
-}  // namespace ds_kernels::cpu
+#include "at_levels.h"
 
 using namespace ds_kernels;
 using namespace ds_kernels::cpu;
@@ -150,7 +146,7 @@ void test_known_answers() {
 constexpr auto kSeed = static_cast<int64_t>(0xfedcba9876543210u);
 
 struct Case {
-  const TransformerLoops& loops;
+  AtLevel compute;
   Dtype dtype;
   int64_t columns;
   double p;
@@ -165,21 +161,18 @@ struct Case {
 
 template <class Test>
 void in_all_cases(Test test) {
-  int levels = 0;
-  for (const auto& [level, table] : all_transformer_loops()) {
-    if (!table || !runs_here(level)) continue;
-    ++levels;
+  at_all_levels<SumRows>([&](AtLevel compute) {
     for (const Dtype dtype : kDtypes) {
       for (const int64_t columns : kColumns) {
         for (const double p : {0.0, 0.5}) {
-          const std::string label = "level " + std::to_string(int(level)) + ", dtype " + std::to_string(int(dtype)) +
-                                    ", " + std::to_string(columns) + " columns, p " + std::to_string(p) + ": ";
-          test(Case{*table, dtype, columns, p, label});
+          const std::string label = "level " + std::to_string(int(compute.level)) + ", dtype " +
+                                    std::to_string(int(dtype)) + ", " + std::to_string(columns) + " columns, p " +
+                                    std::to_string(p) + ": ";
+          test(Case{compute, dtype, columns, p, label});
         }
       }
     }
-  }
-  CHECK(levels > 0, "no level was built that runs here");
+  });
 }
 
 // Column sums of rows.
@@ -196,18 +189,18 @@ void test_sums() {
     Numbers expected(c.count());
     for (size_t i = 0; i < c.count(); ++i) expected[i] = residual[i] + c.kept(i, x[i] + bias[i % c.columns]);
     SumRows rows{input.data(), b.data(), r.data(), sum.data(), kRows, c.columns, c.dropout()};
-    c.loops.dropout_add(c.dtype)(rows, 0, 2);
-    c.loops.dropout_add(c.dtype)(rows, 2, kRows);
+    c.compute(rows, c.dtype);
     expect(c.label + "sum", sum, expected);
 
-    Array grad(c.dtype, c.count());
-    std::vector<float> sums(c.columns);
-    DropoutGradRows grads{input.data(), grad.data(), nullptr, kRows, c.columns, c.dropout()};
-    c.loops.dropout_add_backward(c.dtype)(grads, 0, kRows, sums.data());
+    Array grad(c.dtype, c.count()), sums(c.dtype, c.columns);
+    DropoutGradRows grads{input.data(), grad.data(), sums.data(), kRows, c.columns, c.dropout()};
+    c.compute(grads, c.dtype);
     for (size_t i = 0; i < c.count(); ++i) expected[i] = c.kept(i, x[i]);
     expect(c.label + "gradient", grad, expected);
     expect(c.label + "gradient of bias", sums, sums_of(expected, c.columns), 40);
-    c.loops.dropout_add_backward(c.dtype)(grads, 0, kRows, nullptr);
+    grads.sums = nullptr;
+    c.compute(grads, c.dtype);
+    expect(c.label + "gradient alone", grad, expected);
   });
 }
 
@@ -220,7 +213,7 @@ void test_norms() {
     TrainingNormRows rows{
         {input.data(), nullptr, nullptr, c.p != 0 ? sum.data() : nullptr, kRows, c.columns, c.dropout()},
         w.data(), b.data(), output.data(), mean.data(), rstd.data(), 0.5f};
-    c.loops.norm(c.dtype)(rows, 0, kRows);
+    c.compute(rows, c.dtype);
     Numbers total(c.count()), expected(c.count()), normal(c.count()), factors(kRows), means(kRows);
     for (int64_t row = 0; row < kRows; ++row) {
       double variance = 0;
@@ -253,19 +246,16 @@ void test_norms() {
       }
     }
     Array grad(c.dtype, g), grad_sum(c.dtype, more), grad_total(c.dtype, c.count()), grad_input(c.dtype, c.count());
-    std::vector<float> sums(3 * c.columns);
+    Array weight_sums(c.dtype, c.columns), bias_sums(c.dtype, c.columns), input_sums(c.dtype, c.columns);
     NormGradRows grads{grad.data(), grad_sum.data(), c.p != 0 ? sum.data() : input.data(), mean.data(), rstd.data(),
-                       w.data(), nullptr, grad_total.data(), c.p != 0 ? grad_input.data() : nullptr, sums.data(),
-                       sums.data(), sums.data(), kRows, c.columns, c.dropout()};
-    c.loops.norm_backward(c.dtype)(grads, 0, kRows, sums.data());
+                       w.data(), nullptr, grad_total.data(), c.p != 0 ? grad_input.data() : nullptr, weight_sums.data(),
+                       bias_sums.data(), input_sums.data(), kRows, c.columns, c.dropout()};
+    c.compute(grads, c.dtype);
     expect(c.label + "gradient of the sum", grad_total, all, 40);
     if (c.p != 0) expect(c.label + "gradient of the input", grad_input, dropped, 80);
-    const auto part = [&](int64_t array) {
-      return std::vector<float>(sums.begin() + array * c.columns, sums.begin() + (array + 1) * c.columns);
-    };
-    expect(c.label + "gradient of weight", part(0), sums_of(of_weight, c.columns), 80);
-    expect(c.label + "gradient of bias", part(1), sums_of(g, c.columns), 40);
-    expect(c.label + "gradient before the sum", part(2), sums_of(dropped, c.columns), 200);
+    expect(c.label + "gradient of weight", weight_sums, sums_of(of_weight, c.columns), 80);
+    expect(c.label + "gradient of bias", bias_sums, sums_of(g, c.columns), 40);
+    expect(c.label + "gradient before the sum", input_sums, sums_of(dropped, c.columns), 200);
   });
 }
 
@@ -287,14 +277,15 @@ void test_inverted_norm() {
     }
     Array rows(c.dtype, result), grad(c.dtype, g), grad_total(c.dtype, c.count()), grad_input(c.dtype, c.count());
     Array w(c.dtype, Numbers(c.columns, 0.5)), b(c.dtype, Numbers(c.columns, 1));
-    std::vector<float> rstd(kRows, 0.75f), sums(2 * c.columns);
+    Array weight_sums(c.dtype, c.columns), bias_sums(c.dtype, c.columns);
+    std::vector<float> rstd(kRows, 0.75f);
     NormGradRows grads{grad.data(), nullptr, rows.data(), nullptr, rstd.data(), w.data(), b.data(), grad_total.data(),
-                       grad_input.data(), sums.data(), sums.data(), nullptr, kRows, c.columns, c.dropout()};
-    c.loops.norm_backward(c.dtype)(grads, 0, kRows, sums.data());
+                       grad_input.data(), weight_sums.data(), bias_sums.data(), nullptr, kRows, c.columns, c.dropout()};
+    c.compute(grads, c.dtype);
     // Halves of 16ths and 1 added are not exact in bfloat16.
     if (c.dtype != Dtype::BFloat16) {
       expect(c.label + "gradient", grad_total, expected, 40);
-      expect(c.label + "gradient of weight", sums, sums_of(of_weight, c.columns), 80);
+      expect(c.label + "gradient of weight", weight_sums, sums_of(of_weight, c.columns), 80);
     }
     CHECK(grad_total.guards_hold() && grad_input.guards_hold(), "%s", c.label.c_str());
   });
@@ -322,11 +313,11 @@ void test_gelu() {
         expected[i] = gelu(x[i] + bias[i % c.columns], tanh);
         slopes[i] = g[i] * gelu_derivative(x[i] + bias[i % c.columns], tanh);
       }
-      c.loops.gelu(c.dtype)({input.data(), b.data(), output.data(), kRows, c.columns, tanh}, 0, kRows);
+      c.compute(GeluRows{input.data(), b.data(), output.data(), kRows, c.columns, tanh}, c.dtype);
       expect(c.label + "gelu", output, expected);
-      std::vector<float> sums(c.columns);
-      const GeluGradRows grads{grad.data(), input.data(), b.data(), result.data(), nullptr, kRows, c.columns, tanh};
-      c.loops.gelu_backward(c.dtype)(grads, 0, kRows, sums.data());
+      Array sums(c.dtype, c.columns);
+      const GeluGradRows grads{grad.data(), input.data(), b.data(), result.data(), sums.data(), kRows, c.columns, tanh};
+      c.compute(grads, c.dtype);
       expect(c.label + "gradient of gelu", result, slopes);
       expect(c.label + "gradient of bias", sums, sums_of(slopes, c.columns), 40);
     }
@@ -343,9 +334,7 @@ void test_softmax() {
       MaskedSoftmaxRows rows{scores.data(), kind ? mask.data() : nullptr, {1, 1, kRows, 1}, {0, 0, stride, 0},
                              kind == 2, output.data(), c.p != 0 ? probs.data() : nullptr, kRows, c.columns, 0.5f,
                              c.dropout()};
-      std::vector<float> scratch(c.columns);
-      c.loops.softmax(c.dtype)(rows, 0, 3, scratch.data());
-      c.loops.softmax(c.dtype)(rows, 3, kRows, scratch.data());
+      c.compute(rows, c.dtype);
       Numbers expected(c.count()), dropped(c.count()), slopes(c.count());
       for (int64_t row = 0; row < kRows; ++row) {
         double sum = 0, inner = 0;
@@ -367,32 +356,38 @@ void test_softmax() {
       Array grad(c.dtype, g), result(c.dtype, c.count());
       SoftmaxGradRows grads{grad.data(), c.p != 0 ? probs.data() : output.data(), result.data(), kRows, c.columns,
                             0.5f, c.dropout()};
-      c.loops.softmax_backward(c.dtype)(grads, 0, kRows, scratch.data());
+      c.compute(grads, c.dtype);
       expect(c.label + "gradient of softmax", result, slopes, 8);
     }
   });
 }
 
-void test_total() {
-  in_all_cases([](const Case& c) {
-    const Numbers x = numbers(c.count(), 1);
-    const std::vector<float> rows(x.begin(), x.end());
-    Array total(c.dtype, c.columns);
-    c.loops.store_sum(c.dtype)(rows.data(), kRows, c.columns, c.columns, total.data());
-    expect(c.label + "total", total, sums_of(x, c.columns));
+// Sums of columns over many parts of rows do not depend on how many threads share them.
+void test_parts() {
+  at_all_levels<DropoutGradRows>([](AtLevel compute) {
+    constexpr int64_t kMany = 1000, kFew = 70;
+    const Numbers x = numbers(kMany * kFew, 1);
+    for (const Dtype dtype : kDtypes) {
+      Array grad(dtype, x), result(dtype, x.size()), one(dtype, kFew), three(dtype, kFew);
+      DropoutGradRows rows{grad.data(), result.data(), one.data(), kMany, kFew, {}};
+      compute(rows, dtype, Shares(1));
+      rows.sums = three.data();
+      compute(rows, dtype, Shares(3, true));
+      expect("sums of many rows", one, sums_of(x, kFew), 100);
+      for (int64_t i = 0; i < kFew; ++i) CHECK(one[i] == three[i], "column %d: %g, %g", int(i), one[i], three[i]);
+    }
   });
 }
 
 // What is not finite: a row of -inf gives zeros, gelu's slope saturates, a NaN stays in its row.
 void test_not_finite() {
   const float inf = INFINITY, nan = std::numeric_limits<float>::quiet_NaN();
-  for (const auto& [level, table] : all_transformer_loops()) {
-    if (!table || !runs_here(level)) continue;
-    std::vector<float> scores(3 * 20, -inf), output(60), scratch(20);
+  at_all_levels<MaskedSoftmaxRows>([=](AtLevel compute) {
+    std::vector<float> scores(3 * 20, -inf), output(60);
     std::fill(scores.begin() + 20, scores.end(), 1.f);
     scores[45] = nan;
     MaskedSoftmaxRows rows{scores.data(), nullptr, {1, 1, 1, 3}, {}, false, output.data(), nullptr, 3, 20, 1.f, {}};
-    table->softmax(Dtype::Float32)(rows, 0, 3, scratch.data());
+    compute(rows, Dtype::Float32);
     for (int i = 0; i < 20; ++i) {
       CHECK(output[i] == 0 && std::abs(output[20 + i] - 0.05f) < 1e-8f && std::isnan(output[40 + i]), "column %d", i);
     }
@@ -400,12 +395,12 @@ void test_not_finite() {
       const std::vector<float> x{inf, -inf, nan, 3e38f, -3e38f, 0.f}, g(6, 1.f);
       std::vector<float> slope(6);
       const GeluGradRows grads{g.data(), x.data(), nullptr, slope.data(), nullptr, 1, 6, tanh};
-      table->gelu_backward(Dtype::Float32)(grads, 0, 1, nullptr);
+      compute(grads, Dtype::Float32);
       CHECK(slope[0] == 1 && std::abs(slope[1]) < 1e-30f && std::isnan(slope[2]) && slope[3] == 1 &&
                 std::abs(slope[4]) < 1e-30f && slope[5] == 0.5f,
             "slopes of gelu: %g %g %g %g %g %g", slope[0], slope[1], slope[2], slope[3], slope[4], slope[5]);
     }
-  }
+  });
 }
 
 }  // namespace
@@ -417,7 +412,7 @@ int main() {
   test_inverted_norm();
   test_gelu();
   test_softmax();
-  test_total();
+  test_parts();
   test_not_finite();
   return report();
 }

@@ -16,12 +16,15 @@ namespace ds_kernels {
 enum class Activation : int { Identity, Relu, Gelu, GeluTanh, Silu };
 constexpr int kActivations = 5;
 
-// Contiguous rows, all of one dtype: what the ops of this family ask of a device.
+// output = activation(input + bias); gated: the first half of that times the activation of the second. Contiguous rows,
+// all of one dtype: what the ops of this family ask of a device.
 struct ActivationRows {
   const void* input;  // may be `output`; gated: rows of twice as many elements
   const void* bias;   // one row of input, or null
   void* output;
   int64_t rows, columns;
+  Activation activation;
+  bool gated;
 };
 
 inline namespace DS_KERNELS_CPU_LEVEL {

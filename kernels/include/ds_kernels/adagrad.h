@@ -5,12 +5,20 @@
 // (Duchi, Hazan & Singer 2011). No bias correction; the step number does not occur.
 #pragma once
 
+#include <ds_kernels/tensor_lists.h>
 #include <ds_kernels/vec.h>
 
 namespace ds_kernels {
 
 struct AdagradStep {
   float lr, eps, weight_decay;
+};
+
+// What the op asks of a device: lists of parameters, gradients and sums of squares. The last two
+// have the parameters' dtype, or are floats.
+struct AdagradLists {
+  TensorLists tensors;
+  AdagradStep step;
 };
 
 inline namespace DS_KERNELS_CPU_LEVEL {

@@ -8,6 +8,7 @@
 
 #include <cmath>
 
+#include <ds_kernels/tensor_lists.h>
 #include <ds_kernels/vec.h>
 
 namespace ds_kernels {
@@ -21,6 +22,14 @@ struct AdamStep {
   float inverse_root;  // 1 / sqrt(c2)
   float l2;            // weight decay added to the gradient
   float decay;         // lr times weight decay, taken from the parameter itself
+};
+
+// What the ops of this family ask of a device: lists of parameters, gradients, first and second moments. Gradients and
+// moments have the parameters' dtype, or are floats.
+struct AdamLists {
+  TensorLists tensors;
+  Steps<AdamStep> steps;
+  bool rollback;  // undoes a step; all lists are floats
 };
 
 struct AdamOptions {

@@ -9,6 +9,17 @@
 //     m.impl("adam_", DS_KERNELS_BOX(&zap_adam_));
 //   }
 //
+// <ds_kernels/ops/...> has the SDK's ops for any device, as templates over a class of that device's:
+//
+//   struct ZapDevice {
+//     explicit ZapDevice(int32_t index);  // makes the device of the call's tensors current, as long as it lives
+//     void run(const char* op, const NormRows& work, Dtype dtype) const;  // one for each kind of work, or a template
+//   };
+//   DS_KERNELS_IMPL(PrivateUse1, m) { NormOps<ZapDevice>::implement(m); }
+//
+// run() puts the work into the device's stream. The arguments are checked, and contiguous where the work says so; what is
+// not is in strides. `op` is the op's name, for errors. For work that does not depend on a dtype it is kAnyDtype.
+//
 // The schemas are defined in Python (ds_plugin_sdk.ops), which must be imported before such a binary is loaded.
 #pragma once
 

@@ -22,6 +22,9 @@ namespace ds_kernels {
 
 enum class Dtype : int { Float32, BFloat16, Float16 };
 
+// For work that does not depend on a dtype.
+constexpr Dtype kAnyDtype = Dtype::Float32;
+
 // Storage only: arithmetic is done in float.
 struct BFloat16 {
   uint16_t bits;

@@ -13,12 +13,13 @@
 #include <cmath>
 #include <cstddef>
 
+#include <ds_kernels/tensor_lists.h>
 #include <ds_kernels/vec.h>
 
 namespace ds_kernels {
 
 // The tensor lists of a step, in their order. There may be no copies.
-enum LambLists { kParams, kGrads, kExpAvgs, kExpAvgSqs, kCopies, kLambLists };
+enum LambList { kParams, kGrads, kExpAvgs, kExpAvgSqs, kCopies, kLambLists };
 
 struct LambOptions {
   double lr, beta1, beta2, eps, weight_decay, min_coeff, max_coeff, grad_scale;
@@ -34,6 +35,14 @@ struct LambStep {
   float inverse_scale;            // of the gradient
   float first, second;            // factors of the moments inside of u
   double step_size, min_coeff, max_coeff;
+};
+
+// What the op asks of a device: lists in the order of LambList, the last of which there may not be. Gradients of float
+// parameters have any dtype.
+struct LambLists {
+  TensorLists tensors;
+  Steps<LambStep> steps;
+  float* ratios;  // the trust ratios, one for each tensor, in the tensors' memory
 };
 
 // Sums of the squares of p and u. In double: a product of floats is exact there, and never too large or too small.

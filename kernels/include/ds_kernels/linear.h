@@ -27,6 +27,12 @@ struct LinearLayer {
   bool gated;
 };
 
+// Activation, gate and residual of sums with their bias, [inputs, rows], which may be the output.
+struct LinearFinish {
+  LinearLayer layer;
+  const void* sums;
+};
+
 // Contiguous int8 weights to be made floats: to = weight * scale of its group.
 struct QuantizedRows {
   const int8_t* weight;  // [rows, columns]

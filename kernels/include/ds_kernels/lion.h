@@ -5,6 +5,7 @@
 // (Chen et al. 2023). sign(0) is 0, of either zero; sign(NaN) is NaN: a broken gradient shows in the parameters.
 #pragma once
 
+#include <ds_kernels/tensor_lists.h>
 #include <ds_kernels/vec.h>
 
 namespace ds_kernels {
@@ -15,6 +16,13 @@ struct LionStep {
   float beta2, one_minus_beta2;
   float lr;
   float decay;  // lr times weight decay
+};
+
+// What the op asks of a device: lists of parameters, gradients and moments. The last two
+// have the parameters' dtype, or are floats.
+struct LionLists {
+  TensorLists tensors;
+  LionStep step;
 };
 
 inline namespace DS_KERNELS_CPU_LEVEL {

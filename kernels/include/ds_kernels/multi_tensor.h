@@ -5,6 +5,7 @@
 #include <initializer_list>
 
 #include <ds_kernels/binding.h>
+#include <ds_kernels/tensor_lists.h>
 
 namespace ds_kernels {
 
@@ -96,6 +97,9 @@ class MultiTensor {
   Dtype dtype(size_t list) const { return dtypes_[list]; }
   bool is_float(size_t list) const { return dtypes_[list] == Dtype::Float32; }
   void* data(size_t list, size_t tensor) const { return data_[list * size_ + tensor]; }
+
+  // What a device is asked to work on, valid as long as this.
+  TensorLists tensors() const { return {lists_.size(), size_, numels_.data(), data_.data(), dtypes_.data()}; }
 
   // Copies what was computed in contiguous copies back to the caller's tensors.
   void write_back() {
@@ -230,6 +234,12 @@ class MultiTensor {
   std::vector<Dtype> dtypes_;
   std::vector<Copy> copies_;
 };
+
+// The constants of steps_of() as a device is given them, valid as long as `steps`.
+template <class Step>
+Steps<Step> steps_for(const std::vector<Step>& steps) {
+  return {steps.data(), steps.size() > 1};
+}
 
 // What `constants_of` makes of each step number; there is one for all tensors, or one each. Equal numbers in a row are
 // computed once.

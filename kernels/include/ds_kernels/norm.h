@@ -5,7 +5,8 @@
 
 namespace ds_kernels {
 
-// Contiguous rows, all of one dtype. With s = input + residual + input_bias, or the input alone:
+// Layer norm or RMS norm of contiguous rows, all of one dtype. With s = input + residual + input_bias, or the input
+// alone:
 struct NormRows {
   const void* input;
   const void* residual;    // or null
@@ -16,6 +17,7 @@ struct NormRows {
   void* sum;               // s, or null
   int64_t rows, columns;
   float eps;
+  bool centred;  // layer norm; otherwise RMS norm
 };
 
 }  // namespace ds_kernels

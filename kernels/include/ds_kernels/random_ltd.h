@@ -5,6 +5,14 @@
 
 namespace ds_kernels {
 
+// Whether token indices are all at least 0 and less than `sequence`. `within` is in host memory and true before: a
+// device that had to be waited for leaves it, and its kernels fail on such an index as torch's do.
+struct TokenCheck {
+  const int32_t* indices;
+  int64_t count, sequence;
+  bool* within;
+};
+
 // Rows of token indices, to be sorted.
 struct TokenRows {
   const int32_t* from;  // [rows, reserved]; each in [0, sequence), some of them perhaps equal
@@ -19,13 +27,19 @@ struct Tokens {
   int64_t token;     // from one token to the next
 };
 
-// all[b, indices[b, i]] = chosen[b, i], of equal indices the last; or the other way round.
+// Tokens and the chosen ones among them, all[b, indices[b, i]] and chosen[b, i].
 struct TokenMove {
   Tokens all, chosen;
   const int32_t* indices;  // [batch, reserved]
   int64_t batch, sequence, reserved;
   int64_t bytes;  // of a token
 };
+
+// chosen = all
+struct TokenGather : TokenMove {};
+
+// all = chosen, of equal indices the last
+struct TokenScatter : TokenMove {};
 
 // output[l, b, 0, i, j] = mask[b, 0, indices[l, b, i], indices[l, b, j]]
 struct MaskGather {

@@ -13,8 +13,9 @@ class Slices {
  public:
   static constexpr int64_t kUnit = 1024;
 
-  explicit Slices(const std::vector<int64_t>& numels) : numels_(numels), first_unit_(numels.size() + 1, 0) {
-    for (size_t tensor = 0; tensor < numels.size(); ++tensor) {
+  explicit Slices(const std::vector<int64_t>& numels) : Slices(numels.data(), numels.size()) {}
+  Slices(const int64_t* numels, size_t tensors) : numels_(numels), first_unit_(tensors + 1, 0) {
+    for (size_t tensor = 0; tensor < tensors; ++tensor) {
       first_unit_[tensor + 1] = first_unit_[tensor] + (numels[tensor] + kUnit - 1) / kUnit;
     }
   }
@@ -38,7 +39,7 @@ class Slices {
   }
 
  private:
-  const std::vector<int64_t>& numels_;
+  const int64_t* numels_;
   std::vector<int64_t> first_unit_;
 };
 

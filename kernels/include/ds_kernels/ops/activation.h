@@ -6,9 +6,7 @@
 
 namespace ds_kernels {
 
-// Device is made for the index of the input's device, current while it lives, and has
-//   void bias_activation(const char* op, const ActivationRows& rows, Activation activation, Dtype dtype) const;
-//   void gated_activation(const char* op, const ActivationRows& rows, Activation activation, Dtype dtype) const;
+// Asks its Device, see binding.h, for ActivationRows.
 template <class Device>
 struct ActivationOps {
   template <class Library>
@@ -40,10 +38,9 @@ struct ActivationOps {
     std::vector<int64_t> halved(shape.begin(), shape.end());
     halved.back() /= 2;
     Tensor output = new_tensor(input, {halved.data(), halved.size()});
-    device.gated_activation(op,
-                            {arguments.read("input", input, shape), arguments.read("bias", bias, vector_of(both)),
-                             output.data_ptr(), rows, halved.back()},
-                            chosen, arguments.dtype());
+    const ActivationRows work{arguments.read("input", input, shape), arguments.read("bias", bias, vector_of(both)),
+                              output.data_ptr(), rows, halved.back(), chosen, true};
+    device.run(op, work, arguments.dtype());
     return output;
   }
 
@@ -62,7 +59,7 @@ struct ActivationOps {
     ActivationRows work{};
     work.rows = rows_of(op, "input", input);
     work.columns = shape[shape.size() - 1];
-    const Activation chosen = activation_of(op, activation);
+    work.activation = activation_of(op, activation);
     work.bias = arguments.read("bias", bias, vector_of(work.columns));
     if (output) {
       work.input = arguments.read("input", input, shape);
@@ -71,7 +68,7 @@ struct ActivationOps {
     } else {
       work.input = work.output = arguments.write("input", input, shape);
     }
-    device.bias_activation(op, work, chosen, arguments.dtype());
+    device.run(op, work, arguments.dtype());
     arguments.write_back();
   }
 };

@@ -6,9 +6,7 @@
 
 namespace ds_kernels {
 
-// Device is made for the index of the tensors' device, current while it lives. It has, for lists of parameters,
-// gradients and sums of squares,
-//   void update(const MultiTensor& tensors, const AdagradStep& step) const;
+// Asks its Device, see binding.h, for AdagradLists.
 template <class Device>
 struct AdagradOps {
   template <class Library>
@@ -23,7 +21,8 @@ struct AdagradOps {
     tensors.check_dtypes();
     if (tensors.size() == 0) return;
     const Device device(params[0].device_index());
-    device.update(tensors, {static_cast<float>(lr), static_cast<float>(eps), static_cast<float>(weight_decay)});
+    const AdagradStep step{static_cast<float>(lr), static_cast<float>(eps), static_cast<float>(weight_decay)};
+    device.run(tensors.op(), AdagradLists{tensors.tensors(), step}, tensors.dtype(0));
     tensors.write_back();
   }
 };

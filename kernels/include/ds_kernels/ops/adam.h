@@ -6,10 +6,7 @@
 
 namespace ds_kernels {
 
-// Device is made for the index of the tensors' device, current while it lives. It has, for lists of parameters,
-// gradients, first and second moments, and one AdamStep for all tensors or one each,
-//   void update(const MultiTensor& tensors, const std::vector<AdamStep>& steps) const;
-//   void rollback(const MultiTensor& tensors, const std::vector<AdamStep>& steps) const;    float32 only
+// Asks its Device, see binding.h, for AdamLists.
 template <class Device>
 struct AdamOps {
   template <class Library>
@@ -23,7 +20,7 @@ struct AdamOps {
                     double beta2, double eps, double weight_decay, bool adamw, bool bias_correction) {
     MultiTensor tensors = checked("adam_", params, grads, exp_avgs, exp_avg_sqs);
     const AdamOptions options{lr, beta1, beta2, eps, weight_decay, adamw, bias_correction};
-    run(params, tensors, steps, options, &Device::update);
+    run(params, tensors, steps, options, false);
   }
 
   static void adam_rollback_(const TensorList& params, const TensorList& grads, const TensorList& exp_avgs,
@@ -33,12 +30,10 @@ struct AdamOps {
     DS_KERNELS_CHECK(tensors.dtype(0) == Dtype::Float32, tensors.op(), "params are ", name_of(tensors.dtype(0)),
                      "; expected float32: a step that was rounded to fewer bits cannot be undone");
     const AdamOptions options{lr, beta1, beta2, eps, weight_decay, true, true};
-    run(params, tensors, steps, options, &Device::rollback);
+    run(params, tensors, steps, options, true);
   }
 
  private:
-  using Work = void (Device::*)(const MultiTensor& tensors, const std::vector<AdamStep>& steps) const;
-
   static MultiTensor checked(const char* op, const TensorList& params, const TensorList& grads,
                              const TensorList& exp_avgs, const TensorList& exp_avg_sqs) {
     MultiTensor tensors(op, {{"params", params, true},
@@ -50,12 +45,12 @@ struct AdamOps {
   }
 
   static void run(const TensorList& params, MultiTensor& tensors, const std::vector<int64_t>& steps,
-                  const AdamOptions& options, Work work) {
+                  const AdamOptions& options, bool rollback) {
     const auto constants =
         steps_of(tensors.op(), steps, tensors.size(), [&](int64_t step) { return adam_step(options, step); });
     if (tensors.size() == 0) return;
     const Device device(params[0].device_index());
-    (device.*work)(tensors, constants);
+    device.run(tensors.op(), AdamLists{tensors.tensors(), steps_for(constants), rollback}, tensors.dtype(0));
     tensors.write_back();
   }
 };

@@ -77,6 +77,7 @@ class AttentionCall {
 
   // A tensor of the query's dtype and device.
   Tensor new_like_query(Shape shape) const { return new_tensor(query_, shape); }
+  Tensor new_floats(int64_t count) const { return new_float_tensor(query_, vector_of(count)); }
 
   // torch's attention to what the caches hold by now: with a bias, or without where none is needed. Heads of keys can be
   // repeated for their queries first: some of torch's kernels want as many.
@@ -210,9 +211,8 @@ class AttentionCall {
   Attention work_{};
 };
 
-// Device is made for the index of the query's device, current while it lives, and has
-//   bool takes(const Attention& attention) const;  // whether attend() is the way to do it
-//   void attend(const char* op, const Attention& attention, Dtype dtype) const;
+// Asks its Device, see binding.h, for Attention. It also has
+//   bool takes(const Attention& attention) const;  // whether its own kernel is the way to do it
 //   Tensor attend_by_torch(AttentionCall& call) const;  // by means of the call; reference() is right for any
 template <class Device>
 struct AttentionOps {
@@ -238,7 +238,7 @@ struct AttentionOps {
     if (call.is_empty()) return call.reference();
     if (!device.takes(call.work())) return device.attend_by_torch(call);
     Tensor output = call.new_output();
-    device.attend(call.op(), call.work(), call.dtype());
+    device.run(call.op(), call.work(), call.dtype());
     return output;
   }
 };

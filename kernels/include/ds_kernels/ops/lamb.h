@@ -6,10 +6,7 @@
 
 namespace ds_kernels {
 
-// Device is made for the index of the tensors' device, current while it lives. It has, for the lists of LambLists and
-// one LambStep for all tensors or one each,
-//   void update(const MultiTensor& tensors, const std::vector<LambStep>& steps, float* ratios) const;
-// which writes the trust ratios, one for each tensor, on their device.
+// Asks its Device, see binding.h, for LambLists.
 template <class Device>
 struct LambOps {
   template <class Library>
@@ -30,7 +27,8 @@ struct LambOps {
     const Tensor ratios = new_ratios(params);
     if (tensors.size() == 0) return ratios;
     const Device device(params[0].device_index());
-    device.update(tensors, constants, static_cast<float*>(ratios.data_ptr()));
+    const LambLists work{tensors.tensors(), steps_for(constants), static_cast<float*>(ratios.data_ptr())};
+    device.run(tensors.op(), work, tensors.dtype(kParams));
     tensors.write_back();
     return ratios;
   }

@@ -7,12 +7,8 @@
 
 namespace ds_kernels {
 
-// Device is made for the index of the input's device, current while it lives, and has
-//   bool takes(const LinearLayer& layer, Dtype dtype) const;  // whether linear() is the way to do it
-//   void linear(const char* op, const LinearLayer& layer, Dtype dtype) const;
-//   // Activation, gate and residual of sums with their bias, [inputs, rows], which may be the output.
-//   void finish(const char* op, const LinearLayer& layer, const void* sums, Dtype dtype) const;
-//   void dequantize(const char* op, const QuantizedRows& rows, Dtype dtype) const;
+// Asks its Device, see binding.h, for LinearLayer, LinearFinish and QuantizedRows. It also has
+//   bool takes(const LinearLayer& layer, Dtype dtype) const;  // whether its own kernel is the way to do it
 //   // How many rows are to be dequantized at a time, for torch's product with them.
 //   int64_t rows_at_once(int64_t rows, int64_t columns, Dtype dtype) const;
 template <class Device>
@@ -93,7 +89,7 @@ struct LinearOps {
       layer_.input = arguments_.read("input", input_, input_.sizes());
       Tensor output = new_tensor(input_, shape());
       layer_.output = output.data_ptr();
-      device_.linear(op(), layer_, arguments_.dtype());
+      device_.run(op(), layer_, arguments_.dtype());
       return output;
     }
 
@@ -103,7 +99,7 @@ struct LinearOps {
       if (layer_.activation == Activation::Identity && !layer_.gated && !layer_.residual) return sums;
       Tensor output = layer_.gated ? new_tensor(input_, shape()) : sums;
       layer_.output = output.data_ptr();
-      device_.finish(op(), layer_, sums.data_ptr(), arguments_.dtype());
+      device_.run(op(), LinearFinish{layer_, sums.data_ptr()}, arguments_.dtype());
       return output;
     }
 
@@ -143,8 +139,8 @@ struct LinearOps {
     void dequantize(int64_t first, int64_t count, const Tensor& to) const {
       const int8_t* weight = static_cast<const int8_t*>(weight_.data_ptr()) + first * layer_.columns;
       const float* scales = layer_.scales + first * layer_.groups;
-      device_.dequantize(op(), {weight, scales, to.data_ptr(), count, layer_.columns, layer_.groups},
-                         arguments_.dtype());
+      const QuantizedRows rows{weight, scales, to.data_ptr(), count, layer_.columns, layer_.groups};
+      device_.run(op(), rows, arguments_.dtype());
     }
 
     const Device& device_;

@@ -6,9 +6,7 @@
 
 namespace ds_kernels {
 
-// Device is made for the index of the tensors' device, current while it lives. It has, for lists of parameters,
-// gradients and moments,
-//   void update(const MultiTensor& tensors, const LionStep& step) const;
+// Asks its Device, see binding.h, for LionLists.
 template <class Device>
 struct LionOps {
   template <class Library>
@@ -22,7 +20,8 @@ struct LionOps {
     tensors.check_dtypes();
     if (tensors.size() == 0) return;
     const Device device(params[0].device_index());
-    device.update(tensors, lion_step(lr, beta1, beta2, weight_decay));
+    const LionStep step = lion_step(lr, beta1, beta2, weight_decay);
+    device.run(tensors.op(), LionLists{tensors.tensors(), step}, tensors.dtype(0));
     tensors.write_back();
   }
 };

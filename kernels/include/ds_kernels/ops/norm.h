@@ -8,9 +8,7 @@
 
 namespace ds_kernels {
 
-// Device is made for the index of the input's device, current while it lives, and has
-//   void layer_norm(const char* op, const NormRows& rows, Dtype dtype) const;
-//   void rms_norm(const char* op, const NormRows& rows, Dtype dtype) const;
+// Asks its Device, see binding.h, for NormRows.
 template <class Device>
 struct NormOps {
   template <class Library>
@@ -23,38 +21,38 @@ struct NormOps {
   }
 
   static Tensor layer_norm(const Tensor& input, const Tensor& weight, const Tensor& bias, double eps) {
-    return run({"layer_norm", &Device::layer_norm, input, nullptr, {}, weight, &bias, eps}, nullptr);
+    return run({"layer_norm", true, input, nullptr, {}, weight, &bias, eps}, nullptr);
   }
 
   static Tensor post_layer_norm(const Tensor& input, const Tensor& residual, const OptionalTensor& input_bias,
                                 const Tensor& weight, const Tensor& bias, double eps) {
-    return run({"post_layer_norm", &Device::layer_norm, input, &residual, input_bias, weight, &bias, eps}, nullptr);
+    return run({"post_layer_norm", true, input, &residual, input_bias, weight, &bias, eps}, nullptr);
   }
 
   static std::tuple<Tensor, Tensor> pre_layer_norm(const Tensor& input, const Tensor& residual,
                                                    const OptionalTensor& input_bias, const Tensor& weight,
                                                    const Tensor& bias, double eps) {
     Tensor sum;
-    const Norm norm{"pre_layer_norm", &Device::layer_norm, input, &residual, input_bias, weight, &bias, eps};
+    const Norm norm{"pre_layer_norm", true, input, &residual, input_bias, weight, &bias, eps};
     Tensor output = run(norm, &sum);
     return {output, sum};
   }
 
   static Tensor rms_norm(const Tensor& input, const Tensor& weight, double eps) {
-    return run({"rms_norm", &Device::rms_norm, input, nullptr, {}, weight, nullptr, eps}, nullptr);
+    return run({"rms_norm", false, input, nullptr, {}, weight, nullptr, eps}, nullptr);
   }
 
   static std::tuple<Tensor, Tensor> pre_rms_norm(const Tensor& input, const Tensor& residual, const Tensor& weight,
                                                  double eps) {
     Tensor sum;
-    Tensor output = run({"pre_rms_norm", &Device::rms_norm, input, &residual, {}, weight, nullptr, eps}, &sum);
+    Tensor output = run({"pre_rms_norm", false, input, &residual, {}, weight, nullptr, eps}, &sum);
     return {output, sum};
   }
 
  private:
   struct Norm {
     const char* op;
-    void (Device::*work)(const char* op, const NormRows& rows, Dtype dtype) const;
+    bool centred;
     const Tensor& input;
     const Tensor* residual;
     const OptionalTensor& input_bias;
@@ -77,13 +75,14 @@ struct NormOps {
     n.weight = arguments.read("weight", norm.weight, vector_of(n.columns));
     if (norm.bias) n.bias = arguments.read("bias", *norm.bias, vector_of(n.columns));
     n.eps = static_cast<float>(norm.eps);
+    n.centred = norm.centred;
     Tensor output = new_tensor(norm.input, shape);
     n.output = output.data_ptr();
     if (sum) {
       *sum = new_tensor(norm.input, shape);
       n.sum = sum->data_ptr();
     }
-    (device.*norm.work)(norm.op, n, arguments.dtype());
+    device.run(norm.op, n, arguments.dtype());
     return output;
   }
 };

@@ -8,12 +8,7 @@
 
 namespace ds_kernels {
 
-// Device is made for the index of the first tensor's device, current while it lives, and has
-//   void quantize(const char* op, const QuantizeGroups& groups, Dtype dtype) const;
-//   void dequantize(const char* op, const DequantizeGroups& groups, Dtype dtype) const;
-//   void reduce(const char* op, const ReduceGroups& groups) const;
-//   void dequantize_range(const char* op, const DequantizeRangeGroups& groups, Dtype dtype) const;
-//   void fake_quantize(const char* op, const FakeQuantizeGroups& groups, Dtype dtype) const;
+// Asks its Device, see binding.h, for the structs ...Groups of quantizer.h.
 template <class Device>
 struct QuantizerOps {
   using ScalarType = torch::headeronly::ScalarType;
@@ -61,7 +56,7 @@ struct QuantizerOps {
     work.groups = groups;
     work.size = x.numel() / groups;
     work.as = levels_of(bits, symmetric);
-    device.dequantize(op, work, dtype_of(op, "x", TensorRef(x.get())));
+    device.run(op, work, dtype_of(op, "x", TensorRef(x.get())));
     return x;
   }
 
@@ -89,7 +84,7 @@ struct QuantizerOps {
     Tensor out_params = new_params(levels, out_groups, work.as);
     work.levels = out.mutable_data_ptr();
     work.params = out_params.mutable_data_ptr<float>();
-    device.reduce(op, work);
+    device.run(op, work, kAnyDtype);
     return {out, out_params};
   }
 
@@ -119,7 +114,7 @@ struct QuantizerOps {
     work.groups = groups;
     work.size = group_size;
     work.bits = static_cast<int>(bits);
-    device.dequantize_range(op, work, dtype);
+    device.run(op, work, dtype);
     return x;
   }
 
@@ -139,7 +134,7 @@ struct QuantizerOps {
     work.size = size;
     work.bits = static_cast<int>(bits);
     work.symmetric = symmetric;
-    device.fake_quantize(op, work, arguments.dtype());
+    device.run(op, work, arguments.dtype());
     arguments.write_back();
   }
 
@@ -158,7 +153,7 @@ struct QuantizerOps {
     work.size = x.numel() / groups;
     work.as = as;
     work.swizzle = swizzle;
-    device.quantize(op, work, dtype_of(op, "x", TensorRef(x.get())));
+    device.run(op, work, dtype_of(op, "x", TensorRef(x.get())));
     return {levels, params};
   }
 

@@ -6,14 +6,7 @@
 
 namespace ds_kernels {
 
-// Device is made for the index of the tensors' device, current while it lives, and has
-//   bool within(const char* op, const int32_t* indices, int64_t count, int64_t limit) const;
-//     Whether all are at least 0 and less than `limit`. True where to know it would be to wait for the device: its
-//     kernels then fail on such an index as torch's do.
-//   void sort(const char* op, const TokenRows& rows) const;
-//   void gather(const char* op, const TokenMove& move) const;      // chosen from all
-//   void scatter(const char* op, const TokenMove& move) const;     // all from chosen
-//   void gather_mask(const char* op, const MaskGather& mask) const;
+// Asks its Device, see binding.h, for TokenCheck, TokenRows, TokenGather, TokenScatter and MaskGather.
 template <class Device>
 struct RandomLTDOps {
   // mask_gather_gpt is a copy of a corner, which torch's own copy does as well as any kernel.
@@ -36,8 +29,9 @@ struct RandomLTDOps {
     if (indices.numel() == 0) return;
     const Tensor sorted = new_tensor(from, from.sizes());
     const int64_t reserved = indices.size(indices.dim() - 1);
-    device.sort(op, {static_cast<const int32_t*>(from.data_ptr()), static_cast<int32_t*>(sorted.data_ptr()),
-                     indices.numel() / reserved, reserved, seq_len});
+    const TokenRows rows{static_cast<const int32_t*>(from.data_ptr()), static_cast<int32_t*>(sorted.data_ptr()),
+                         indices.numel() / reserved, reserved, seq_len};
+    device.run(op, rows, kAnyDtype);
     write_back(indices, sorted);
   }
 
@@ -49,7 +43,7 @@ struct RandomLTDOps {
     check_range(op, device, places, batch.tokens);
     const auto shape = batch.shape(places.size(1));
     const Tensor output = new_tensor(activations, {shape.data(), 3}), all = without_gaps(activations);
-    device.gather(op, batch.move(all, output, places));
+    device.run(op, TokenGather{batch.move(all, output, places)}, kAnyDtype);
     return output;
   }
 
@@ -69,7 +63,7 @@ struct RandomLTDOps {
     const Device device(TensorRef(all_activations.get()).device_index());
     check_range(op, device, places, batch.tokens);
     const Tensor all = without_gaps(all_activations), chosen = without_gaps(layer_activations);
-    device.scatter(op, batch.move(all, chosen, places));
+    device.run(op, TokenScatter{batch.move(all, chosen, places)}, kAnyDtype);
     if (!all_activations.is_contiguous()) write_back(all_activations, all);
   }
 
@@ -88,8 +82,9 @@ struct RandomLTDOps {
     check_range(op, device, places, mask.size(3));
     const int64_t shape[] = {layers, batch, 1, reserved, reserved};
     const Tensor output = new_tensor(mask, {shape, 5}), from = without_gaps(mask);
-    device.gather_mask(op, {static_cast<const char*>(from.data_ptr()), static_cast<const int32_t*>(places.data_ptr()),
-                            static_cast<char*>(output.data_ptr()), layers, batch, mask.size(3), reserved, size});
+    const MaskGather work{static_cast<const char*>(from.data_ptr()), static_cast<const int32_t*>(places.data_ptr()),
+                          static_cast<char*>(output.data_ptr()), layers, batch, mask.size(3), reserved, size};
+    device.run(op, work, kAnyDtype);
     return output;
   }
 
@@ -154,7 +149,9 @@ struct RandomLTDOps {
   }
 
   static void check_range(const char* op, const Device& device, const Tensor& indices, int64_t limit) {
-    const bool within = device.within(op, static_cast<const int32_t*>(indices.data_ptr()), indices.numel(), limit);
+    bool within = true;
+    const TokenCheck check{static_cast<const int32_t*>(indices.data_ptr()), indices.numel(), limit, &within};
+    device.run(op, check, kAnyDtype);
     DS_KERNELS_CHECK(within, op, "indices has an entry that is no token; expected at least 0 and less than ", limit);
   }
 

@@ -6,9 +6,7 @@
 
 namespace ds_kernels {
 
-// Device is made for the index of the first tensor's device, current while it lives, and has
-//   void add_bias(const char* op, const ResidualRows& rows, Dtype dtype) const;
-//   void mix(const char* op, const MixRows& rows, Dtype dtype) const;
+// Asks its Device, see binding.h, for ResidualRows and MixRows.
 template <class Device>
 struct ResidualOps {
   template <class Library>
@@ -34,7 +32,7 @@ struct ResidualOps {
     work.residual = arguments.write("residual", residual, shape);
     work.scale = static_cast<float>(scale);
     work.scale_attention = scale_attention;
-    device.add_bias(op, work, arguments.dtype());
+    device.run(op, work, arguments.dtype());
     arguments.write_back();
   }
 
@@ -52,7 +50,7 @@ struct ResidualOps {
     work.output_weight =
         static_cast<const char*>(work.residual_weight) + work.columns * size_of(arguments.dtype());
     work.output = arguments.write("output", output, shape);
-    device.mix(op, work, arguments.dtype());
+    device.run(op, work, arguments.dtype());
     arguments.write_back();
   }
 };

@@ -6,8 +6,7 @@
 
 namespace ds_kernels {
 
-// Device is made for the index of the input's device, current while it lives, and has
-//   void rotary(const char* op, const Rotation& rotation, Dtype dtype) const;
+// Asks its Device, see binding.h, for Rotation.
 template <class Device>
 struct RotaryOps {
   template <class Library>
@@ -24,7 +23,7 @@ struct RotaryOps {
     const NoGrad guard;
     const Tensor from = input.stride(3) == 1 ? input : torch::stable::contiguous(input);
     Tensor output = new_tensor(input, input.sizes());
-    device.rotary(op, angles.turn(from, output, interleaved), arguments.dtype());
+    device.run(op, angles.turn(from, output, interleaved), arguments.dtype());
     return output;
   }
 
@@ -37,7 +36,7 @@ struct RotaryOps {
                      "input has elements that share memory (is it expanded?); expected one element at each index");
     const NoGrad guard;
     const Tensor heads = input.stride(3) == 1 ? input : torch::stable::contiguous(input);
-    device.rotary(op, angles.turn(heads, heads, interleaved), arguments.dtype());
+    device.run(op, angles.turn(heads, heads, interleaved), arguments.dtype());
     if (input.stride(3) != 1) {
       Tensor original = input;
       torch::stable::copy_(original, heads);

@@ -6,8 +6,7 @@
 
 namespace ds_kernels {
 
-// Device is made for the index of the scores' device, current while it lives, and has
-//   void softmax(const char* op, const Scores& scores, Dtype dtype) const;
+// Asks its Device, see binding.h, for Scores.
 template <class Device>
 struct SoftmaxOps {
   template <class Library>
@@ -58,7 +57,7 @@ struct SoftmaxOps {
     work.scale = static_cast<float>(scale);
     work.causal = causal;
     work.float_mask = (m && m.dtype() == Dtype::Float32) || (a && a.dtype() == Dtype::Float32);
-    if (scores.numel() > 0) device.softmax(op, work, arguments.dtype());  // else there may be no memory at all
+    if (scores.numel() > 0) device.run(op, work, arguments.dtype());  // else there may be no memory at all
     arguments.write_back();
   }
 

@@ -8,8 +8,7 @@
 
 namespace ds_kernels {
 
-// Device is made for the index of the activation's device, current while it lives, and has
-//   void add_bias(const char* op, const BiasRows& rows, Dtype dtype) const;
+// Asks its Device, see binding.h, for BiasRows.
 template <class Device>
 struct SpatialOps {
   template <class Library>
@@ -52,7 +51,7 @@ struct SpatialOps {
     work.input = input.data_ptr();
     work.other = other ? second.data_ptr() : nullptr;
     work.output = output.data_ptr();
-    device.add_bias(op, work, arguments.dtype());
+    device.run(op, work, arguments.dtype());
     return output;
   }
 

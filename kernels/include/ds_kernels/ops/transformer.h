@@ -9,15 +9,7 @@
 
 namespace ds_kernels {
 
-// Device is made for the index of the first tensor's device, current while it lives, and has
-//   void dropout_add(const char* op, const SumRows& rows, Dtype dtype) const;
-//   void dropout_add_backward(const char* op, const DropoutGradRows& rows, Dtype dtype) const;
-//   void training_norm(const char* op, const TrainingNormRows& rows, Dtype dtype) const;
-//   void training_norm_backward(const char* op, const NormGradRows& rows, Dtype dtype) const;
-//   void bias_gelu(const char* op, const GeluRows& rows, Dtype dtype) const;
-//   void bias_gelu_backward(const char* op, const GeluGradRows& rows, Dtype dtype) const;
-//   void masked_softmax(const char* op, const MaskedSoftmaxRows& rows, Dtype dtype) const;
-//   void masked_softmax_backward(const char* op, const SoftmaxGradRows& rows, Dtype dtype) const;
+// Asks its Device, see binding.h, for the structs ...Rows of transformer.h.
 template <class Device>
 struct TransformerOps {
   template <class Library>
@@ -40,7 +32,7 @@ struct TransformerOps {
     SumRows s = sum_rows(call, input, bias, residual, seed, p);
     Tensor result = call.new_rows();
     s.sum = result.data_ptr();
-    call.device.dropout_add(call.op(), s, call.dtype());
+    call.device.run(call.op(), s, call.dtype());
     return result;
   }
 
@@ -56,7 +48,7 @@ struct TransformerOps {
     Tensor sums = call.new_row_if(bias);
     g.grad_input = grad_input.data_ptr();
     g.sums = bias ? sums.data_ptr() : nullptr;
-    call.device.dropout_add_backward(call.op(), g, call.dtype());
+    call.device.run(call.op(), g, call.dtype());
     return {grad_input, sums};
   }
 
@@ -78,7 +70,7 @@ struct TransformerOps {
     n.output = output.data_ptr();
     n.mean = static_cast<float*>(mean.data_ptr());
     n.rstd = static_cast<float*>(rstd.data_ptr());
-    call.device.training_norm(call.op(), n, call.dtype());
+    call.device.run(call.op(), n, call.dtype());
     return {output, sum, mean, rstd};
   }
 
@@ -109,7 +101,7 @@ struct TransformerOps {
     g.weight_sums = grad_weight.data_ptr();
     g.bias_sums = grad_norm_bias.data_ptr();
     g.input_sums = bias ? grad_bias.data_ptr() : nullptr;
-    call.device.training_norm_backward(call.op(), g, call.dtype());
+    call.device.run(call.op(), g, call.dtype());
     return {grad_total, grad_input, grad_weight, grad_norm_bias, grad_bias};
   }
 
@@ -125,7 +117,7 @@ struct TransformerOps {
     g.tanh = tanh;
     Tensor output = call.new_rows();
     g.output = output.data_ptr();
-    call.device.bias_gelu(call.op(), g, call.dtype());
+    call.device.run(call.op(), g, call.dtype());
     return output;
   }
 
@@ -143,7 +135,7 @@ struct TransformerOps {
     Tensor sums = call.new_row_if(bias.has_value());
     g.grad_input = grad_input.data_ptr();
     g.sums = bias ? sums.data_ptr() : nullptr;
-    call.device.bias_gelu_backward(call.op(), g, call.dtype());
+    call.device.run(call.op(), g, call.dtype());
     return {grad_input, sums};
   }
 
@@ -171,7 +163,7 @@ struct TransformerOps {
     Tensor output = call.new_rows(), probs = call.new_rows_if(dropping);
     s.output = output.data_ptr();
     s.probs = dropping ? probs.data_ptr() : nullptr;
-    call.device.masked_softmax(call.op(), s, call.dtype());
+    call.device.run(call.op(), s, call.dtype());
     return {output, probs};
   }
 
@@ -187,7 +179,7 @@ struct TransformerOps {
     g.dropout = call.dropout(seed, p);
     Tensor grad_scores = call.new_rows();
     g.grad_scores = grad_scores.data_ptr();
-    call.device.masked_softmax_backward(call.op(), g, call.dtype());
+    call.device.run(call.op(), g, call.dtype());
     return grad_scores;
   }
 

@@ -6,8 +6,9 @@ binding takes the best that the CPU has when it runs.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from ds_plugin_sdk.op_builder import op_table
 from ds_plugin_sdk.op_builder.builder import builders_of
@@ -16,28 +17,6 @@ from ds_plugin_sdk.paths import kernels_root
 
 if TYPE_CHECKING:
     from ds_plugin_sdk.jit import Source
-
-# Architecture -> level of the kernels -> (level of the CPU that it needs, compiler arguments). Ascending.
-LEVELS: dict[str, dict[str, tuple[str, tuple[str, ...]]]] = {
-    "x86_64": {
-        "baseline": ("x86-64", ()),
-        "avx2": ("x86-64-v3", ("-mavx2", "-mfma", "-mf16c")),
-        "avx512": (
-            "x86-64-v4",
-            (
-                "-mavx512f",
-                "-mavx512bw",
-                "-mavx512dq",
-                "-mavx512vl",
-                "-mfma",
-                "-mf16c",
-            ),
-        ),
-    },
-    "aarch64": {"neon": ("armv8-a", ())},
-    "ppc64le": {"baseline": ("power8", ()), "power9": ("power9", ("-mcpu=power9",))},
-}
-_ANYWHERE: dict[str, tuple[str, tuple[str, ...]]] = {"baseline": ("", ())}
 
 _OPTIMISE = ("-O3", "-fno-math-errno", "-ffp-contract=fast")
 
@@ -69,27 +48,37 @@ class CPUKernelBuilder(CppOpBuilder):
         from ds_plugin_sdk.jit import Source
 
         loops, binding = map(Path, self.sources())
-        levels = _levels(portable)
         return (
             *(
-                Source(loops, (f"-DDS_KERNELS_CPU_LEVEL={level}", *args), tag=level)
-                for level, (_, args) in levels.items()
+                Source(loops, (f"-DDS_KERNELS_CPU_LEVEL={each.level}", *each.arguments), tag=each.level)
+                for each in _levels(portable)
             ),
             # No loops over elements there: more optimisation only takes longer.
             Source(binding, ("-O1",)),
         )
 
 
-def _levels(portable: bool) -> dict[str, tuple[str, tuple[str, ...]]]:
+class Level(NamedTuple):
+    """An instruction-set level of the kernels: an entry of kernels/cpu/levels.json."""
+
+    level: str
+    cpu: str  # the level of the CPU that it needs, as `ds_plugin_sdk.jit.target` names it
+    arguments: list[str]  # of the compiler
+
+
+def levels(arch: str) -> list[Level]:
+    """The levels of an architecture, ascending."""
+    known = json.loads((kernels_root() / "cpu" / "levels.json").read_text(encoding="utf-8"))
+    return [Level(**entry) for entry in known.get(arch, known["others"])]
+
+
+def _levels(portable: bool) -> list[Level]:
     """The levels to compile: all of this architecture, or the best that this CPU has."""
     from ds_plugin_sdk.jit import target
 
     here = target.here()
-    levels = LEVELS.get(here.arch, _ANYWHERE)
-    if portable:
-        return levels
-    fitting = [level for level, (needed, _) in levels.items() if here.runs(needed)]
-    return {fitting[-1]: levels[fitting[-1]]}
+    known = levels(here.arch)
+    return known if portable else [level for level in known if here.runs(level.cpu)][-1:]
 
 
 # FusedAdamBuilder, NormBuilder ...: a class for each op of the table that has a kernel for CPU tensors.

@@ -26,17 +26,17 @@ void update(Param* params, const Grad* grads, State* exp_avgs, State* exp_avg_sq
 
 // Puts the kernel for tensor `i` into the stream.
 template <class Param, class Grad, class State>
-void launch(const MultiTensor& tensors, size_t i, const AdamStep& step, runtime::Stream stream) {
-  auto* p = static_cast<Param*>(tensors.data(0, i));
-  auto* g = static_cast<const Grad*>(tensors.data(1, i));
-  auto* m = static_cast<State*>(tensors.data(2, i));
-  auto* v = static_cast<State*>(tensors.data(3, i));
-  const int64_t count = tensors.numels()[i];
+void launch(const TensorLists& tensors, size_t i, const AdamStep& step, runtime::Stream stream) {
+  auto* p = static_cast<Param*>(tensors.at(0, i));
+  auto* g = static_cast<const Grad*>(tensors.at(1, i));
+  auto* m = static_cast<State*>(tensors.at(2, i));
+  auto* v = static_cast<State*>(tensors.at(3, i));
+  const int64_t count = tensors.numels[i];
   runtime::launch(stream, [=] { update(p, g, m, v, count, step); }, "adam");
 }
 
 template <class Param>
-void launch_for(const MultiTensor& tensors, size_t i, const AdamStep& step, runtime::Stream stream) {
+void launch_for(const TensorLists& tensors, size_t i, const AdamStep& step, runtime::Stream stream) {
   const bool float_grads = tensors.is_float(1), float_states = tensors.is_float(2);
   if (float_grads && float_states) return launch<Param, float, float>(tensors, i, step, stream);
   if (float_grads) return launch<Param, float, Param>(tensors, i, step, stream);
@@ -49,14 +49,14 @@ class Adam {
  public:
   explicit Adam(int32_t device) : stream_(runtime::current_stream(device)) {}
 
-  void update(const MultiTensor& tensors, const std::vector<AdamStep>& steps) const {
-    for (size_t i = 0; i < tensors.size(); ++i) {
-      if (tensors.numels()[i] == 0) continue;  // an empty tensor has no address in the device's memory
-      const AdamStep& step = steps[steps.size() == 1 ? 0 : i];
-      switch (tensors.dtype(0)) {
-        case Dtype::BFloat16: launch_for<BFloat16>(tensors, i, step, stream_); break;
-        case Dtype::Float16: launch_for<Float16>(tensors, i, step, stream_); break;
-        default: launch<float, float, float>(tensors, i, step, stream_);
+  void run(const char*, const AdamLists& adam, Dtype dtype) const {
+    for (size_t i = 0; i < adam.tensors.size; ++i) {
+      if (adam.tensors.numels[i] == 0) continue;  // an empty tensor has no address in the device's memory
+      const AdamStep& step = adam.steps.of(i);
+      switch (dtype) {
+        case Dtype::BFloat16: launch_for<BFloat16>(adam.tensors, i, step, stream_); break;
+        case Dtype::Float16: launch_for<Float16>(adam.tensors, i, step, stream_); break;
+        default: launch<float, float, float>(adam.tensors, i, step, stream_);
       }
     }
   }

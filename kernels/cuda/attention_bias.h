@@ -1,0 +1,31 @@
+// What attention on CUDA devices does beside its own kernel: torch's attention, with a bias. No torch, no CUDA.
+#pragma once
+
+#include <ds_kernels/attention.h>
+
+namespace ds_kernels::cuda {
+
+// What the kernel holds of a query.
+constexpr int64_t kMostHeadDim = 256;
+
+// What torch's attention adds to scores, rows of `stride` elements of the query's dtype; and whether each query may attend
+// to anything, 1 or 0. Batches and heads are 1 where all have the same.
+struct AttentionBias {
+  Attention attention;
+  int64_t batches, heads, stride;
+  void* data;
+  float* sees;
+};
+
+// Makes zeros of the output of queries that may attend to nothing.
+struct AttentionZeros : AttentionBias {};
+
+// The bias that a call needs, of these sizes, without memory.
+inline AttentionBias attention_bias(const Attention& a) {
+  constexpr int64_t kAligned = 16;  // elements, as torch's kernels want rows to be apart
+  const bool masked = a.mask_kind != Mask::None;
+  return {a, masked && a.mask_strides[0] ? a.batch : 1, masked && a.mask_strides[1] ? a.heads : 1,
+          (a.total + kAligned - 1) / kAligned * kAligned, nullptr, nullptr};
+}
+
+}  // namespace ds_kernels::cuda
