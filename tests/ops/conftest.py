@@ -6,17 +6,17 @@ from collections.abc import Callable
 
 import pytest
 
-from ds_plugin_sdk.conformance.op_info.optimizer_formulas import OPTIMIZER_OPS, OptimizerOp
+from ds_plugin_sdk.conformance.op_info.optimizers import OPS, OptimizerInfo
 
 
 @pytest.fixture(scope="session", autouse=True)
 def kernels(native: Callable[..., None]) -> None:
     """Native kernels of every family; without a compiler the tests that need them must fail, not fall back."""
-    native(*sorted({op.family for op in OPTIMIZER_OPS}))
+    native(*sorted({op.family for op in OPS}))
 
 
-@pytest.fixture(params=OPTIMIZER_OPS, ids=lambda op: op.name)
-def op(request: pytest.FixtureRequest) -> OptimizerOp:
+@pytest.fixture(params=OPS, ids=lambda op: op.name)
+def op(request: pytest.FixtureRequest) -> OptimizerInfo:
     """Each optimizer op in turn."""
     return request.param
 

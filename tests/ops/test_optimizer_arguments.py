@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from ds_plugin_sdk.conformance.op_info.optimizer_formulas import OPTIMIZER_OPS, OptimizerOp, random_lists
+from ds_plugin_sdk.conformance.op_info.optimizers import OPS, OptimizerInfo, random_lists
 from ds_plugin_sdk.errors import InvalidTensorError
 
 FLOAT32 = (torch.float32,) * 3
 Lists = list[list[Tensor]]
 
 
-def call(op: OptimizerOp, implementation: str, lists: Lists, **options: object) -> None:
-    function = op.kernel if implementation == "kernel" else op.run_reference
+def call(op: OptimizerInfo, implementation: str, lists: Lists, **options: object) -> None:
+    function = op.function if implementation == "kernel" else op.run_reference
     function(*lists, **{**op.variants[-1], **options})
 
 
@@ -45,11 +45,11 @@ LAYOUTS = [transposed, with_gaps, channels_last]
 @pytest.mark.parametrize("which", ["params", "grads", "the last state", "all"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_layouts_do_not_change_the_result(
-    op: OptimizerOp, layout: Callable[[Tensor], Tensor], which: str, dtype: torch.dtype, implementation: str
+    op: OptimizerInfo, layout: Callable[[Tensor], Tensor], which: str, dtype: torch.dtype, implementation: str
 ) -> None:
     if op.name == "adam_rollback_" and dtype != torch.float32:
         return
-    expected = random_lists(op, [(3, 4, 5, 6), (11,)], (dtype,) * 3)
+    expected = random_lists(op.lists, [(3, 4, 5, 6), (11,)], (dtype,) * 3)
     chosen = {"params": [0], "grads": [1], "the last state": [-1], "all": range(len(op.lists))}[which]
     lists = [[tensor.clone() for tensor in tensors] for tensors in expected]
     for i in chosen:
@@ -63,16 +63,16 @@ def test_layouts_do_not_change_the_result(
 
 
 def test_gaps_are_not_written(implementation: str) -> None:
-    op = OPTIMIZER_OPS[0]
-    lists = random_lists(op, [(4, 6)], FLOAT32)
+    op = OPS[0]
+    lists = random_lists(op.lists, [(4, 6)], FLOAT32)
     lists[0][0] = with_gaps(lists[0][0])
     call(op, implementation, lists)
     whole = lists[0][0].as_strided((4, 12), (12, 1))
     assert (whole[:, 1::2] == 7).all()
 
 
-def test_interleaved_views_do_not_share_elements(op: OptimizerOp, implementation: str) -> None:
-    lists = random_lists(op, [(8, 5), (8, 5)], FLOAT32)
+def test_interleaved_views_do_not_share_elements(op: OptimizerInfo, implementation: str) -> None:
+    lists = random_lists(op.lists, [(8, 5), (8, 5)], FLOAT32)
     expected = [[tensor.clone() for tensor in tensors] for tensors in lists]
     base = torch.cat(lists[0], dim=1)
     lists[0] = [base[:, :5], base[:, 5:]]
@@ -81,8 +81,8 @@ def test_interleaved_views_do_not_share_elements(op: OptimizerOp, implementation
     assert torch.equal(base, torch.cat(expected[0], dim=1))
 
 
-def test_an_expanded_gradient_is_read(op: OptimizerOp, implementation: str) -> None:
-    lists = random_lists(op, [(6, 5)], FLOAT32)
+def test_an_expanded_gradient_is_read(op: OptimizerInfo, implementation: str) -> None:
+    lists = random_lists(op.lists, [(6, 5)], FLOAT32)
     expected = [[tensor.clone() for tensor in tensors] for tensors in lists]
     lists[1][0] = lists[1][0][:1].expand(6, 5)
     expected[1][0] = lists[1][0].clone()
@@ -91,15 +91,15 @@ def test_an_expanded_gradient_is_read(op: OptimizerOp, implementation: str) -> N
     assert torch.equal(lists[0][0], expected[0][0])
 
 
-def test_one_gradient_may_serve_two_parameters(op: OptimizerOp, implementation: str) -> None:
-    lists = random_lists(op, [(40,), (40,)], FLOAT32)
+def test_one_gradient_may_serve_two_parameters(op: OptimizerInfo, implementation: str) -> None:
+    lists = random_lists(op.lists, [(40,), (40,)], FLOAT32)
     lists[1][1] = lists[1][0]
     call(op, implementation, lists)
 
 
-def test_neighbours_in_one_buffer(op: OptimizerOp, implementation: str) -> None:
+def test_neighbours_in_one_buffer(op: OptimizerInfo, implementation: str) -> None:
     """DeepSpeed's flat buffers: each tensor begins where another ends, and none at an aligned address."""
-    lists = random_lists(op, [(7,), (130,), (1,)], FLOAT32)
+    lists = random_lists(op.lists, [(7,), (130,), (1,)], FLOAT32)
     expected = [[tensor.clone() for tensor in tensors] for tensors in lists]
     flat = torch.cat([torch.zeros(1), *(tensor for tensors in lists for tensor in tensors)])
     views = list(flat[1:].split([7, 130, 1] * len(lists)))
@@ -110,9 +110,9 @@ def test_neighbours_in_one_buffer(op: OptimizerOp, implementation: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
-def test_empty_lists_and_empty_tensors(op: OptimizerOp, implementation: str) -> None:
+def test_empty_lists_and_empty_tensors(op: OptimizerInfo, implementation: str) -> None:
     call(op, implementation, [[] for _ in op.lists])
-    call(op, implementation, random_lists(op, [(0,), (3, 0)], FLOAT32))
+    call(op, implementation, random_lists(op.lists, [(0,), (3, 0)], FLOAT32))
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------
@@ -192,9 +192,9 @@ REFUSALS = {
 
 @pytest.mark.parametrize(("spoil", "message"), REFUSALS.items(), ids=[f.__name__ for f in REFUSALS])
 def test_what_does_not_fit_is_refused_and_nothing_modified(
-    op: OptimizerOp, spoil: Callable[[Lists], None], message: str, implementation: str
+    op: OptimizerInfo, spoil: Callable[[Lists], None], message: str, implementation: str
 ) -> None:
-    lists = random_lists(op, [(40,), (3, 5), (9,)], FLOAT32)
+    lists = random_lists(op.lists, [(40,), (3, 5), (9,)], FLOAT32)
     spoil(lists)
     before = [[tensor.clone() for tensor in tensors] for tensors in lists]
     versions = [tensor._version for tensors in lists for tensor in tensors]
@@ -219,8 +219,8 @@ def test_what_does_not_fit_is_refused_and_nothing_modified(
     ids=str,
 )
 def test_step_numbers_are_checked(name: str, steps: object, message: str, implementation: str) -> None:
-    op = next(op for op in OPTIMIZER_OPS if op.name == name)
-    lists = random_lists(op, [(4,)] * 3, FLOAT32)
+    op = next(op for op in OPS if op.name == name)
+    lists = random_lists(op.lists, [(4,)] * 3, FLOAT32)
     before = lists[0][0].clone()
     with pytest.raises(InvalidTensorError, match=message):
         call(op, implementation, lists, steps=steps)

@@ -19,10 +19,10 @@ def test_errors_are_counted_in_units_of_the_last_place() -> None:
 
 
 def test_a_wrong_kernel_shows_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    op = accuracy.OPTIMIZER_OPS[2]
+    op = accuracy.OPS[2]
 
     def wrong(params: list[torch.Tensor], *others: object, **options: float) -> None:
-        op.kernel(params, *others, **{**options, "lr": options["lr"] * (1 + 1e-4)})
+        op.function(params, *others, **{**options, "lr": options["lr"] * (1 + 1e-4)})
 
-    broken = type(op)(**{**vars(op), "kernel": wrong})
+    broken = type(op)(**{**vars(op), "function": wrong})
     assert accuracy.measure(broken, accuracy.DTYPES[0], "kernel").params_ulp > 2

@@ -8,14 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ds_plugin_sdk.conformance.op_info.optimizer_formulas import (
-    DTYPES,
-    OPTIMIZER_OPS,
-    Dtypes,
-    OptimizerOp,
-    random_lists,
-    supported,
-)
+from ds_plugin_sdk.conformance.op_info.optimizers import DTYPES, OPS, Dtypes, OptimizerInfo, random_lists
 from ds_plugin_sdk.op_builder import load_family
 
 SHAPES: Sequence[tuple[int, ...]] = ((0,), (1,), (3,), (15,), (16,), (17,), (63,), (64,), (65,), (10_007,))
@@ -45,29 +38,29 @@ class Row:
 
 def run() -> list[Row]:
     """Measure kernels and references on the CPU."""
-    for family in sorted({op.family for op in OPTIMIZER_OPS}):
+    for family in sorted({op.family for op in OPS}):
         load_family(family, "cpu")
     return [
         measure(op, dtypes, implementation)
-        for op in OPTIMIZER_OPS
+        for op in OPS
         for dtypes in DTYPES
-        if supported(op, dtypes)
+        if dtypes[0] in op.dtypes
         for implementation in ("kernel", "reference")
     ]
 
 
-def measure(op: OptimizerOp, dtypes: Dtypes, implementation: str) -> Row:
+def measure(op: OptimizerInfo, dtypes: Dtypes, implementation: str) -> Row:
     """The worst errors over all of the op's modes."""
-    function = op.kernel if implementation == "kernel" else op.run_reference
+    function = op.function if implementation == "kernel" else op.run_reference
     params_ulp = states_ulp = 0.0
     for seed, options in enumerate(op.variants):
-        lists = random_lists(op, SHAPES, dtypes, seed)
+        lists = random_lists(op.lists, SHAPES, dtypes, seed)
         before = [[tensor.double() for tensor in tensors] for tensors in lists]
         function(*lists, **options)
-        written = [tensors for name, tensors in zip(op.lists, lists, strict=True) if name != "grads"]
-        old = [tensors for name, tensors in zip(op.lists, before, strict=True) if name != "grads"]
+        written = [tensors for name, tensors in zip(op.lists, lists, strict=True) if name in op.written]
+        old = [tensors for name, tensors in zip(op.lists, before, strict=True) if name in op.written]
         for i in range(len(SHAPES)):
-            expected = op.formula(*(tensors[i] for tensors in before), options)
+            expected = op.update(*(tensors[i] for tensors in before), options)
             errors = [ulps(new[i], want, was[i]) for new, want, was in zip(written, expected, old, strict=True)]
             params_ulp = max(params_ulp, errors[0])
             states_ulp = max(states_ulp, *errors[1:])

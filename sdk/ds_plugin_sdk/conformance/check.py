@@ -17,7 +17,7 @@ A check passes by returning. It fails by raising: `NonconformanceError` from the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -121,13 +121,6 @@ def declared() -> tuple[Check, ...]:
     return tuple(
         sorted(_checks.values(), key=lambda check: (LEVELS.index(check.level), clause_order(check.clause.number)))
     )
-
-
-def cases_of(checks: Iterable[Check], target: Target) -> Iterator[Case]:
-    """Every case of some checks on a target."""
-    for each in checks:
-        for parameters in each.cases(target):
-            yield Case(each, parameters)
 
 
 def clause_order(number: str) -> tuple[int, ...]:

@@ -1,8 +1,9 @@
-"""Adam, Adagrad and Lion over lists of tensors."""
+"""Adam, Adagrad and Lion over lists of tensors: what tests, conformance and `sdk bench accuracy` compare with."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,12 +11,25 @@ from torch import Tensor
 
 from ds_plugin_sdk.conformance.op_info.op_info import Kind, Make, OpInfo, Sample
 from ds_plugin_sdk.conformance.op_info.optimizer_formulas import (
-    DTYPES,
-    OPTIMIZER_OPS,
-    Dtypes,
-    OptimizerOp,
-    random_lists,
-    supported,
+    Options,
+    Update,
+    adagrad64,
+    adam64,
+    adam_rollback64,
+    lion64,
+)
+from ds_plugin_sdk.ops import adagrad, adam, lion
+
+# (dtype of params, of grads, of states)
+Dtypes = tuple[torch.dtype, torch.dtype, torch.dtype]
+DTYPES: tuple[Dtypes, ...] = (
+    (torch.float32, torch.float32, torch.float32),
+    *(
+        (low, grads, states)
+        for low in (torch.bfloat16, torch.float16)
+        for grads in (low, torch.float32)
+        for states in (low, torch.float32)
+    ),
 )
 
 # Around every vector width, and more than one slice of work.
@@ -23,59 +37,116 @@ _TAILS = ((0,), (1,), (3,), (15,), (16,), (17,), (63,), (65,), (10_007,))
 _GPT2_ATTENTION = ((768,), (768, 2304), (2304,), (768, 768))
 
 
-def _describe(op: OptimizerOp) -> OpInfo:
-    def formula(**arguments: Any) -> tuple[list[Tensor], ...]:
-        lists = [arguments.pop(name) for name in op.lists]
-        results = [op.formula(*tensors, arguments) for tensors in zip(*lists, strict=True)]
-        return tuple([result[i] for result in results] for i in range(len(op.written)))
+@dataclass(frozen=True, eq=False, kw_only=True)
+class OptimizerInfo(OpInfo):
+    """An op over lists of tensors, one of each for a parameter, that treats every parameter alike.
 
-    def samples(make: Make) -> Iterator[Sample]:
-        mixes = [mix for mix in DTYPES if mix[0] == make.dtype and supported(op, mix)]
-        yield _sample(op, mixes[0], [(0,)], op.variants[-1], 0, "empty", "empty")
-        for number, options in enumerate(op.variants):
-            yield _sample(op, mixes[0], _TAILS, options, number, f"tails, {_options(options)}", "adversarial")
-        yield _resting(_sample(op, mixes[0], _TAILS, op.variants[0], 0, "zero gradients and states", "adversarial"), op)
-        for mix in mixes[1:]:
-            yield _sample(op, mix, _TAILS, op.variants[-1], 0, f"tails, {_mix(mix)}", "adversarial")
-        yield _sample(op, mixes[0], _GPT2_ATTENTION, op.variants[-1], 1, "gpt2 attention", "real")
+    Attributes:
+        lists: names of the list arguments: params, grads, then states.
+        update: the formula for one parameter: float64 tensors, one of each list, and options -> the new parameter and
+            states.
+        numbers: from options to what follows the lists in the schema.
+        variants: options to try.
+    """
+
+    lists: tuple[str, ...]
+    update: Update
+    numbers: Callable[[Options], tuple[Any, ...]]
+    variants: tuple[Options, ...]
+
+    def run_reference(self, *lists: list[Tensor], **options: Any) -> None:
+        """The reference implementation, called as `function` is."""
+        getattr(torch.ops.ds_plugin_reference, self.name)(*lists, *self.numbers(options))
+
+
+def _optimizer(
+    function: Callable[..., None],
+    states: Sequence[str],
+    update: Update,
+    numbers: Callable[[Options], tuple[Any, ...]],
+    variants: Sequence[Options],
+    dtypes: Sequence[torch.dtype] = (torch.float32, torch.bfloat16, torch.float16),
+) -> OptimizerInfo:
+    """Describe an op by its Python face, the names of its states, and the attributes of `OptimizerInfo`."""
+    lists = ("params", "grads", *states)
+    written = ("params", *states)
+
+    def formula(**arguments: Any) -> tuple[list[Tensor], ...]:
+        tensors = [arguments.pop(name) for name in lists]
+        results = [update(*each, arguments) for each in zip(*tensors, strict=True)]
+        return tuple([result[i] for result in results] for i in range(len(written)))
 
     def schema_arguments(arguments: Mapping[str, Any]) -> Sequence[Any]:
-        options = {name: value for name, value in arguments.items() if name not in op.lists}
-        return [*(arguments[name] for name in op.lists), *op.numbers(options)]
+        options = {name: value for name, value in arguments.items() if name not in lists}
+        return [*(arguments[name] for name in lists), *numbers(options)]
 
-    dtypes = [mix[0] for mix in DTYPES if supported(op, mix)]
-    return OpInfo(
-        name=op.name,
-        family=op.family,
-        function=op.kernel,
+    return OptimizerInfo(
+        name=function.__name__,
+        family=function.__module__.rpartition(".")[2],
+        function=function,
         formula=formula,
-        samples=samples,
-        dtypes=tuple(dict.fromkeys(dtypes)),
-        written=op.written,
+        samples=lambda make: _samples(lists, variants, make),
+        dtypes=tuple(dtypes),
+        written=written,
         schema_arguments=schema_arguments,
+        lists=lists,
+        update=update,
+        numbers=numbers,
+        variants=tuple(variants),
     )
 
 
-def _sample(
-    op: OptimizerOp,
-    mix: Dtypes,
-    shapes: Sequence[tuple[int, ...]],
-    options: Mapping[str, Any],
-    seed: int,
-    label: str,
-    kind: Kind,
-) -> Sample:
-    lists = random_lists(op, shapes, mix, seed)
-    return Sample(label, {**dict(zip(op.lists, lists, strict=True)), **options}, kind)
+# ---- samples ---------------------------------------------------------------------------------------------------------
+def random_lists(
+    lists: Sequence[str], shapes: Sequence[tuple[int, ...]], dtypes: Dtypes, seed: int = 0
+) -> list[list[Tensor]]:
+    """Tensors for the lists of an op, of either sign and away from zero: a sum of such values loses no digits, so that
+    errors can be counted in units of the last place, and Lion's sign does not depend on rounding.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    param, grad, state = dtypes
+
+    def make(name: str, shape: tuple[int, ...]) -> Tensor:
+        size = torch.rand(shape, generator=generator) * 1.5 + 0.5
+        sign = torch.randint(0, 2, shape, generator=generator) * 2 - 1
+        match name:
+            case "params":
+                return (size * sign).to(param)
+            case "grads":
+                return (size * sign).to(grad)
+            case "exp_avgs":
+                return (size * sign / 2).to(state)
+            case _:  # sums of squares
+                return (size.square() / 2).to(state)
+
+    return [[make(name, shape) for shape in shapes] for name in lists]
 
 
-def _resting(sample: Sample, op: OptimizerOp) -> Sample:
+def _samples(lists: Sequence[str], variants: Sequence[Options], make: Make) -> Iterator[Sample]:
+    own, *mixed = [mix for mix in DTYPES if mix[0] == make.dtype]
+
+    def sample(
+        mix: Dtypes, shapes: Sequence[tuple[int, ...]], options: Options, seed: int, label: str, kind: Kind
+    ) -> Sample:
+        tensors = random_lists(lists, shapes, mix, seed)
+        return Sample(label, {**dict(zip(lists, tensors, strict=True)), **options}, kind)
+
+    yield sample(own, [(0,)], variants[-1], 0, "empty", "empty")
+    for number, options in enumerate(variants):
+        yield sample(own, _TAILS, options, number, f"tails, {_options(options)}", "adversarial")
+    yield _resting(sample(own, _TAILS, variants[0], 0, "zero gradients and states", "adversarial"), lists)
+    for mix in mixed:
+        yield sample(mix, _TAILS, variants[-1], 0, f"tails, {_mix(mix)}", "adversarial")
+    yield sample(own, _GPT2_ATTENTION, variants[-1], 1, "gpt2 attention", "real")
+
+
+def _resting(sample: Sample, lists: Sequence[str]) -> Sample:
     """Nothing to do: what divides must not divide zero by zero."""
-    zeros = {name: [torch.zeros_like(t) for t in sample.arguments[name]] for name in op.lists if name != "params"}
+    zeros = {name: [torch.zeros_like(t) for t in sample.arguments[name]] for name in lists if name != "params"}
     return Sample(sample.label, {**sample.arguments, **zeros}, sample.kind)
 
 
-def _options(options: Mapping[str, Any]) -> str:
+def _options(options: Options) -> str:
     """The options in which the variants of an op differ."""
     named = {"adamw": "adamw", "bias_correction": "bias correction"}
     words = [f"weight_decay={options['weight_decay']}"]
@@ -88,4 +159,51 @@ def _mix(mix: Dtypes) -> str:
     return f"grads {grads}, states {states}"
 
 
-OPS = tuple(_describe(op) for op in OPTIMIZER_OPS)
+# ---- ops -------------------------------------------------------------------------------------------------------------
+_ADAM = {"steps": 3, "lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
+_MOMENTS = ("exp_avgs", "exp_avg_sqs")
+
+
+def _adam_numbers(options: Options) -> tuple[Any, ...]:
+    steps = options["steps"]
+    numbers = ([steps] if isinstance(steps, int) else steps, options["lr"], *options["betas"])
+    extra = (options["adamw"], options["bias_correction"]) if "adamw" in options else ()
+    return (*numbers, options["eps"], options["weight_decay"], *extra)
+
+
+OPS = (
+    _optimizer(
+        adam.adam_,
+        _MOMENTS,
+        adam64,
+        _adam_numbers,
+        [
+            {**_ADAM, "weight_decay": decay, "adamw": adamw, "bias_correction": correction}
+            for decay in (0.0, 0.1)
+            for adamw in (True, False)
+            for correction in (True, False)
+        ],
+    ),
+    _optimizer(
+        adam.adam_rollback_,
+        _MOMENTS,
+        adam_rollback64,
+        _adam_numbers,
+        [{**_ADAM, "weight_decay": 0.0}, _ADAM],
+        dtypes=[torch.float32],
+    ),
+    _optimizer(
+        adagrad.adagrad_,
+        ["state_sums"],
+        adagrad64,
+        lambda o: (o["lr"], o["eps"], o["weight_decay"]),
+        [{"lr": 1e-2, "eps": 1e-10, "weight_decay": decay} for decay in (0.0, 0.1)],
+    ),
+    _optimizer(
+        lion.lion_,
+        ["exp_avgs"],
+        lion64,
+        lambda o: (o["lr"], *o["betas"], o["weight_decay"]),
+        [{"lr": 1e-2, "betas": (0.9, 0.99), "weight_decay": decay} for decay in (0.0, 0.1)],
+    ),
+)
