@@ -186,7 +186,7 @@ def test_python_modules_depend_on_the_python(project: Project, monkeypatch: pyte
 def test_the_cpu_counts_only_for_code_made_for_it(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     anywhere, native = project.spec(), project.spec(cxx_args=("-march=native",))
     before = key_of(anywhere), key_of(native)
-    other = replace(machine.here(), target=target.Target("x86_64", "x86-64-v2"))
+    other = replace(machine.here(), target=target.CpuTarget("x86_64", "x86-64-v2"))
     monkeypatch.setattr(machine, "here", lambda: other)
     assert key_of(anywhere) == before[0]
     assert key_of(native) != before[1]

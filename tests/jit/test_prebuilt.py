@@ -167,7 +167,7 @@ def test_code_for_a_lesser_cpu_may_be_used(project: Project, wheel: Path, monkey
     """The build machine has v3, others have v4 and v2."""
 
     def on(level: str) -> None:
-        here = replace(machine.here(), target=target.Target("x86_64", level))
+        here = replace(machine.here(), target=target.CpuTarget("x86_64", level))
         monkeypatch.setattr(machine, "here", lambda: here)
 
     native = {"cxx_args": ("-march=native",)}

@@ -11,7 +11,7 @@ import pytest
 
 from ds_plugin_sdk.errors import SettingError
 from ds_plugin_sdk.jit import target
-from ds_plugin_sdk.jit.target import Target
+from ds_plugin_sdk.jit.target import CpuTarget
 from ds_plugin_sdk.op_builder.cpu import kernels
 from ds_plugin_sdk.settings import child_environment
 
@@ -45,7 +45,7 @@ GRAVITON3 = "Features\t: fp asimd atomics fphp asimdhp asimdrdm asimddp sve i8mm
 )
 def test_level_and_flag(arch: str, cpuinfo: str, level: str, flag: str | None) -> None:
     found = target.resolve(arch, cpuinfo)
-    assert found == Target(arch, level)
+    assert found == CpuTarget(arch, level)
     assert found.flag == flag
 
 
@@ -56,36 +56,36 @@ def test_the_first_processor_speaks_for_all() -> None:
 @pytest.mark.parametrize(
     ("here", "level", "runs"),
     [
-        (Target("x86_64", "x86-64-v3"), "", True),
-        (Target("x86_64", "x86-64-v3"), "x86-64-v2", True),
-        (Target("x86_64", "x86-64-v3"), "x86-64-v3", True),
-        (Target("x86_64", "x86-64-v3"), "x86-64-v4", False),
-        (Target("x86_64", "x86-64-v3"), "power9", False),
-        (Target("ppc64le", "power9"), "power8", True),
-        (Target("ppc64le", "power9"), "power10", False),
-        (Target("s390x", ""), "", True),
-        (Target("s390x", ""), "z15", False),
+        (CpuTarget("x86_64", "x86-64-v3"), "", True),
+        (CpuTarget("x86_64", "x86-64-v3"), "x86-64-v2", True),
+        (CpuTarget("x86_64", "x86-64-v3"), "x86-64-v3", True),
+        (CpuTarget("x86_64", "x86-64-v3"), "x86-64-v4", False),
+        (CpuTarget("x86_64", "x86-64-v3"), "power9", False),
+        (CpuTarget("ppc64le", "power9"), "power8", True),
+        (CpuTarget("ppc64le", "power9"), "power10", False),
+        (CpuTarget("s390x", ""), "", True),
+        (CpuTarget("s390x", ""), "z15", False),
     ],
 )
-def test_code_of_lower_levels_runs(here: Target, level: str, runs: bool) -> None:
+def test_code_of_lower_levels_runs(here: CpuTarget, level: str, runs: bool) -> None:
     assert here.runs(level) is runs
 
 
 @pytest.mark.parametrize(
     ("here", "args", "resolved"),
     [
-        (Target("x86_64", "x86-64-v3"), ["-O2", "-march=native"], ["-O2", "-march=x86-64-v3"]),
-        (Target("x86_64", "x86-64-v3"), ["-Xcompiler=-O2,-march=native"], ["-Xcompiler=-O2,-march=x86-64-v3"]),
+        (CpuTarget("x86_64", "x86-64-v3"), ["-O2", "-march=native"], ["-O2", "-march=x86-64-v3"]),
+        (CpuTarget("x86_64", "x86-64-v3"), ["-Xcompiler=-O2,-march=native"], ["-Xcompiler=-O2,-march=x86-64-v3"]),
         # OLCF Summit: the arguments of an extension written on x86 build on POWER, where -march does not exist.
-        (Target("ppc64le", "power9"), ["-march=native", "-O2"], ["-mcpu=power9", "-O2"]),
-        (Target("ppc64le", "power9"), ["-mcpu=native", "-mtune=native"], ["-mcpu=power9", "-mcpu=power9"]),
-        (Target("aarch64", "armv8-a"), ["-mcpu=native"], ["-march=armv8-a"]),
-        (Target("riscv64", "rv64gcv"), ["-march=native"], ["-march=rv64gcv"]),
-        (Target("s390x", ""), ["-march=native", "-Xcompiler", "-march=native", "-O2"], ["-O2"]),
-        (Target("x86_64", "x86-64-v3"), ["-march=nativeish"], ["-march=nativeish"]),
+        (CpuTarget("ppc64le", "power9"), ["-march=native", "-O2"], ["-mcpu=power9", "-O2"]),
+        (CpuTarget("ppc64le", "power9"), ["-mcpu=native", "-mtune=native"], ["-mcpu=power9", "-mcpu=power9"]),
+        (CpuTarget("aarch64", "armv8-a"), ["-mcpu=native"], ["-march=armv8-a"]),
+        (CpuTarget("riscv64", "rv64gcv"), ["-march=native"], ["-march=rv64gcv"]),
+        (CpuTarget("s390x", ""), ["-march=native", "-Xcompiler", "-march=native", "-O2"], ["-O2"]),
+        (CpuTarget("x86_64", "x86-64-v3"), ["-march=nativeish"], ["-march=nativeish"]),
     ],
 )
-def test_native_is_made_definite(here: Target, args: list[str], resolved: list[str]) -> None:
+def test_native_is_made_definite(here: CpuTarget, args: list[str], resolved: list[str]) -> None:
     assert here.resolve(args) == resolved
     assert target.wants_native(args) is (args != resolved)
     assert not any("native" in word and "nativeish" not in word for word in target.without_native(args))
@@ -101,14 +101,14 @@ def test_native_is_made_definite(here: Target, args: list[str], resolved: list[s
     ],
 )
 def test_a_user_lowers_the_level(found: str, level: str | None, taken: str) -> None:
-    assert target.at_most(Target("x86_64", found), level) == Target("x86_64", taken)
+    assert target.at_most(CpuTarget("x86_64", found), level) == CpuTarget("x86_64", taken)
 
 
 @pytest.mark.parametrize(
     ("found", "hint"),
-    [(Target("ppc64le", "power9"), "one of: power8, power9, power10"), (Target("s390x", ""), "unset it")],
+    [(CpuTarget("ppc64le", "power9"), "one of: power8, power9, power10"), (CpuTarget("s390x", ""), "unset it")],
 )
-def test_a_level_that_the_architecture_lacks_is_an_error(found: Target, hint: str) -> None:
+def test_a_level_that_the_architecture_lacks_is_an_error(found: CpuTarget, hint: str) -> None:
     with pytest.raises(SettingError, match="DS_PLUGIN_CPU_LEVEL='x86-64-v3' cannot be used") as error:
         target.at_most(found, "x86-64-v3")
     assert hint in str(error.value)

@@ -25,13 +25,13 @@ from ds_plugin_sdk.jit import (
     toolchains,
 )
 from ds_plugin_sdk.jit.machine import Torch
-from ds_plugin_sdk.jit.target import Target
+from ds_plugin_sdk.jit.target import CpuTarget
 from ds_plugin_sdk.jit.toolchains import cxx_sibling, gencode
 
-SUMMIT = Target("ppc64le", "power9")
-GRAVITON = Target("aarch64", "armv8.2-a+fp16+dotprod")
-RISCV = Target("riscv64", "rv64gcv")
-EPYC = Target("x86_64", "x86-64-v4")
+SUMMIT = CpuTarget("ppc64le", "power9")
+GRAVITON = CpuTarget("aarch64", "armv8.2-a+fp16+dotprod")
+RISCV = CpuTarget("riscv64", "rv64gcv")
+EPYC = CpuTarget("x86_64", "x86-64-v4")
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def torch_folder(tmp_path: Path) -> Path:
     return tmp_path / "torch"
 
 
-def machine_with(target: Target, torch_folder: Path) -> Machine:
+def machine_with(target: CpuTarget, torch_folder: Path) -> Machine:
     torch = Torch(torch_folder, "2.11.0", cxx11_abi=True)
     return Machine(target, torch, Path("/usr/include/python3.12"), "cpython-312-x")
 
@@ -78,7 +78,7 @@ def compilers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (RISCV, "-march=rv64gcv"),
     ],
 )
-def test_flags_of_other_architectures(target: Target, expected: str, torch_folder: Path, compilers: Path) -> None:
+def test_flags_of_other_architectures(target: CpuTarget, expected: str, torch_folder: Path, compilers: Path) -> None:
     spec = spec_of("adam.cpp", cxx_args=("-march=native",))
     flags = CxxToolchain().flags(spec, machine_with(target, torch_folder))
     assert [flag for flag in flags if flag.startswith("-m")] == [expected]

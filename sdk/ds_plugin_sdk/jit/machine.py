@@ -12,7 +12,7 @@ from pathlib import Path
 from ds_plugin_sdk.errors import ToolchainError
 from ds_plugin_sdk.jit import target
 from ds_plugin_sdk.jit.spec import BuildSpec
-from ds_plugin_sdk.jit.target import Target
+from ds_plugin_sdk.jit.target import CpuTarget
 
 # The stable ABI of torch 2.11: binaries run on it and on every later torch.
 STABLE_TORCH = (2, 11)
@@ -58,7 +58,7 @@ class Torch:
 class Machine:
     """What a binary is built for."""
 
-    target: Target
+    target: CpuTarget
     torch: Torch
     python_include: Path
     python_abi: str

@@ -47,7 +47,7 @@ _NATIVE = re.compile(r"-m(?:arch|cpu|tune)=native\b")
 
 
 @dataclass(frozen=True)
-class Target:
+class CpuTarget:
     """A machine architecture (``platform.machine()``) and the level of its CPU; an empty level where we know none."""
 
     arch: str
@@ -105,14 +105,14 @@ def features(arch: str, cpuinfo: str) -> frozenset[str]:
     return frozenset((fields.get("flags") or fields.get("features") or "").split())
 
 
-def resolve(arch: str, cpuinfo: str) -> Target:
+def resolve(arch: str, cpuinfo: str) -> CpuTarget:
     """The target of a machine described by ``platform.machine()`` and the text of /proc/cpuinfo."""
     present = features(arch, cpuinfo)
     fitting = [name for name, needed in LEVELS.get(arch, ()) if needed <= present]
-    return Target(arch, fitting[-1] if fitting else "")
+    return CpuTarget(arch, fitting[-1] if fitting else "")
 
 
-def at_most(found: Target, level: str | None) -> Target:
+def at_most(found: CpuTarget, level: str | None) -> CpuTarget:
     """`found`, or the lower `level` of its architecture if that is asked for.
 
     Raises:
@@ -127,11 +127,11 @@ def at_most(found: Target, level: str | None) -> Target:
             why=f"it is no CPU level of {found.arch}",
             hint=f"one of: {', '.join(names)}" if names else f"unset it: no levels of {found.arch} are known",
         )
-    return Target(found.arch, level) if found.runs(level) else found
+    return CpuTarget(found.arch, level) if found.runs(level) else found
 
 
 @functools.cache
-def here() -> Target:
+def here() -> CpuTarget:
     """The target of this machine, or the lower one that ``DS_PLUGIN_CPU_LEVEL`` asks for."""
     try:
         with Path("/proc/cpuinfo").open(encoding="utf-8", errors="replace") as file:

@@ -10,7 +10,7 @@ from ds_plugin_sdk.nn.sparsity import (
     SparsityConfig,
     VariableSparsityConfig,
 )
-from ds_plugin_sdk.nn.transformer import TransformerLayer
+from ds_plugin_sdk.nn.transformer_layer import TransformerLayer
 
 __all__ = [
     "BSLongformerSparsityConfig",

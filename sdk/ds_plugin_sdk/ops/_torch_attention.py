@@ -15,7 +15,7 @@ _LONG = 256  # tokens from which on torch's kernel for CPUs is faster than plain
 _PACK = 8  # elements of 16 bits that torch's CUDA kernels take at once
 
 
-class Kept(NamedTuple):
+class Saved(NamedTuple):
     """What the backward pass wants. Seed and offset have no elements where the kernel cannot drop anything."""
 
     sums: Tensor  # float32 [B, heads, S or more]: logarithms of the sums that the softmax divides by
@@ -44,7 +44,7 @@ def _has_kernel(device: int, masked: bool) -> bool:
     return allowed and torch.cuda.get_device_capability(device)[0] >= 8
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float) -> tuple[Tensor, Kept]:
+def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float) -> tuple[Tensor, Saved]:
     """``dropout(softmax(q k^T / sqrt(head_dim) + mask)) v``, where `is_best`.
 
     Args:
@@ -58,17 +58,17 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float) -> t
     aten = torch.ops.aten
     if _is_on_cpu(q):
         context, sums = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=mask)
-        return context, Kept(sums, q.new_empty(0), q.new_empty(0))
+        return context, Saved(sums, q.new_empty(0), q.new_empty(0))
     if mask is None:
         context, sums, _, _, _, _, seed, offset, _ = aten._scaled_dot_product_flash_attention(q, k, v, p)
     else:
         bias = _aligned(mask, q)
         context, sums, seed, offset = aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, p)
-    return context, Kept(sums, seed, offset)
+    return context, Saved(sums, seed, offset)
 
 
 def backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, context: Tensor, kept: Kept, p: float
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, context: Tensor, kept: Saved, p: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v.
 

@@ -3,7 +3,7 @@
 DeepSpeed names its functions after float32 and float16; each of ours takes float32, float16 and bfloat16, as the
 tensors have it. Of what ``forward_*`` returns only the first tensor is part of the mathematics. The others come back in
 ``backward_*``, after DeepSpeed has dropped or replaced those that the layer's options make superfluous; what they are
-here is said in `ds_plugin_sdk.ops.transformer_layer.Kept`.
+here is said in `ds_plugin_sdk.ops.transformer.layer.SavedTensors`.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from ds_plugin_sdk.errors import SdkError
-from ds_plugin_sdk.ops import transformer_layer
-from ds_plugin_sdk.ops.transformer_layer import Kept, Layer, Weights
+from ds_plugin_sdk.ops.transformer import layer as transformer_layer
+from ds_plugin_sdk.ops.transformer.layer import LayerConfig, SavedTensors, Weights
 
-_layers: dict[int, Layer] = {}
+_layers: dict[int, LayerConfig] = {}
 
 
 def create_transformer_layer_fp32(
@@ -45,14 +45,14 @@ def create_transformer_layer_fp32(
         seed: another seed drops other elements. What is dropped also follows torch's default generator, which
             `torch.manual_seed` sets, and which checkpointing of activations restores before it computes a layer again.
         pre_layer_norm, attn_dropout_checkpoint, normalize_invertible, gelu_checkpoint: as in
-            `ds_plugin_sdk.ops.transformer_layer.Layer`.
+            `ds_plugin_sdk.ops.transformer.layer.LayerConfig`.
         test_gemm: would choose among matrix products on a GPU; not used.
         stochastic_mode: would not wait for streams on a GPU; not used.
 
     Returns:
         0.
     """
-    _layers[layer_id] = Layer(
+    _layers[layer_id] = LayerConfig(
         heads,
         attn_dropout,
         hidden_dropout,
@@ -88,7 +88,7 @@ def forward_fp32(
     normalize_invertible: bool,
     gelu_checkpoint: bool,
 ) -> list[Tensor]:
-    """One layer's result; formula, shapes and refusals are those of `ds_plugin_sdk.ops.transformer_layer.forward`.
+    """One layer's result; formula, shapes and refusals are those of `ds_plugin_sdk.ops.transformer.layer.forward`.
 
     Args:
         layer_id: as it was created; its options come from there.
@@ -156,7 +156,7 @@ def backward_fp32(
         SdkError: no layer of this number was created.
         InvalidTensorError: the tensors do not fit.
     """
-    kept = Kept(
+    kept = SavedTensors(
         *(qkv_tf, soft_inp, ctx_buf_b, attn_o_inp, add_res, ff1_inp, gelu_inp, ff2_inp, inp_norm),
         *(attn_prob_dropout_mask, attn_output_dropout_mask, layer_output_dropout_mask),
         *(attn_layer_norm_mean, attn_layer_norm_var, layer_norm_mean, layer_norm_var),
@@ -167,7 +167,7 @@ def backward_fp32(
     return [grad_input, *grads]
 
 
-def _layer(layer_id: int) -> Layer:
+def _layer(layer_id: int) -> LayerConfig:
     try:
         return _layers[layer_id]
     except KeyError:

@@ -12,7 +12,7 @@ from ds_plugin_sdk.errors import OpError
 
 
 @dataclass
-class Layer:
+class LayerCache:
     """The cache of one layer: ``[batch, kv_heads, room, head_dim]`` each, of which `length` positions are filled."""
 
     keys: Tensor
@@ -28,15 +28,15 @@ class Workspace:
     """
 
     room: int = 1024  # DeepSpeed's default for max_out_tokens
-    layers: dict[int, Layer] = field(default_factory=dict)
+    layers: dict[int, LayerCache] = field(default_factory=dict)
 
-    def layer(self, number: int, key: Tensor, new_sequence: bool) -> Layer:
+    def layer(self, number: int, key: Tensor, new_sequence: bool) -> LayerCache:
         """The cache of a layer for keys ``[batch, kv_heads, tokens, head_dim]``."""
         batch, kv_heads, tokens, head_dim = key.shape
         layer = self.layers.get(number)
         if layer is None or (new_sequence and not self._fits(layer, key)):
             shape = (batch, kv_heads, self.room, head_dim)
-            layer = self.layers[number] = Layer(key.new_empty(shape), key.new_empty(shape))
+            layer = self.layers[number] = LayerCache(key.new_empty(shape), key.new_empty(shape))
         if new_sequence:
             layer.length = 0
         if layer.length + tokens > self.room:
@@ -48,7 +48,7 @@ class Workspace:
             )
         return layer
 
-    def _fits(self, layer: Layer, key: Tensor) -> bool:
+    def _fits(self, layer: LayerCache, key: Tensor) -> bool:
         batch, kv_heads, _, head_dim = key.shape
         cache = layer.keys
         return (

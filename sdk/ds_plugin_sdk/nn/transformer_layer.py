@@ -7,15 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_plugin_sdk.ops import transformer_layer
-from ds_plugin_sdk.ops.transformer_layer import Kept, Layer, Weights
+from ds_plugin_sdk.ops.transformer import layer as transformer_layer
+from ds_plugin_sdk.ops.transformer.layer import LayerConfig, SavedTensors, Weights
 from ds_plugin_sdk.registry import load_kernels
 
 
 class TransformerLayer(nn.Module):
     """Self-attention and feed-forward with norms, dropout and residuals, as BERT's and GPT's layers have them.
 
-    The formulas are those of `ds_plugin_sdk.ops.transformer_layer.forward`. Parameters have the names and shapes of
+    The formulas are those of `ds_plugin_sdk.ops.transformer.layer.forward`. Parameters have the names and shapes of
     DeepSpeed's DeepSpeedTransformerLayer, so that state dicts fit both: normally distributed weights, biases of 0.
 
     In training, dropout follows torch's default generator of the input's device: `torch.manual_seed` repeats it, and a
@@ -68,7 +68,7 @@ class TransformerLayer(nn.Module):
                 raise ValueError(f"TransformerLayer: {name}={p}; expected at least 0 and less than 1")
         if approximate not in ("tanh", "none"):
             raise ValueError(f"TransformerLayer: approximate={approximate!r}; expected 'tanh' or 'none'")
-        self.layer = Layer(
+        self.layer = LayerConfig(
             num_heads,
             attn_dropout,
             hidden_dropout,
@@ -142,10 +142,10 @@ def _have_kernels(device_type: str) -> None:
 
 
 class _Function(torch.autograd.Function):
-    """The layer for autograd: it keeps what `Kept` says and nothing else."""
+    """The layer for autograd: it keeps what `SavedTensors` says and nothing else."""
 
     @staticmethod
-    def forward(ctx: Any, layer: Layer, input: Tensor, mask: Tensor | None, *weights: Tensor) -> Tensor:
+    def forward(ctx: Any, layer: LayerConfig, input: Tensor, mask: Tensor | None, *weights: Tensor) -> Tensor:
         output, kept = transformer_layer.forward(layer, input, mask, Weights(*weights))
         ctx.layer = layer
         inverted = layer.normalize_invertible
@@ -161,6 +161,6 @@ class _Function(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         output, input, mask, *rest = ctx.saved_tensors
-        weights, kept = Weights(*rest[: len(Weights._fields)]), Kept(*rest[len(Weights._fields) :])
+        weights, kept = Weights(*rest[: len(Weights._fields)]), SavedTensors(*rest[len(Weights._fields) :])
         grad_input, weight_grads = transformer_layer.backward(ctx.layer, grads[0], output, kept, input, mask, weights)
         return None, grad_input, None, *weight_grads

@@ -22,7 +22,7 @@ OP = "transformer layer"
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerConfig:
     """What a layer is, beside its weights.
 
     Attributes:
@@ -50,7 +50,7 @@ class Layer:
     gelu_checkpoint: bool = False
     seed: int = 0
 
-    def in_evaluation(self) -> Layer:
+    def in_evaluation(self) -> LayerConfig:
         """The layer without dropout; and without inverting, since memory is not short where nothing is trained."""
         return replace(self, attn_dropout=0.0, hidden_dropout=0.0, normalize_invertible=False)
 
@@ -72,7 +72,7 @@ class Weights(NamedTuple):
     norm_b: Tensor  # [H]
 
 
-class Kept(NamedTuple):
+class SavedTensors(NamedTuple):
     """What the backward pass wants of the forward pass. A tensor without elements where nothing is kept."""
 
     qkv: Tensor  # [B, S, 3 H]
@@ -93,7 +93,7 @@ class Kept(NamedTuple):
     rstd: Tensor
 
 
-def forward(layer: Layer, input: Tensor, mask: Tensor | None, weights: Weights) -> tuple[Tensor, Kept]:
+def forward(layer: LayerConfig, input: Tensor, mask: Tensor | None, weights: Weights) -> tuple[Tensor, SavedTensors]:
     """The layer's result, ``[B, S, H]``, and what `backward` wants.
 
     Norms before (x the input, A the attention of heads with scores ``q k^T / sqrt(H / heads) + mask``)::
@@ -145,7 +145,7 @@ def forward(layer: Layer, input: Tensor, mask: Tensor | None, weights: Weights) 
     if layer.normalize_invertible:
         attn_sum = nothing
         normed = normed if layer.pre_layer_norm else nothing
-    return output, Kept(
+    return output, SavedTensors(
         qkv,
         probs,
         dropped,
@@ -166,10 +166,10 @@ def forward(layer: Layer, input: Tensor, mask: Tensor | None, weights: Weights) 
 
 
 def backward(
-    layer: Layer,
+    layer: LayerConfig,
     grad_output: Tensor,
     output: Tensor | None,
-    kept: Kept,
+    kept: SavedTensors,
     input: Tensor | None,
     mask: Tensor | None,
     weights: Weights,
@@ -238,7 +238,7 @@ def backward(
 
 
 def _attend(
-    layer: Layer, qkv: Tensor, mask: Tensor | None, seed: Tensor, p: float
+    layer: LayerConfig, qkv: Tensor, mask: Tensor | None, seed: Tensor, p: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The attention's result, ``[B, S, H]``, and what is kept of it."""
     q, k, v = _heads(layer, qkv)
@@ -252,13 +252,15 @@ def _attend(
     return _merged(context), probs if p else dropped, dropped, nothing, nothing
 
 
-def _attend_backward(layer: Layer, grad_context: Tensor, kept: Kept, mask: Tensor | None, p: float) -> Tensor:
+def _attend_backward(
+    layer: LayerConfig, grad_context: Tensor, kept: SavedTensors, mask: Tensor | None, p: float
+) -> Tensor:
     """The gradient of queries, keys and values, ``[B, S, 3 H]``."""
     q, k, v = _heads(layer, kept.qkv)
     grad = grad_context.view(*grad_context.shape[:2], layer.heads, -1).transpose(1, 2)
     if kept.probs.dim() == 3:
         context = kept.context.view(*grad_context.shape[:2], layer.heads, -1).transpose(1, 2)
-        of_torch = _torch_attention.Kept(kept.probs, kept.attn_seed, kept.attn_offset)
+        of_torch = _torch_attention.Saved(kept.probs, kept.attn_seed, kept.attn_offset)
         grads = _torch_attention.backward(grad, q, k, v, _full(mask), context, of_torch, p)
     else:
         dropped = kept.dropped
@@ -279,7 +281,7 @@ def _attend_backward(layer: Layer, grad_context: Tensor, kept: Kept, mask: Tenso
     return grad_qkv
 
 
-def _heads(layer: Layer, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _heads(layer: LayerConfig, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values, ``[B, heads, S, head_dim]``, views."""
     q, k, v = qkv.view(*qkv.shape[:2], 3, layer.heads, -1).permute(2, 0, 3, 1, 4)
     return q, k, v
@@ -327,7 +329,7 @@ def _add_product(residual: Tensor, grad: Tensor, weight: Tensor) -> Tensor:
     return torch.addmm(_rows(residual), _rows(grad), weight).view_as(residual)
 
 
-def _check(layer: Layer, input: Tensor, mask: Tensor | None, weights: Weights) -> None:
+def _check(layer: LayerConfig, input: Tensor, mask: Tensor | None, weights: Weights) -> None:
     if input.dim() != 3 or input.shape[-1] % layer.heads:
         raise InvalidTensorError(
             f"input has shape {list(input.shape)}",
@@ -365,4 +367,4 @@ def _check(layer: Layer, input: Tensor, mask: Tensor | None, weights: Weights) -
         )
 
 
-__all__ = ["Kept", "Layer", "Weights", "backward", "forward"]
+__all__ = ["LayerConfig", "SavedTensors", "Weights", "backward", "forward"]
