@@ -19,7 +19,7 @@ from typing import Any
 from ds_plugin_sdk import op_builder, registry
 from ds_plugin_sdk.accelerator import DeepSpeedAccelerator
 from ds_plugin_sdk.errors import PluginError
-from ds_plugin_sdk.integrations.deepspeed import drift, lend, rebind
+from ds_plugin_sdk.integrations.deepspeed import drift, gloo, lend, rebind
 from ds_plugin_sdk.settings import settings
 
 
@@ -99,6 +99,7 @@ def _use(real_accelerator: Any, accelerator: Any) -> None:
     if before is accelerator:
         return
     real_accelerator.ds_accelerator = accelerator
+    gloo.wait_at_exit()
     if real_accelerator.accel_logger is not None:  # as DeepSpeed says it
         real_accelerator.accel_logger.info(f"Setting ds_accelerator to {accelerator._name} ({accelerator!r})")
     if accelerator.device_name() not in real_accelerator.SUPPORTED_ACCELERATOR_LIST:

@@ -1,0 +1,50 @@
+"""Lets gloo's threads finish before Python does, so that a rank whose training is done ends with status 0.
+
+Collectives of torch's gloo run on threads of its own, and the program goes on as soon as a result is there. Such a
+thread may then still hold the last reference to a tensor that Python knows, and needs the GIL to drop it. Up to Python
+3.13 a thread that asks for the GIL while the interpreter ends is ended there and then; inside torch's destructors that
+is "terminate called without an active exception" and SIGABRT. `destroy_process_group` does not wait for these threads
+while anything still refers to a group, and DeepSpeed's engines do. See docs/decisions/0051.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+_NAME = "(pt_gloo_runloop)"  # what torch calls these threads, as Linux writes it
+_LOOKS = 3  # in a row without a thread at work
+_PAUSE = 0.005  # seconds between two looks, without the GIL: what waits for it gets it
+
+
+def wait_at_exit() -> None:
+    """Call `wait` when the interpreter ends, after what the program itself registers from now on. Idempotent."""
+    atexit.unregister(wait)
+    atexit.register(wait)
+
+
+def wait(seconds: float = 1.0) -> None:
+    """Return when all of gloo's threads sleep, or after `seconds`; at once if there are none."""
+    end = time.monotonic() + seconds
+    quiet = 0
+    while quiet < _LOOKS and time.monotonic() < end:
+        states = list(_states())
+        if not states:
+            return
+        quiet = quiet + 1 if all(state == "S" for state in states) else 0
+        time.sleep(_PAUSE)
+
+
+def _states() -> Iterator[str]:
+    """What gloo's threads do: R, running or about to; S, sleeping; and the other letters of proc(5)."""
+    for stat in Path("/proc/self/task").glob("*/stat"):
+        with contextlib.suppress(OSError):  # the thread has ended
+            text = stat.read_text()
+            if _NAME in text:
+                yield text.rpartition(")")[2].split()[0]
+
+
+__all__ = ["wait", "wait_at_exit"]

@@ -1,0 +1,80 @@
+"""A rank whose training is done ends with status 0, also while torch's gloo still has a thread at work."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from deepspeed_support import Python
+
+from ds_plugin_sdk.integrations.deepspeed import gloo
+
+# Each child has a group that outlives destroy_process_group(), as a DeepSpeed engine keeps its groups, and a collective
+# whose tensors only gloo's thread still refers to; that thread waits for the GIL when the child ends. Nothing may be
+# printed before: to write gives the GIL away.
+PROGRAM = """
+import os, sys, time
+import deepspeed, torch
+from torch import distributed
+
+failed = []
+for _ in range(20):
+    child = os.fork()
+    if child:
+        failed += [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])]
+        continue
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    group = distributed.new_group([0])
+    sys.setswitchinterval(1000)
+    work = distributed.all_gather([torch.empty(1_000_000)], torch.ones(1_000_000), group=group, async_op=True)
+    del work
+    distributed.destroy_process_group()
+    end = time.monotonic() + 0.1
+    while time.monotonic() < end:
+        pass
+    break
+else:
+    print(*failed)
+"""
+
+
+@pytest.mark.deepspeed
+@pytest.mark.slow
+def test_a_thread_of_gloo_that_wants_the_gil_ends_before_python_does(python: Python) -> None:
+    done = python(PROGRAM, OMP_NUM_THREADS="1")
+    assert done.stdout.split() == ["0"] * 20, done.stdout + done.stderr
+
+
+def test_a_thread_at_work_is_waited_for_but_not_for_ever() -> None:
+    started, stop = threading.Event(), threading.Event()
+    worker = threading.Thread(target=work_as_gloo, args=(started, stop))
+    worker.start()
+    started.wait()
+    try:
+        start = time.monotonic()
+        gloo.wait(0.2)
+        assert time.monotonic() - start >= 0.2
+        threading.Timer(0.2, stop.set).start()
+        gloo.wait(60)
+        assert stop.is_set()
+    finally:
+        stop.set()
+        worker.join()
+
+
+def test_without_gloo_nothing_is_waited_for() -> None:
+    start = time.monotonic()
+    gloo.wait(60)
+    assert time.monotonic() - start < 30
+
+
+def work_as_gloo(started: threading.Event, stop: threading.Event) -> None:
+    """Compute until `stop`, without the GIL most of the time, under the name that torch gives gloo's threads."""
+    Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text("pt_gloo_runloop", encoding="utf-8")
+    data = bytes(1 << 27)
+    started.set()
+    while not stop.is_set():
+        hashlib.sha256(data)
