@@ -26,6 +26,7 @@ help:
 	@echo 'make demo          set up, then train a small GPT with DeepSpeed on $(RANKS) ranks: a few minutes'
 	@echo 'make test          set up, then check style and types and run all tests'
 	@echo 'make pytest        the Python tests alone; ARGS=... goes to pytest'
+	@echo 'make test-matrix   the Python tests as on other machines: older CPUs, 1, 2 and 4 threads, random order, load: hours'
 	@echo 'make kernels-test  the native tests of the kernels alone'
 	@echo 'make mutants       the defects seeded for the conformance suite, and the checks that find them: some minutes'
 	@echo 'make sanitize      the native tests, and every op as torch calls it, under the sanitizers: a long while'
@@ -107,6 +108,45 @@ kernels-test: $(READY)
 .PHONY: pytest
 pytest: $(READY)
 	$(BIN)/python -m pytest $(ARGS)
+
+# The Python tests as other machines would run them, by the switches that a user has. Each row is a command of its own:
+# make test-avx2, say. A switch takes away: a row asks for no more than the CPU has. Slow rows get more time for each test.
+MATRIX := test-no-float16 test-avx2 test-no-avx test-threads-1 test-threads-2 test-threads-4 test-random-order test-loaded
+
+.PHONY: test-matrix $(MATRIX)
+test-matrix: $(MATRIX)
+	@echo 'make test-matrix: passed: $(MATRIX)'
+
+# AVX-512 with bfloat16 and no arithmetic in float16, as AMD EPYC has it.
+test-no-float16: export ONEDNN_MAX_CPU_ISA := AVX512_CORE_BF16
+
+test-avx2: export ONEDNN_MAX_CPU_ISA := AVX2
+test-avx2: export MKL_ENABLE_INSTRUCTIONS := AVX2
+test-avx2: export ATEN_CPU_CAPABILITY := avx2
+test-avx2: export DS_PLUGIN_CPU_LEVEL := x86-64-v3
+
+test-no-avx: export ONEDNN_MAX_CPU_ISA := SSE41
+test-no-avx: export MKL_ENABLE_INSTRUCTIONS := SSE4_2
+test-no-avx: export ATEN_CPU_CAPABILITY := default
+test-no-avx: export DS_PLUGIN_CPU_LEVEL := x86-64-v2
+
+test-threads-1: export OMP_NUM_THREADS := 1
+test-threads-2: export OMP_NUM_THREADS := 2
+test-threads-4: export OMP_NUM_THREADS := 4
+
+# pytest prints the seed; ARGS=--random-order-seed=N repeats a run.
+test-random-order: ORDER := --random-order
+
+$(filter-out test-loaded,$(MATRIX)): $(READY)
+	@echo '$@:'
+	$(BIN)/python -m pytest --timeout 1200 $(ORDER) $(ARGS)
+
+# Two programs that only compute compete for each core.
+test-loaded: $(READY)
+	@echo '$@:'
+	@trap 'kill $$(jobs -p)' EXIT; \
+	for _ in $$(seq $$((2 * $$(nproc)))); do $(BIN)/python -c 'while True: pass' & done; \
+	$(BIN)/python -m pytest --timeout 1200 $(ARGS)
 
 # The native tests, and every op as torch calls it, under the sanitizers: the CPU's kernels and, on the host, the GPU's.
 .PHONY: sanitize

@@ -39,7 +39,8 @@ def test_make_help_lists_every_target() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     targets = [target for line in re.findall(r"(?m)^\.PHONY: (.+)$", makefile) for target in line.split()]
     listed = re.findall(r"(?m)^\t@echo 'make ([a-z-]+) ", makefile)
-    assert sorted(listed) == sorted(set(targets) - {"help"})
+    # The rows of `make test-matrix` stand in its recipe's last line.
+    assert sorted(listed) == sorted(set(targets) - {"help", "$(MATRIX)"})
 
 
 # --- Versions: the rules are RELEASING.md's ------------------------------------------------------------------------

@@ -21,7 +21,7 @@ import deepspeed, torch
 from torch import distributed
 
 failed = []
-for _ in range(20):
+for _ in range(6):
     child = os.fork()
     if child:
         failed += [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])]
@@ -45,7 +45,7 @@ else:
 @pytest.mark.slow
 def test_a_thread_of_gloo_that_wants_the_gil_ends_before_python_does(python: Python) -> None:
     done = python(PROGRAM, OMP_NUM_THREADS="1")
-    assert done.stdout.split() == ["0"] * 20, done.stdout + done.stderr
+    assert done.stdout.split() == ["0"] * 6, done.stdout + done.stderr
 
 
 def test_a_thread_at_work_is_waited_for_but_not_for_ever() -> None:
