@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -50,9 +51,8 @@ def without_kernels(tmp_path_factory: pytest.TempPathFactory, kernel_cache: Path
     """Where plugin ``bare`` is installed, whose vendor has taken the template's kernels away."""
     folder = generate(Project("bare", output=tmp_path_factory.mktemp("vendor")))
     package = folder / "ds_plugin_bare"
-    for kernel in ("fused_adam", "hello"):
-        (package / "op_builder" / f"{kernel}.py").unlink()
-        (package / "csrc" / f"{kernel}.cpp").unlink()
+    (package / "op_builder" / "kernels.py").unlink()
+    shutil.rmtree(package / "csrc")
     return installed(folder, tmp_path_factory.mktemp("site"), kernel_cache)
 
 
@@ -137,7 +137,7 @@ def test_it_builds_as_a_wheel_and_an_sdist(environment: dict[str, str], tmp_path
 USE = """
 import sys, torch
 from ds_plugin_sdk import get_accelerator, provenance
-from ds_plugin_zap.op_builder.hello import HelloBuilder
+from ds_plugin_zap.op_builder.kernels import HelloBuilder
 get_accelerator().create_op_builder("FusedAdamBuilder").load()
 assert HelloBuilder().load().hello() == "hello from zap"
 assert (torch.ones(3, device="zap:1") + 1).cpu().tolist() == [2, 2, 2]

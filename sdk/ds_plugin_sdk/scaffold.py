@@ -174,5 +174,4 @@ def _finish(project: Project, package: Path) -> None:
         shutil.copytree(simulator.sources_dir(), package / "runtime", dirs_exist_ok=True)
         return
     shutil.rmtree(package / "runtime")
-    (package / "op_builder" / "fused_adam.py").unlink()
     (package / "csrc" / "fused_adam.cpp").unlink()

@@ -13,7 +13,7 @@ from ds_plugin_sdk import op_builder
 
 from {{ cookiecutter.package }} import plugin
 from {{ cookiecutter.package }}.accelerator import {{ cookiecutter.prefix }}_Accelerator
-from {{ cookiecutter.package }}.op_builder.hello import HelloBuilder
+from {{ cookiecutter.package }}.op_builder.kernels import HelloBuilder
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "train.py"
 
@@ -70,7 +70,7 @@ def test_adam_agrees_with_float64(accelerator: {{ cookiecutter.prefix }}_Acceler
 
 def test_the_native_kernel_is_used(accelerator: {{ cookiecutter.prefix }}_Accelerator) -> None:
     builder = accelerator.get_op_builder("FusedAdamBuilder")
-    assert builder.__module__ == "{{ cookiecutter.package }}.op_builder.fused_adam"
+    assert builder.__module__ == "{{ cookiecutter.package }}.op_builder.kernels"
     op_builder.load_family("adam", accelerator.device_name())
     assert torch._C._dispatch_has_kernel_for_dispatch_key("ds_plugin::adam_", "PrivateUse1")
 {%- endif %}

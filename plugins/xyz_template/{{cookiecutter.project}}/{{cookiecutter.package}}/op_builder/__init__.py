@@ -1,1 +1,1 @@
-"""The plugin's ops: each module here defines builders. An op without one runs by the SDK's reference."""
+"""The plugin's ops. One without a builder here falls back to the SDK's reference implementation."""
