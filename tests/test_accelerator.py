@@ -157,7 +157,7 @@ def test_the_launcher_gets_a_variable_and_sets_it() -> None:
     assert device.visible_devices_envs() == ["CPU_VISIBLE_DEVICES"]
 
 
-def test_an_unknown_compile_backend_is_refused() -> None:
+def test_an_unknown_compile_backend_is_rejected() -> None:
     device = Minimal()
     with pytest.raises(ValueError, match="no backend 'nonsense'"):
         device.set_compile_backend("nonsense")

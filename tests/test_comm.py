@@ -144,13 +144,13 @@ def test_sums(ranks: int, tmp_path: Path) -> None:
     for rank in range(ranks):
         other = 1 if rank == 0 else 0
         largest = f"rank {rank}: largest {ranks - 1.0} torch.float64 torch.int32 torch.float32"
-        refused = (
+        rejected = (
             f"rank {rank}: rank {other} has {40 + 4 * other} bytes to add up where this rank has {40 + 4 * rank} "
             "(op 'all_reduce_'): expected as many of all"
         )
         # One mapping, of a file that has no name any more.
         then = f"rank {rank}: then {[float(ranks)] * 3} 1 1"
-        assert {largest, refused, then} <= set(said), said
+        assert {largest, rejected, then} <= set(said), said
 
 
 @shared_memory

@@ -1,4 +1,4 @@
-"""Which plugin is chosen, which is refused, and what the user reads."""
+"""Which plugin is chosen, which is not, and what the user reads."""
 
 from __future__ import annotations
 
@@ -53,15 +53,15 @@ def test_the_cpu_plugin_stands_aside_for_hardware() -> None:
     assert decide(no_hardware).chosen is not None
     decision = decide(lambda: "cuda")
     assert decision.chosen is None
-    assert "cpu: stands aside, 'cuda' was found" in str(decision)
+    assert "cpu: not used, 'cuda' was found" in str(decision)
 
 
 def test_without_deepspeed_nothing_could_use_the_hardware_and_the_cpu_plugin_serves() -> None:
     decision = decide(lambda: "cuda", deepspeed_installed=False)
     assert decision.chosen is not None
     assert decision.chosen.name == "cpu"
-    assert "cpu: does not stand aside, 'cuda' was found, but DeepSpeed, which could use it, is not" in str(decision)
-    assert "does not stand aside" not in str(decide(no_hardware, deepspeed_installed=False))
+    assert "cpu: not skipped, 'cuda' was found, but DeepSpeed, which could use it, is not" in str(decision)
+    assert "not skipped" not in str(decide(no_hardware, deepspeed_installed=False))
 
 
 def run_where_torch_sees_a_gpu(program: str, **environment: str) -> str:
@@ -85,7 +85,7 @@ def test_get_accelerator_beside_a_gpu_without_deepspeed() -> None:
         "print(get_accelerator().device_name(), *registry.decision().steps, sep='; ')\n"
     )
     said = run_where_torch_sees_a_gpu(program)
-    assert re.fullmatch(r"cpu; cpu: available, .*; cpu: does not stand aside, .*; cpu: chosen, .*", said), said
+    assert re.fullmatch(r"cpu; cpu: available, .*; cpu: not skipped, .*; cpu: chosen, .*", said), said
 
 
 @pytest.mark.deepspeed

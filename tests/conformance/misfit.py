@@ -63,8 +63,8 @@ def raises(target: Target) -> None:
     target.accelerator.no_such_member()
 
 
-@misfit("refuses")
-def refuses(target: Target) -> None:
+@misfit("rejects")
+def rejects(target: Target) -> None:
     raise InvalidTensorError("a tensor is wrong", op="adam_", why="it is empty", hint="fill it")
 
 

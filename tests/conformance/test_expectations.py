@@ -83,7 +83,7 @@ def test_an_entry_ends_at_its_day(tmp_path: Path, until: str) -> None:
         ("[[expected_failure]", "cannot be read"),
     ],
 )
-def test_a_file_that_says_something_else_is_refused(tmp_path: Path, text: str, says: str) -> None:
+def test_a_file_that_says_something_else_is_rejected(tmp_path: Path, text: str, says: str) -> None:
     with pytest.raises(ConformanceError) as caught:
         read(tmp_path, text)
     assert says in str(caught.value)

@@ -35,7 +35,7 @@ def failure(outcome: Outcome) -> Failure:
         ("passes", "passed"),
         ("differs", "failed"),
         ("raises", "failed"),
-        ("refuses", "failed"),
+        ("rejects", "failed"),
         ("exits", "failed"),
         ("crashes/one", "crashed"),
         ("crashes/two/float32", "crashed"),
@@ -76,7 +76,7 @@ def test_an_exception_is_told_with_its_traceback_from_the_check_on(outcomes: dic
 
 
 def test_an_error_of_the_sdk_keeps_its_parts(outcomes: dict[str, Outcome]) -> None:
-    told = failure(outcomes["refuses"])
+    told = failure(outcomes["rejects"])
     assert (told.what, told.why, told.hint) == ("InvalidTensorError: a tensor is wrong", "it is empty", "fill it")
 
 

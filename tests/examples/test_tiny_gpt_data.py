@@ -49,7 +49,7 @@ def test_load_reads_every_file_once(data: ModuleType, library: Path) -> None:
     assert set(texts[0].splitlines()) & set(texts[1].splitlines()) <= {b""}
 
 
-def test_too_little_text_is_refused(data: ModuleType, tmp_path: Path) -> None:
+def test_too_little_text_is_rejected(data: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "one.py").write_text("pass\n")
     with pytest.raises(FileNotFoundError, match="too few"):
         data.load(tmp_path)

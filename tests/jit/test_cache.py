@@ -268,6 +268,6 @@ def test_the_cache_is_private(project: Project) -> None:
         ({"kind": "python_module", "name": "0"}, "Python module"),
     ],
 )
-def test_names_that_cannot_be_folders_are_refused(project: Project, fields: dict[str, object], told: str) -> None:
+def test_names_that_cannot_be_folders_are_rejected(project: Project, fields: dict[str, object], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         project.spec(**fields)

@@ -79,7 +79,7 @@ def test_other_sources_are_compiled(project: Project, wheel: Path, file: str, to
         ({"toolchain": "sycl"}, "toolchain cxx -> sycl"),
     ],
 )
-def test_other_requests_are_refused(project: Project, wheel: Path, changes: dict[str, object], told: str) -> None:
+def test_other_requests_are_rejected(project: Project, wheel: Path, changes: dict[str, object], told: str) -> None:
     build_into(project.spec(), wheel)
     assert told in " ".join(explain(with_prebuilt(project, wheel, **changes)))
 
@@ -100,7 +100,7 @@ def edit_key(wheel: Path, **changes: object) -> None:
         ({"schema": 99}, "has schema 99"),
     ],
 )
-def test_what_does_not_fit_this_machine_is_refused(
+def test_what_does_not_fit_this_machine_is_rejected(
     project: Project, wheel: Path, changes: dict[str, object], told: str
 ) -> None:
     build_into(project.spec(), wheel)
@@ -109,7 +109,7 @@ def test_what_does_not_fit_this_machine_is_refused(
     assert acquire(with_prebuilt(project, wheel)).origin == "compiled"
 
 
-def test_a_torch_older_than_the_stable_abi_is_refused(
+def test_a_torch_older_than_the_stable_abi_is_rejected(
     project: Project, wheel: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     build_into(project.spec(), wheel)
@@ -126,7 +126,7 @@ def test_exact_abis_must_be_equal(project: Project, wheel: Path, monkeypatch: py
     assert f"torch {version} -> 2.99.0" in " ".join(explain(spec))
 
 
-def test_a_damaged_one_is_refused(project: Project, wheel: Path) -> None:
+def test_a_damaged_one_is_rejected(project: Project, wheel: Path) -> None:
     with build_into(project.spec(), wheel).path.open("r+b") as file:
         file.truncate(100)
     artifact = acquire(with_prebuilt(project, wheel))
@@ -148,8 +148,8 @@ def test_a_portable_binary_serves_a_machine_that_would_build_one_level(
     assert counting.count() == 3
     for level in ("low", "high"):
         assert acquire(with_prebuilt(project, wheel, sources=units(project, level))).origin == "prebuilt"
-    refused = explain(with_prebuilt(project, wheel, sources=units(project, "higher")))
-    assert "$test/level.cpp higher was added" in " ".join(refused)
+    rejected = explain(with_prebuilt(project, wheel, sources=units(project, "higher")))
+    assert "$test/level.cpp higher was added" in " ".join(rejected)
 
 
 def test_a_binary_of_one_level_does_not_serve_a_machine_that_asks_for_another(

@@ -24,26 +24,26 @@ Function = Callable[..., Any]
 def _function(
     name: str, clause: str, description: str, function: str, wrong: Function, *, target: str = "cpu", only: str = ""
 ) -> None:
-    """Declare a mutant in which ``torch.distributed.<function>`` is `wrong(sound, *arguments, **keywords)`."""
+    """Declare a mutant in which ``torch.distributed.<function>`` is `wrong(original, *arguments, **keywords)`."""
 
-    def install(sound_target: Target) -> Target:
-        sound = getattr(dist, function)
-        setattr(dist, function, lambda *arguments, **keywords: wrong(sound, *arguments, **keywords))
-        return sound_target
+    def install(unchanged_target: Target) -> Target:
+        original = getattr(dist, function)
+        setattr(dist, function, lambda *arguments, **keywords: wrong(original, *arguments, **keywords))
+        return unchanged_target
 
     install.__doc__ = description
     mutant(f"collectives.{name}", clause, "distributed", target=target, only=only)(install)
 
 
-def _nothing(sound: Function, *arguments: Any, **keywords: Any) -> None:
+def _nothing(original: Function, *arguments: Any, **keywords: Any) -> None:
     return None
 
 
 def _after(change: Callable[[Any], Any]) -> Function:
-    """The sound function, after which the first argument is changed."""
+    """the original function, after which the first argument is changed."""
 
-    def wrong(sound: Function, first: Any, *arguments: Any, **keywords: Any) -> Any:
-        result = sound(first, *arguments, **keywords)
+    def wrong(original: Function, first: Any, *arguments: Any, **keywords: Any) -> Any:
+        result = original(first, *arguments, **keywords)
         change(first)
         return result
 
@@ -60,15 +60,15 @@ def _reversed(tensors: list[torch.Tensor]) -> None:
 
 
 # ---- D1: reductions --------------------------------------------------------------------------------------------------
-def _always_sum(sound: Function, tensor: torch.Tensor, op: Any = None, **keywords: Any) -> Any:
-    return sound(tensor, **keywords)
+def _always_sum(original: Function, tensor: torch.Tensor, op: Any = None, **keywords: Any) -> Any:
+    return original(tensor, **keywords)
 
 
 _function("always_sum", "D1.1", "`all_reduce` ignores the operation.", "all_reduce", _always_sum, only="MAX")
 
 
-def _average_is_sum(sound: Function, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, **keywords: Any) -> Any:
-    return sound(tensor, op=dist.ReduceOp.SUM if op == dist.ReduceOp.AVG else op, **keywords)
+def _average_is_sum(original: Function, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, **keywords: Any) -> Any:
+    return original(tensor, op=dist.ReduceOp.SUM if op == dist.ReduceOp.AVG else op, **keywords)
 
 
 _function("average_is_sum", "D1.2", "AVG gives the sum.", "all_reduce", _average_is_sum)
@@ -89,17 +89,17 @@ _function(
 )
 
 
-def _no_empty(sound: Function, tensor: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
+def _no_empty(original: Function, tensor: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
     if tensor.numel() == 0:
         raise RuntimeError("count must be positive")
-    return sound(tensor, *arguments, **keywords)
+    return original(tensor, *arguments, **keywords)
 
 
-_function("no_empty", "D1.5", "No elements are refused.", "all_reduce", _no_empty)
+_function("no_empty", "D1.5", "No elements are rejected.", "all_reduce", _no_empty)
 
 
-def _never_done(sound: Function, tensor: torch.Tensor, *, async_op: bool = False, **keywords: Any) -> Any:
-    return None if async_op else sound(tensor, **keywords)
+def _never_done(original: Function, tensor: torch.Tensor, *, async_op: bool = False, **keywords: Any) -> Any:
+    return None if async_op else original(tensor, **keywords)
 
 
 _function("no_handle", "D1.6", "`async_op=True` gives no handle.", "all_reduce", _never_done)
@@ -114,7 +114,9 @@ _function(
 )
 
 # ---- D2 to D5 --------------------------------------------------------------------------------------------------------
-_function("from_rank_0", "D2.1", "`broadcast` is always from rank 0.", "broadcast", lambda sound, t, src: sound(t, 0))
+_function(
+    "from_rank_0", "D2.1", "`broadcast` is always from rank 0.", "broadcast", lambda original, t, src: original(t, 0)
+)
 _function("no_objects", "D2.2", "Objects are not brought.", "broadcast_object_list", _nothing)
 _function("not_gathered", "D2.3", "`gather` does nothing.", "gather", _nothing)
 _function("not_scattered", "D2.4", "`scatter` does nothing.", "scatter", _nothing)
@@ -128,9 +130,9 @@ _function(
 )
 
 
-def _cleared_first(sound: Function, output: torch.Tensor, source: torch.Tensor, **keywords: Any) -> Any:
+def _cleared_first(original: Function, output: torch.Tensor, source: torch.Tensor, **keywords: Any) -> Any:
     output.zero_()
-    return sound(output, source, **keywords)
+    return original(output, source, **keywords)
 
 
 _function(
@@ -168,22 +170,22 @@ _function(
 )
 
 
-def _even_only(sound: Function, output: torch.Tensor, source: torch.Tensor, *splits: Any) -> Any:
+def _even_only(original: Function, output: torch.Tensor, source: torch.Tensor, *splits: Any) -> Any:
     if splits and len(set(splits[0])) > 1:
         raise RuntimeError("sizes must be equal")
-    return sound(output, source, *splits)
+    return original(output, source, *splits)
 
 
-_function("even_only", "D4.2", "Uneven parts are refused.", "all_to_all_single", _even_only)
+_function("even_only", "D4.2", "Uneven parts are rejected.", "all_to_all_single", _even_only)
 _function("lists_ignored", "D4.3", "`all_to_all` does nothing.", "all_to_all", _nothing)
 _function("order_of_messages", "D5.1", "What is received is not written.", "recv", lambda s, t, src: s(t.clone(), src))
 
 
-def _received_elsewhere(sound: Function, operations: Any) -> Any:
+def _received_elsewhere(original: Function, operations: Any) -> Any:
     for operation in operations:
         if operation.op is dist.irecv:
             operation.tensor = operation.tensor.clone()
-    return sound(operations)
+    return original(operations)
 
 
 _function("not_received", "D5.2", "A batch of messages is not written.", "batch_isend_irecv", _received_elsewhere)
@@ -192,10 +194,10 @@ _function("not_received", "D5.2", "A batch of messages is not written.", "batch_
 _function("no_barrier", "D6.1", "`barrier` does nothing.", "barrier", _nothing)
 
 
-def _elsewhere(sound: Function, tensor: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
+def _elsewhere(original: Function, tensor: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
     """On a stream that waits for nothing."""
     with torch.Stream(device=tensor.device):
-        return sound(tensor, *arguments, **keywords)
+        return original(tensor, *arguments, **keywords)
 
 
 _function(
@@ -209,8 +211,8 @@ _function(
 _function("stream_ignored", "D6.3", "Nor for a side stream.", "all_reduce", _elsewhere, target=SIMULATED)
 
 
-def _whole_world(sound: Function, tensor: torch.Tensor, *, group: Any = None, **keywords: Any) -> Any:
-    return sound(tensor, **keywords)
+def _whole_world(original: Function, tensor: torch.Tensor, *, group: Any = None, **keywords: Any) -> Any:
+    return original(tensor, **keywords)
 
 
 _function("group_ignored", "D6.4", "The group is ignored.", "all_reduce", _whole_world)
@@ -223,8 +225,8 @@ def no_parallel(target: Target) -> Target:
     return target
 
 
-def _moves(sound: Function, *arguments: Any, **keywords: Any) -> Any:
-    result = sound(*arguments, **keywords)
+def _moves(original: Function, *arguments: Any, **keywords: Any) -> Any:
+    result = original(*arguments, **keywords)
     torch.accelerator.set_device_index(1 - torch.accelerator.current_device_index())
     return result
 
@@ -232,11 +234,11 @@ def _moves(sound: Function, *arguments: Any, **keywords: Any) -> Any:
 _function("device_moves", "D6.6", "A collective makes another device current.", "all_reduce", _moves, target=SIMULATED)
 
 
-def _once(sound: Function, *arguments: Any, **keywords: Any) -> Any:
+def _once(original: Function, *arguments: Any, **keywords: Any) -> Any:
     if hasattr(dist, "_made_before"):
         raise RuntimeError("the transport is closed")
     dist._made_before = True
-    return sound(*arguments, **keywords)
+    return original(*arguments, **keywords)
 
 
 _function("made_once", "D6.7", "A process group is made once.", "init_process_group", _once)
@@ -252,10 +254,10 @@ def abort_at_exit(target: Target) -> Target:
 
 
 # ---- D7: failures ----------------------------------------------------------------------------------------------------
-def _pretends(sound: Function, *arguments: Any, **keywords: Any) -> Any:
+def _pretends(original: Function, *arguments: Any, **keywords: Any) -> Any:
     """A collective that takes its own values for everybody's where the others are silent."""
     try:
-        return sound(*arguments, **keywords)
+        return original(*arguments, **keywords)
     except RuntimeError:
         return None
 
@@ -263,9 +265,9 @@ def _pretends(sound: Function, *arguments: Any, **keywords: Any) -> Any:
 _function("pretends", "D7.1", "A collective with a dead rank gives a result.", "all_reduce", _pretends)
 
 
-def _waits(sound: Function, *arguments: Any, **keywords: Any) -> Any:
+def _waits(original: Function, *arguments: Any, **keywords: Any) -> Any:
     try:
-        return sound(*arguments, **keywords)
+        return original(*arguments, **keywords)
     except RuntimeError:
         time.sleep(600)
 

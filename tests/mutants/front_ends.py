@@ -20,7 +20,7 @@ def module(target: Target, op: str, name: str, function: Function) -> Target:
     """Put a defective function into the module that DeepSpeed gets for an op.
 
     Args:
-        function: ``function(sound, *arguments)``.
+        function: ``function(original, *arguments)``.
     """
     functions = importlib.import_module(f"ds_plugin_sdk.integrations.deepspeed.modules.{op}")
     setattr(functions, name, functools.partial(function, getattr(functions, name)))
@@ -33,8 +33,8 @@ def _copies(tensors: Any) -> Any:
     return [_copies(each) for each in tensors] if isinstance(tensors, list | tuple) else tensors
 
 
-def _on_copies(sound: Function, *arguments: Any) -> Any:
-    return sound(*_copies(arguments))
+def _on_copies(original: Function, *arguments: Any) -> Any:
+    return original(*_copies(arguments))
 
 
 # ---- optimizers ------------------------------------------------------------------------------------------------------
@@ -48,8 +48,8 @@ def fused_adam_on_copies(target: Target) -> Target:
 def fused_adam_lists_swapped(target: Target) -> Target:
     """multi_tensor_adam expects parameters before gradients."""
 
-    def function(sound: Function, chunk: int, flag: Tensor, lists: list[Any], *rest: Any) -> Any:
-        return sound(chunk, flag, [lists[1], lists[0], *lists[2:]], *rest)
+    def function(original: Function, chunk: int, flag: Tensor, lists: list[Any], *rest: Any) -> Any:
+        return original(chunk, flag, [lists[1], lists[0], *lists[2:]], *rest)
 
     return module(target, "fused_adam", "multi_tensor_adam", function)
 
@@ -57,13 +57,13 @@ def fused_adam_lists_swapped(target: Target) -> Target:
 @mutant("module.cpu_adam_forgets_step", "O7.1", "ops", only="/DeepSpeedCPUAdam")
 def cpu_adam_forgets_step(target: Target) -> Target:
     """adam_update takes every step for the first."""
-    return module(target, "cpu_adam", "adam_update", lambda sound, key, step, *rest: sound(key, 1, *rest))
+    return module(target, "cpu_adam", "adam_update", lambda original, key, step, *rest: original(key, 1, *rest))
 
 
 @mutant("module.cpu_adagrad_no_decay", "O7.1", "ops", only="/DeepSpeedCPUAdagrad")
 def cpu_adagrad_no_decay(target: Target) -> Target:
     """adagrad_update ignores the weight decay."""
-    return module(target, "cpu_adagrad", "adagrad_update", lambda sound, *a: sound(*a[:4], 0.0, *a[5:]))
+    return module(target, "cpu_adagrad", "adagrad_update", lambda original, *a: original(*a[:4], 0.0, *a[5:]))
 
 
 @mutant("module.fused_lion_missing", "O7.1", "ops", only="/FusedLion")
@@ -76,15 +76,15 @@ def fused_lion_missing(target: Target) -> Target:
 @mutant("module.lamb_ratio_not_clamped", "O7.1", "ops", only="/FusedLamb")
 def lamb_ratio_not_clamped(target: Target) -> Target:
     """lamb lets the trust ratio grow without bound."""
-    return module(target, "fused_lamb", "lamb", lambda sound, *a: sound(*a[:8], 1e9, 0.0, *a[10:]))
+    return module(target, "fused_lamb", "lamb", lambda original, *a: original(*a[:8], 1e9, 0.0, *a[10:]))
 
 
 @mutant("module.lamb_returns_nothing_useful", "O7.1", "ops", only="/FusedLamb")
 def lamb_returns_one(target: Target) -> Target:
     """lamb returns a trust ratio of 1, whatever it used."""
 
-    def function(sound: Function, *arguments: Any) -> Tensor:
-        return torch.ones_like(sound(*arguments))
+    def function(original: Function, *arguments: Any) -> Tensor:
+        return torch.ones_like(original(*arguments))
 
     return module(target, "fused_lamb", "lamb", function)
 
@@ -94,8 +94,8 @@ def lamb_returns_one(target: Target) -> Target:
 def transformer_pre_for_post(target: Target) -> Target:
     """The layer normalizes before its halves, whatever it was created for."""
 
-    def function(sound: Function, *arguments: Any) -> Any:
-        return sound(*arguments[:9], True, *arguments[10:])
+    def function(original: Function, *arguments: Any) -> Any:
+        return original(*arguments[:9], True, *arguments[10:])
 
     return module(target, "transformer", "create_transformer_layer_fp32", function)
 
@@ -105,8 +105,8 @@ def transformer_pre_for_post(target: Target) -> Target:
 def quantizer_truncates(target: Target) -> Target:
     """The stored step is that of a range of 255 instead of 256 steps."""
 
-    def function(sound: Function, *arguments: Any) -> Any:
-        codes, widths = sound(*arguments)
+    def function(original: Function, *arguments: Any) -> Any:
+        codes, widths = original(*arguments)
         return [codes, widths * 256 / 255]
 
     return module(target, "quantizer", "quantize", function)
@@ -116,8 +116,8 @@ def quantizer_truncates(target: Target) -> Target:
 def nibbles_swapped(target: Target) -> Target:
     """The first of two values is looked for in the low half of the byte."""
 
-    def function(sound: Function, codes: Tensor, *rest: Any) -> Any:
-        return sound((codes << 4) | (codes >> 4), *rest)
+    def function(original: Function, codes: Tensor, *rest: Any) -> Any:
+        return original((codes << 4) | (codes >> 4), *rest)
 
     return module(target, "quantizer", "dequantize_int4_to_half_experimental", function)
 
@@ -125,16 +125,16 @@ def nibbles_swapped(target: Target) -> Target:
 @mutant("module.tokens_not_sorted", "O7.1", "ops", only="/sample_tokens")
 def tokens_not_sorted(target: Target) -> Target:
     """token_sort_ leaves the indices as they were drawn."""
-    return module(target, "random_ltd", "token_sort_", lambda sound, indices, length: indices)
+    return module(target, "random_ltd", "token_sort_", lambda original, indices, length: indices)
 
 
 @mutant("module.tokens_added", "O7.1", "ops", only="/GatherTokens")
 def tokens_added(target: Target) -> Target:
     """token_scatter_ adds where it should overwrite."""
 
-    def function(sound: Function, everything: Tensor, *rest: Any) -> Tensor:
+    def function(original: Function, everything: Tensor, *rest: Any) -> Tensor:
         before = everything.clone()
-        written: Tensor = sound(everything, *rest)
+        written: Tensor = original(everything, *rest)
         return written.add_(before * (written != before))
 
     return module(target, "random_ltd", "token_scatter_", function)
@@ -144,8 +144,8 @@ def tokens_added(target: Target) -> Target:
 def nhwc_other_forgotten(target: Target) -> Target:
     """nhwc_bias_add_bias_add forgets the second bias."""
 
-    def function(sound: Function, x: Tensor, bias: Tensor, other: Tensor, other_bias: Tensor) -> Any:
-        return sound(x, bias, other, torch.zeros_like(other_bias))
+    def function(original: Function, x: Tensor, bias: Tensor, other: Tensor, other_bias: Tensor) -> Any:
+        return original(x, bias, other, torch.zeros_like(other_bias))
 
     return module(target, "spatial_inference", "nhwc_bias_add_bias_add", function)
 
@@ -153,7 +153,7 @@ def nhwc_other_forgotten(target: Target) -> Target:
 @mutant("module.bytes_copied", "O7.1", "ops", only="/cast_to_byte_tensor")
 def bytes_copied(target: Target) -> Target:
     """cast_to_byte_tensor gives a copy, which does not follow the tensor."""
-    return module(target, "utils", "cast_to_byte_tensor", lambda sound, tensor: sound(tensor).clone())
+    return module(target, "utils", "cast_to_byte_tensor", lambda original, tensor: original(tensor).clone())
 
 
 # ---- inference -------------------------------------------------------------------------------------------------------
@@ -177,8 +177,8 @@ def moe_returned_only(target: Target) -> Target:
 def gelu_for_relu(target: Target) -> Target:
     """mlp_gemm is GELU whatever activation it is asked for, as with DeepSpeed's own fallback."""
 
-    def function(sound: Function, *arguments: Any) -> Any:
-        return sound(*arguments[:14], 1, *arguments[15:])
+    def function(original: Function, *arguments: Any) -> Any:
+        return original(*arguments[:14], 1, *arguments[15:])
 
     return _inference(target, "mlp_gemm_fp32", function)
 
@@ -187,8 +187,8 @@ def gelu_for_relu(target: Target) -> Target:
 def norm_without_bias(target: Target) -> Target:
     """qkv_gemm normalizes without the shift."""
 
-    def function(sound: Function, *arguments: Any) -> Any:
-        return sound(*arguments[:5], torch.zeros_like(arguments[5]), *arguments[6:])
+    def function(original: Function, *arguments: Any) -> Any:
+        return original(*arguments[:5], torch.zeros_like(arguments[5]), *arguments[6:])
 
     return _inference(target, "qkv_gemm_fp32", function)
 
@@ -197,9 +197,9 @@ def norm_without_bias(target: Target) -> Target:
 def cache_not_remembered(target: Target) -> Target:
     """Every call of softmax_context starts the cache anew."""
 
-    def function(sound: Function, *arguments: Any) -> Any:
+    def function(original: Function, *arguments: Any) -> Any:
         importlib.import_module("ds_plugin_sdk.integrations.deepspeed.modules.transformer_inference").reset_cache()
-        return sound(*arguments)
+        return original(*arguments)
 
     return _inference(target, "softmax_context_fp32", function)
 
@@ -208,8 +208,8 @@ def cache_not_remembered(target: Target) -> Target:
 def weights_not_transposed(target: Target) -> Target:
     """linear_layer takes [out, in] weights for [in, out]."""
 
-    def function(sound: Function, *arguments: Any) -> Any:
-        return sound(*arguments[:6], False, *arguments[7:])
+    def function(original: Function, *arguments: Any) -> Any:
+        return original(*arguments[:6], False, *arguments[7:])
 
     return _inference(target, "linear_layer_fp32", function)
 
@@ -217,16 +217,16 @@ def weights_not_transposed(target: Target) -> Target:
 @mutant("module.cache_never_reset", "O7.1", "ops", only="/SoftmaxContextOp")
 def cache_never_reset(target: Target) -> Target:
     """reset_cache forgets nothing."""
-    return _inference(target, "reset_cache", lambda sound: None)
+    return _inference(target, "reset_cache", lambda original: None)
 
 
 @mutant("module.int8_scales_ignored", "O7.1", "ops", only="/VectorMatMulOp")
 def int8_scales_ignored(target: Target) -> Target:
     """vector_matmul_int8 gives every part of the weights the first part's scale."""
 
-    def function(sound: Function, *arguments: Any) -> Any:
+    def function(original: Function, *arguments: Any) -> Any:
         scale = arguments[3]
-        return sound(*arguments[:3], scale[:1].expand_as(scale), *arguments[4:])
+        return original(*arguments[:3], scale[:1].expand_as(scale), *arguments[4:])
 
     return _inference(target, "vector_matmul_int8", function)
 
@@ -234,4 +234,4 @@ def int8_scales_ignored(target: Target) -> Target:
 @mutant("module.rotary_starts_at_zero", "O7.1", "ops", only="/apply_rotary_pos_emb")
 def rotary_starts_at_zero(target: Target) -> Target:
     """apply_rotary_pos_emb takes the first token for the first of its sequence."""
-    return _inference(target, "apply_rotary_pos_emb", lambda sound, *a: sound(*a[:3], 0, *a[4:]))
+    return _inference(target, "apply_rotary_pos_emb", lambda original, *a: original(*a[:3], 0, *a[4:]))

@@ -42,15 +42,15 @@ class Hunt:
 
 
 def hunt(mutants: Sequence[Mutant], jobs: int, tell: Callable[[Hunt], None]) -> list[Hunt]:
-    """Try each mutant, `jobs` at a time, and `tell` of each when it ends; then the killers on sound targets."""
+    """Try each mutant, `jobs` at a time, and `tell` of each at its end; then its killers without a defect."""
     found: list[Hunt] = []
     with ThreadPoolExecutor(jobs) as pool:
         for each in pool.map(_hunt, mutants):
             tell(each)
             found.append(each)
         targets = dict.fromkeys(each.mutant.target for each in found)
-        sound = dict(zip(targets, pool.map(lambda target: _failing(target, found), targets), strict=True))
-    return [_proven(each, sound[each.mutant.target]) for each in found]
+        unchanged = dict(zip(targets, pool.map(lambda target: _failing(target, found), targets), strict=True))
+    return [_proven(each, unchanged[each.mutant.target]) for each in found]
 
 
 def idle(checks: Iterable[str], hunts: Sequence[Hunt]) -> list[str]:

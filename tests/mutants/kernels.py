@@ -1,4 +1,4 @@
-"""How a defective kernel takes the place of a sound one."""
+"""How a defective kernel takes the place of a correct one."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def kernel(target: Target, op: str, function: Kernel) -> Target:
     """Register a defective kernel for the target's device over the one that is there.
 
     Args:
-        function: ``function(sound, *arguments)``, the arguments in the schema's order; ``sound(*arguments)`` computes
+        function: ``function(original, *arguments)``, arguments in the schema's order; ``original(*arguments)`` computes
             what is right.
     """
     info = op_info.find(op)
     op_builder.load_family(info.family, target.device_type)
-    sound = getattr(torch.ops.ds_plugin_reference, op).default
-    _register("ds_plugin", op, lambda *arguments: function(sound, *arguments))
+    original = getattr(torch.ops.ds_plugin_reference, op).default
+    _register("ds_plugin", op, lambda *arguments: function(original, *arguments))
     return target
 
 
@@ -37,8 +37,8 @@ def reference_kernel(target: Target, op: str, function: Kernel) -> Target:
     assert op_info.find(op)  # whose module defines the op
     overload = getattr(torch.ops.ds_plugin_reference, op).default
     # The reference itself, below the registration that is to hide it.
-    sound = functools.partial(overload._op_dk, torch._C.DispatchKey.CompositeExplicitAutograd)
-    _register("ds_plugin_reference", op, lambda *arguments: function(sound, *arguments))
+    original = functools.partial(overload._op_dk, torch._C.DispatchKey.CompositeExplicitAutograd)
+    _register("ds_plugin_reference", op, lambda *arguments: function(original, *arguments))
     return target
 
 

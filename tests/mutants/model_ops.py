@@ -16,28 +16,28 @@ from mutants.mutant import mutant
 @mutant("lamb.ratio_not_clamped", "O1.1", "ops", only="lamb_/")
 def lamb_not_clamped(target: Target) -> Target:
     """LAMB's trust ratio has no upper bound."""
-    return kernel(target, "lamb_", lambda sound, *a: sound(*a[:12], 1e30, *a[13:]))
+    return kernel(target, "lamb_", lambda original, *a: original(*a[:12], 1e30, *a[13:]))
 
 
 @mutant("lamb.no_decay_in_update", "O1.1", "ops", only="lamb_/")
 def lamb_no_decay(target: Target) -> Target:
     """LAMB's update lacks the weight decay."""
-    return kernel(target, "lamb_", lambda sound, *a: sound(*a[:10], 0.0, *a[11:]))
+    return kernel(target, "lamb_", lambda original, *a: original(*a[:10], 0.0, *a[11:]))
 
 
 @mutant("lamb.gradients_not_unscaled", "O1.1", "ops", only="lamb_/")
 def lamb_not_unscaled(target: Target) -> Target:
     """LAMB takes scaled gradients as they are."""
-    return kernel(target, "lamb_", lambda sound, *a: sound(*a[:13], 1.0, *a[14:]))
+    return kernel(target, "lamb_", lambda original, *a: original(*a[:13], 1.0, *a[14:]))
 
 
 @mutant("lamb.copies_of_the_old", "O1.1", "ops", only="lamb_/")
 def lamb_copies_old(target: Target) -> Target:
     """LAMB writes the low-precision copies before the step."""
 
-    def function(sound: Kernel, *arguments: Any) -> Tensor:
+    def function(original: Kernel, *arguments: Any) -> Tensor:
         old = [p.clone() for p in arguments[0]]
-        ratios: Tensor = sound(*arguments)
+        ratios: Tensor = original(*arguments)
         for copy, p in zip(arguments[4], old, strict=False):
             copy.copy_(p)
         return ratios
@@ -49,16 +49,16 @@ def lamb_copies_old(target: Target) -> Target:
 @mutant("norm.missing_eps", "O1.1", "ops", only="/rms_norm/")
 def norm_missing_eps(target: Target) -> Target:
     """RMS norm divides by the root alone: zero by zero in a row of zeros."""
-    return kernel(target, "rms_norm", lambda sound, x, weight, eps: sound(x, weight, 0.0))
+    return kernel(target, "rms_norm", lambda original, x, weight, eps: original(x, weight, 0.0))
 
 
 @mutant("norm.unbiased_variance", "O1.1", "ops", only="/layer_norm/")
 def norm_unbiased(target: Target) -> Target:
     """Layer norm divides the squares by one less than there are."""
 
-    def function(sound: Kernel, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    def function(original: Kernel, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         columns = max(x.shape[-1], 2)
-        normed: Tensor = sound(x, weight, torch.zeros_like(bias), eps)
+        normed: Tensor = original(x, weight, torch.zeros_like(bias), eps)
         return normed * float(((columns - 1) / columns) ** 0.5) + bias
 
     return kernel(target, "layer_norm", function)
@@ -68,8 +68,8 @@ def norm_unbiased(target: Target) -> Target:
 def norm_in_bfloat16(target: Target) -> Target:
     """Layer norm of float32 rows computes in bfloat16."""
 
-    def function(sound: Kernel, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-        low: Tensor = sound(x.bfloat16(), weight.bfloat16(), bias.bfloat16(), eps)
+    def function(original: Kernel, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        low: Tensor = original(x.bfloat16(), weight.bfloat16(), bias.bfloat16(), eps)
         return low.to(x.dtype)
 
     return kernel(target, "layer_norm", function)
@@ -79,8 +79,8 @@ def norm_in_bfloat16(target: Target) -> Target:
 def norm_sum_not_returned(target: Target) -> Target:
     """The norm with residual hands on the old residual."""
 
-    def function(sound: Kernel, x: Tensor, residual: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-        normed, _ = sound(x, residual, *rest)
+    def function(original: Kernel, x: Tensor, residual: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        normed, _ = original(x, residual, *rest)
         return normed, residual.clone()
 
     return kernel(target, "pre_rms_norm", function)
@@ -90,7 +90,7 @@ def norm_sum_not_returned(target: Target) -> Target:
 def norm_residual_forgotten(target: Target) -> Target:
     """The norm of a sum normalizes one summand."""
     return kernel(
-        target, "post_layer_norm", lambda sound, x, residual, *rest: sound(x, torch.zeros_like(residual), *rest)
+        target, "post_layer_norm", lambda original, x, residual, *rest: original(x, torch.zeros_like(residual), *rest)
     )
 
 
@@ -98,27 +98,27 @@ def norm_residual_forgotten(target: Target) -> Target:
 @mutant("softmax.mask_ignored", "O1.1", "ops", only="/softmax/")
 def softmax_mask_ignored(target: Target) -> Target:
     """Padding takes part in the softmax."""
-    return kernel(target, "softmax", lambda sound, scores, mask, *rest: sound(scores, None, *rest))
+    return kernel(target, "softmax", lambda original, scores, mask, *rest: original(scores, None, *rest))
 
 
 @mutant("softmax.sees_the_next_token", "O1.1", "ops", only="/softmax/")
 def softmax_sees_ahead(target: Target) -> Target:
     """Nothing is hidden from a causal softmax."""
-    return kernel(target, "softmax", lambda sound, *a: sound(*a[:4], False, a[5]))
+    return kernel(target, "softmax", lambda original, *a: original(*a[:4], False, a[5]))
 
 
 @mutant("softmax.window_off_by_one", "O1.1", "ops", only="/softmax/")
 def softmax_window(target: Target) -> Target:
     """A local window is one token wider."""
-    return kernel(target, "softmax", lambda sound, *a: sound(*a[:5], a[5] + 1 if a[5] else 0))
+    return kernel(target, "softmax", lambda original, *a: original(*a[:5], a[5] + 1 if a[5] else 0))
 
 
 @mutant("softmax.no_maximum", "O1.1", "ops", only="/softmax/")
 def softmax_no_maximum(target: Target) -> Target:
     """The exponentials of large scores overflow, because the largest was not subtracted."""
 
-    def function(sound: Kernel, scores: Tensor, mask: Any, alibi: Any, scale: float, *rest: Any) -> Tensor:
-        weights: Tensor = sound(scores, mask, alibi, scale, *rest)
+    def function(original: Kernel, scores: Tensor, mask: Any, alibi: Any, scale: float, *rest: Any) -> Tensor:
+        weights: Tensor = original(scores, mask, alibi, scale, *rest)
         overflows = torch.exp(scores.float() * scale).isinf().any(dim=-1, keepdim=True)
         return weights.masked_fill(overflows, float("nan"))
 
@@ -128,20 +128,22 @@ def softmax_no_maximum(target: Target) -> Target:
 @mutant("softmax.in_place_on_a_copy", "O2.1", "ops", only="softmax_")
 def softmax_on_copy(target: Target) -> Target:
     """The softmax in place leaves the scores as they were."""
-    return kernel(target, "softmax_", lambda sound, scores, *rest: sound(scores.clone(), *rest))
+    return kernel(target, "softmax_", lambda original, scores, *rest: original(scores.clone(), *rest))
 
 
 # ---- activations, rotary embedding, residuals ------------------------------------------------------------------------
 @mutant("activation.bias_ignored", "O1.1", "ops", only="/bias_activation/")
 def bias_ignored(target: Target) -> Target:
     """The activation forgets the bias."""
-    return kernel(target, "bias_activation", lambda sound, x, bias, code: sound(x, None, code))
+    return kernel(target, "bias_activation", lambda original, x, bias, code: original(x, None, code))
 
 
 @mutant("activation.other_gelu", "O1.1", "ops", only="/bias_activation/")
 def other_gelu(target: Target) -> Target:
     """GELU by tanh where that by the error function is asked for."""
-    return kernel(target, "bias_activation", lambda sound, x, bias, code: sound(x, bias, 3 if code == 2 else code))
+    return kernel(
+        target, "bias_activation", lambda original, x, bias, code: original(x, bias, 3 if code == 2 else code)
+    )
 
 
 @mutant("activation.halves_swapped", "O1.1", "ops", only="/gated_activation/")
@@ -154,34 +156,34 @@ def halves_swapped(target: Target) -> Target:
     return kernel(
         target,
         "gated_activation",
-        lambda sound, x, bias, code: sound(swap(x), None if bias is None else swap(bias), code),
+        lambda original, x, bias, code: original(swap(x), None if bias is None else swap(bias), code),
     )
 
 
 @mutant("rotary.other_layout", "O1.1", "ops", only="/rotary/")
 def rotary_layout(target: Target) -> Target:
     """Neighbours are turned where halves should be, and the other way round."""
-    return kernel(target, "rotary", lambda sound, x, cos, sin, interleaved: sound(x, cos, sin, not interleaved))
+    return kernel(target, "rotary", lambda original, x, cos, sin, interleaved: original(x, cos, sin, not interleaved))
 
 
 @mutant("rotary.other_way_round", "O1.1", "ops", only="/rotary/")
 def rotary_direction(target: Target) -> Target:
     """Pairs are turned backwards."""
-    return kernel(target, "rotary", lambda sound, x, cos, sin, interleaved: sound(x, cos, -sin, interleaved))
+    return kernel(target, "rotary", lambda original, x, cos, sin, interleaved: original(x, cos, -sin, interleaved))
 
 
 @mutant("residual.scale_forgotten", "O1.1", "ops", only="/residual_add_bias_/")
 def residual_scale(target: Target) -> Target:
     """The residual is added whole on each of several ranks."""
-    return kernel(target, "residual_add_bias_", lambda sound, *a: sound(*a[:5], 1.0, a[6]))
+    return kernel(target, "residual_add_bias_", lambda original, *a: original(*a[:5], 1.0, a[6]))
 
 
 @mutant("residual.coefficients_swapped", "O1.1", "ops", only="/moe_res_matmul_/")
 def coefficients_swapped(target: Target) -> Target:
     """The output's coefficients go to the residual."""
 
-    def function(sound: Kernel, output: Tensor, residual: Tensor, coefficients: Tensor) -> None:
-        sound(output, residual, torch.cat(coefficients.chunk(2)[::-1]))
+    def function(original: Kernel, output: Tensor, residual: Tensor, coefficients: Tensor) -> None:
+        original(output, residual, torch.cat(coefficients.chunk(2)[::-1]))
 
     return kernel(target, "moe_res_matmul_", function)
 
@@ -191,14 +193,14 @@ def coefficients_swapped(target: Target) -> Target:
 def cache_off_by_one(target: Target) -> Target:
     """The newest token is not attended to."""
 
-    def function(sound: Kernel, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
+    def function(original: Kernel, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
         _, _, past, *options = rest
-        result: Tensor = sound(q, k, v, *rest)
+        result: Tensor = original(q, k, v, *rest)
         if past == 0 or q.shape[-2] != 1:
             return result
         stale_k, stale_v = (cache[:, :, past - 1 : past].clone() for cache in rest[:2])
         caches = (cache.clone() for cache in rest[:2])
-        stale: Tensor = sound(q, stale_k, stale_v, *caches, past, *options)
+        stale: Tensor = original(q, stale_k, stale_v, *caches, past, *options)
         return stale
 
     return kernel(target, "cached_attention", function)
@@ -207,35 +209,35 @@ def cache_off_by_one(target: Target) -> Target:
 @mutant("attention.not_scaled", "O1.1", "ops", only="/cached_attention/")
 def attention_not_scaled(target: Target) -> Target:
     """Scores are not divided by the root of the width."""
-    return kernel(target, "cached_attention", lambda sound, *a: sound(*a[:6], 1.0, *a[7:]))
+    return kernel(target, "cached_attention", lambda original, *a: original(*a[:6], 1.0, *a[7:]))
 
 
 @mutant("attention.padding_attended", "O1.1", "ops", only="/cached_attention/")
 def attention_padding(target: Target) -> Target:
     """The mask of padded prompts is ignored."""
-    return kernel(target, "cached_attention", lambda sound, *a: sound(*a[:7], None, *a[8:]))
+    return kernel(target, "cached_attention", lambda original, *a: original(*a[:7], None, *a[8:]))
 
 
 @mutant("attention.cache_not_written", "O2.1", "ops", only="cached_attention")
 def cache_not_written(target: Target) -> Target:
     """New keys and values are used once, and not kept."""
-    return kernel(target, "cached_attention", lambda sound, *a: sound(*a[:3], a[3].clone(), a[4].clone(), *a[5:]))
+    return kernel(target, "cached_attention", lambda original, *a: original(*a[:3], a[3].clone(), a[4].clone(), *a[5:]))
 
 
 @mutant("linear.bias_ignored", "O1.1", "ops", only="/linear/")
 def linear_bias(target: Target) -> Target:
     """A linear layer forgets its bias."""
-    return kernel(target, "linear", lambda sound, x, weight, bias, *rest: sound(x, weight, None, *rest))
+    return kernel(target, "linear", lambda original, x, weight, bias, *rest: original(x, weight, None, *rest))
 
 
 @mutant("linear.one_scale_a_row", "O1.1", "ops", only="/linear/")
 def linear_scales(target: Target) -> Target:
     """All groups of an int8 row have the scale of the first."""
 
-    def function(sound: Kernel, x: Tensor, weight: Tensor, bias: Any, scales: Tensor | None, *rest: Any) -> Any:
+    def function(original: Kernel, x: Tensor, weight: Tensor, bias: Any, scales: Tensor | None, *rest: Any) -> Any:
         if scales is not None:
             scales = scales[:, :1].expand_as(scales).contiguous()
-        return sound(x, weight, bias, scales, *rest)
+        return original(x, weight, bias, scales, *rest)
 
     return kernel(target, "linear", function)
 
@@ -245,8 +247,8 @@ def linear_scales(target: Target) -> Target:
 def dropout_mask_reused(target: Target) -> Target:
     """Every call drops the same elements, whatever the seed."""
 
-    def function(sound: Kernel, scores: Tensor, mask: Any, scale: float, seed: Tensor | None, p: float) -> Any:
-        return sound(scores, mask, scale, None if seed is None else torch.zeros_like(seed), p)
+    def function(original: Kernel, scores: Tensor, mask: Any, scale: float, seed: Tensor | None, p: float) -> Any:
+        return original(scores, mask, scale, None if seed is None else torch.zeros_like(seed), p)
 
     return kernel(target, "masked_softmax_dropout", function)
 
@@ -255,8 +257,8 @@ def dropout_mask_reused(target: Target) -> Target:
 def dropout_not_scaled(target: Target) -> Target:
     """What dropout keeps is not made larger."""
 
-    def function(sound: Kernel, x: Tensor, bias: Any, residual: Tensor | None, seed: Any, p: float) -> Tensor:
-        kept: Tensor = sound(x, bias, None, seed, p) * (1 - p)
+    def function(original: Kernel, x: Tensor, bias: Any, residual: Tensor | None, seed: Any, p: float) -> Tensor:
+        kept: Tensor = original(x, bias, None, seed, p) * (1 - p)
         return kept if residual is None else (kept + residual).to(x.dtype)
 
     return kernel(target, "dropout_add", function)
@@ -266,8 +268,8 @@ def dropout_not_scaled(target: Target) -> Target:
 def gradient_other_mask(target: Target) -> Target:
     """The backward pass draws another dropout mask than the forward pass."""
 
-    def function(sound: Kernel, grad: Tensor, seed: Tensor | None, p: float, bias: bool) -> Any:
-        return sound(grad, None if seed is None else seed + 1, p, bias)
+    def function(original: Kernel, grad: Tensor, seed: Tensor | None, p: float, bias: bool) -> Any:
+        return original(grad, None if seed is None else seed + 1, p, bias)
 
     return kernel(target, "dropout_add_backward", function)
 
@@ -276,7 +278,9 @@ def gradient_other_mask(target: Target) -> Target:
 def gradient_scale(target: Target) -> Target:
     """The derivative of a scaled softmax lacks the scale."""
     return kernel(
-        target, "masked_softmax_dropout_backward", lambda sound, g, probs, scale, *rest: sound(g, probs, 1.0, *rest)
+        target,
+        "masked_softmax_dropout_backward",
+        lambda original, g, probs, scale, *rest: original(g, probs, 1.0, *rest),
     )
 
 
@@ -284,8 +288,8 @@ def gradient_scale(target: Target) -> Target:
 def gradient_bias(target: Target) -> Target:
     """The gradient of a bias is that of the first row, not the sum over rows."""
 
-    def function(sound: Kernel, grad: Tensor, x: Tensor, bias: Tensor | None, tanh: bool) -> tuple[Tensor, Tensor]:
-        of_input, of_bias = sound(grad, x, bias, tanh)
+    def function(original: Kernel, grad: Tensor, x: Tensor, bias: Tensor | None, tanh: bool) -> tuple[Tensor, Tensor]:
+        of_input, of_bias = original(grad, x, bias, tanh)
         first = of_input.reshape(-1, of_input.shape[-1])[:1].sum(dim=0).to(of_bias.dtype)
         return of_input, first if of_bias.numel() else of_bias
 
@@ -296,7 +300,7 @@ def gradient_bias(target: Target) -> Target:
 def derivative_other_gelu(target: Target) -> Target:
     """The derivative is that of GELU's other form."""
     return reference_kernel(
-        target, "fused_bias_gelu_backward", lambda sound, g, x, bias, tanh: sound(g, x, bias, not tanh)
+        target, "fused_bias_gelu_backward", lambda original, g, x, bias, tanh: original(g, x, bias, not tanh)
     )
 
 
@@ -305,8 +309,8 @@ def derivative_other_gelu(target: Target) -> Target:
 def quantizer_truncates(target: Target) -> Target:
     """Values between two levels go to the lower one."""
 
-    def function(sound: Kernel, x: Tensor, groups: int, bits: int, symmetric: bool) -> Any:
-        levels, params = sound(x, groups, bits, symmetric)
+    def function(original: Kernel, x: Tensor, groups: int, bits: int, symmetric: bool) -> Any:
+        levels, params = original(x, groups, bits, symmetric)
         if bits != 8 or not symmetric or not x.numel():
             return levels, params
         exact = x.reshape(groups, -1).float() / params[:, :1]
@@ -318,17 +322,17 @@ def quantizer_truncates(target: Target) -> Target:
 @mutant("quantizer.groups_not_swizzled", "O1.1", "ops", only="/swizzle_quantize/")
 def quantizer_not_swizzled(target: Target) -> Target:
     """Groups stay in their order, and reach the wrong ranks."""
-    return kernel(target, "swizzle_quantize", lambda sound, *a: sound(*a[:5], 1, a[5] * a[6]))
+    return kernel(target, "swizzle_quantize", lambda original, *a: original(*a[:5], 1, a[5] * a[6]))
 
 
 @mutant("quantizer.first_rank_only", "O1.1", "ops", only="/quantized_reduce/")
 def quantizer_first_rank(target: Target) -> Target:
     """The reduction gives the first rank's part instead of the sum."""
 
-    def function(sound: Kernel, levels: Tensor, params: Tensor, out: int, devices: int, *rest: Any) -> Any:
+    def function(original: Kernel, levels: Tensor, params: Tensor, out: int, devices: int, *rest: Any) -> Any:
         part = levels.reshape(devices, -1)[:1].expand(devices, -1).clone()
         part[1:] = 0
-        return sound(part.reshape(levels.shape), params, out, devices, *rest)
+        return original(part.reshape(levels.shape), params, out, devices, *rest)
 
     return kernel(target, "quantized_reduce", function)
 

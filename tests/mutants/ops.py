@@ -18,46 +18,46 @@ from mutants.mutant import mutant
 @mutant("adam.no_bias_correction", "O1.1", "ops", only="adam_/")
 def no_bias_correction(target: Target) -> Target:
     """Adam's moments are used without bias correction."""
-    return kernel(target, "adam_", lambda sound, *a: sound(*a[:-1], False))
+    return kernel(target, "adam_", lambda original, *a: original(*a[:-1], False))
 
 
 @mutant("adam.swapped_betas", "O1.1", "ops", only="adam_/")
 def swapped_betas(target: Target) -> Target:
     """Adam's betas change places."""
-    return kernel(target, "adam_", lambda sound, *a: sound(*a[:6], a[7], a[6], *a[8:]))
+    return kernel(target, "adam_", lambda original, *a: original(*a[:6], a[7], a[6], *a[8:]))
 
 
 @mutant("adam.missing_eps", "O1.1", "ops", only="adam_/")
 def missing_eps(target: Target) -> Target:
     """Adam divides by the root alone."""
-    return kernel(target, "adam_", lambda sound, *a: sound(*a[:8], 0.0, *a[9:]))
+    return kernel(target, "adam_", lambda original, *a: original(*a[:8], 0.0, *a[9:]))
 
 
 @mutant("adam.l2_for_decoupled", "O1.1", "ops", only="adam_/")
 def l2_for_decoupled(target: Target) -> Target:
     """AdamW's decay is added to the gradient."""
-    return kernel(target, "adam_", lambda sound, *a: sound(*a[:10], False, a[11]))
+    return kernel(target, "adam_", lambda original, *a: original(*a[:10], False, a[11]))
 
 
 @mutant("adam.no_weight_decay", "O1.1", "ops", only="adam_/")
 def no_weight_decay(target: Target) -> Target:
     """Adam forgets the weight decay."""
-    return kernel(target, "adam_", lambda sound, *a: sound(*a[:9], 0.0, *a[10:]))
+    return kernel(target, "adam_", lambda original, *a: original(*a[:9], 0.0, *a[10:]))
 
 
 @mutant("adam.step_off_by_one", "O1.1", "ops", only="adam_/")
 def step_off_by_one(target: Target) -> Target:
     """Adam corrects the bias of the step after this one."""
-    return kernel(target, "adam_", lambda sound, *a: sound(*a[:4], [step + 1 for step in a[4]], *a[5:]))
+    return kernel(target, "adam_", lambda original, *a: original(*a[:4], [step + 1 for step in a[4]], *a[5:]))
 
 
 @mutant("adam.dropped_tail", "O1.1", "ops", only="adam_/")
 def dropped_tail(target: Target) -> Target:
     """The last element of a tensor that no vector width divides is not updated."""
 
-    def function(sound: Kernel, params: list[Tensor], *rest: Any) -> None:
+    def function(original: Kernel, params: list[Tensor], *rest: Any) -> None:
         kept = [(p, p.flatten()[-1].clone()) for p in params if p.numel() % 16 == 1]
-        sound(params, *rest)
+        original(params, *rest)
         for p, last in kept:
             p.view(-1)[-1] = last
 
@@ -67,15 +67,15 @@ def dropped_tail(target: Target) -> Target:
 @mutant("adam.dropped_tensor", "O1.1", "ops", only="adam_/")
 def dropped_tensor(target: Target) -> Target:
     """The last tensor of a list is not updated."""
-    return kernel(target, "adam_", lambda sound, *a: sound(*(each[:-1] for each in a[:4]), *a[4:]))
+    return kernel(target, "adam_", lambda original, *a: original(*(each[:-1] for each in a[:4]), *a[4:]))
 
 
 @mutant("adam.states_through_bfloat16", "O1.1", "ops", only="adam_/")
 def states_through_bfloat16(target: Target) -> Target:
     """Moments in float32 are kept to the digits of bfloat16."""
 
-    def function(sound: Kernel, *arguments: Any) -> None:
-        sound(*arguments)
+    def function(original: Kernel, *arguments: Any) -> None:
+        original(*arguments)
         for state in (*arguments[2], *arguments[3]):
             state.copy_(state.bfloat16())
 
@@ -85,27 +85,29 @@ def states_through_bfloat16(target: Target) -> Target:
 @mutant("adam.rollback_forgets_decay", "O1.1", "ops", only="adam_rollback_/")
 def rollback_forgets_decay(target: Target) -> Target:
     """A rolled back AdamW step keeps what the decay took."""
-    return kernel(target, "adam_rollback_", lambda sound, *a: sound(*a[:9], 0.0, *a[10:]))
+    return kernel(target, "adam_rollback_", lambda original, *a: original(*a[:9], 0.0, *a[10:]))
 
 
 # ---- numbers: Adagrad and Lion ---------------------------------------------------------------------------------------
 @mutant("adagrad.eps_in_the_root", "O1.1", "ops", only="adagrad_/")
 def eps_in_the_root(target: Target) -> Target:
     """Adagrad divides by the root of sum and eps: zero by zero where nothing has happened yet."""
-    return kernel(target, "adagrad_", lambda sound, *a: sound(*a[:4], 0.0, *a[5:]))
+    return kernel(target, "adagrad_", lambda original, *a: original(*a[:4], 0.0, *a[5:]))
 
 
 @mutant("lion.sign_of_gradient", "O1.1", "ops", only="lion_/")
 def sign_of_gradient(target: Target) -> Target:
     """Lion goes by the gradient's sign, not by that of its average with the moment."""
-    return kernel(target, "lion_", lambda sound, *a: sound(*a[:4], 0.0, *a[5:]))
+    return kernel(target, "lion_", lambda original, *a: original(*a[:4], 0.0, *a[5:]))
 
 
 # ---- layouts, emptiness, values that are not finite ------------------------------------------------------------------
 @mutant("layout.no_write_back", "O1.2", "ops", only="adam_/")
 def no_write_back(target: Target) -> Target:
     """Tensors with gaps are copied to contiguous ones, and never copied back."""
-    return kernel(target, "adam_", lambda sound, *a: sound(*([t.contiguous() for t in each] for each in a[:4]), *a[4:]))
+    return kernel(
+        target, "adam_", lambda original, *a: original(*([t.contiguous() for t in each] for each in a[:4]), *a[4:])
+    )
 
 
 @mutant("layout.gaps_read", "O1.2", "ops", only="lion_/")
@@ -115,17 +117,17 @@ def gaps_read(target: Target) -> Target:
     def dense(tensor: Tensor) -> Tensor:
         return torch.as_strided(tensor, tensor.shape, torch.empty(tensor.shape, device="meta").stride())
 
-    return kernel(target, "lion_", lambda sound, p, g, *rest: sound(p, [dense(t) for t in g], *rest))
+    return kernel(target, "lion_", lambda original, p, g, *rest: original(p, [dense(t) for t in g], *rest))
 
 
-@mutant("empty.refused", "O1.3", "ops", only="adagrad_/")
-def empty_refused(target: Target) -> Target:
+@mutant("empty.rejected", "O1.3", "ops", only="adagrad_/")
+def empty_rejected(target: Target) -> Target:
     """A tensor without elements is an error."""
 
-    def function(sound: Kernel, params: list[Tensor], *rest: Any) -> None:
+    def function(original: Kernel, params: list[Tensor], *rest: Any) -> None:
         if any(p.numel() == 0 for p in params):
             raise RuntimeError("invalid configuration argument")
-        sound(params, *rest)
+        original(params, *rest)
 
     return kernel(target, "adagrad_", function)
 
@@ -133,21 +135,21 @@ def empty_refused(target: Target) -> Target:
 @mutant("nan.swallowed", "O1.4", "ops", only="adam_/")
 def nan_swallowed(target: Target) -> Target:
     """A NaN in a gradient counts as zero."""
-    return kernel(target, "adam_", lambda sound, p, g, *rest: sound(p, [t.nan_to_num(0.0) for t in g], *rest))
+    return kernel(target, "adam_", lambda original, p, g, *rest: original(p, [t.nan_to_num(0.0) for t in g], *rest))
 
 
 @mutant("inf.clamped", "O1.4", "ops", only="lion_/")
 def inf_clamped(target: Target) -> Target:
     """An infinite gradient counts as a very large one."""
-    return kernel(target, "lion_", lambda sound, p, g, *rest: sound(p, [t.clamp(-1e4, 1e4) for t in g], *rest))
+    return kernel(target, "lion_", lambda original, p, g, *rest: original(p, [t.clamp(-1e4, 1e4) for t in g], *rest))
 
 
 @mutant("noise.in_the_last_place", "O1.5", "ops", only="lion_")
 def noise_in_the_last_place(target: Target) -> Target:
     """Two calls differ in the last digits, as with sums in the order in which threads come."""
 
-    def function(sound: Kernel, params: list[Tensor], *rest: Any) -> None:
-        sound(params, *rest)
+    def function(original: Kernel, params: list[Tensor], *rest: Any) -> None:
+        original(params, *rest)
         for p in params:
             p.mul_(1 + torch.randint(-1, 2, p.shape) * 2e-7)
 
@@ -158,15 +160,17 @@ def noise_in_the_last_place(target: Target) -> Target:
 @mutant("touch.works_on_copies", "O2.1", "ops", only="adagrad_")
 def works_on_copies(target: Target) -> Target:
     """The step is done on copies, and the caller's tensors stay as they were."""
-    return kernel(target, "adagrad_", lambda sound, *a: sound(*([t.clone() for t in each] for each in a[:3]), *a[3:]))
+    return kernel(
+        target, "adagrad_", lambda original, *a: original(*([t.clone() for t in each] for each in a[:3]), *a[3:])
+    )
 
 
 @mutant("touch.clears_gradients", "O2.2", "ops", only="adam_")
 def clears_gradients(target: Target) -> Target:
     """The gradients are zero after the step."""
 
-    def function(sound: Kernel, *arguments: Any) -> None:
-        sound(*arguments)
+    def function(original: Kernel, *arguments: Any) -> None:
+        original(*arguments)
         for gradient in arguments[1]:
             gradient.zero_()
 
@@ -177,15 +181,15 @@ def clears_gradients(target: Target) -> Target:
 def decays_gradients(target: Target) -> Target:
     """The decay is added to the caller's gradient."""
 
-    def function(sound: Kernel, params: list[Tensor], grads: list[Tensor], *rest: Any) -> None:
+    def function(original: Kernel, params: list[Tensor], grads: list[Tensor], *rest: Any) -> None:
         for p, g in zip(params, grads, strict=True):
             g.add_(p, alpha=0.1)
-        sound(params, grads, *rest)
+        original(params, grads, *rest)
 
     return kernel(target, "adagrad_", function)
 
 
-# ---- what an op refuses ----------------------------------------------------------------------------------------------
+# ---- what an op rejects ----------------------------------------------------------------------------------------------
 def _lion_unchecked(_: Kernel, params: list[Tensor], *rest: Any) -> None:
     """Lion as a kernel that trusts its caller: as many elements as the first tensor has, whatever the others are."""
     grads, moments, lr, beta1, beta2, decay = rest
@@ -197,52 +201,52 @@ def _lion_unchecked(_: Kernel, params: list[Tensor], *rest: Any) -> None:
         m.view(-1)[:count] = (beta2 * moment + (1 - beta2) * grad).to(m.dtype)
 
 
-@mutant("refuse.no_dtype", "O3.1", "ops", only="lion_")
-def no_dtype_refused(target: Target) -> Target:
+@mutant("reject.no_dtype", "O3.1", "ops", only="lion_")
+def no_dtype_rejected(target: Target) -> Target:
     """Integers are taken for gradients."""
     return kernel(target, "lion_", _lion_unchecked)
 
 
-@mutant("refuse.no_shape", "O3.2", "ops", only="lion_")
-def no_shape_refused(target: Target) -> Target:
+@mutant("reject.no_shape", "O3.2", "ops", only="lion_")
+def no_shape_rejected(target: Target) -> Target:
     """A gradient of another shape is taken."""
     return kernel(target, "lion_", _lion_unchecked)
 
 
-@mutant("refuse.after_writing", "O3.2", "ops", only="adam_")
-def refused_after_writing(target: Target) -> Target:
+@mutant("reject.after_writing", "O3.2", "ops", only="adam_")
+def rejected_after_writing(target: Target) -> Target:
     """The last tensor is found wrong when the others have been written."""
 
-    def function(sound: Kernel, *arguments: Any) -> None:
-        sound(*(each[:-1] for each in arguments[:4]), *arguments[4:])
-        sound(*arguments)
+    def function(original: Kernel, *arguments: Any) -> None:
+        original(*(each[:-1] for each in arguments[:4]), *arguments[4:])
+        original(*arguments)
 
     return kernel(target, "adam_", function)
 
 
-@mutant("refuse.other_error", "O3.1", "ops", only="adagrad_")
-def refused_by_another_error(target: Target) -> Target:
-    """What cannot be worked on is refused without saying which argument and why."""
+@mutant("reject.other_error", "O3.1", "ops", only="adagrad_")
+def rejected_by_another_error(target: Target) -> Target:
+    """What cannot be worked on is rejected without saying which argument and why."""
 
-    def function(sound: Kernel, *arguments: Any) -> None:
+    def function(original: Kernel, *arguments: Any) -> None:
         try:
-            sound(*arguments)
+            original(*arguments)
         except ValueError as error:
             raise RuntimeError("unsupported") from error
 
     return kernel(target, "adagrad_", function)
 
 
-@mutant("refuse.no_device", "O3.3", "ops", only="lion_")
-def no_device_refused(target: Target) -> Target:
+@mutant("reject.no_device", "O3.3", "ops", only="lion_")
+def no_device_rejected(target: Target) -> Target:
     """Where tensors are is not looked at."""
     return fake(target, "lion_", lambda *arguments: None)
 
 
-@mutant("refuse.no_overlap", "O3.4", "ops", only="lion_")
-def no_overlap_refused(target: Target) -> Target:
+@mutant("reject.no_overlap", "O3.4", "ops", only="lion_")
+def no_overlap_rejected(target: Target) -> Target:
     """An expanded tensor is written."""
-    return kernel(target, "lion_", lambda sound, p, *rest: sound([t.clone() for t in p], *rest))
+    return kernel(target, "lion_", lambda original, p, *rest: original([t.clone() for t in p], *rest))
 
 
 # ---- what is native --------------------------------------------------------------------------------------------------

@@ -16,35 +16,35 @@ from mutants.mutant import SIMULATED, mutant, override
 def _adam(
     name: str, clause: str, description: str, wrong: Callable[..., Any], *, only: str, target: str = "cpu"
 ) -> None:
-    """Declare a mutant whose Adam is `wrong(sound, *arguments)`."""
+    """Declare a mutant whose Adam is `wrong(original, *arguments)`."""
 
-    def install(sound: Target) -> Target:
-        return kernel(sound, "adam_", wrong)
+    def install(original: Target) -> Target:
+        return kernel(original, "adam_", wrong)
 
     install.__doc__ = description
     mutant(f"training.{name}", clause, "training", target=target, only=only)(install)
 
 
 # adam_(params, grads, first moments, second moments, steps, lr, beta1, beta2, eps, weight decay, ...)
-def _first_step(sound: Callable[..., Any], *a: Any) -> Any:
-    return sound(*a[:4], [1] * len(a[4]), *a[5:])
+def _first_step(original: Callable[..., Any], *a: Any) -> Any:
+    return original(*a[:4], [1] * len(a[4]), *a[5:])
 
 
-def _no_correction(sound: Callable[..., Any], *a: Any) -> Any:
-    return sound(*a[:-1], False)
+def _no_correction(original: Callable[..., Any], *a: Any) -> Any:
+    return original(*a[:-1], False)
 
 
-def _half_rate(sound: Callable[..., Any], *a: Any) -> Any:
-    return sound(*a[:5], a[5] / 2, *a[6:])
+def _half_rate(original: Callable[..., Any], *a: Any) -> Any:
+    return original(*a[:5], a[5] / 2, *a[6:])
 
 
-def _swapped_betas(sound: Callable[..., Any], *a: Any) -> Any:
-    return sound(*a[:6], a[7], a[6], *a[8:])
+def _swapped_betas(original: Callable[..., Any], *a: Any) -> Any:
+    return original(*a[:6], a[7], a[6], *a[8:])
 
 
-def _own_count(sound: Callable[..., Any], *a: Any) -> Any:
+def _own_count(original: Callable[..., Any], *a: Any) -> Any:
     _calls.append(1)
-    return sound(*a[:4], [len(_calls)] * len(a[4]), *a[5:])
+    return original(*a[:4], [len(_calls)] * len(a[4]), *a[5:])
 
 
 _calls: list[int] = []

@@ -171,7 +171,7 @@ def test_training_may_follow_inference() -> None:
     torch.testing.assert_close(output.detach(), expected)
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_what_does_not_fit_is_rejected() -> None:
     attention = SparseSelfAttention(CONFIGS["fixed"], max_seq_length=64)
     q = torch.zeros(1, HEADS, 64, 8)
     wrong: list[tuple[str, list[torch.Tensor], dict[str, torch.Tensor]]] = [

@@ -159,7 +159,7 @@ def test_random_blocks_come_on_top(make: type[SparsityConfig], attention: str, p
     assert (with_random == with_random[:1]).all() != per_head
 
 
-def test_what_contradicts_itself_is_refused() -> None:
+def test_what_contradicts_itself_is_rejected() -> None:
     wrong: list[tuple[str, Callable[[], object]]] = [
         ("multiple of the block", lambda: DenseSparsityConfig(1).make_layout(17)),
         ("num_global_blocks", lambda: FixedSparsityConfig(1, num_local_blocks=4, num_global_blocks=3)),

@@ -276,7 +276,7 @@ def test_the_allocator_sees_the_saving(pre: bool) -> None:
 # ---------------------------------------------------------------------------------- refusals, state
 
 
-def test_what_cannot_be_right_is_refused() -> None:
+def test_what_cannot_be_right_is_rejected() -> None:
     layer = make(torch.float32)
     x, mask, _ = inputs(8, torch.float32)
     with pytest.raises(InvalidTensorError, match="attn_qkvw is torch"):
@@ -296,7 +296,7 @@ def test_what_cannot_be_right_is_refused() -> None:
     "options",
     [{"num_heads": 5}, {"num_heads": 0}, {"attn_dropout": 1.0}, {"hidden_dropout": -0.1}, {"approximate": ""}],
 )
-def test_options_out_of_range_are_refused(options: dict[str, Any]) -> None:
+def test_options_out_of_range_are_rejected(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"TransformerLayer: {next(iter(options))}="):
         TransformerLayer(48, **{"num_heads": 4, **options})
 

@@ -137,7 +137,7 @@ def test_kernel_paths_never_leave_the_package(zap: Path, path: str) -> None:
         builder.kernel_path(path)
 
 
-def test_a_link_out_of_the_package_is_refused(zap: Path, tmp_path: Path) -> None:
+def test_a_link_out_of_the_package_is_rejected(zap: Path, tmp_path: Path) -> None:
     (tmp_path / "elsewhere.cpp").write_text("// not ours\n", encoding="utf-8")
     (zap / "csrc" / "link.cpp").symlink_to(tmp_path / "elsewhere.cpp")
     builder = op_builder.find("FusedAdamBuilder", "zap_plugin.op_builder", "zap")()

@@ -75,7 +75,7 @@ def test_a_peer_that_fails_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [list(row.times) for row in rows] == [["eager"]] * 2
 
 
-def test_what_is_not_known_is_refused() -> None:
+def test_what_is_not_known_is_rejected() -> None:
     with pytest.raises(SdkError, match="no family 'lab'"):
         ops.run("lab")
     with pytest.raises(SdkError, match="no dtype 'float8'"):

@@ -136,7 +136,7 @@ def refusals() -> dict[str, tuple[Lists, list[Tensor], str]]:
 
 
 @pytest.mark.parametrize("case", refusals())
-def test_what_does_not_fit_is_refused(case: str, implementation: str) -> None:
+def test_what_does_not_fit_is_rejected(case: str, implementation: str) -> None:
     tensors, copies, message = refusals()[case]
     before = clones(tensors)
     with pytest.raises((InvalidTensorError, RuntimeError), match=message) as caught:

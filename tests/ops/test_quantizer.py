@@ -169,7 +169,7 @@ REFUSED: list[tuple[str, str, Callable[[], object]]] = [
 
 
 @pytest.mark.parametrize(("what", "expected", "call"), REFUSED, ids=[f"{a}, {b}" for a, b, _ in REFUSED])
-def test_what_does_not_fit_is_refused(
+def test_what_does_not_fit_is_rejected(
     what: str, expected: str, call: Callable[[], object], implementation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Kernel and reference say the same: what is wrong, and what was expected."""

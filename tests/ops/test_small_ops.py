@@ -104,7 +104,7 @@ def test_each_layer_has_masks_of_its_own(implementation: str) -> None:
 
 
 @pytest.mark.parametrize("bad", [-1, 5])
-def test_indices_that_are_no_tokens_are_refused(bad: int, implementation: str) -> None:
+def test_indices_that_are_no_tokens_are_rejected(bad: int, implementation: str) -> None:
     indices, x = int32([0, bad]), torch.zeros(1, 5, 4)
     for call in (
         lambda: ops(implementation).token_sort_(indices, 5),
@@ -134,7 +134,7 @@ def refusals() -> dict[str, tuple[str, tuple[object, ...], str]]:
 
 
 @pytest.mark.parametrize("case", refusals())
-def test_what_does_not_fit_is_refused_in_the_same_words(case: str, implementation: str) -> None:
+def test_what_does_not_fit_is_rejected_in_the_same_words(case: str, implementation: str) -> None:
     name, arguments, message = refusals()[case]
     with pytest.raises((InvalidTensorError, RuntimeError), match=message):
         getattr(ops(implementation), name)(*arguments)
@@ -159,7 +159,7 @@ def test_sums_are_rounded_once(implementation: str) -> None:
     assert out.tolist() == [[[258.0] * 3]]
 
 
-def test_shapes_that_are_no_activations_are_refused() -> None:
+def test_shapes_that_are_no_activations_are_rejected() -> None:
     with pytest.raises(InvalidTensorError, match=r"expected .*batch, channels, height, width"):
         spatial.nhwc_bias_add(torch.zeros(3, 4), torch.zeros(4))
     with pytest.raises(InvalidTensorError, match="bias has shape"):

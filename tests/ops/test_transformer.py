@@ -206,14 +206,14 @@ def test_a_row_with_nothing_to_attend_to_gives_zeros() -> None:
 
 @pytest.mark.parametrize("ops", [KERNELS, REFERENCES], ids=["kernel", "reference"])
 @pytest.mark.parametrize("p", [-0.1, 1.0, float("nan")])
-def test_shares_out_of_range_are_refused(ops: Any, p: float) -> None:
+def test_shares_out_of_range_are_rejected(ops: Any, p: float) -> None:
     with pytest.raises((InvalidTensorError, RuntimeError), match="expected at least 0 and less than 1"):
         ops.dropout_add(torch.ones(2, 3), None, None, new_seed(), p)
 
 
 @pytest.mark.parametrize("seed", [None, torch.tensor([1, 2]), torch.tensor([1.0])], ids=["none", "two", "float"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_dropout_without_a_fitting_seed_is_refused(seed: Tensor | None, dtype: torch.dtype) -> None:
+def test_dropout_without_a_fitting_seed_is_rejected(seed: Tensor | None, dtype: torch.dtype) -> None:
     with pytest.raises(InvalidTensorError, match="seed"):
         dropout_add(torch.ones(2, 3, dtype=dtype), p=0.5, seed=seed)
 
@@ -221,7 +221,7 @@ def test_dropout_without_a_fitting_seed_is_refused(seed: Tensor | None, dtype: t
 @pytest.mark.parametrize("ops", [KERNELS, REFERENCES], ids=["kernel", "reference"])
 @pytest.mark.parametrize("name", ["mean", "rstd"])
 @pytest.mark.parametrize("wrong", [torch.ones(3), torch.ones(2, dtype=torch.float64)], ids=["shape", "dtype"])
-def test_statistics_that_do_not_fit_are_refused(ops: Any, name: str, wrong: Tensor) -> None:
+def test_statistics_that_do_not_fit_are_rejected(ops: Any, name: str, wrong: Tensor) -> None:
     rows, weight = torch.ones(2, 3), torch.ones(3)
     mean, rstd = ({"mean": torch.zeros(2), "rstd": torch.ones(2)} | {name: wrong}).values()
     with pytest.raises((InvalidTensorError, RuntimeError), match=name):
@@ -247,7 +247,7 @@ def test_a_gradient_that_does_not_fit_is_called_so(ops: Any, call: Callable[...,
         call(ops, grad, x, row)
 
 
-def test_a_mask_that_wants_a_gradient_is_refused() -> None:
+def test_a_mask_that_wants_a_gradient_is_rejected() -> None:
     with pytest.raises(InvalidTensorError, match="mask requires a gradient"):
         masked_softmax_dropout(torch.ones(2, 3), torch.zeros(3, requires_grad=True))
 

@@ -258,7 +258,7 @@ def test_states_that_were_replaced_are_used() -> None:
     torch.testing.assert_close(replacement, torch.full((4,), 9.0))
 
 
-def test_a_gradient_that_does_not_fit_is_refused() -> None:
+def test_a_gradient_that_does_not_fit_is_rejected() -> None:
     param = torch.nn.Parameter(torch.ones(4, 2))
     optimizer = FusedAdam([param])
     param.grad = torch.ones(4, 2).to_sparse()

@@ -95,7 +95,7 @@ def storages_grow_and_shrink() -> None:
     assert parameter.tolist() == [0, 0, 0, 0]
 
 
-def tensors_of_two_devices_are_refused() -> None:
+def tensors_of_two_devices_are_rejected() -> None:
     here, there, host = (torch.ones(3, device=device) for device in (f"{NAME}:0", f"{NAME}:1", "cpu"))
     for other in (there, host):
         for call in (lambda other=other: here + other, lambda other=other: torch.cat([here, other])):
@@ -191,7 +191,7 @@ def memory_that_is_given_back_takes_no_other_along() -> None:
     assert [tensor.tolist() for tensor in kept] == [[2 * index + 1.0] * 3 for index in range(32)]
 
 
-def too_much_memory_is_refused_and_the_cache_gives_way() -> None:
+def too_much_memory_is_rejected_and_the_cache_gives_way() -> None:
     free, total = torch.zap.mem_get_info()
     most = int(total * 0.6)
     first = torch.empty(most, dtype=torch.uint8, device=NAME)

@@ -244,7 +244,7 @@ def deepspeed_ops(run: Run) -> None:
 # The checks of ops in three parts, side by side; front ends need a process with a CUDA context of its own each.
 ACCURACY, FRONT_ENDS = ("ops.accuracy", "ops.gradients", "ops.gradcheck"), ("ops.front_end",)
 OTHERS = (
-    *("ops.strided", "ops.empty", "ops.not_finite", "ops.refuses", "ops.read_only", "ops.opcheck"),
+    *("ops.strided", "ops.empty", "ops.not_finite", "ops.rejects", "ops.read_only", "ops.opcheck"),
     *("ops.deterministic", "ops.native", "ops.in_place"),
 )
 

@@ -12,11 +12,10 @@ from ds_plugin_sdk.conformance.outcome import LEVELS, Level
 _HEAD = """\
 # The contract between a plugin, DeepSpeed and its users
 
-Made by `sdk conformance --contract` from the checks; what is said here is checked, and what is checked is said here. A
-clause keeps its number for ever. "The accelerator" is the object of the plugin's class, "the device" what it stands
-for.
+Made by `sdk conformance --contract` from the checks; every clause is checked, and every check has a clause. A
+clause keeps its number. "The accelerator" is the object of the plugin's class, "the device" is the hardware behind it.
 
-Each clause is followed by the reason why it is one, and by the check that tests it: `sdk conformance NAME -k CHECK`.
+Each clause is followed by its reason and by the check that tests it: `sdk conformance NAME -k CHECK`.
 """
 
 _LEVELS: dict[Level, str] = {

@@ -94,7 +94,7 @@ _collective(
     "all_reduce_average",
     "D1.2",
     "`all_reduce` with AVG gives the mean, or raises where the backend has no AVG; it never gives the sum.",
-    "DeepCompile averages its profiles so.",
+    "DeepCompile averages its profiles this way.",
 )
 _collective(
     "all_reduce_dtype",
@@ -147,14 +147,14 @@ _collective(
     "broadcast",
     "D2.1",
     "`broadcast` gives every rank the root's values, from any root, in every declared dtype, int64 and uint8.",
-    "The engine broadcasts the model's parameters at its start; inference broadcasts RNG states as bytes.",
+    "The engine broadcasts the model's parameters when it starts; inference broadcasts RNG states as bytes.",
     cases=_declared("int64", "uint8"),
 )
 _collective(
     "objects",
     "D2.2",
     "`broadcast_object_list` and `all_gather_object` bring Python objects.",
-    "Checkpoint tags and configurations are agreed on so.",
+    "Checkpoint tags and configurations are agreed on this way.",
 )
 _collective("gather", "D2.3", "`gather` gives the root every rank's tensor, in order.", "Logging and evaluation.")
 _collective("scatter", "D2.4", "`scatter` gives each rank its tensor of the root's list.", "Part of `deepspeed.comm`.")
@@ -164,7 +164,7 @@ _collective(
     "all_gather",
     "D3.1",
     "`all_gather` gives every rank each rank's tensor, in order.",
-    "Partitioned parameters and activations are put together so.",
+    "Partitioned parameters and activations are assembled this way.",
 )
 _collective(
     "all_gather_into_tensor",
@@ -184,7 +184,7 @@ _collective(
     "D3.4",
     "Several collectives inside torch's coalescing manager are all done when it is waited for; a backend that has no "
     "such thing raises when it is entered.",
-    "ZeRO-3 fetches the parameters of a block so.",
+    "ZeRO-3 fetches the parameters of a block this way.",
 )
 
 # ------------------------------------------------------------------------------------------------------ D4: all to all
@@ -315,7 +315,7 @@ def death(target: Target) -> None:
     Clause(
         "D7.2",
         "Where a rank does not come, a collective of another ends in an error after the group's timeout.",
-        reason="Two ranks that disagree about what comes next are found so, and not by the budget they burn.",
+        reason="Two ranks that call different collectives end with an error instead of waiting for ever.",
     ),
     needs=_needs_two_ranks,
     timeout=_SECONDS,

@@ -140,7 +140,7 @@ _training(
     "zero.accumulation",
     "T1.2",
     f"The same with gradients accumulated over three micro steps {_SAME}.",
-    "Large batches are trained so.",
+    "Large batches are trained this way.",
     accumulation=3,
 )
 _training(
@@ -154,7 +154,7 @@ _training(
     "zero.overlap",
     "T1.4",
     f"The same with `overlap_comm` {_SAME}.",
-    "Reductions run on side streams while the backward pass goes on; a wait that is missing shows here.",
+    "Reductions run on side streams while the backward pass runs; a wait that is missing shows here.",
     stages=("1", "2", "3"),
     overlap=True,
 )
@@ -254,7 +254,7 @@ _planned.append(_plan("resumed", _STAGES))
     "training.checkpoints.resumed",
     Clause(
         "T4.1",
-        "A run that is resumed from a checkpoint has exactly the losses of the one that went on.",
+        "A run that is resumed from a checkpoint has exactly the losses of an uninterrupted one.",
         reason="Long runs are interrupted; what is not restored shows as a jump.",
     ),
     cases=_stage_cases(*_STAGES),

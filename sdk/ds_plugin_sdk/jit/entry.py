@@ -177,7 +177,7 @@ def search(
                 reasons.append(reason)
                 continue
             check_binary(folder, record)
-            if reason := _refused.get(_identity(folder, record), ""):
+            if reason := _rejected.get(_identity(folder, record), ""):
                 raise DamagedError(reason)
             return Search(folder, record, tuple(reasons), tuple(useless))
         except DamagedError as error:
@@ -188,9 +188,9 @@ def search(
     return Search(None, {}, tuple(reasons), tuple(useless))
 
 
-def refuse(folder: Path, record: Record, reason: str) -> None:
+def reject(folder: Path, record: Record, reason: str) -> None:
     """Do not offer this build again in this process: it is whole, but could not be loaded."""
-    _refused[_identity(folder, record)] = reason
+    _rejected[_identity(folder, record)] = reason
 
 
 def _identity(folder: Path, record: Record) -> tuple[Path, float]:
@@ -198,4 +198,4 @@ def _identity(folder: Path, record: Record) -> tuple[Path, float]:
     return folder, float(record["created"])
 
 
-_refused: dict[tuple[Path, float], str] = {}
+_rejected: dict[tuple[Path, float], str] = {}

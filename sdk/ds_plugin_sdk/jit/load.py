@@ -37,7 +37,7 @@ def load(artifact: Artifact, spec: BuildSpec) -> ModuleType | None:
         return _modules[path]
     except (OSError, ImportError, RuntimeError) as error:
         why = str(error).strip()
-        entry.refuse(artifact.path.parent, artifact.key, f"{path} could not be loaded: {why}")
+        entry.reject(artifact.path.parent, artifact.key, f"{path} could not be loaded: {why}")
         raise ArtifactError(
             f"the {artifact.origin} binary could not be loaded", plugin=spec.owner, op=spec.name, why=why,
             hint=f"it is {path}; `sdk cache why {spec.name}` says what it was made of",

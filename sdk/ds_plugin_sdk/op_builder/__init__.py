@@ -21,7 +21,7 @@ from ds_plugin_sdk.op_builder.builder import (
 from ds_plugin_sdk.op_builder.languages import CppOpBuilder, CUDAOpBuilder, SYCLOpBuilder
 from ds_plugin_sdk.op_builder.lookup import (
     CPU_BUILDERS,
-    borrow_from,
+    add_builder_source,
     builders,
     find,
     is_base,
@@ -38,8 +38,8 @@ __all__ = [
     "OpBuilder",
     "ReferenceOpBuilder",
     "SYCLOpBuilder",
+    "add_builder_source",
     "add_prebuilt",
-    "borrow_from",
     "builders",
     "builders_of",
     "find",

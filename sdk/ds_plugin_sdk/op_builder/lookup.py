@@ -22,8 +22,8 @@ CPU_BUILDERS = "ds_plugin_sdk.op_builder.cpu"
 
 _packages: dict[str, str | None] = {}
 
-Lender = Callable[[str, str], "type[Any] | None"]
-_lenders: list[Lender] = []
+BuilderSource = Callable[[str, str], "type[Any] | None"]
+_sources: list[BuilderSource] = []
 
 
 def use_package(device_type: str, package: str | None) -> None:
@@ -31,17 +31,17 @@ def use_package(device_type: str, package: str | None) -> None:
     _packages[device_type] = package
 
 
-def borrow_from(lender: Lender) -> None:
-    """Let an integration lend builders, ``lender(class_name, device_type)``, for what neither plugin nor SDK has."""
-    if lender not in _lenders:
-        _lenders.append(lender)
+def add_builder_source(source: BuilderSource) -> None:
+    """Add builders of ops that neither plugin nor SDK has: ``source(class_name, device_type)``, a class or None."""
+    if source not in _sources:
+        _sources.append(source)
 
 
 def find(class_name: str, package: str | None, device_type: str) -> type[Any]:
     """The builder class of a name such as ``FusedAdamBuilder``.
 
     A plugin's own builder comes first, then the SDK's for CPU tensors, then the reference implementation, then what
-    an integration lends; the last is a class whose ``load()`` raises `OpNotImplementedError`.
+    `add_builder_source` added; the last is a class whose ``load()`` raises `OpNotImplementedError`.
     """
     own = None if package is None else _builders_in(package).get(class_name)
     if own is not None:
@@ -51,8 +51,8 @@ def find(class_name: str, package: str | None, device_type: str) -> type[Any]:
         return _builders_in(CPU_BUILDERS)[class_name]
     if op.families:
         return _combined(op, package, device_type) if op.family is None else _derived(ReferenceOpBuilder, op)
-    lent = (lender(class_name, device_type) for lender in _lenders)
-    return next(filter(None, lent), None) or _derived(NotImplementedBuilder, op)
+    added = (source(class_name, device_type) for source in _sources)
+    return next(filter(None, added), None) or _derived(NotImplementedBuilder, op)
 
 
 def builders(package: str | None, device_type: str) -> dict[str, type[Any]]:
@@ -82,8 +82,8 @@ def _builder_of(family: str, package: str | None, device_type: str) -> type[Any]
     """The builder whose library has a family's kernels for a device."""
     if package is not None:
         for name, builder in sorted(_builders_in(package).items()):
-            on_host = name.startswith("CPU")  # an op on CPU tensors beside a device's own
-            if op_table.family_of(builder.NAME) == family and (device_type == "cpu" or not on_host):
+            for_cpu = name.startswith("CPU")  # an op on CPU tensors beside a device's own
+            if op_table.family_of(builder.NAME) == family and (device_type == "cpu" or not for_cpu):
                 return builder
     ops = [op for op in op_table.OPS if op.family == family and (device_type == "cpu" or not op.cpu_only)]
     return find(ops[0].builder, package, device_type)
@@ -106,7 +106,7 @@ def _classes_in(package: str) -> dict[str, type[Any]]:
 
 
 def _modules_of(package: str) -> Iterator[ModuleType]:
-    """A package and its modules. One that cannot be imported costs its own ops and no others."""
+    """A package and its modules. Of one that cannot be imported only its own ops are missing."""
     for name in _names_of(package):
         try:
             yield importlib.import_module(name)

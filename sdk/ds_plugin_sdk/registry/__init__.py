@@ -1,6 +1,6 @@
 """Which plugins are installed, which one is used, and why.
 
-scan (metadata) -> manifest (handshake) -> probe -> decide -> load. Every step leaves a line in the decision, which
+scan (metadata) -> manifest (version check) -> probe -> decide -> load. Every step leaves a line in the decision, which
 `sdk list --explain` and the error messages print.
 """
 

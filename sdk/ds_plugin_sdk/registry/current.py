@@ -1,4 +1,4 @@
-"""The accelerator of this process: exactly one, and everybody who needs to know is told when it changes."""
+"""The accelerator of this process: exactly one, and listeners that are called when it changes."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def set_accelerator(accelerator: DeepSpeedAccelerator) -> None:
 
     if not isinstance(accelerator, DeepSpeedAccelerator):
         raise InvalidAcceleratorError(
-            "set_accelerator() was given something that is no accelerator",
+            "the argument of set_accelerator() is no accelerator",
             why=f"{accelerator!r} is not an instance of ds_plugin_sdk.DeepSpeedAccelerator",
             hint="pass an instance (not the class) of a subclass of TorchAccelerator or DeepSpeedAccelerator",
         )
@@ -175,9 +175,9 @@ def _deepspeed_installed() -> bool:
 
 def _how_to_get_one(decision: Decision | None) -> str:
     steps = decision.steps if decision is not None else []
-    aside = [step.subject for step in steps if step.verdict == "stands aside"]
-    if aside:
-        return f"import deepspeed first, which uses that hardware, or set DS_ACCELERATOR={aside[0]}"
+    unused = [step.subject for step in steps if step.verdict == "not used"]
+    if unused:
+        return f"import deepspeed first, which uses that hardware, or set DS_ACCELERATOR={unused[0]}"
     install = "" if "cpu" in scan() else "pip install ds-plugin-cpu, or "
     return f"{install}call set_accelerator(...); `sdk list --explain` says what each plugin lacks"
 

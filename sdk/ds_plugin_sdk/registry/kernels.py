@@ -21,7 +21,7 @@ def load_kernels(family: str, device_type: str) -> None:
     op_builder.load_family(family, device_type)
 
 
-# Whoever chooses an accelerator is told what is wrong with its plugin: here such a plugin has no kernels, no more.
+# What is wrong with a plugin is reported where an accelerator is chosen; here it only has no kernels.
 @functools.cache
 def _offer_all() -> None:
     for candidate in itertools.chain.from_iterable(scan().values()):

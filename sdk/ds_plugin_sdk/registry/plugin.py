@@ -1,4 +1,4 @@
-"""What a plugin says about itself: a manifest that costs nothing to read."""
+"""What a plugin says about itself: a manifest, read without importing torch."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ class Plugin:
         name: the device's name, as in ``DS_ACCELERATOR=<name>``.
         sdk_api: the SDK interface ``(major, minor)`` that the plugin was written for.
         accelerator: ``"module:Class"`` of its accelerator, imported only when the plugin is chosen.
-        probe: tells cheaply, without torch and without touching the device, whether the device can be used.
-        priority: the highest of the available ones is chosen. A plugin of negative priority stands aside when
-            hardware is found that DeepSpeed itself can use, and DeepSpeed is installed.
+        probe: returns in milliseconds, without torch and without initializing the device, whether it can be used.
+        priority: the highest of the available ones is chosen. A plugin of negative priority is not used
+            where DeepSpeed is installed and hardware is found that DeepSpeed itself can use.
         prebuilt: dotted name of a package that has compiled ops in its folder ``prebuilt``.
         report: ``"module:function"`` of a function without arguments that gives lines ``(what, value)`` for
-            ``sdk report``: drivers, threads, memory policy. If it raises, the report says so and goes on.
+            ``sdk report``: drivers, threads, memory policy. If it raises, the report says so and continues.
     """
 
     name: str

@@ -38,7 +38,7 @@ class Candidate:
                 why=f"{self.entry_point.value} of {self} is {found}",
                 hint=f"make it ds_plugin_sdk.Plugin(name={self.name!r}, ...)",
             )
-        self._shake_hands(plugin)
+        self._check_version(plugin)
         return plugin
 
     def _import(self) -> object:
@@ -59,7 +59,7 @@ class Candidate:
                 hint=hint,
             ) from error
 
-    def _shake_hands(self, plugin: Plugin) -> None:
+    def _check_version(self, plugin: Plugin) -> None:
         major, minor = plugin.sdk_api
         if (major, minor) <= SDK_API and major == SDK_API[0]:
             return
@@ -96,7 +96,7 @@ def scan() -> dict[str, list[Candidate]]:
         distribution = entry_point.dist
         title = distribution.metadata["Name"] if distribution is not None else "unknown"
         version = distribution.version if distribution is not None else "0"
-        # The same distribution may stand twice on sys.path (an editable install and its source folder).
+        # The same distribution may be on sys.path twice (an editable install and its source folder).
         if (entry_point.name, title) not in seen:
             seen.add((entry_point.name, title))
             found.setdefault(entry_point.name, []).append(Candidate(entry_point.name, title, version, entry_point))

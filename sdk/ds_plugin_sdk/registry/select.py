@@ -46,10 +46,10 @@ def decide(
     """Choose a plugin: ``DS_ACCELERATOR`` first, else the highest priority among those available.
 
     Args:
-        other_hardware: tells what hardware DeepSpeed would use without plugins, or None for a bare CPU. Asked only
-            when the best plugin is one that stands aside for such hardware.
+        other_hardware: gives what hardware DeepSpeed would use without plugins, or None for a CPU alone. Called only
+            when the best plugin has a negative priority.
         builtin_names: names that DeepSpeed itself understands in ``DS_ACCELERATOR``.
-        deepspeed_installed: whether DeepSpeed could use such hardware; without it no plugin stands aside.
+        deepspeed_installed: whether DeepSpeed could use such hardware; if not, the plugin is used in spite of it.
 
     Raises:
         PluginError: a plugin was requested by name, and it is unknown, not allowed, absent or broken.
@@ -66,11 +66,11 @@ def decide(
     if best is not None and best.manifest.priority < 0:
         hardware = other_hardware()
         if hardware is not None and deepspeed_installed:
-            decision.note(best.name, "stands aside", f"'{hardware}' was found, which needs no plugin")
+            decision.note(best.name, "not used", f"'{hardware}' was found, which needs no plugin")
             return decision
         if hardware is not None:
             why = f"'{hardware}' was found, but DeepSpeed, which could use it, is not installed"
-            decision.note(best.name, "does not stand aside", why)
+            decision.note(best.name, "not skipped", why)
     decision.chosen = best
     if best is not None:
         decision.note(best.name, "chosen", f"the best available: priority {best.manifest.priority}")
@@ -141,7 +141,7 @@ def _best_available(installed: Mapping[str, list[Candidate]], decision: Decision
     if len(available) > 1 and available[0].manifest.priority == available[1].manifest.priority:
         first, second = available[0].name, available[1].name
         raise PluginConflictError(
-            "two plugins are equally fit",
+            "two plugins have the same priority",
             plugin=first,
             why=f"'{first}' and '{second}' are both available with priority {available[0].manifest.priority}",
             hint=f"say which: DS_ACCELERATOR={first} or DS_ACCELERATOR={second}",
@@ -150,6 +150,6 @@ def _best_available(installed: Mapping[str, list[Candidate]], decision: Decision
 
 
 def _skip_loudly(decision: Decision, name: str, problem: SdkError | str) -> None:
-    """A broken plugin is not used, and its owner must hear of it."""
+    """Record that a broken plugin is not used, and warn."""
     decision.note(name, "broken", str(problem))
     warnings.warn(f"ds-plugin-sdk: plugin '{name}' is skipped: {problem}", RuntimeWarning, stacklevel=2)

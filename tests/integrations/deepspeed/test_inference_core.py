@@ -63,7 +63,7 @@ def test_weights_of_six_bits() -> None:
 
 
 @pytest.mark.parametrize("value", [0.03, 29.0, float("nan"), float("inf")])
-def test_what_six_bits_cannot_hold_is_refused(value: float) -> None:
+def test_what_six_bits_cannot_hold_is_rejected(value: float) -> None:
     with pytest.raises(ValueError, match="six bits cannot hold"):
         core.preprocess_weight(torch.tensor([[1.0, 1.0, 1.0, value]]).half())
 
@@ -138,7 +138,7 @@ def activated(formula: str, x: torch.Tensor) -> torch.Tensor:
     return {"relu": x.clamp(min=0), "silu": x * torch.sigmoid(x), "identity": x}[formula]
 
 
-def test_unknown_activations_are_refused() -> None:
+def test_unknown_activations_are_rejected() -> None:
     with pytest.raises(OpError, match="activation 3"):
         core.bias_activation(torch.zeros(1, 8), None, 3)
     with pytest.raises(OpError, match="activation 0"):

@@ -233,8 +233,8 @@ def test_lion_agrees_with_the_formula(layout: Callable[[torch.Tensor], torch.Ten
     assert torch.equal(g.double(), g0)
 
 
-def test_a_negative_decay_is_none_on_the_host() -> None:
-    """DeepSpeed's host ops apply the decay only if it is positive."""
+def test_a_negative_decay_is_none_on_the_cpu() -> None:
+    """DeepSpeed's CPU ops apply the decay only if it is positive."""
     cpu_adam.create_adam(5, LR, *BETAS, EPS, 0.0, True, False)
     calls: dict[str, Callable[[float, list[torch.Tensor]], int]] = {
         "adam": lambda decay, t: cpu_adam.adam_update(5, 1, LR, *BETAS, EPS, decay, True, *t),
@@ -249,7 +249,7 @@ def test_a_negative_decay_is_none_on_the_host() -> None:
     cpu_adam.destroy_adam(5)
 
 
-def test_what_cannot_be_right_is_refused() -> None:
+def test_what_cannot_be_right_is_rejected() -> None:
     p, g, m, v = tensors(4, torch.clone)
     with pytest.raises(SdkError, match=r"an optimizer was used that does not exist .*create_adam\(77"):
         cpu_adam.adam_update(77, 1, LR, *BETAS, EPS, DECAY, True, p, g, m, v)
@@ -395,8 +395,8 @@ def test_ds_report_lists_our_ops(python: Python) -> None:
     table = dict(re.findall(r"^(\w+) \.+ .*?(\[OKAY\]|\[NO\])(?:\x1b\[0m)?\s*$", done.stdout, re.MULTILINE))
     listed = {op.name for op in op_table.OPS if op.families and (op.kernels or op.deepspeed)}
     assert set(FUNCTIONS) <= listed
-    borrowed = {"async_io", "pin_memory", "ninja"}  # these depend on the machine
-    others = {name: says for name, says in table.items() if name not in listed | borrowed}
+    deepspeeds_own = {"async_io", "pin_memory", "ninja"}  # these depend on the machine
+    others = {name: says for name, says in table.items() if name not in listed | deepspeeds_own}
     assert {name: table[name] for name in listed} == dict.fromkeys(listed, "[OKAY]"), done.stdout
     assert others.keys() >= {"fp_quantizer", "evoformer_attn"}
     assert set(others.values()) == {"[NO]"}, done.stdout

@@ -116,7 +116,7 @@ def test_the_cpu_plugin_steps_aside_for_hardware_that_deepspeed_finds(tmp_path: 
         PYTHONPATH=str(tmp_path),
     )
     assert done.stdout.splitlines()[0] == "deepspeed.accelerator.npu_accelerator npu"
-    assert "cpu: stands aside, 'npu' was found, which needs no plugin" in done.stdout
+    assert "cpu: not used, 'npu' was found, which needs no plugin" in done.stdout
 
 
 def test_broken_plugins_are_skipped_with_a_warning_each(install: Install, python: Python) -> None:

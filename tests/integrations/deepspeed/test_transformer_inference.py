@@ -168,13 +168,13 @@ def test_a_larger_batch_gets_a_larger_cache() -> None:
     close(attend(qkv)[0], expected(qkv))
 
 
-def test_a_sequence_that_is_too_long_is_refused() -> None:
+def test_a_sequence_that_is_too_long_is_rejected() -> None:
     attend(numbers(1, ROOM, 3 * HEADS * DIM))
     with pytest.raises(OpError, match=r"longer than the cache[\s\S]*max_out_tokens"):
         attend(numbers(1, 1, 3 * HEADS * DIM))
 
 
-def test_a_workspace_that_cannot_be_had_is_refused() -> None:
+def test_a_workspace_that_cannot_be_had_is_rejected() -> None:
     with pytest.raises(RuntimeError, match="no room for the keys and values of 1000000000 tokens"):
         module.allocate_workspace_bf16(4096, 32, 4, 64, 100, 1, False, 0, 10**9, 10**9)
 

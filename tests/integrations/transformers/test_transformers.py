@@ -215,7 +215,7 @@ def test_a_model_of_another_family_gets_attention_linear_layers_and_norms() -> N
     assert counted.calls == {"linear": 13, "layer_norm": 5, "cached_attention": 2}
 
 
-def test_refuses() -> None:
+def test_wrong_use_raises() -> None:
     model = make("llama")
     with pytest.raises(SdkError, match="int4"):
         accelerate(model, weights="int4")  # type: ignore[arg-type]  # wrong on purpose

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ds_plugin_sdk.conformance.runtime.builders import NAMES
-from mutants.runtime.support import always, member, nothing, sound
+from mutants.runtime.support import always, member, nothing, original
 
 
 class _EmptyBuilder:
@@ -21,7 +21,7 @@ class _EmptyBuilder:
 def _known_only(self: Any, name: str) -> Any:
     if name not in NAMES:
         raise KeyError(name)
-    return sound(self).get_op_builder(name)
+    return original(self).get_op_builder(name)
 
 
 member("builders.nameless", "R12.1", "Builders have no NAME.", get_op_builder=always(type("Builder", (), {})))
@@ -33,6 +33,6 @@ member(
     "builders.new_class",
     "R12.6",
     "Each call of `get_op_builder` gives a new class.",
-    get_op_builder=lambda self, name: type(name, (sound(self).get_op_builder(name),), {}),
+    get_op_builder=lambda self, name: type(name, (original(self).get_op_builder(name),), {}),
 )
 member("builders.no_extension", "R12.7", "`build_extension()` is None.", build_extension=nothing)

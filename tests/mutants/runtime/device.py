@@ -7,7 +7,7 @@ import time
 import torch
 
 from mutants.mutant import SIMULATED
-from mutants.runtime.support import DEVICE, always, below, member, nothing, sound
+from mutants.runtime.support import DEVICE, always, below, member, nothing, original
 
 member("device.name_with_index", "R1.1", "`device_name()` has an index.", device_name=always("cpu:0"))
 member("device.marketing_name", "R1.2", "`_name` is not the device's type.", _name=property(always("CPU"), nothing))
@@ -16,7 +16,7 @@ member(
     "R1.3",
     "`device_name(i)` names device 0 whatever `i` is.",
     target=SIMULATED,
-    device_name=lambda self, index=None: sound(self).device_name(None if index is None else 0),
+    device_name=lambda self, index=None: original(self).device_name(None if index is None else 0),
 )
 member("device.count_as_float", "R1.4", "`device_count()` is a float.", device_count=always(1.0))
 member("device.unavailable", "R1.5", "`is_available()` is False.", is_available=always(False))
@@ -35,14 +35,14 @@ member(
     "R1.10",
     "`set_device(2)` of two devices takes device 0.",
     target=SIMULATED,
-    set_device=lambda self, index: sound(self).set_device(index % 2),
+    set_device=lambda self, index: original(self).set_device(index % 2),
 )
 member(
     "device.count_off_by_one",
     "R1.11",
     "`device_count()` is one less than there are.",
     target=SIMULATED,
-    device_count=lambda self: sound(self).device_count() - 1,
+    device_count=lambda self: original(self).device_count() - 1,
 )
 member("device.no_synchronize", "R1.12", "`synchronize` does nothing.", target=SIMULATED, synchronize=nothing)
 member(
@@ -50,7 +50,7 @@ member(
     "R1.13",
     "`synchronize(i)` waits for the current device.",
     target=SIMULATED,
-    synchronize=lambda self, index=None: sound(self).synchronize(),
+    synchronize=lambda self, index=None: original(self).synchronize(),
 )
 member("device.slow_synchronize", "R1.14", "`synchronize` sleeps.", synchronize=lambda self, i=None: time.sleep(0.05))
 member(
@@ -63,10 +63,10 @@ member(
 
 
 def _layout_lost() -> None:
-    sound = torch.Tensor.cpu
+    original = torch.Tensor.cpu
 
     def cpu(self: torch.Tensor) -> torch.Tensor:
-        got = sound(self)
+        got = original(self)
         return got if got.is_contiguous() else got.t().reshape(got.shape)
 
     torch.Tensor.cpu = cpu  # type: ignore[method-assign, assignment]  # a defect

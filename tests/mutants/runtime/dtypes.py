@@ -14,10 +14,10 @@ member("dtypes.undecided", "R6.2", "`is_fp16_supported()` is None.", is_fp16_sup
 
 
 def _other_gelu() -> None:
-    sound = torch.nn.functional.gelu
+    original = torch.nn.functional.gelu
 
     def gelu(input: torch.Tensor, **options: Any) -> torch.Tensor:
-        return input * torch.sigmoid(1.2 * input) if input.device.type == DEVICE else sound(input, **options)
+        return input * torch.sigmoid(1.2 * input) if input.device.type == DEVICE else original(input, **options)
 
     torch.nn.functional.gelu = gelu  # type: ignore[assignment]  # a defect
 
@@ -35,10 +35,10 @@ below("dtypes.all_finite", "R6.6", "Infinity counts as finite.", _all_finite)
 
 
 def _narrow_sum() -> None:
-    sound = torch.Tensor.sum
+    original = torch.Tensor.sum
 
     def sum_(self: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
-        total = sound(self, *arguments, **options)
+        total = original(self, *arguments, **options)
         # Where a sum of ones stops growing: the next whole number cannot be told apart.
         return total.clamp(max=256) if self.dtype == torch.bfloat16 else total
 

@@ -49,10 +49,10 @@ member(
 
 
 def _host_waits() -> None:
-    sound = torch.Tensor.fill_
+    original = torch.Tensor.fill_
 
     def fill_(self: torch.Tensor, value: Any) -> torch.Tensor:
-        result = sound(self, value)
+        result = original(self, value)
         torch.accelerator.synchronize()
         return result
 

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 from mutants.mutant import SIMULATED
-from mutants.runtime.support import DEVICE, always, below, member, nothing, sound
+from mutants.runtime.support import DEVICE, always, below, member, nothing, original
 
 member("memory.none", "R5.1", "`memory_allocated()` is None.", memory_allocated=nothing)
 member(
     "memory.kib",
     "R5.2",
     "`memory_allocated()` is in KiB.",
-    memory_allocated=lambda self, index=None: sound(self).memory_allocated(index) // 1024,
+    memory_allocated=lambda self, index=None: original(self).memory_allocated(index) // 1024,
 )
 member("memory.nothing_reserved", "R5.3", "`memory_reserved()` is 0.", memory_reserved=always(0))
 member(
@@ -37,7 +37,7 @@ member(
     "memory.total_in_mib",
     "R5.8",
     "`total_memory()` is in MiB.",
-    total_memory=lambda self, index=None: sound(self).total_memory(index) >> 20,
+    total_memory=lambda self, index=None: original(self).total_memory(index) >> 20,
 )
 member(
     "memory.all_available",
@@ -50,25 +50,25 @@ member(
     "R5.10",
     "`memory_stats(i)` is the current device's.",
     target=SIMULATED,
-    memory_stats=lambda self, index=None: sound(self).memory_stats(),
+    memory_stats=lambda self, index=None: original(self).memory_stats(),
 )
 member(
     "memory.all_reset",
     "R5.11",
     "`reset_peak_memory_stats(i)` resets all devices.",
     target=SIMULATED,
-    reset_peak_memory_stats=lambda self, index=None: [sound(self).reset_peak_memory_stats(i) for i in (0, 1)],
+    reset_peak_memory_stats=lambda self, index=None: [original(self).reset_peak_memory_stats(i) for i in (0, 1)],
 )
 
 
 def _never_exhausted() -> None:
-    sound = torch.empty
+    original = torch.empty
 
     def empty(*size: Any, **options: Any) -> torch.Tensor:
         try:
-            return sound(*size, **options)
+            return original(*size, **options)
         except RuntimeError:
-            return sound(0, **options)
+            return original(0, **options)
 
     torch.empty = empty
 
@@ -86,13 +86,13 @@ member("memory.cache_takes_all", "R5.13", "`empty_cache()` empties tensors.", ta
 
 
 def _shared() -> None:
-    sound: Any = torch.full
+    original: Any = torch.full
     made: list[torch.Tensor] = []
 
     def full(*arguments: Any, **options: Any) -> torch.Tensor:
         if torch.device(options.get("device", "cpu")) == torch.device(DEVICE, 1) and made:
             return made[0]
-        made.append(sound(*arguments, **options))
+        made.append(original(*arguments, **options))
         return made[-1]
 
     torch.full = full

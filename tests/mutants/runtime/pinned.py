@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from mutants.mutant import SIMULATED
-from mutants.runtime.support import always, member, sound
+from mutants.runtime.support import always, member, original
 
 member("pinned.empty", "R7.1", "`pin_memory` does not copy.", pin_memory=lambda self, t, **_: torch.zeros_like(t))
 member("pinned.everything", "R7.2", "All memory counts as pinned.", is_pinned=always(True))
@@ -23,7 +23,7 @@ member(
     "pinned.any_device",
     "R7.6",
     "`pin_empty` takes any device.",
-    pin_empty=lambda self, *size, dtype, device="cpu": sound(self).pin_empty(*size, dtype=dtype),
+    pin_empty=lambda self, *size, dtype, device="cpu": original(self).pin_empty(*size, dtype=dtype),
 )
 member(
     "pinned.no_unpin", "R7.7", "`unpin_memory` wants another argument.", unpin_memory=lambda self, tensor, size: None
@@ -33,7 +33,7 @@ _STAGING: list[torch.Tensor] = []
 
 def _one_buffer(self: Any, tensor: torch.Tensor, **_: Any) -> torch.Tensor:
     if not _STAGING:
-        _STAGING.append(sound(self).pin_memory(tensor))
+        _STAGING.append(original(self).pin_memory(tensor))
     return _STAGING[0].copy_(tensor)
 
 

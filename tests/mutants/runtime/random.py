@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from mutants.mutant import SIMULATED
-from mutants.runtime.support import DEVICE, always, below, member, nothing, sound
+from mutants.runtime.support import DEVICE, always, below, member, nothing, original
 
 member(
     "random.state_of_ints",
@@ -30,7 +30,7 @@ member(
     "R3.5",
     "`set_rng_state(state, i)` sets the current device's.",
     target=SIMULATED,
-    set_rng_state=lambda self, state, index=None: sound(self).set_rng_state(state),
+    set_rng_state=lambda self, state, index=None: original(self).set_rng_state(state),
 )
 
 
@@ -69,8 +69,8 @@ member(
 
 
 def _draws_on_the_host() -> None:
-    sound = torch.rand
-    torch.rand = lambda *size, device=None, **options: sound(*size, **options).to(device)
+    original = torch.rand
+    torch.rand = lambda *size, device=None, **options: original(*size, **options).to(device)
 
 
 below("random.drawn_on_the_host", "R3.10", "The device's numbers come from the host's generator.", _draws_on_the_host)
@@ -99,11 +99,11 @@ below("random.not_recomputed", "R3.15", "torch.utils.checkpoint does not see the
 
 
 def _one_mask() -> None:
-    sound = torch.nn.functional.dropout
+    original = torch.nn.functional.dropout
 
     def dropout(input: torch.Tensor, *arguments: Any, **keywords: Any) -> torch.Tensor:
         torch.manual_seed(1)
-        return sound(input, *arguments, **keywords)
+        return original(input, *arguments, **keywords)
 
     torch.nn.functional.dropout = dropout
 
@@ -113,7 +113,7 @@ member(
     "random.small_seeds",
     "R3.17",
     "`manual_seed` takes 32 bits.",
-    manual_seed=lambda self, seed: sound(self).manual_seed(int.from_bytes(seed.to_bytes(4, "little"), "little")),
+    manual_seed=lambda self, seed: original(self).manual_seed(int.from_bytes(seed.to_bytes(4, "little"), "little")),
 )
 member(
     "random.no_index",

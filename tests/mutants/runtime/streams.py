@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from mutants.mutant import SIMULATED
-from mutants.runtime.support import DEVICE, below, member, nothing, side_stream, sound
+from mutants.runtime.support import DEVICE, below, member, nothing, original, side_stream
 
 
 class _NoWaits(torch.Stream):
@@ -66,7 +66,7 @@ def _events(wrong: str) -> Any:
 
 
 member("streams.number", "R4.1", "`Event` is a number.", target=SIMULATED, Event=5)
-member("streams.none_refused", "R4.2", "`stream(None)` is no context.", target=SIMULATED, stream=lambda self, s: s)
+member("streams.none_rejected", "R4.2", "`stream(None)` is no context.", target=SIMULATED, stream=lambda self, s: s)
 _ONE: list[Any] = []
 
 
@@ -82,7 +82,7 @@ member(
     "R4.4",
     "`current_stream(i)` is the current device's.",
     target=SIMULATED,
-    current_stream=lambda self, index=None: sound(self).current_stream(),
+    current_stream=lambda self, index=None: original(self).current_stream(),
 )
 member(
     "streams.default_is_new",
@@ -101,11 +101,11 @@ member(
 
 
 def _clone_elsewhere() -> None:
-    sound = torch.Tensor.clone
+    original = torch.Tensor.clone
 
     def clone(self: torch.Tensor, **options: Any) -> torch.Tensor:
         with side_stream():
-            return sound(self, **options)
+            return original(self, **options)
 
     torch.Tensor.clone = clone  # type: ignore[method-assign, assignment]  # a defect
 
@@ -136,11 +136,11 @@ below("streams.not_recorded", "R4.14", "`record_stream` does nothing.", _never_r
 
 
 def _read_at_once() -> None:
-    sound = torch.Tensor.item
+    original = torch.Tensor.item
 
     def item(self: torch.Tensor) -> Any:
         with side_stream():
-            return sound(self)
+            return original(self)
 
     torch.Tensor.item = item  # type: ignore[method-assign, assignment]  # a defect
 
@@ -149,13 +149,13 @@ below("streams.read_at_once", "R4.15", "`item` does not wait for the current str
 
 
 def _copied_at_once() -> None:
-    sound = torch.Tensor.to
+    original = torch.Tensor.to
 
     def to(self: torch.Tensor, *arguments: Any, **keywords: Any) -> torch.Tensor:
         if self.device.type != DEVICE:
-            return sound(self, *arguments, **keywords)
+            return original(self, *arguments, **keywords)
         with torch.Stream(device=self.device):
-            return sound(self, *arguments, **keywords)
+            return original(self, *arguments, **keywords)
 
     torch.Tensor.to = to  # type: ignore[method-assign, assignment]  # a defect
 
@@ -169,7 +169,7 @@ member(
 @contextlib.contextmanager
 def _same_device(self: Any, stream: Any) -> Iterator[None]:
     before = self.current_device()
-    with sound(self).stream(stream):
+    with original(self).stream(stream):
         self.set_device(before)
         yield
 

@@ -16,8 +16,8 @@ DEVICE = "simulated"
 def member(name: str, clause: str, description: str, *, target: str = "cpu", only: str = "", **members: Any) -> None:
     """Declare a mutant in which members of the accelerator are replaced."""
 
-    def install(sound: Target) -> Target:
-        return override(sound, **members)
+    def install(original: Target) -> Target:
+        return override(original, **members)
 
     install.__doc__ = description
     mutant(name, clause, "runtime", target=target, only=only)(install)
@@ -28,15 +28,15 @@ def below(
 ) -> None:
     """Declare a mutant in which something of torch's is replaced, for the process."""
 
-    def install(sound: Target) -> Target:
+    def install(original: Target) -> Target:
         patch()
-        return sound
+        return original
 
     install.__doc__ = description
     mutant(name, clause, "runtime", target=target, only=only)(install)
 
 
-def sound(accelerator: Any) -> Any:
+def original(accelerator: Any) -> Any:
     """The accelerator's members as they were before they were replaced."""
     return super(type(accelerator), accelerator)
 

@@ -58,7 +58,7 @@ def _only_with_dtype(condition: Callable[[OpInfo], bool]) -> Callable[[Target], 
         "O1.1",
         "An op gives what its formula gives in float64, within the tolerance of its dtype, on ordinary values, at the "
         "ends of vectors and blocks, and on the shapes of real models.",
-        reason="A model that trains on this device shall reach what it reaches on any other.",
+        reason="A model must train on this device as well as on any other.",
     ),
     cases=each_op_and_dtype,
     timeout=120,
@@ -108,7 +108,7 @@ def empty(target: Target, op: str, dtype: str) -> None:
     Clause(
         "O1.4",
         "A NaN or an infinity in an argument reaches exactly the results that the formula lets it reach.",
-        reason="Loss scaling finds overflows in gradients by it; a NaN that a kernel swallows hides a broken model.",
+        reason="Loss scaling finds overflows in gradients by it; a NaN that a kernel drops hides a broken model.",
     ),
     cases=_only_with_dtype(_takes_nan),
 )
@@ -144,7 +144,7 @@ def deterministic(target: Target, op: str) -> None:
     Clause(
         "O2.1",
         "What an op writes is written into the tensors it was given, and autograd's version counters say so.",
-        reason="DeepSpeed's front ends ignore what a step returns and go on with the tensors they hold.",
+        reason="DeepSpeed's front ends ignore what a step returns and continue with the tensors they hold.",
     ),
     cases=_only(lambda op: bool(op.written)),
 )
@@ -183,8 +183,8 @@ def read_only(target: Target, op: str) -> None:
             _expect_same(now, then, f"{op} on '{sample.label}' modified {name}[{i}], which it may only read")
 
 
-# ---- what an op refuses ----------------------------------------------------------------------------------------------
-def _refused(target: Target, info: OpInfo, label: str, arguments: Mapping[str, Any]) -> None:
+# ---- what an op rejects ----------------------------------------------------------------------------------------------
+def _expect_rejected(target: Target, info: OpInfo, label: str, arguments: Mapping[str, Any]) -> None:
     """Expect `InvalidTensorError`, and nothing written."""
     moved = {name: _map(lambda t: t if t.is_meta else t.to(target.device), v) for name, v in arguments.items()}
     written = [t for name in info.written for t in _flat(moved[name]) if not t.is_meta]
@@ -200,82 +200,84 @@ def _refused(target: Target, info: OpInfo, label: str, arguments: Mapping[str, A
     else:
         raise NonconformanceError(f"{info.name} took {label}", why="it must raise InvalidTensorError")
     for now, then in zip(written, before, strict=True):
-        expect(_same_bits(now, then), f"{info.name} refused {label}, but had written already")
+        expect(_same_bits(now, then), f"{info.name} rejected {label}, but had already written")
 
 
 @check(
-    "ops.refuses.dtype",
+    "ops.rejects.dtype",
     Clause(
         "O3.1",
-        "An op refuses a tensor of a dtype that it cannot work on by `InvalidTensorError`, before it writes.",
-        reason="Bits read as another type give numbers that look right for a while.",
+        "An op given a tensor of a dtype that it does not support raises `InvalidTensorError` before it writes.",
+        reason="Bits read as another type give numbers that can look right.",
     ),
     cases=each_op,
 )
-def refuses_dtype(target: Target, op: str) -> None:
+def rejects_dtype(target: Target, op: str) -> None:
     info = _ready(target, op)
     sample = _smallest(info, _text(_dtype(target, info)))
     for name in _tensor_names(sample):
         if name not in info.any_dtype:
             wrong = _map_last(_other_dtype, sample.arguments[name])
-            _refused(target, info, f"{name} as {_text(_flat(wrong)[-1].dtype)}", {**sample.arguments, name: wrong})
+            _expect_rejected(
+                target, info, f"{name} as {_text(_flat(wrong)[-1].dtype)}", {**sample.arguments, name: wrong}
+            )
 
 
 @check(
-    "ops.refuses.shape",
+    "ops.rejects.shape",
     Clause(
         "O3.2",
-        "An op refuses tensors whose shapes do not belong together by `InvalidTensorError`, before it writes.",
+        "An op given tensors whose shapes do not fit together raises `InvalidTensorError` before it writes.",
         reason="A kernel that trusts shapes reads and writes beyond its tensors.",
     ),
     cases=each_op,
 )
-def refuses_shape(target: Target, op: str) -> None:
+def rejects_shape(target: Target, op: str) -> None:
     info = _ready(target, op)
     sample = _smallest(info, _text(_dtype(target, info)))
     names = _tensor_names(sample)
     for name in names if len(names) > 1 else ():
         if name not in info.broadcasts:
             wrong = _map_last(_longer, sample.arguments[name])
-            _refused(
+            _expect_rejected(
                 target, info, f"a {name} of shape {list(_flat(wrong)[-1].shape)}", {**sample.arguments, name: wrong}
             )
 
 
 @check(
-    "ops.refuses.device",
+    "ops.rejects.device",
     Clause(
         "O3.3",
-        "An op refuses a tensor on another device than the others' by `InvalidTensorError`, before it writes.",
-        reason="With optimizer offload, host and device tensors are one mistake apart.",
+        "An op given tensors on different devices raises `InvalidTensorError` before it writes.",
+        reason="With optimizer offload, a host tensor is easily passed where a device tensor is meant.",
     ),
     cases=each_op,
 )
-def refuses_device(target: Target, op: str) -> None:
+def rejects_device(target: Target, op: str) -> None:
     info = _ready(target, op)
     sample = _smallest(info, _text(_dtype(target, info)))
     names = _tensor_names(sample)
     for name in names if len(names) > 1 else ():
         wrong = _map_last(lambda t: t.to("meta"), sample.arguments[name])
-        _refused(target, info, f"{name} on another device", {**sample.arguments, name: wrong})
+        _expect_rejected(target, info, f"{name} on another device", {**sample.arguments, name: wrong})
 
 
 @check(
-    "ops.refuses.overlap",
+    "ops.rejects.overlap",
     Clause(
         "O3.4",
-        "An op refuses to write into a tensor whose elements share memory with `InvalidTensorError`.",
+        "An op that writes into a tensor whose elements share memory raises `InvalidTensorError`.",
         reason="The result would depend on the order of threads.",
     ),
     cases=_only(lambda op: bool(op.written)),
 )
-def refuses_overlap(target: Target, op: str) -> None:
+def rejects_overlap(target: Target, op: str) -> None:
     info = _ready(target, op)
     sample = _smallest(info, _text(_dtype(target, info)))
     for name in info.written:
         arguments = _on(target, sample.arguments)
         arguments[name] = _map_last(_expanded, arguments[name])
-        _refused(target, info, f"an expanded {name}", arguments)
+        _expect_rejected(target, info, f"an expanded {name}", arguments)
 
 
 # ---- derivatives and tracing -----------------------------------------------------------------------------------------
@@ -284,7 +286,7 @@ def refuses_overlap(target: Target, op: str) -> None:
     Clause(
         "O4.1",
         "The gradients of a differentiable op are those of its formula, within the tolerance of its dtype.",
-        reason="Training is the use of gradients.",
+        reason="Training depends on them.",
     ),
     cases=_only_with_dtype(lambda op: bool(op.differentiable)),
     timeout=120,
@@ -357,7 +359,7 @@ def _native_families(target: Target) -> Iterator[Parameters]:
     Clause(
         "O6.1",
         "A builder that has loaded native code has registered a kernel for its device.",
-        reason="Otherwise the slow reference runs, and every report says native.",
+        reason="Otherwise the slow reference implementation runs, and every report says native.",
     ),
     cases=_native_families,
 )

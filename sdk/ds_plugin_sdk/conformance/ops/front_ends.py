@@ -20,7 +20,7 @@ def each_front_end(target: Target) -> Iterator[Parameters]:
     Clause(
         "O7.1",
         "DeepSpeed's own front end of an op constructs and runs on the device, and gives what its formula gives.",
-        reason="It is the only way in which DeepSpeed's users meet the op; it relies on names, order of arguments and "
+        reason="DeepSpeed's users call the op through it alone; it relies on names, order of arguments and "
         "what is written in place.",
     ),
     cases=each_front_end,

@@ -7,7 +7,7 @@ import pkgutil
 from typing import Any
 
 from ds_plugin_sdk.conformance.check import Clause, check, expect, expect_equal
-from ds_plugin_sdk.conformance.runtime.support import expect_refusal, expect_type
+from ds_plugin_sdk.conformance.runtime.support import expect_raises, expect_type
 from ds_plugin_sdk.conformance.target import Target
 from ds_plugin_sdk.op_builder import op_table
 
@@ -46,7 +46,7 @@ def builder_class(target: Target, builder: str) -> None:
         "R12.2",
         "Every builder can be made without arguments and has `BUILD_VAR`, `name`, `load`, `is_compatible` and "
         "`absolute_name`; `create_op_builder(name)` gives one, or None for a collective that is not offered.",
-        reason="What DeepSpeed's loaders and reports touch.",
+        reason="What DeepSpeed's loaders and reports use.",
     ),
     cases=_cases,
 )
@@ -79,7 +79,7 @@ def load(target: Target, builder: str) -> None:
         expect(made.load(verbose=False) is not None, f"load() of {builder}, which is compatible, gave None")
     elif not op_table.by_builder(builder).optional:
         what = f"load() of {builder}, which is not compatible,"
-        expect_refusal(lambda: made.load(verbose=False), ValueError, what)
+        expect_raises(lambda: made.load(verbose=False), ValueError, what)
 
 
 def _create(target: Target, builder: str) -> Any:
@@ -93,9 +93,9 @@ def _create(target: Target, builder: str) -> Any:
     "runtime.builders.unknown",
     Clause(
         "R12.4",
-        "`get_op_builder` and `create_op_builder` of a name that nobody has heard of do not raise; what they give, "
+        "`get_op_builder` and `create_op_builder` of an unknown name do not raise; what they give, "
         "other than None, has `NAME`.",
-        reason="A later DeepSpeed asks for ops of tomorrow.",
+        reason="A later DeepSpeed asks for ops that do not exist yet.",
     ),
 )
 def unknown(target: Target) -> None:
@@ -110,7 +110,7 @@ def unknown(target: Target) -> None:
         "R12.5",
         "`op_builder_dir()` names a package that can be imported, with its modules; `create_op_builder` takes every "
         "name in them that ends in `Builder`, base classes too, and gives None or what has `NAME`.",
-        reason="`ds_report` and `__compatible_ops__` walk this package so.",
+        reason="`ds_report` and `__compatible_ops__` walk this package.",
     ),
 )
 def folder(target: Target) -> None:

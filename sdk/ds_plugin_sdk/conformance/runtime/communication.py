@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ds_plugin_sdk.conformance.check import Clause, check, expect, expect_equal
-from ds_plugin_sdk.conformance.runtime.support import expect_refusal, expect_type
+from ds_plugin_sdk.conformance.runtime.support import expect_raises, expect_type
 from ds_plugin_sdk.conformance.target import Target
 
 
@@ -127,7 +127,7 @@ def compile_runs(target: Target) -> None:
         "R8.6",
         "After `set_compile_backend(name)`, `get_compile_backend()` gives it; a name that torch.compile does not have "
         "raises ValueError and changes nothing.",
-        reason="Users choose their compiler so.",
+        reason="Users choose their compiler this way.",
     ),
 )
 def set_compile_backend(target: Target) -> None:
@@ -136,7 +136,7 @@ def set_compile_backend(target: Target) -> None:
         target.accelerator.set_compile_backend("eager")
         expect_equal(target.accelerator.get_compile_backend(), "eager", "get_compile_backend() after 'eager' was set")
         call = "set_compile_backend('no such backend')"
-        expect_refusal(lambda: target.accelerator.set_compile_backend("no such backend"), ValueError, call)
+        expect_raises(lambda: target.accelerator.set_compile_backend("no such backend"), ValueError, call)
         expect_equal(target.accelerator.get_compile_backend(), "eager", "get_compile_backend() after a refused one")
     finally:
         target.accelerator.set_compile_backend(before)

@@ -10,7 +10,7 @@ from ds_plugin_sdk.conformance.check import Clause, check, expect, expect_equal
 from ds_plugin_sdk.conformance.runtime.support import (
     SLOW_SECONDS,
     current_device_kept,
-    expect_refusal,
+    expect_raises,
     expect_type,
     indexed,
     indices,
@@ -175,7 +175,7 @@ def set_device(target: Target) -> None:
     Clause(
         "R1.10",
         "`set_device(i)` raises where there is no device `i`, and the current device stays.",
-        reason="More ranks than devices would else share one device without a word.",
+        reason="More ranks than devices would otherwise share one device without an error.",
     ),
     needs=needs_indices,
 )
@@ -184,7 +184,7 @@ def set_out_of_range(target: Target) -> None:
     with current_device_kept(target):
         before = target.accelerator.current_device()
         kinds = (RuntimeError, ValueError, AssertionError, IndexError)
-        expect_refusal(lambda: target.accelerator.set_device(beyond), kinds, f"set_device({beyond})")
+        expect_raises(lambda: target.accelerator.set_device(beyond), kinds, f"set_device({beyond})")
         expect_equal(target.accelerator.current_device(), before, "current_device() after a refused set_device()")
 
 
@@ -199,7 +199,7 @@ def set_out_of_range(target: Target) -> None:
 )
 def allocate_out_of_range(target: Target) -> None:
     beyond = f"{target.device_type}:{len(indices(target))}"
-    expect_refusal(lambda: torch.ones(1, device=beyond), RuntimeError, f"torch.ones(1, device={beyond!r})")
+    expect_raises(lambda: torch.ones(1, device=beyond), RuntimeError, f"torch.ones(1, device={beyond!r})")
 
 
 @check(

@@ -164,8 +164,8 @@ def resolves_data_dependency(target: Target) -> None:
     "runtime.flags.asynchronous",
     Clause(
         "R2.8",
-        "Where `is_synchronized_device()` is False, the host goes on while the device works.",
-        reason="Overlapping communication and offload with computation is what the side streams are for.",
+        "Where `is_synchronized_device()` is False, the host continues while the device works.",
+        reason="Overlapping communication and offload with computation is the purpose of the side streams.",
     ),
     needs=lambda target: _needs("is_synchronized_device", False, target),
 )

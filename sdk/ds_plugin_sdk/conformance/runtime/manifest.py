@@ -62,7 +62,7 @@ def probe_time(target: Target) -> None:
     Clause(
         "R10.3",
         "Where the device can be used, `probe()` says available, with as many devices as `device_count()`.",
-        reason="`sdk list` and the choice of an accelerator go by it.",
+        reason="`sdk list` and the choice of an accelerator use it.",
     ),
     needs=_needs_plugin,
 )
@@ -94,7 +94,7 @@ def chosen_by_name(target: Target) -> None:
     "runtime.manifest.another_instance",
     Clause(
         "R10.5",
-        "The accelerator's class can be made again; the instances agree, and the device goes on.",
+        "The accelerator's class can be made again; the instances agree, and the device keeps working.",
         reason="DeepSpeed's detection, tests and tools make instances of their own.",
     ),
 )

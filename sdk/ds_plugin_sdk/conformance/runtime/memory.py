@@ -16,7 +16,7 @@ from ds_plugin_sdk.conformance.check import Clause, check, expect, expect_equal
 from ds_plugin_sdk.conformance.runtime.support import (
     MIB,
     current_device_kept,
-    expect_refusal,
+    expect_raises,
     expect_type,
     indices,
     needs_two_devices,
@@ -163,9 +163,8 @@ def peak(target: Target, counter: str) -> None:
     "runtime.memory.reset_peak",
     Clause(
         "R5.5",
-        "`reset_peak_memory_stats()`, and its older names for their counters, start the peak anew from the current "
-        "value.",
-        reason="DeepSpeed measures the peak of each phase so.",
+        "`reset_peak_memory_stats()`, and its older names for their counters, restart the peak from the current value.",
+        reason="DeepSpeed measures the peak of each phase this way.",
     ),
     cases=lambda target: (
         {"member": member, "counter": counter}
@@ -352,7 +351,7 @@ def reset_index(target: Target) -> None:
 )
 def exhausted(target: Target) -> None:
     petabyte = 1 << 50
-    expect_refusal(
+    expect_raises(
         lambda: torch.empty(petabyte, dtype=torch.uint8, device=target.device),
         RuntimeError,
         f"an allocation of 1 PiB on {target.device}",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ds_plugin_sdk.conformance.check import Clause, check, expect, expect_equal
-from ds_plugin_sdk.conformance.runtime.support import expect_refusal, expect_type, slow_work
+from ds_plugin_sdk.conformance.runtime.support import expect_raises, expect_type, slow_work
 from ds_plugin_sdk.conformance.target import Target
 
 
@@ -79,7 +79,7 @@ def is_a_copy(target: Target) -> None:
         "R7.4",
         "`pin_memory(tensor, make_copy=False)` gives fresh memory of the tensor's shape and dtype: writing it leaves "
         "the original.",
-        reason="Offloaded activations and the checkpoint writer make their staging buffers so.",
+        reason="Offloaded activations and the checkpoint writer make their staging buffers this way.",
     ),
 )
 def make_copy(target: Target) -> None:
@@ -134,7 +134,7 @@ def empty(target: Target) -> None:
         seen = (tensor.device.type, tensor.dtype, tuple(tensor.shape))
         expect_equal(seen, ("cpu", torch.float32, (3, 5)), f"device, dtype and shape of {call}")
         expect_equal(accelerator.is_pinned(tensor), _pins(target), f"is_pinned() of {call}")
-    expect_refusal(lambda: accelerator.pin_empty(2, dtype=torch.float32, device="meta"), ValueError, "pin_empty(meta)")
+    expect_raises(lambda: accelerator.pin_empty(2, dtype=torch.float32, device="meta"), ValueError, "pin_empty(meta)")
 
 
 @check(

@@ -64,7 +64,7 @@ def visible_devices(target: Target) -> None:
     Clause(
         "R11.3",
         "A process that is started with one device visible has one device, and computes on it.",
-        reason="`deepspeed --include` hides devices so; a rank counts what it sees.",
+        reason="`deepspeed --include` hides devices this way; a rank counts what it sees.",
     ),
     needs=needs_two_devices,
     timeout=250.0,
@@ -117,7 +117,7 @@ def data_loader(target: Target) -> None:
     Clause(
         "R11.6",
         "A process that has only asked for counts, names and dtypes can be forked, and the child can use the device.",
-        reason="DeepSpeed asks so while it is imported; the launcher and tests fork afterwards.",
+        reason="DeepSpeed asks for these while it is imported; the launcher and tests fork afterwards.",
     ),
     timeout=250.0,
 )
@@ -132,7 +132,7 @@ def fork_before_use(target: Target) -> None:
     Clause(
         "R11.7",
         "In a child forked after the device was used, using the device works or raises; it neither hangs nor computes "
-        "wrongly, and the parent goes on.",
+        "wrongly, and the parent continues.",
         reason="A data set that touches the device in a worker must end in an error that can be read.",
     ),
     timeout=250.0,

@@ -46,7 +46,7 @@ def state_type(target: Target) -> None:
     Clause(
         "R3.2",
         "After `manual_seed(s)` the current device draws the same numbers each time, and others after another seed.",
-        reason="Runs are repeated by their seed; activation checkpointing seeds its RNG tracker so.",
+        reason="Runs are repeated by their seed; activation checkpointing seeds its RNG tracker this way.",
     ),
 )
 def seed(target: Target) -> None:
@@ -65,7 +65,7 @@ def seed(target: Target) -> None:
     Clause(
         "R3.3",
         "After `set_rng_state(state)` the device draws the numbers that it drew after `get_rng_state()` gave `state`.",
-        reason="Activation checkpointing recomputes with the dropout masks of the forward pass; resumed runs go on.",
+        reason="Activation checkpointing recomputes with the dropout masks of the forward pass; resumed runs continue.",
     ),
 )
 def restore(target: Target) -> None:
@@ -179,7 +179,7 @@ def seed_all(target: Target) -> None:
     "runtime.random.seed_one",
     Clause(
         "R3.9",
-        "`manual_seed(s)` leaves the other devices' generators alone.",
+        "`manual_seed(s)` does not change the other devices' generators.",
         reason="Its name in torch means the current device; a rank's seed is its own.",
     ),
     needs=needs_two_devices,
@@ -197,7 +197,7 @@ def seed_one(target: Target) -> None:
     "runtime.random.host_untouched",
     Clause(
         "R3.10",
-        "Drawing on the device leaves the host's generator alone.",
+        "Drawing on the device does not change the host's generator.",
         reason="The order of the data, drawn on the host, must not depend on what the model draws.",
     ),
     needs=lambda target: "the device draws from the host's generator" if target.device_type == "cpu" else None,
@@ -233,7 +233,7 @@ def torch_seed(target: Target) -> None:
     Clause(
         "R3.12",
         "`initial_seed()` is the seed that the current device was given last.",
-        reason="Part of the contract since its beginning, for users: it tells how to repeat a run.",
+        reason="Part of the contract since its beginning, for users: it says how to repeat a run.",
     ),
 )
 def initial_seed(target: Target) -> None:
@@ -249,7 +249,7 @@ def initial_seed(target: Target) -> None:
         "R3.13",
         "`random().fork_rng(devices=[device])` is a context after which the device draws as if nothing had been drawn "
         "in it; `device` may be an index or what `current_device_name()` gives.",
-        reason="DeepCompile profiles a graph so, without disturbing the run.",
+        reason="DeepCompile profiles a graph this way, without disturbing the run.",
     ),
 )
 def fork_rng(target: Target) -> None:

@@ -12,7 +12,7 @@ from ds_plugin_sdk.conformance.runtime.support import (
     MIB,
     SLOW_SECONDS,
     current_device_kept,
-    expect_refusal,
+    expect_raises,
     indices,
     needs_events,
     needs_streams,
@@ -211,7 +211,7 @@ def wait_stream(target: Target) -> None:
     Clause(
         "R4.9",
         "`Stream.synchronize()` returns when the stream's work is done, and `query()` then is True.",
-        reason="Offload waits so before the host reads a gradient.",
+        reason="Offload waits this way before the host reads a gradient.",
     ),
     needs=needs_streams,
 )
@@ -235,7 +235,7 @@ def stream_synchronize(target: Target) -> None:
         "R4.10",
         "After `event.record(b)` or `b.record_event(event)`, and `a.wait_event(event)` or, with `a` current, "
         "`event.wait()`, later work on `a` sees what was submitted to `b` before the record.",
-        reason="Prefetched parameters and offloaded activations are waited for so.",
+        reason="Prefetched parameters and offloaded activations are waited for this way.",
     ),
     needs=_needs_both,
     cases=lambda target: ({"by": by} for by in ("stream.wait_event", "event.wait", "event.record(stream)")),
@@ -342,7 +342,7 @@ def event_reuse(target: Target) -> None:
         "R4.14",
         "Memory of a tensor on which `record_stream(s)` was called is not given out again before the work of `s` at "
         "its death is done.",
-        reason="ZeRO calls it on each buffer that a side stream still reads when the host lets go of it.",
+        reason="ZeRO calls it on each buffer that a side stream still reads when the host releases it.",
     ),
     needs=needs_streams,
 )
@@ -369,7 +369,7 @@ def record_stream(target: Target) -> None:
     Clause(
         "R4.15",
         "Reading a value on the host (`item`, `tolist`, `cpu`, `bool`) waits for the current stream.",
-        reason="Losses, gradient norms and overflow flags are read so, without any wait.",
+        reason="Losses, gradient norms and overflow flags are read this way, without any wait.",
     ),
     cases=lambda target: ({"by": by} for by in ("item", "tolist", "cpu", "bool")),
 )
@@ -428,7 +428,7 @@ def timing_needs_both(target: Target) -> None:
     start.record()
     start.synchronize()
     kinds = (RuntimeError, ValueError)
-    expect_refusal(lambda: start.elapsed_time(end), kinds, "elapsed_time() of an event that was not recorded")
+    expect_raises(lambda: start.elapsed_time(end), kinds, "elapsed_time() of an event that was not recorded")
 
 
 @check(
@@ -454,7 +454,7 @@ def switches_device(target: Target) -> None:
     Clause(
         "R4.19",
         "Work on one stream does not wait for work on another that was submitted before it.",
-        reason="Otherwise communication never overlaps computation; it is what streams are for.",
+        reason="Otherwise communication never overlaps computation; streams exist for that.",
     ),
     needs=needs_streams,
 )

@@ -127,7 +127,7 @@ def _products(target: Target) -> Callable[[], None]:
     return lambda: submit(count)
 
 
-def expect_refusal(
+def expect_raises(
     call: Callable[[], Any], kinds: type[Exception] | tuple[type[Exception], ...], what: str, *, why: str = ""
 ) -> None:
     """Fail unless `call` raises one of `kinds`; `what` names the call."""

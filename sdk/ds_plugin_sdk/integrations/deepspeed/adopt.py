@@ -1,10 +1,10 @@
 """Makes DeepSpeed use the registry's accelerator, at the moment when its own module for that has been executed.
 
 Nothing has asked DeepSpeed for the accelerator by then, so everything it binds at import is right from the start. After
-that, `deepspeed.accelerator.set_accelerator` and `ds_plugin_sdk.set_accelerator` are two doors to one room.
+that, `deepspeed.accelerator.set_accelerator` and `ds_plugin_sdk.set_accelerator` do the same.
 
 An accelerator that was asked for by name and cannot be had is an error, through ``import deepspeed``. What the SDK
-does on its own account never is: one warning, and DeepSpeed goes on by itself.
+does without being asked never is: one warning, and DeepSpeed chooses its accelerator itself.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from ds_plugin_sdk import op_builder, registry
 from ds_plugin_sdk.accelerator import DeepSpeedAccelerator
 from ds_plugin_sdk.errors import PluginError
-from ds_plugin_sdk.integrations.deepspeed import drift, gloo, lend, rebind
+from ds_plugin_sdk.integrations.deepspeed import deepspeed_builders, drift, gloo, rebind
 from ds_plugin_sdk.settings import settings
 
 
@@ -32,13 +32,13 @@ def adopt(real_accelerator: Any) -> None:
     Raises:
         PluginError: the plugin that ``DS_ACCELERATOR`` names cannot be used, or nothing has that name.
     """
-    with _deepspeed_goes_on():
+    with _deepspeed_chooses_on_error():
         _join(real_accelerator, detect=functools.partial(_detect, real_accelerator))
 
 
 def adopt_late(real_accelerator: Any) -> None:
     """`adopt` for a DeepSpeed that has chosen already. An accelerator that the program gave it stays."""
-    with _deepspeed_goes_on():
+    with _deepspeed_chooses_on_error():
         chosen = real_accelerator.ds_accelerator
         if chosen is None or type(chosen).__module__.startswith("deepspeed."):
             before = real_accelerator.set_accelerator
@@ -47,7 +47,7 @@ def adopt_late(real_accelerator: Any) -> None:
 
 
 @contextmanager
-def _deepspeed_goes_on() -> Iterator[None]:
+def _deepspeed_chooses_on_error() -> Iterator[None]:
     try:
         yield
     except Exception as error:
@@ -67,7 +67,7 @@ def _join(real_accelerator: Any, detect: Callable[[], str | None]) -> None:
     drift.fill(theirs)
     theirs.register(DeepSpeedAccelerator)
     _share_set_accelerator(real_accelerator)
-    op_builder.borrow_from(lend.lend)
+    op_builder.add_builder_source(deepspeed_builders.find)
     registry.use_fallback(real_accelerator.get_accelerator)
     registry.on_change(functools.partial(_use, real_accelerator))
     # Without autoload a plugin is used only if it was set, or asked for by a name that DeepSpeed does not have.
@@ -78,7 +78,7 @@ def _join(real_accelerator: Any, detect: Callable[[], str | None]) -> None:
 
 
 def _share_set_accelerator(real_accelerator: Any) -> None:
-    """Let DeepSpeed's door lead where the SDK's does. It takes DeepSpeed's own accelerators too."""
+    """Make DeepSpeed's set_accelerator() call the SDK's. It accepts DeepSpeed's own accelerators too."""
     deepspeeds_own = real_accelerator.set_accelerator
 
     @functools.wraps(deepspeeds_own)
@@ -87,7 +87,7 @@ def _share_set_accelerator(real_accelerator: Any) -> None:
             registry.set_accelerator(accel_obj)
             return
         before = real_accelerator.ds_accelerator
-        deepspeeds_own(accel_obj)  # refuses what is no accelerator
+        deepspeeds_own(accel_obj)  # raises if it is no accelerator
         registry.release(accel_obj._name, "chosen", "deepspeed.accelerator.set_accelerator")
         rebind.rebind(before, accel_obj)
 
@@ -100,7 +100,7 @@ def _use(real_accelerator: Any, accelerator: Any) -> None:
         return
     real_accelerator.ds_accelerator = accelerator
     gloo.wait_at_exit()
-    if real_accelerator.accel_logger is not None:  # as DeepSpeed says it
+    if real_accelerator.accel_logger is not None:  # as DeepSpeed logs it
         real_accelerator.accel_logger.info(f"Setting ds_accelerator to {accelerator._name} ({accelerator!r})")
     if accelerator.device_name() not in real_accelerator.SUPPORTED_ACCELERATOR_LIST:
         real_accelerator.SUPPORTED_ACCELERATOR_LIST.append(accelerator.device_name())
@@ -110,7 +110,7 @@ def _use(real_accelerator: Any, accelerator: Any) -> None:
 def _detect(real_accelerator: Any) -> str | None:
     """The hardware that DeepSpeed would use by itself, or None where it would fall back to the CPU.
 
-    It says on its log what it takes; here it only gives an opinion, so that line is kept back.
+    DeepSpeed logs its choice; nothing is chosen here, so its log is muted.
     """
     undecided = real_accelerator.ds_accelerator is None
     log: logging.Logger | None = real_accelerator.accel_logger

@@ -1,7 +1,7 @@
 """The SDK's accelerator contract against that of the installed DeepSpeed, both ways.
 
 DeepSpeed's abstract class grows. What a release has and the SDK's class lacks is filled in when DeepSpeed is imported
-(`fill`), so that plugins written earlier go on working; `contract` says what was filled in, what DeepSpeed has given
+(`fill`), so that plugins written earlier keep working; `contract` says what was filled in, what DeepSpeed has given
 up, where signatures differ, and which of DeepSpeed's builders the SDK does not serve.
 """
 
@@ -169,8 +169,8 @@ def _signature(member: Any) -> str:
     if not inspect.isfunction(member):
         return f" ({type(member).__name__})"
     signature = inspect.signature(member)
-    bare = [parameter.replace(annotation=parameter.empty) for parameter in signature.parameters.values()]
-    return str(inspect.Signature(bare))
+    unannotated = [parameter.replace(annotation=parameter.empty) for parameter in signature.parameters.values()]
+    return str(inspect.Signature(unannotated))
 
 
 def _builders() -> Iterator[Difference]:

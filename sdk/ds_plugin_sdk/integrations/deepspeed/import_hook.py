@@ -2,7 +2,7 @@
 
 An error here would break ``import torch`` for everybody on the machine, and so would slowness. So this module imports
 nothing but what Python has loaded already, reads no file, and leaves all work to modules that it names as text and
-imports when their time has come.
+imports when they are needed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _AFTER = {
 
 
 class _Loader(importlib.abc.Loader):
-    """A module's own loader, and a call when the module was executed. It takes itself away before that call."""
+    """A module's own loader, and a call when the module was executed. It removes itself before that call."""
 
     def __init__(self, loader: Any, then: str) -> None:
         self._loader = loader
@@ -86,9 +86,9 @@ def install() -> None:
 
 def _call(target: str, module: ModuleType) -> None:
     """Call ``"module:function"`` with a module. That the function cannot be had at all is only worth a warning."""
-    home, _, name = target.partition(":")
+    module_name, _, name = target.partition(":")
     try:
-        function = getattr(importlib.import_module(home), name)
+        function = getattr(importlib.import_module(module_name), name)
     except Exception as error:
         _complain(error)
     else:
@@ -96,7 +96,7 @@ def _call(target: str, module: ModuleType) -> None:
 
 
 def _complain(error: Exception) -> None:
-    with contextlib.suppress(Warning):  # under -W error it is an exception, and `import torch` must go on
+    with contextlib.suppress(Warning):  # under -W error it is an exception, and `import torch` must continue
         warnings.warn(
             f"ds-plugin-sdk: DeepSpeed will not see any plugin: {type(error).__name__}: {error}",
             RuntimeWarning,

@@ -2,7 +2,7 @@
 
 ``init_inference(replace_with_kernel_inject=True)`` puts layers into the model that were written for the transformers of
 their time. Where those have moved on, the layers fail, on every device, before or between calls of kernels, with an
-`AttributeError` deep inside. The engine's doors are wrapped, so that its user reads what happened and what works.
+`AttributeError` deep inside. The engine's methods are wrapped, so that the error says what happened and what works.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MISFITS = (AssertionError, AttributeError, KeyError, NotImplementedError, TypeE
 
 
 def explain(engine: ModuleType) -> None:
-    """Wrap the doors of ``InferenceEngine``.
+    """Wrap the methods of ``InferenceEngine``.
 
     Args:
         engine: ``deepspeed.inference.engine``, executed.
@@ -50,7 +50,7 @@ def _explaining(method: Callable[..., Any]) -> Callable[..., Any]:
                 why=f"its layers for '{model}' are written for transformers up to 4.43.4"
                 f"{', where they fail too' if model in _NEVER_FITTING else ''}; here is {_transformers()}; "
                 f"{type(error).__name__}: {error}",
-                hint="the same kernels serve today's transformers through ds_plugin_sdk.integrations.transformers; "
+                hint="ds_plugin_sdk.integrations.transformers runs transformers 5 on the same kernels; "
                 "leave out replace_with_kernel_inject",
             ) from error
 

@@ -1,8 +1,8 @@
 """Lets DeepSpeed's table of ops have every op that DeepSpeed has a builder's name for.
 
 DeepSpeed fills `ALL_OPS`, and from it `__compatible_ops__`, by walking the modules of one folder, and so misses what no
-module defines: an op by reference, an op made of several families, an op that nobody offers. Programs look all of them
-up there: ``deepspeed.ops.__compatible_ops__[InferenceBuilder.NAME]``.
+module defines: an op with a reference implementation alone, one made of several families, one that nobody offers.
+Programs look all of them up there: ``deepspeed.ops.__compatible_ops__[InferenceBuilder.NAME]``.
 """
 
 from __future__ import annotations

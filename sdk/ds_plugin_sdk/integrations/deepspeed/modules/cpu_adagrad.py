@@ -29,7 +29,7 @@ def adagrad_update(
 ) -> int:
     """One step, in place on params and exp_avg_sq (the sum of squares), contiguous or not. Gives 0.
 
-    Formula, dtypes and refusals are those of `ds_plugin_sdk.ops.adagrad.adagrad_`; a negative decay is none. The
+    Formula, dtypes and errors are those of `ds_plugin_sdk.ops.adagrad.adagrad_`; a negative decay is none. The
     gradients stay as they are, where DeepSpeed's own op writes into some of their elements.
 
     Raises:

@@ -55,7 +55,7 @@ def adam_update(
 ) -> int:
     """Step number `step`, in place on params, exp_avg and exp_avg_sq, contiguous or not. Gives 0.
 
-    Formula, dtypes and refusals are those of `ds_plugin_sdk.ops.adam.adam_`; a negative decay is none.
+    Formula, dtypes and errors are those of `ds_plugin_sdk.ops.adam.adam_`; a negative decay is none.
 
     Raises:
         InvalidTensorError: the tensors do not fit; nothing was modified.
@@ -131,8 +131,8 @@ def _mode(optimizer_id: int) -> bool:
         ) from None
 
 
-def _refusal(name: str) -> Callable[..., NoReturn]:
-    def refuse(*args: object) -> NoReturn:
+def _not_offered(name: str) -> Callable[..., NoReturn]:
+    def raise_error(*args: object) -> NoReturn:
         raise OpNotImplementedError(
             "ZenFlow's overlapped optimizer is not offered",
             op="cpu_adam",
@@ -140,16 +140,16 @@ def _refusal(name: str) -> Callable[..., NoReturn]:
             hint='leave "zenflow" out of the DeepSpeed config; ZeRO-Offload without it works',
         )
 
-    refuse.__name__ = name
-    return refuse
+    raise_error.__name__ = name
+    return raise_error
 
 
-zenflow_adam_create = _refusal("zenflow_adam_create")
-zenflow_adam_register_group = _refusal("zenflow_adam_register_group")
-zenflow_adam_destroy = _refusal("zenflow_adam_destroy")
-zenflow_adam_ctrl_size = _refusal("zenflow_adam_ctrl_size")
-zenflow_adam_ctrl_init = _refusal("zenflow_adam_ctrl_init")
-zenflow_adam_run_worker = _refusal("zenflow_adam_run_worker")
-zenflow_adam_submit = _refusal("zenflow_adam_submit")
-zenflow_adam_wait = _refusal("zenflow_adam_wait")
-zenflow_adam_ctrl_exit = _refusal("zenflow_adam_ctrl_exit")
+zenflow_adam_create = _not_offered("zenflow_adam_create")
+zenflow_adam_register_group = _not_offered("zenflow_adam_register_group")
+zenflow_adam_destroy = _not_offered("zenflow_adam_destroy")
+zenflow_adam_ctrl_size = _not_offered("zenflow_adam_ctrl_size")
+zenflow_adam_ctrl_init = _not_offered("zenflow_adam_ctrl_init")
+zenflow_adam_run_worker = _not_offered("zenflow_adam_run_worker")
+zenflow_adam_submit = _not_offered("zenflow_adam_submit")
+zenflow_adam_wait = _not_offered("zenflow_adam_wait")
+zenflow_adam_ctrl_exit = _not_offered("zenflow_adam_ctrl_exit")

@@ -30,7 +30,7 @@ def lion_update(
 ) -> int:
     """One step, in place on params and exp_avg, contiguous or not. Gives 0.
 
-    Formula, dtypes and refusals are those of `ds_plugin_sdk.ops.lion.lion_`; a negative decay is none. Where the
+    Formula, dtypes and errors are those of `ds_plugin_sdk.ops.lion.lion_`; a negative decay is none. Where the
     direction is exactly 0 the parameter stays; DeepSpeed's own op moves it by its sign bit.
 
     Raises:

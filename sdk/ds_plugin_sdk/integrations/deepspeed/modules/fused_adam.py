@@ -24,7 +24,7 @@ def multi_tensor_adam(
 ) -> None:
     """Step number `step` on every tensor, in place.
 
-    Formula, dtypes and refusals are those of `ds_plugin_sdk.ops.adam.adam_`.
+    Formula, dtypes and errors are those of `ds_plugin_sdk.ops.adam.adam_`.
 
     Args:
         chunk_size: how a GPU would cut tensors; not used.

@@ -29,7 +29,7 @@ def lamb(
 ) -> Tensor:
     """Step number `step` on one tensor, in place on p, exp_avg and exp_avg_sq, contiguous or not.
 
-    Formula, dtypes and refusals are those of `ds_plugin_sdk.ops.lamb.lamb_`.
+    Formula, dtypes and errors are those of `ds_plugin_sdk.ops.lamb.lamb_`.
 
     Args:
         p_copy: empty, or a tensor of p's shape that gets the new parameters too, whatever its dtype; DeepSpeed's own op

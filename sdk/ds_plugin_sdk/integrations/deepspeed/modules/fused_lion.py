@@ -21,7 +21,7 @@ def multi_tensor_lion(
 ) -> None:
     """One step on every tensor, in place.
 
-    Formula, dtypes and refusals are those of `ds_plugin_sdk.ops.lion.lion_`.
+    Formula, dtypes and errors are those of `ds_plugin_sdk.ops.lion.lion_`.
 
     Args:
         chunk_size: how a GPU would cut tensors; not used.

@@ -1,6 +1,6 @@
 """``quantizer``: what ZeRO++, weight-only quantization and, up to DeepSpeed 0.18, MoQ call.
 
-Formulas, layouts and refusals are those of `ds_plugin_sdk.ops.quantizer`. DeepSpeed's CUDA op reads every tensor as
+Formulas, layouts and errors are those of `ds_plugin_sdk.ops.quantizer`. DeepSpeed's CUDA op reads every tensor as
 float16, whatever it is; here float32 and bfloat16 are read as what they are.
 """
 

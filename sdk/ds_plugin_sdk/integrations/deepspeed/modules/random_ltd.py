@@ -1,6 +1,6 @@
 """``random_ltd``: what DeepSpeed's random-LTD calls, on the accelerator's tensors.
 
-Formulas, dtypes and refusals are those of `ds_plugin_sdk.ops.random_ltd`. DeepSpeed's own `mask_gather_bert` takes the
+Formulas, dtypes and errors are those of `ds_plugin_sdk.ops.random_ltd`. DeepSpeed's own `mask_gather_bert` takes the
 indices of the first layer for all; here each layer has its own.
 """
 

@@ -1,6 +1,6 @@
 """``spatial_inference``: what DeepSpeed's `nhwc_bias_add` calls, on the accelerator's tensors.
 
-Formulas, dtypes and refusals are those of `ds_plugin_sdk.ops.spatial`.
+Formulas, dtypes and errors are those of `ds_plugin_sdk.ops.spatial`.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ def forward_fp32(
     normalize_invertible: bool,
     gelu_checkpoint: bool,
 ) -> list[Tensor]:
-    """One layer's result; formula, shapes and refusals are those of `ds_plugin_sdk.ops.transformer.layer.forward`.
+    """One layer's result; formula, shapes and errors are those of `ds_plugin_sdk.ops.transformer.layer.forward`.
 
     Args:
         layer_id: as it was created; its options come from there.

@@ -1,6 +1,6 @@
 """``utils``: what DeepSpeed's FastFileWriter calls, and what its releases up to 0.9 called for flat buffers.
 
-Results and refusals are those of `ds_plugin_sdk.ops.utils`.
+Results and errors are those of `ds_plugin_sdk.ops.utils`.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ using runtime::Direction;
 
 // ------------------------------------------------------------------------------------------------ making tensors
 
-void refuse_pinned(std::optional<bool> pin_memory) {
+void reject_pinned(std::optional<bool> pin_memory) {
   TORCH_CHECK(!pin_memory.value_or(false), "only host tensors can be pinned");
 }
 
@@ -37,7 +37,7 @@ constexpr c10::DispatchKeySet kKeys(c10::DispatchKey::PrivateUse1);
 
 Tensor empty(IntArrayRef size, std::optional<c10::ScalarType> dtype, std::optional<c10::Layout> /*layout*/,
              std::optional<Device> device, std::optional<bool> pin_memory, std::optional<c10::MemoryFormat> format) {
-  refuse_pinned(pin_memory);
+  reject_pinned(pin_memory);
   const c10::OptionalDeviceGuard guard(device);
   return at::detail::empty_generic(size, device_allocator(), kKeys, c10::dtype_or_default(dtype), format);
 }
@@ -45,7 +45,7 @@ Tensor empty(IntArrayRef size, std::optional<c10::ScalarType> dtype, std::option
 Tensor empty_strided(IntArrayRef size, IntArrayRef stride, std::optional<c10::ScalarType> dtype,
                      std::optional<c10::Layout> /*layout*/, std::optional<Device> device,
                      std::optional<bool> pin_memory) {
-  refuse_pinned(pin_memory);
+  reject_pinned(pin_memory);
   const c10::OptionalDeviceGuard guard(device);
   return at::detail::empty_strided_generic(size, stride, device_allocator(), kKeys, c10::dtype_or_default(dtype));
 }

@@ -1,6 +1,6 @@
-"""DeepSpeed's own builders for what the SDK does not have, so that nobody loses an op by installing a plugin.
+"""DeepSpeed's own builders for what the SDK does not have, so that installing a plugin removes no op.
 
-They work on host memory alone, and so they are lent to the CPU only.
+They work on host memory alone, so they are used for the device cpu only.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 from ds_plugin_sdk.op_builder import op_table
 
 
-def lend(class_name: str, device_type: str) -> type[Any] | None:
+def find(class_name: str, device_type: str) -> type[Any] | None:
     """DeepSpeed's builder class of a name for a device, or None."""
     if device_type not in op_table.by_builder(class_name).deepspeeds_own_on:
         return None
