@@ -54,7 +54,7 @@ def compiled_once(private_cache: None, kernel_cache: Path, monkeypatch: pytest.M
 
 @pytest.fixture(scope="session")
 def native(kernel_cache: Path) -> Callable[..., None]:
-    """``native("adam", "lamb")`` loads the host's native kernels of families; without a compiler the test fails."""
+    """``native("adam", "lamb")`` loads the CPU's native kernels of families; without a compiler the test fails."""
     from ds_plugin_sdk.op_builder import load_family
 
     def load(*families: str) -> None:

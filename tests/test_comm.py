@@ -159,7 +159,7 @@ def test_a_rank_that_ended_is_told(tmp_path: Path) -> None:
     assert ended.startswith(
         "rank 0: rank 1 of 2 ended before all_reduce (op 'all_reduce'): rank 0 has waited for it for"
     )
-    assert again.startswith("rank 0: an earlier all_reduce of this group was broken off (op 'all_reduce'): ")
+    assert again.startswith("rank 0: an earlier all_reduce of this group was interrupted (op 'all_reduce'): ")
 
 
 @shared_memory
@@ -167,9 +167,9 @@ def test_a_late_rank_is_waited_for_until_the_groups_timeout(tmp_path: Path) -> N
     said = run(LATE, 2, tmp_path)
     assert {"rank 0: in time [2.0]", "rank 1: in time [2.0]"} <= set(said), said
     [late] = [line for line in said if "in time" not in line]
-    assert late.startswith(
-        "rank 0: ranks [1] of 2 did not come to all_reduce (op 'all_reduce'): rank 0 has waited for"
-    ), said
+    assert late.startswith("rank 0: ranks [1] of 2 did not call all_reduce (op 'all_reduce'): rank 0 has waited for"), (
+        said
+    )
     assert "every rank of a group must call the same collectives in the same order" in late
 
 

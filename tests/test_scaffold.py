@@ -1,4 +1,4 @@
-"""``sdk new-plugin``: what it makes, and what it refuses with one clear line and nothing half-written."""
+"""``sdk new-plugin``: what it makes, and what it rejects with one clear line and nothing half-written."""
 
 from __future__ import annotations
 

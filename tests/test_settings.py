@@ -1,4 +1,4 @@
-"""Environment variables: typed, read when asked, refused with what they mean."""
+"""Environment variables: typed, read at each access, rejected with their meaning."""
 
 from __future__ import annotations
 

@@ -66,10 +66,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
+    module = _HOMES.get(name)
+    if module is None:
         raise AttributeError(f"module 'ds_plugin_sdk' has no attribute '{name}'")
-    value = getattr(importlib.import_module(f"ds_plugin_sdk.{home}"), name)
+    value = getattr(importlib.import_module(f"ds_plugin_sdk.{module}"), name)
     globals()[name] = value
     return value
 

@@ -65,7 +65,7 @@ class DeepSpeedAccelerator(abc.ABC):
         return f"<{type(self).__module__}.{type(self).__qualname__} on device '{self.device_name()}'>"
 
     def _check_flags(self) -> None:
-        """Refuse a device that promises streams or events which it does not have.
+        """Raise for a device that promises streams or events which it does not have.
 
         DeepSpeed would dereference None in the middle of a training step.
         """
@@ -135,7 +135,7 @@ class DeepSpeedAccelerator(abc.ABC):
         return self.device_count() > 0
 
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies on this kind of device."""
+        """Whether a tensor is on this kind of device."""
         return tensor.device.type == torch.device(self.device_name()).type
 
     # ------------------------------------------------------------------ random numbers
@@ -226,7 +226,7 @@ class DeepSpeedAccelerator(abc.ABC):
 
     @abc.abstractmethod
     def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
-        """Start the peaks anew from the current values."""
+        """Reset the peaks to the current values."""
 
     @abc.abstractmethod
     def total_memory(self, device_index: int | None = None) -> int:
@@ -418,7 +418,7 @@ class DeepSpeedAccelerator(abc.ABC):
         return self.pin_empty(tuple(tensor.shape), dtype=dtype or tensor.dtype, device=device)
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies in page-locked host memory."""
+        """Whether a tensor is in page-locked host memory."""
         return self._torch_is_pinned(tensor)
 
     def unpin_memory(self, tensor: torch.Tensor) -> None:
@@ -432,7 +432,7 @@ class DeepSpeedAccelerator(abc.ABC):
     def get_op_builder(self, class_name: str) -> type[Any]:
         """The builder class of a DeepSpeed name such as ``FusedAdamBuilder``.
 
-        Never raises: an op that nobody offers gets a class whose ``load()`` raises `OpNotImplementedError`.
+        Never raises: an op that is not offered gets a class whose ``load()`` raises `OpNotImplementedError`.
         """
         return op_builder.find(class_name, package=self.op_builders, device_type=self.device_name())
 

@@ -1,4 +1,4 @@
-"""Collectives for tensors in host memory: what a machine's ranks sum up needs no sockets.
+"""Collectives for tensors in host memory: sums over a machine's ranks need no sockets.
 
     from ds_plugin_sdk import comm
 
@@ -121,10 +121,10 @@ class _SharedMemory:
         """A contiguous tensor, replaced by the sum over the ranks."""
         if self._broken_off:
             raise CollectiveError(
-                "an earlier all_reduce of this group was broken off",
+                "an earlier all_reduce of this group was interrupted",
                 op="all_reduce",
-                why=f"what rank {self._rank} had posted for it lies where the others look for this one's",
-                hint="start the job anew",
+                why=f"what rank {self._rank} posted for it is where the others look for this one's",
+                hint="restart the job",
             )
         done = self._call(tensor, 0)
         if done < tensor.numel():
@@ -153,11 +153,11 @@ class _SharedMemory:
                     f"rank {rank} of {self._ranks} ended before all_reduce",
                     op="all_reduce",
                     why=f"rank {self._rank} has waited for it for {waited:.0f} s, and its process is gone",
-                    hint="what that rank printed last says why; start the job anew",
+                    hint="what that rank printed last says why; restart the job",
                 )
         if missing and waited > self._timeout:
             raise CollectiveError(
-                f"ranks {missing} of {self._ranks} did not come to all_reduce",
+                f"ranks {missing} of {self._ranks} did not call all_reduce",
                 op="all_reduce",
                 why=f"rank {self._rank} has waited for {waited:.0f} s, the group's timeout",
                 hint="every rank of a group must call the same collectives in the same order",
@@ -173,7 +173,7 @@ class _SharedMemory:
 
 
 def _new_file(ranks: int) -> Path | None:
-    """A file in memory with room for that many ranks; None where there is no such place, or no room."""
+    """A file in memory for that many ranks; None where there is no such place, or no space."""
     try:
         descriptor, name = tempfile.mkstemp(prefix="ds-plugin-", dir=_SHARED_MEMORY)
     except OSError:

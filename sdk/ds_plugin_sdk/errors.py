@@ -11,15 +11,15 @@
     ├── DeviceNameError             (ValueError)    a torch device cannot be made under this name
     ├── BuildError
     │   ├── ToolchainError                          no usable compiler
-    │   ├── CompileError                            the compiler refused the sources
+    │   ├── CompileError                            the compiler or linker failed
     │   ├── CompileForbiddenError                   settings forbid compiling, and nothing prebuilt or cached fits
     │   └── ArtifactError                           a binary is damaged, foreign, or cannot be loaded
     ├── ScaffoldError                               a project cannot be generated
     ├── ConformanceError                            the conformance suite cannot run, or its expectations cannot be read
-    ├── CollectiveError             (RuntimeError)  a rank has ended, or does not come to a collective
+    ├── CollectiveError             (RuntimeError)  a rank has ended, or does not join a collective
     └── OpError
         ├── OpNotImplementedError   (ValueError)    this plugin does not offer this op
-        └── InvalidTensorError      (ValueError)    an op was given a tensor it cannot work on
+        └── InvalidTensorError      (ValueError)    an op does not support a tensor that it was given
 
 Each error says what happened, to which plugin or op, why, and what to do next, in that order; the parts are
 attributes. Errors survive pickling, because launchers carry them from process to process.
@@ -98,7 +98,7 @@ class DeviceNameError(SdkError, ValueError):
 
 
 class BuildError(SdkError):
-    """A native kernel could not be had."""
+    """A native kernel could not be built, found or loaded."""
 
 
 class ToolchainError(BuildError):
@@ -122,11 +122,11 @@ class ScaffoldError(SdkError):
 
 
 class ConformanceError(SdkError):
-    """The conformance suite cannot run: its target or its expectations cannot be had."""
+    """The conformance suite cannot run: its target or its expectations cannot be loaded."""
 
 
 class CollectiveError(SdkError, RuntimeError):
-    """A rank that takes part in a collective has ended, or did not come in time."""
+    """A rank that takes part in a collective has ended, or did not join in time."""
 
 
 class OpError(SdkError):
@@ -138,4 +138,4 @@ class OpNotImplementedError(OpError, ValueError):
 
 
 class InvalidTensorError(OpError, ValueError):
-    """An op was given a tensor of a device, dtype, shape or layout that it cannot work on."""
+    """An op does not support the device, dtype, shape or layout of a tensor that it was given."""

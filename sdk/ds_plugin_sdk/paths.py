@@ -1,4 +1,4 @@
-"""Where the kernel sources shipped with the SDK lie."""
+"""Where the kernel sources shipped with the SDK are."""
 
 from __future__ import annotations
 

@@ -60,17 +60,17 @@ def builders_in(names: Iterable[str]) -> list[OpBuilder]:
     for name in names:
         module, _, cls = name.partition(":")
         try:
-            home = importlib.import_module(module)
-            found += [made() for made in ([getattr(home, cls)] if cls else _defined_in(module))]
+            imported = importlib.import_module(module)
+            found += [made() for made in ([getattr(imported, cls)] if cls else _defined_in(module))]
         except Exception as error:
             why = f"{name}: {type(error).__name__}: {error}"
-            raise BuildError("a builder that the project lists cannot be had", why=why) from error
+            raise BuildError("a builder that the project lists cannot be imported", why=why) from error
     return found
 
 
 def _defined_in(package: str) -> list[type[OpBuilder]]:
     with warnings.catch_warnings():
-        # At run time a module that cannot be imported costs its own ops and no others; a wheel must not lack them.
+        # At run time a module that cannot be imported has no ops; a wheel must not lack them.
         warnings.filterwarnings("error", message="ds-plugin-sdk: the builders in")
         found = op_builder.builders(package, "").values()
     return [cls for cls in found if f"{cls.__module__}.".startswith(f"{package}.")]

@@ -173,7 +173,7 @@ def _settings() -> list[tuple[str, str, str]]:
 
 
 def _plugin_lines(candidate: registry.Candidate) -> list[tuple[str, str]]:
-    """What the plugin's own function says; one that raises costs the lines it has not given yet."""
+    """What the plugin's own function says; of one that raises, the lines that it gave before."""
     reference = candidate.manifest.report
     if reference is None:
         return []

@@ -77,7 +77,7 @@ def generate(project: Project) -> Path:
         project.output.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=project.output, prefix=".new-plugin-") as scratch:
             made = _render(project, Path(scratch))
-            made.rename(project.folder)  # refuses a folder that has come into being meanwhile, unless it is empty
+            made.rename(project.folder)  # raises for a folder created meanwhile, unless it is empty
     except OSError as error:
         raise ScaffoldError(
             "the project cannot be written",
@@ -169,7 +169,7 @@ def _render(project: Project, scratch: Path) -> Path:
 
 
 def _finish(project: Project, package: Path) -> None:
-    """Bring the simulated runtime, whose one home is the SDK, or take away what only it needs."""
+    """Bring the simulated runtime, whose source is the SDK, or take away what only it needs."""
     if project.runtime == "simulated":
         shutil.copytree(simulator.sources_dir(), package / "runtime", dirs_exist_ok=True)
         return

@@ -89,7 +89,7 @@ class Settings:
         "DS_PLUGINS", _names, None, "comma-separated names of the plugins that may be loaded; unset: all"
     )
     autoload = Setting[bool](
-        "DS_PLUGIN_AUTOLOAD", _flag, True, "0: leave DeepSpeed alone unless set_accelerator() is called"
+        "DS_PLUGIN_AUTOLOAD", _flag, True, "0: DeepSpeed uses no plugin unless set_accelerator() is called"
     )
 
     # Building kernels
@@ -101,7 +101,7 @@ class Settings:
         "DS_PLUGIN_FALLBACK",
         _flag,
         True,
-        "0: an error instead of the reference when no native kernel can be had",
+        "0: an error instead of the reference implementation when there is no native kernel",
     )
     lock_timeout = Setting[int](
         "DS_PLUGIN_LOCK_TIMEOUT",
@@ -143,7 +143,7 @@ class Settings:
         "DS_PLUGIN_CPU_THREADS", _positive, None, "threads of each rank; unset: a fair share of the cores"
     )
     cpu_keep_memory = Setting[bool](
-        "DS_PLUGIN_CPU_KEEP_MEMORY", _flag, True, "0: let the allocator give large blocks back at once"
+        "DS_PLUGIN_CPU_KEEP_MEMORY", _flag, True, "0: let the allocator return large blocks to the system at once"
     )
     omp_threads = Setting[str | None]("OMP_NUM_THREADS", str, None, "threads, as OpenMP reads it; respected")
 

@@ -62,7 +62,7 @@ def test_an_unknown_id_is_a_problem(tmp_path: Path, check: str) -> None:
 def test_an_entry_ends_at_its_day(tmp_path: Path, until: str) -> None:
     expectations = read(tmp_path, entry("ops.a/x", f"until = {until}"))
     (problem,) = expectations.problems(ITEMS)
-    assert "was to be mended until 2026-06-01" in problem
+    assert "was expected to fail until 2026-06-01" in problem
     assert expectations.judge(FAILED) is FAILED
     the_day_before = dataclasses.replace(expectations, today=datetime.date(2026, 5, 31))
     assert the_day_before.problems(ITEMS) == []

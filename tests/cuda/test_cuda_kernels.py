@@ -1,4 +1,4 @@
-"""The CUDA kernels and their bindings as torch ops, on the host in place of a GPU: what conformance says of them."""
+"""The CUDA kernels and their bindings as torch ops, on the CPU in place of a GPU: what conformance says of them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ CASES = (
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("masked", [{}, {"ONEDNN_MAX_CPU_ISA": "AVX2"}], ids=["this CPU", "CPU without float16"])
-def test_the_kernels_hold_the_contract_on_the_host(masked: dict[str, str]) -> None:
+def test_the_kernels_hold_the_contract_on_the_cpu(masked: dict[str, str]) -> None:
     """In a process of its own: the kernels take the place of the CPU's. Compiling them takes longer than running them,
     hence -O0. The dtypes are a GPU's, so the cases are the same on every CPU.
     """

@@ -26,7 +26,7 @@ def test_compiles_once_then_finds_it(project: Project, counting: CountingCompile
     assert first.path == second.path
     assert answer(first.path) == 42
     assert counting.count() == 1
-    assert "there was none yet" in first.reason
+    assert "first build" in first.reason
 
 
 def test_the_key_tells_what_was_built(project: Project) -> None:
@@ -201,7 +201,7 @@ def test_two_checkouts_share_one_build(tmp_path: Path, counting: CountingCompile
 
 
 def test_explain_changes_nothing(project: Project) -> None:
-    assert explain(project.spec()) == ["to be compiled: compiled: there was none yet"]
+    assert explain(project.spec()) == ["to be compiled: first build"]
     assert not cache.root().exists()
     path = acquire(project.spec()).path.parent
     assert explain(project.spec()) == [f"cache {path}: the key matches"]

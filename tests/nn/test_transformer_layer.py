@@ -273,7 +273,7 @@ def test_the_allocator_sees_the_saving(pre: bool) -> None:
     assert taken["all"] - taken["saving"] == SCORE_BYTES + norms * HIDDEN_BYTES + INTER_BYTES
 
 
-# ---------------------------------------------------------------------------------- refusals, state
+# ---------------------------------------------------------------------------------- errors, state
 
 
 def test_what_cannot_be_right_is_rejected() -> None:

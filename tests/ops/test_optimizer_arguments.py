@@ -191,7 +191,7 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize(("spoil", "message"), REFUSALS.items(), ids=[f.__name__ for f in REFUSALS])
-def test_what_does_not_fit_is_refused_and_nothing_modified(
+def test_what_does_not_fit_is_rejected_and_nothing_modified(
     op: OptimizerInfo, spoil: Callable[[Lists], None], message: str, implementation: str
 ) -> None:
     lists = random_lists(op.lists, [(40,), (3, 5), (9,)], FLOAT32)

@@ -27,7 +27,7 @@ with simulator.delay(100_000):
     stream.synchronize()
 assert torch.equal(x.cpu(), 1 + 2 * torch.arange(1000.0))
 
-torch.ops.privateuse1_test.axpy_(x, torch.ones(1000), 1.0)  # a host tensor, which nobody refused
+torch.ops.privateuse1_test.axpy_(x, torch.ones(1000), 1.0)  # a host tensor, which nothing rejects
 try:
     torch.zap.synchronize(1)
 except RuntimeError as error:

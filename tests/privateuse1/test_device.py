@@ -59,9 +59,7 @@ def test_a_process_has_one_device_name(run: Run) -> None:
         "except DeviceNameError as error:\n"
         "    print(error)\n"
     )
-    assert (
-        "torch has one place for a device from outside in each process, and 'zap' has it" in run("-c", program).stdout
-    )
+    assert "torch has one out-of-tree device in each process, and it is 'zap'" in run("-c", program).stdout
 
 
 @pytest.mark.parametrize(

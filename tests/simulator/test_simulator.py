@@ -31,7 +31,7 @@ def test_the_host_cannot_follow_a_device_pointer(kernel_cache: Path) -> None:
 
 
 @pytest.mark.compiler
-def test_a_forked_child_is_refused_and_ends_in_peace(run: Run) -> None:
+def test_a_forked_child_gets_an_error_and_ends_normally(run: Run) -> None:
     program = INSTALL + (
         "import os\n"
         "tensor = torch.ones(3, device='zap')\n"

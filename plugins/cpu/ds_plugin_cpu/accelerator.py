@@ -1,4 +1,4 @@
-"""`CPU_Accelerator`: the host's cores and memory as a DeepSpeed device."""
+"""`CPU_Accelerator`: the CPU's cores and memory as a DeepSpeed device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ds_plugin_sdk.settings import settings
 class CPU_Accelerator(DeepSpeedAccelerator):
     """The CPU: synchronous, one device for each NUMA node, memory shared by all of them.
 
-    Making one makes the host a good device for this process: it takes a fair share of the cores among the ranks of
+    Creating one configures this process for the CPU: it takes a fair share of the cores among the ranks of
     the machine, and it keeps large blocks of memory for reuse.
     """
 

@@ -62,7 +62,7 @@ class CUDA_Accelerator(TorchAccelerator):
 
     # ------------------------------------------------------------------ page-locked host memory
     def register_host_memory(self, address: int, num_bytes: int) -> bool:
-        """Let the GPU reach host memory that somebody else has locked; True once that is so."""
+        """Let the GPU reach host memory that is locked already; True if that succeeds."""
         _check(_runtime().cudaHostRegister(address, num_bytes, 0))
         return True
 

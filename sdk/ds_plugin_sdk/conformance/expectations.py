@@ -6,7 +6,7 @@
     until = "2027-01-01"                     # optional: from this day on the failure counts again
 
 An entry that names no case, one whose day has come, and a case that passes nevertheless are errors: a list of excuses
-that nobody reads grows.
+that is never read grows.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Expectations:
                 f"{self.path}: no case is called '{entry.check}' (sdk conformance --list has the ids)"
                 for entry in unknown
             ),
-            *(f"{self.path}: '{entry.check}' was to be mended until {entry.until}" for entry in self._expired()),
+            *(f"{self.path}: '{entry.check}' was expected to fail until {entry.until}" for entry in self._expired()),
         ]
 
     def judge(self, outcome: Outcome) -> Outcome:

@@ -105,7 +105,7 @@ class Outcome:
 
     @property
     def failed(self) -> bool:
-        """Whether it stands against the target."""
+        """Whether it counts as a failure."""
         return self.verdict in FAILURES
 
 

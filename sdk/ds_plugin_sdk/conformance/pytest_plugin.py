@@ -2,10 +2,10 @@
 
     pytest --ds-conformance zap                       once
     [tool.pytest.ini_options]
-    ds_conformance = "zap"                            whenever pytest is not told which files to run
+    ds_conformance = "zap"                            whenever pytest is started without files
     ds_conformance_levels = "runtime ops"
 
-Cases run in workers, so that a crash costs one item. Without either option this module does nothing, and imports
+Cases run in workers, so that a crash fails one item only. Without either option this module does nothing, and imports
 nothing.
 """
 

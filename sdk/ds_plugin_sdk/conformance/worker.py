@@ -68,7 +68,7 @@ def _send(connection: Connection, answer: Any) -> None:
 
 
 def _items(check: Check, target: Target) -> list[Item]:
-    """The cases of a check; where it cannot tell them, one that says so."""
+    """The cases of a check; where it cannot list them, one that says so."""
     try:
         skip = check.needs(target)
         return [_item(check, {}, skip=skip)] if skip else [_item(check, each) for each in check.cases(target)]

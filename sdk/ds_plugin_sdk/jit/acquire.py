@@ -29,7 +29,7 @@ def acquire(spec: BuildSpec) -> Artifact:
 
     Raises:
         ToolchainError: it must be compiled, and there is no usable compiler.
-        CompileError: the compiler refused, the disk is full, a source is missing ...
+        CompileError: the compiler failed, the disk is full, a source is missing ...
         CompileForbiddenError: it must be compiled, and ``DS_PLUGIN_COMPILE=0``.
         SettingError: an environment variable cannot be understood.
     """
@@ -45,7 +45,7 @@ def acquire(spec: BuildSpec) -> Artifact:
 
 def obtain(spec: BuildSpec) -> tuple[Artifact, ModuleType | None]:
     """`acquire` and `load`. A binary made earlier that no longer loads, say because a library that it was linked with
-    has been upgraded, is made anew, once.
+    has been upgraded, is built again, once.
 
     Raises:
         ArtifactError: what was made now does not load either; and all that `acquire` raises.
@@ -164,7 +164,7 @@ def _take_cached(choice: _Choice) -> bool:
 
 
 def _take_alike(choice: _Choice) -> bool:
-    """Where nothing can be compiled, a binary of the same sources will do, whichever compiler made it."""
+    """Where nothing can be compiled, a binary of the same sources is used, whichever compiler made it."""
     search = Store(store.root()).lookup_alike(choice.request)
     return choice.take("cache", search, "made of these sources, and nothing can be compiled here")
 
@@ -204,7 +204,7 @@ def _build(plan: Plan, choice: _Choice, start: float) -> Artifact:
             return _artifact(plan.request, search.path, "cache", "another process has just compiled it", start)
         for folder in search.useless:
             place.discard(folder)
-            _log.warning("op '%s': %s; it is made anew", spec.name, "; ".join(search.reasons))
+            _log.warning("op '%s': %s; it is built again", spec.name, "; ".join(search.reasons))
         reason = _why_compiled(choice, plan)
         _log.info("op '%s': compiling; %s", spec.name, reason)
         with place.workplace(spec.name) as work:
@@ -229,10 +229,10 @@ def _make(plan: Plan, work: Path, reason: str) -> tuple[Path, str]:
 
 
 def _why_compiled(choice: _Choice, plan: Plan) -> str:
-    """Why nothing else would do, and what changed since the latest build of this op."""
+    """Why nothing else fits, and what changed since the latest build of this op."""
     latest = choice.store.newest(plan.spec.owner, plan.spec.name)
     if latest is None:
-        return "; ".join([*choice.trail, "compiled: there was none yet"])
+        return "; ".join([*choice.trail, "first build"])
     # The commands follow from the rest; they are shown only if nothing else explains the difference.
     old, new = ({**key, "commands": ()} for key in (latest["key"], plan.key))
     changes = differences(old, new) or differences(latest["key"], plan.key)

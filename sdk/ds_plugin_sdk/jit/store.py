@@ -109,7 +109,7 @@ class Store:
         return True
 
     def keep_log(self, log: Path, name: str) -> Path | None:
-        """Keep the log of a failed build; None if there is no room for it."""
+        """Keep the log of a failed build; None if there is no space for it."""
         kept = self.base / ".failed" / f"{name}.log"
         try:
             make_private(kept.parent)

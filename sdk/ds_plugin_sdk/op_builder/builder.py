@@ -115,7 +115,7 @@ class OpBuilder:
         """Dotted name under which the op would be imported."""
         return f"{self._package()}.ops.{self.name}_op"
 
-    # ------------------------------------------------------------------ where kernels lie
+    # ------------------------------------------------------------------ where kernels are
     def kernel_root(self) -> Path:
         """Folder that `kernel_path` and `kernel_include` start from: the plugin's own package."""
         module = sys.modules[self._package()]
@@ -159,7 +159,7 @@ class OpBuilder:
 
     # ------------------------------------------------------------------ build
     def build_spec(self, portable: bool = False) -> BuildSpec:
-        """What the compiler is to be told.
+        """The compiler's input.
 
         Args:
             portable: for every machine of this architecture rather than for this one (wheels).
@@ -234,7 +234,7 @@ class OpBuilder:
         return functions_of(self.NAME) or _torch_ops()
 
     def _library_of_process(self) -> Artifact | BuildError:
-        """The library, loaded; or why it cannot be had, where the reference may serve. Tried once in a process."""
+        """The library, loaded; or why there is none, if the reference implementation may replace it. Tried once."""
         from ds_plugin_sdk import jit
 
         key = (self.owner(), self._library())
@@ -321,7 +321,7 @@ def builders_of(base: type[OpBuilder], ops: Iterable[op_table.Op]) -> dict[str, 
 
 
 class NotImplementedBuilder(OpBuilder):
-    """An op that nobody offers on this device. It has the op's name, so that DeepSpeed's reports can list it."""
+    """An op that is not offered on this device. It has the op's name, so that DeepSpeed's reports can list it."""
 
     def sources(self) -> list[str]:
         return []

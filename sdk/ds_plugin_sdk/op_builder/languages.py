@@ -9,7 +9,7 @@ from ds_plugin_sdk.op_builder.builder import OpBuilder
 
 
 class CppOpBuilder(OpBuilder):
-    """An op in C++ for the host."""
+    """An op in C++ for the CPU."""
 
     TOOLCHAIN: ClassVar[str] = "cxx"
 

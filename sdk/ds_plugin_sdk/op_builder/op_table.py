@@ -21,7 +21,7 @@ class Op:
         kernels: whether the SDK has kernels for CPU tensors, ``kernels/cpu/<family>.cpp``, and not only a reference
             implementation.
         deepspeed: whether DeepSpeed asks for it. The others are families that DeepSpeed knows as parts of an op only.
-        optional: DeepSpeed takes None for an answer and goes on without.
+        optional: DeepSpeed accepts None instead of a builder.
         deepspeeds_own_on: device types on which DeepSpeed's own builder serves, since the SDK has none.
     """
 
@@ -109,7 +109,7 @@ _BY_NAME = {op.name: op for op in OPS}
 
 
 def by_builder(builder: str) -> Op:
-    """The op of a builder class's name; for a name that is not in the table, one that nobody implements."""
+    """The op of a builder class's name; for a name that is not in the table, one that is not implemented."""
     return _BY_BUILDER.get(builder) or Op(builder, _snake_case(builder.removesuffix("Builder")), deepspeed=False)
 
 

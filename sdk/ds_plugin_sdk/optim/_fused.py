@@ -84,7 +84,7 @@ class FusedOptimizer(Optimizer):
         """Step on `params`, in one call if they are of one dtype and device.
 
         Sorting thousands of parameters by dtype takes as long as the update of small ones, so that is left until an op
-        has refused a mixture, as ops do before they modify anything.
+        has rejected a mixture, as ops do before they modify anything.
         """
         states = [self.state[param] for param in params]
         for param, state in zip(params, states, strict=True):

@@ -1,6 +1,6 @@
 """The two libraries of a device: its runtime, which a vendor writes, and the torch backend, which is the same for all.
 
-They are built apart, so that a change of the runtime costs a second or two and not the compilation of torch's headers.
+They are built apart, so that a change of the runtime compiles in a second or two, without torch's headers.
 """
 
 from __future__ import annotations

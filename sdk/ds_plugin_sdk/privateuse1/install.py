@@ -35,7 +35,7 @@ def install(name: str, *, runtime: build.RuntimeBuilder, collectives: str | None
         ``torch.<name>``.
 
     Raises:
-        DeviceNameError: the name cannot be had: malformed, torch's own, or torch's one free place is taken.
+        DeviceNameError: the name is malformed or torch's own, or another out-of-tree device is installed.
         BuildError: the native code can neither be found nor compiled.
         InvalidAcceleratorError: the runtime could not be started.
     """
@@ -71,7 +71,7 @@ def fallback_counts() -> dict[str, int]:
 
 
 def reset_fallback_counts() -> None:
-    """Begin to count anew."""
+    """Restart the counts."""
     import torch
 
     torch.ops.ds_device.reset_fallback_counts()
@@ -96,7 +96,7 @@ def _check_name(name: str) -> None:
     if taken != _UNNAMED:
         raise DeviceNameError(
             f"device '{name}' cannot be installed",
-            why=f"torch has one place for a device from outside in each process, and '{taken}' has it",
+            why=f"torch has one out-of-tree device in each process, and it is '{taken}'",
             hint=f"use one of the two in a process: uninstall the plugin of '{taken}', or do not install '{name}'",
         )
 

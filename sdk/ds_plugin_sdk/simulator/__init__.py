@@ -5,7 +5,7 @@
     simulator.install("zap", devices=2)
     x = torch.ones(3, device="zap:1")
 
-Its memory is out of the host's reach, its streams run later and side by side, its devices share nothing; so what would
+The host cannot access its memory, its streams run later and side by side, its devices share nothing; so what would
 fail on hardware fails here. The torch backend over it is `ds_plugin_sdk.privateuse1`; a vendor keeps that and replaces
 the files of this runtime by their own.
 

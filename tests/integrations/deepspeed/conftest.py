@@ -1,4 +1,4 @@
-"""Fixtures of the DeepSpeed host: processes of their own, because the state of imports is what is tested."""
+"""Fixtures of the DeepSpeed integration: processes of their own, because the state of imports is what is tested."""
 
 from __future__ import annotations
 

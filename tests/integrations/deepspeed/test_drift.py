@@ -109,7 +109,7 @@ def future_deepspeed(tmp_path: Path) -> Path:
 
 @pytest.mark.deepspeed
 def test_a_deepspeed_that_asks_for_more(future_deepspeed: Path, zap: Path, python: Python) -> None:
-    """New defaults are there; new abstract members refuse when they are used, and no earlier."""
+    """New defaults are there; new abstract members raise when they are used, and no earlier."""
     with (zap / "zap_accelerators.py").open("a", encoding="utf-8") as file:
         file.write("\nclass Newer(Zap):\n    def warp_size(self, device_index=None):\n        return 32\n")
     done = python(

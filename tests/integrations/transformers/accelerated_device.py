@@ -63,7 +63,7 @@ def run(config: transformers.PreTrainedConfig) -> dict[str, Any]:
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     model.generation_config.eos_token_id = None
-    on_the_host = generate(model)
+    on_the_cpu = generate(model)
     model.to(DEVICE)
     before = layout(model)
     handle = accelerate(model)
@@ -77,7 +77,7 @@ def run(config: transformers.PreTrainedConfig) -> dict[str, Any]:
     with accelerate(model, weights="int8"):
         quantized = generate(model)
     return {
-        "expected": on_the_host.sequences.tolist(),
+        "expected": on_the_cpu.sequences.tolist(),
         "ours": ours.sequences.tolist(),
         "after": after.sequences.tolist(),
         "calls": counted.calls,
@@ -85,7 +85,7 @@ def run(config: transformers.PreTrainedConfig) -> dict[str, Any]:
         "devices": devices,
         "devices_of_calls": sorted(counted.devices),
         "restored": restored,
-        "int8_error": float((quantized.logits[0].cpu() - on_the_host.logits[0]).abs().mean()),
+        "int8_error": float((quantized.logits[0].cpu() - on_the_cpu.logits[0]).abs().mean()),
     }
 
 

@@ -48,7 +48,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--zero", type=int, choices=range(4), help="ZeRO stage, instead of the config's")
     parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--save", type=Path, help="folder for a checkpoint at the end")
-    parser.add_argument("--resume", type=Path, help="folder of a checkpoint to go on from")
+    parser.add_argument("--resume", type=Path, help="folder of a checkpoint to resume from")
     parser.add_argument("--losses", type=Path, help="file for the losses, as JSON")
     parser.add_argument("--local_rank", type=int, default=-1, help="set by the launcher")
     return parser.parse_args()

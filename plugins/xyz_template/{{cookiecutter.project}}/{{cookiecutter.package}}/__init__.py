@@ -20,7 +20,7 @@ def probe() -> Probe:
 def probe() -> Probe:
     """Whether the device can be used by this process.
 
-    This asks torch, which costs its import. Better: count the devices without torch and without touching them (a /dev
+    This imports torch, which takes seconds. Better: count the devices without torch and without touching them (a /dev
     node, the driver's management library).
     """
     import torch

@@ -26,7 +26,7 @@ class Sample:
 
     Attributes:
         label: short and stable, for it is part of the check's id: ``"17 elements"``, ``"gpt2 mlp"``.
-        arguments: by the names of the op's Python face; tensors, lists of tensors, numbers, None.
+        arguments: by the names of the op's Python function; tensors, lists of tensors, numbers, None.
         kind: ``random`` for ordinary values and shapes; ``adversarial`` for tails, huge and tiny values, ties; ``real``
             for the shapes of real models; ``empty`` for no elements.
     """
@@ -43,7 +43,7 @@ class OpInfo:
     Attributes:
         name: as in ``torch.ops.ds_plugin.<name>``.
         family: module of `ds_plugin_sdk.ops`.
-        function: its Python face; called with a sample's arguments by name.
+        function: its Python function; called with a sample's arguments by name.
         formula: what it computes: called with the same arguments, all floating-point tensors in float64. Gives a tuple:
             the new contents of each argument in `written`, then each output; a list of tensors where the op has one.
             Modifies nothing. It is made of torch functions, so that autograd derives it.
@@ -88,7 +88,7 @@ class OpInfo:
 
 @dataclass(frozen=True)
 class Make:
-    """Makes tensors of one dtype, reproducibly: on the host, whence a check moves them to the device.
+    """Makes tensors of one dtype, reproducibly: on the host; a check moves them to the device.
 
     Attributes:
         dtype: of floating-point tensors, unless said otherwise.

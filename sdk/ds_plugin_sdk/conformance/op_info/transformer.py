@@ -254,12 +254,12 @@ def _softmax_grads(p: float) -> Callable[[Make, tuple[int, ...]], Tensors]:
 
 # ---- descriptions ----------------------------------------------------------------------------------------------------
 def _call(name: str) -> Callable[..., Any]:
-    """The face of an op that has none, because autograd alone calls it."""
+    """A function for an op that has no public one, because autograd alone calls it."""
     return lambda **arguments: _library.call(name, *arguments.values())
 
 
 def _norm_face(input: Tensor, *others: Any, **arguments: Any) -> tuple[Tensor, ...]:
-    """The face without the sum where that is the input itself."""
+    """The function without the sum where that is the input itself."""
     output, total = transformer.dropout_add_layer_norm(input, *others, **arguments)
     return (output,) if total is input else (output, total)
 
@@ -281,13 +281,13 @@ def _describe(
     samples: Callable[[Make], Iterator[Sample]],
     differentiable: tuple[str, ...] = (),
     schema: tuple[str, ...] = (),
-    face: Callable[..., Any] | None = None,
+    function: Callable[..., Any] | None = None,
 ) -> OpInfo:
-    """An op; without a face the derivative of one."""
+    """An op; without a function the derivative of one."""
     return OpInfo(
         name,
         "transformer",
-        face or _call(name),
+        function or _call(name),
         formula,
         samples,
         differentiable=differentiable,
@@ -356,7 +356,7 @@ OPS = (
             ("tanh, large", _gelus(True, True, 1e4)),
         ),
         ("input", "bias"),
-        face=transformer.fused_bias_gelu,
+        function=transformer.fused_bias_gelu,
     ),
     _describe(
         "fused_bias_gelu_backward",

@@ -1,6 +1,6 @@
-"""Every op of the SDK on the target's device, native or by reference, against its formula.
+"""Every op of the SDK on the target's device, its kernel or its reference implementation, against its formula.
 
-What an op shall compute stands in `ds_plugin_sdk.conformance.op_info`; nothing here knows a particular op.
+`ds_plugin_sdk.conformance.op_info` describes what an op computes; nothing here depends on a particular op.
 """
 
 from __future__ import annotations

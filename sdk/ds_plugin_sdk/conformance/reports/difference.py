@@ -1,4 +1,4 @@
-"""Two runs side by side: what broke, what was mended, what is new."""
+"""Two runs side by side: what broke, what was fixed, what is new."""
 
 from __future__ import annotations
 

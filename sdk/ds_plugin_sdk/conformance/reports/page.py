@@ -1,4 +1,4 @@
-"""One self-contained HTML page: what a vendor hands to a buyer."""
+"""One self-contained HTML page: a vendor's report for customers."""
 
 from __future__ import annotations
 

@@ -69,8 +69,8 @@ def probe_time(target: Target) -> None:
 def probe_is_honest(target: Target) -> None:
     probe = _plugin(target).probe()
     expect(isinstance(probe, Probe), f"probe() gave {probe!r}", why="expected a Probe")
-    expect_equal(probe.state, "available", "the state that probe() tells of a device in use")
-    expect_equal(probe.devices, target.accelerator.device_count(), "the number of devices that probe() tells")
+    expect_equal(probe.state, "available", "the state that probe() gives for a device in use")
+    expect_equal(probe.devices, target.accelerator.device_count(), "the number of devices that probe() gives")
 
 
 @check(

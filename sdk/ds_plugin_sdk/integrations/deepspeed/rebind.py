@@ -24,7 +24,7 @@ from typing import Any
 
 _BUILDERS = "deepspeed.ops.op_builder"
 
-# Base classes that stand among the builder names but are nobody's op.
+# Base classes among the builder names, which build no op.
 _BASES = frozenset({"OpBuilder", "CUDAOpBuilder"})
 
 # DeepSpeed takes these two from its own tree whatever the accelerator is, and so they stay.
@@ -140,7 +140,7 @@ def _op_tables() -> None:
         replace(before, all_ops.ALL_OPS)
     if ops is not None and "__compatible_ops__" in vars(ops):
         if "__getattr__" in vars(ops):
-            del ops.__compatible_ops__  # computed anew at its next use
+            del ops.__compatible_ops__  # computed again at its next use
         elif all_ops is not None:  # before 0.19: computed once, at import
             compatible = {name: builder.is_compatible() for name, builder in all_ops.ALL_OPS.items()}
             replace(ops.__compatible_ops__, {**compatible, "deepspeed_not_implemented": False})

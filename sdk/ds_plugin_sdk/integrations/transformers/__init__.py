@@ -9,7 +9,7 @@ or, for a while only, ``with accelerate(model): ...``.
 
 Attention goes through transformers' own registry, under the name ``ds_plugin``, which any model may be asked to use:
 ``model.set_attn_implementation("ds_plugin")``. Linear layers, norms and, for the models in `FAMILIES`, whole decoder
-layers get another ``forward`` on the instance; nobody's class is touched.
+layers get another ``forward`` on the instance; no class is changed.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class Accelerated:
 
 
 def accelerate(model: transformers.PreTrainedModel, weights: Weights = None) -> Accelerated:
-    """Run a model's inference on the SDK's ops: native where the current device has them, else by reference.
+    """Run a model's inference on the SDK's ops: native kernels, or reference implementations where there are none.
 
     Where gradients are recorded the model's own code runs, so wrap your own loops in ``torch.no_grad()``; ``generate``
     does so itself. Greedy tokens in float32 are those of the plain model; 16-bit results differ in rounding.

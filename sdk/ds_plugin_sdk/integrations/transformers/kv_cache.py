@@ -1,4 +1,4 @@
-"""A layer of transformers' cache with room to spare: appending copies the new tokens, not all that came before."""
+"""A layer of transformers' cache with spare capacity: appending copies the new tokens, not all that came before."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LEAST_SPARE = 64
 
 
 class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not typed where types are checked
-    """Keys and values, ``[batch, kv_heads, positions, head_dim]``, at the front of tensors with more room.
+    """Keys and values, ``[batch, kv_heads, positions, head_dim]``, at the front of larger tensors.
 
     It is a `DynamicLayer` to all who look at it: `keys` and `values` are what was appended.
     """
@@ -59,7 +59,7 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not t
         return self._lengths["keys"]
 
     def make_room(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor, int]:
-        """Tensors with room for more positions, and how many they hold. `advance` says that they were written."""
+        """Tensors large enough for more positions, and how many they hold. `advance` says that they were written."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         past, new = self._lengths["keys"], key_states.shape[2]

@@ -82,7 +82,7 @@ def _ask_for_large_pages(memory: Tensor) -> None:
     first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
     length = start + memory.nbytes - first
     if length > 0:
-        # Advice: a system without large pages refuses, and nothing is lost.
+        # Advice: a system without large pages ignores it.
         ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(length), ctypes.c_int(_MADV_HUGEPAGE))
 
 

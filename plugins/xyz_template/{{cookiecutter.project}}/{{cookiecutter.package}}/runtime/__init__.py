@@ -7,7 +7,7 @@ The comments in ``runtime.h``, in the SDK's ``privateuse1/csrc``, say what hardw
     stream.cpp    queues of work, launch
     event.cpp     points in a queue
 
-Replace a file by one that calls your driver, run the tests, go on with the next, in this order; stream.cpp and
+Replace a file by one that calls your driver, run the tests, continue with the next, in this order; stream.cpp and
 event.cpp together. Link your driver's library in `libraries_args`.
 """
 

@@ -1,4 +1,4 @@
-"""``cpu_adagrad``: what DeepSpeedCPUAdagrad calls. Tensors are on the host. Nothing is kept between calls."""
+"""``cpu_adagrad``: what DeepSpeedCPUAdagrad calls. Tensors are in host memory. Nothing is kept between calls."""
 
 from __future__ import annotations
 

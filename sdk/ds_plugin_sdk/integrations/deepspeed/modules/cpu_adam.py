@@ -1,4 +1,4 @@
-"""``cpu_adam``: what DeepSpeedCPUAdam and ZeRO-Offload call. Tensors are on the host.
+"""``cpu_adam``: what DeepSpeedCPUAdam and ZeRO-Offload call. Tensors are in host memory.
 
 An optimizer is known by a number, and the only thing kept under it is whether it decays weights the way of AdamW; all
 else comes with each call. `DeepSpeedCPUAdam.__del__` calls `destroy_adam` as late as at the interpreter's exit.
@@ -125,7 +125,7 @@ def _mode(optimizer_id: int) -> bool:
         return _adamw[optimizer_id]
     except KeyError:
         raise SdkError(
-            "an optimizer was used that does not exist",
+            "this optimizer does not exist",
             op="cpu_adam",
             why=f"there is no create_adam({optimizer_id}, ...) before it, or destroy_adam({optimizer_id}) was called",
         ) from None

@@ -1,4 +1,4 @@
-"""``cpu_lion``: what DeepSpeedCPULion calls. Tensors are on the host. Nothing is kept between calls."""
+"""``cpu_lion``: what DeepSpeedCPULion calls. Tensors are in host memory. Nothing is kept between calls."""
 
 from __future__ import annotations
 

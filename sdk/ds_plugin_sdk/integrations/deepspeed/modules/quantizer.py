@@ -42,7 +42,7 @@ def quantize(input_vals: Tensor, groups: int, num_bits: int, quant_type: int) ->
     Returns:
         Levels, int8, shape of the input (last dimension halved with 4 bits); params, float32 ``[groups]`` or, if
         asymmetric, ``[groups, 2]``. DeepSpeed's CUDA op gives ``[groups, 1]``, gathers that into a flat tensor, and
-        looks at the number of elements alone; gloo refuses to gather a matrix into a flat tensor.
+        looks at the number of elements alone; gloo does not gather a matrix into a flat tensor.
     """
     symmetric = _is_symmetric(quant_type)
     levels, params = quantizer.quantize(input_vals, groups=groups, bits=num_bits, symmetric=symmetric)

@@ -33,7 +33,7 @@ def _matmul(
         weight = dequantize(weight, scale, groups).to(input.dtype)
     if transpose:
         return linear(input, weight, bias, activation=activation, gated=gate)
-    hidden = torch.matmul(input, weight)  # as it lies: turning a weight costs more than it saves
+    hidden = torch.matmul(input, weight)  # as it lies: transposing a weight takes longer than it saves
     if gate:
         return gated(hidden, bias, activation)
     return hidden if bias is None and activation == "identity" else bias_activation_(hidden, bias, activation)

@@ -66,7 +66,7 @@ def einsum_sec_sm_ecm(dispatch: Tensor, tokens: Tensor) -> Tensor:
 
 
 def pad_transform(query: Tensor, key: Tensor, value: Tensor, heads: int, add_padding: bool) -> list[Tensor]:
-    """Heads split, and padded if told so: see `ds_plugin_sdk.ops.residual.pad_transform`."""
+    """Heads split, and padded if asked: see `ds_plugin_sdk.ops.residual.pad_transform`."""
     return list(residuals.pad_transform(query, key, value, heads, add_padding))
 
 
