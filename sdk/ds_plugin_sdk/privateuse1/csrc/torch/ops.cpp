@@ -94,7 +94,7 @@ void record_tensor_stream(Tensor& self, c10::Stream stream) { record_stream(self
 // The two kernels that a tensor needs, ds_device::copy_ and ds_device::fill_. Here they are the CPU's; a vendor's own are
 // registered for PrivateUse1 and go first.
 
-// A tensor's layout without its memory.
+// A tensor as a kernel gets it: an address and numbers.
 struct View {
   void* address;
   c10::ScalarType dtype;
