@@ -1,6 +1,6 @@
 """A generated plugin, installed as its vendor would: listed, its own tests green, wheel and sdist built.
 
-So too without any kernel of its own: what it then runs by reference holds the contract.
+So too without any kernel of its own: its reference implementations then hold the contract.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ print(json.dumps({"all": sorted(everything), "never called": sorted(everything -
 def test_every_function_of_the_inference_modules_is_run(
     module: str, builder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By reference, so conformance tries each of them on every device; and gives what it should."""
+    """Reference implementations, so conformance tries each of them on every device; and gives what it should."""
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     monkeypatch.setenv("DS_PLUGIN_COMPILE", "0")
     done = subprocess.run(

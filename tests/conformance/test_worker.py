@@ -1,4 +1,4 @@
-"""Each case in a process that may die: what is reported of it, and that the others go on."""
+"""Each case in a process that may die: what is reported of it, and that the others continue."""
 
 from __future__ import annotations
 

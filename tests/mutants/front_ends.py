@@ -40,7 +40,7 @@ def _on_copies(original: Function, *arguments: Any) -> Any:
 # ---- optimizers ------------------------------------------------------------------------------------------------------
 @mutant("module.fused_adam_on_copies", "O7.1", "ops", only="/FusedAdam")
 def fused_adam_on_copies(target: Target) -> Target:
-    """multi_tensor_adam steps copies; DeepSpeed goes on with the old parameters."""
+    """multi_tensor_adam steps copies; DeepSpeed continues with the old parameters."""
     return module(target, "fused_adam", "multi_tensor_adam", _on_copies)
 
 
@@ -195,7 +195,7 @@ def norm_without_bias(target: Target) -> Target:
 
 @mutant("module.cache_not_remembered", "O7.1", "ops", only="/SoftmaxContextOp")
 def cache_not_remembered(target: Target) -> Target:
-    """Every call of softmax_context starts the cache anew."""
+    """Every call of softmax_context restarts the cache."""
 
     def function(original: Function, *arguments: Any) -> Any:
         importlib.import_module("ds_plugin_sdk.integrations.deepspeed.modules.transformer_inference").reset_cache()

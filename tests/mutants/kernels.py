@@ -33,7 +33,7 @@ def kernel(target: Target, op: str, function: Kernel) -> Target:
 
 
 def reference_kernel(target: Target, op: str, function: Kernel) -> Target:
-    """The same for the op by its reference alone, which float64 takes."""
+    """The same for the reference implementation alone, which float64 takes."""
     assert op_info.find(op)  # whose module defines the op
     overload = getattr(torch.ops.ds_plugin_reference, op).default
     # The reference itself, below the registration that is to hide it.

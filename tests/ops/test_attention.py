@@ -191,7 +191,7 @@ def test_the_same_for_any_number_of_threads() -> None:
         ({"alibi": torch.zeros(3)}, "alibi"),
     ],
 )
-def test_refuses_and_writes_nothing(change: dict[str, Any], message: str, dtype: torch.dtype) -> None:
+def test_raises_and_writes_nothing(change: dict[str, Any], message: str, dtype: torch.dtype) -> None:
     arguments: dict[str, Any] = {name: torch.ones(1, 2, 1, 8) for name in ("query", "key", "value")}
     arguments |= {"key_cache": torch.zeros(1, 2, 4, 8), "value_cache": torch.zeros(1, 2, 4, 8), "past": 2, **change}
     for name, value in arguments.items():

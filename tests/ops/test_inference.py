@@ -1,4 +1,4 @@
-"""The inference ops, by kernel and by reference: formulas in float64, threads, views, tracing, refusals."""
+"""The inference ops, kernels and reference implementations: formulas in float64, threads, views, tracing, errors."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_ops_compile() -> None:
 
 
 @pytest.mark.parametrize(
-    ("refused", "message"),
+    ("rejected", "message"),
     [
         (lambda: norm.layer_norm(normal(2, 8), normal(7), normal(8)), "weight has shape"),
         (lambda: norm.pre_rms_norm(normal(2, 8), normal(8, 2), normal(8)), "residual has shape"),
@@ -153,7 +153,7 @@ def test_ops_compile() -> None:
         (lambda: residual.einsum_sec_sm_ecm(normal(2, 3), normal(2, 3)), "dispatch has shape"),
     ],
 )
-def test_refusals_name_what_is_wrong(refused: Callable[[], object], message: str) -> None:
+def test_errors_name_what_is_wrong(rejected: Callable[[], object], message: str) -> None:
     with pytest.raises(InvalidTensorError) as raised:
-        refused()
+        rejected()
     assert message in str(raised.value)

@@ -1,4 +1,4 @@
-"""LAMB beyond what the suite checks of every op: norms of long tensors, threads, copies, refusals."""
+"""LAMB beyond what the suite checks of every op: norms of long tensors, threads, copies, errors."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_autograd_notices_a_copy_that_changed_under_a_graph() -> None:
         loss.backward()
 
 
-def refusals() -> dict[str, tuple[Lists, list[Tensor], str]]:
+def rejected_cases() -> dict[str, tuple[Lists, list[Tensor], str]]:
     base = lists([(4, 3), (5,)])
     low = lists([(4, 3), (5,)], torch.bfloat16)
     return {
@@ -135,9 +135,9 @@ def refusals() -> dict[str, tuple[Lists, list[Tensor], str]]:
     }
 
 
-@pytest.mark.parametrize("case", refusals())
+@pytest.mark.parametrize("case", rejected_cases())
 def test_what_does_not_fit_is_rejected(case: str, implementation: str) -> None:
-    tensors, copies, message = refusals()[case]
+    tensors, copies, message = rejected_cases()[case]
     before = clones(tensors)
     with pytest.raises((InvalidTensorError, RuntimeError), match=message) as caught:
         run(implementation, tensors, copies)

@@ -198,7 +198,7 @@ def test_quantize_weight() -> None:
         ({"gated": True, "weight": torch.zeros(5, 8)}, "two halves"),
     ],
 )
-def test_refuses(change: dict[str, object], message: str, dtype: torch.dtype) -> None:
+def test_wrong_arguments_raise(change: dict[str, object], message: str, dtype: torch.dtype) -> None:
     arguments = {"input": torch.zeros(2, 8, dtype=dtype), "weight": torch.zeros(4, 8, dtype=dtype), **change}
     for name, value in arguments.items():  # all in the dtype that is tried, but for what is wrong on purpose
         if name != "scales" and isinstance(value, Tensor) and value.dtype == torch.float32:

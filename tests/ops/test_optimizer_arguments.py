@@ -1,4 +1,4 @@
-"""What optimizer ops do with layouts, and with arguments that do not fit: refuse them and modify nothing."""
+"""What optimizer ops do with layouts, and with arguments that do not fit: raise and modify nothing."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_empty_lists_and_empty_tensors(op: OptimizerInfo, implementation: str) -
     call(op, implementation, random_lists(op.lists, [(0,), (3, 0)], FLOAT32))
 
 
-# ---- refusals --------------------------------------------------------------------------------------------------------
+# ---- errors ----------------------------------------------------------------------------------------------------------
 
 
 def drop_a_gradient(lists: Lists) -> None:
@@ -173,7 +173,7 @@ def a_sparse_gradient(lists: Lists) -> None:
     lists[1][1] = lists[1][1].to_sparse()
 
 
-REFUSALS = {
+REJECTED = {
     drop_a_gradient: r"grads has 2 tensors .*expected 3, as many as params",
     another_shape: r"grads\[1\] has shape \[12\] .*expected \[3, 5\], that of params\[1\]",
     same_size_of_another_shape: r"\w+\[1\] has shape \[5, 3\] .*expected \[3, 5\]",
@@ -190,7 +190,7 @@ REFUSALS = {
 }
 
 
-@pytest.mark.parametrize(("spoil", "message"), REFUSALS.items(), ids=[f.__name__ for f in REFUSALS])
+@pytest.mark.parametrize(("spoil", "message"), REJECTED.items(), ids=[f.__name__ for f in REJECTED])
 def test_what_does_not_fit_is_rejected_and_nothing_modified(
     op: OptimizerInfo, spoil: Callable[[Lists], None], message: str, implementation: str
 ) -> None:

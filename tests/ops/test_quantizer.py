@@ -1,4 +1,4 @@
-"""The quantizer ops: bits in memory, error bounds, refusals. `conformance.op_info.quantizer` has their formulas."""
+"""The quantizer ops: bits in memory, error bounds, errors. `conformance.op_info.quantizer` has their formulas."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_dequantize_range_reads_unsigned_levels(implementation: str) -> None:
 X = normal(4, 6)
 LEVELS, PARAMS = torch.zeros(4, 6, dtype=torch.int8), torch.ones(4, 1)
 BYTES = torch.zeros(4, 6, dtype=torch.uint8)
-REFUSED: list[tuple[str, str, Callable[[], object]]] = [
+REJECTED: list[tuple[str, str, Callable[[], object]]] = [
     ("bits is 3", "8 or 4", lambda: q.quantize(X, groups=4, bits=3)),
     ("groups is 0", "positive", lambda: q.quantize(X, groups=0)),
     ("24 elements", "multiple of groups", lambda: q.quantize(X, groups=5)),
@@ -168,7 +168,7 @@ REFUSED: list[tuple[str, str, Callable[[], object]]] = [
 ]
 
 
-@pytest.mark.parametrize(("what", "expected", "call"), REFUSED, ids=[f"{a}, {b}" for a, b, _ in REFUSED])
+@pytest.mark.parametrize(("what", "expected", "call"), REJECTED, ids=[f"{a}, {b}" for a, b, _ in REJECTED])
 def test_what_does_not_fit_is_rejected(
     what: str, expected: str, call: Callable[[], object], implementation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

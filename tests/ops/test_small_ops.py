@@ -117,7 +117,7 @@ def test_indices_that_are_no_tokens_are_rejected(bad: int, implementation: str) 
     assert indices.tolist() == [[0, bad]] and not x.any()
 
 
-def refusals() -> dict[str, tuple[str, tuple[object, ...], str]]:
+def rejected_cases() -> dict[str, tuple[str, tuple[object, ...], str]]:
     x, part, indices = torch.zeros(2, 5, 4), torch.zeros(2, 3, 4), int32([0, 1, 2], [0, 1, 2])
     return {
         "int64 indices": ("token_gather", (x, indices.long(), True), "indices have another dtype"),
@@ -133,9 +133,9 @@ def refusals() -> dict[str, tuple[str, tuple[object, ...], str]]:
     }
 
 
-@pytest.mark.parametrize("case", refusals())
+@pytest.mark.parametrize("case", rejected_cases())
 def test_what_does_not_fit_is_rejected_in_the_same_words(case: str, implementation: str) -> None:
-    name, arguments, message = refusals()[case]
+    name, arguments, message = rejected_cases()[case]
     with pytest.raises((InvalidTensorError, RuntimeError), match=message):
         getattr(ops(implementation), name)(*arguments)
     if not name.startswith("mask"):

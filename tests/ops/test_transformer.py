@@ -201,7 +201,7 @@ def test_a_row_with_nothing_to_attend_to_gives_zeros() -> None:
     assert result[2].eq(0).all() and scores.grad[2].eq(0).all() and result[[0, 1, 3]].sum(dim=1).allclose(torch.ones(3))
 
 
-# ---------------------------------------------------------------------------------- refusals
+# ---------------------------------------------------------------------------------- errors
 
 
 @pytest.mark.parametrize("ops", [KERNELS, REFERENCES], ids=["kernel", "reference"])

@@ -185,7 +185,7 @@ raise SystemExit(failed)
 
 
 def build(run: Run) -> None:
-    """Compile every family anew, in parallel."""
+    """Compile every family again, in parallel."""
     shutil.rmtree(WORK / "cache", ignore_errors=True)
     run.python("build", "-c", BUILD, limit=200)
 
@@ -366,7 +366,7 @@ Steps = Mapping[str, Callable[[], object]]
 
 
 def do(run: Run, environment: dict[str, Any], steps: Steps) -> None:
-    """Some steps, one after the other. The report is written anew after each: whatever ends the run, it says how far it
+    """Some steps, one after the other. The report is written again after each: whatever ends the run, it says how far it
     came.
     """
     for name, step in steps.items():

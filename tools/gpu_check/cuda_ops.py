@@ -7,7 +7,7 @@ together are several times the L2 cache, and are timed as replays of a CUDA grap
 Implementations take turns; figures are medians. Rates are compared with a copy of one large tensor, measured first.
 
 What was measured is in the file after each case. A kernel that breaks the process's CUDA context ends the program with
-status 1; called again with the same file, it goes on with the next group of cases.
+status 1; called again with the same file, it continues with the next group of cases.
 """
 
 from __future__ import annotations
@@ -228,7 +228,7 @@ def run(deadline: float, turns: int, own: Path | None, facts: Facts) -> bool:
                     if time.monotonic() > deadline:
                         return True
                     torch.cuda.empty_cache()
-            except Exception as error:  # of making a case: the other groups go on
+            except Exception as error:  # of making a case: the other groups continue
                 facts.errors[f"in {group}"] = _text(error)
             if not _gpu_works(group, facts):
                 return False
@@ -242,7 +242,7 @@ def _measure(case: Case, facts: Facts, turns: int) -> None:
     try:
         rows = rows_of(case, facts.copy_gigabytes_per_second, turns, facts.errors)
         facts.rows += [dataclasses.asdict(row) for row in rows]
-    except Exception as error:  # an implementation may refuse, or run out of memory
+    except Exception as error:  # an implementation may raise, or run out of memory
         facts.errors[case.name] = _text(error)
 
 
@@ -263,9 +263,7 @@ def _text(error: Exception) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--json", type=Path, help="file for the figures, written anew after each case, and gone on with"
-    )
+    parser.add_argument("--json", type=Path, help="file for the figures, written again after each case, and continued")
     parser.add_argument("--seconds", type=float, default=180, help="stop beginning cases after so long")
     parser.add_argument("--turns", type=int, default=20)
     parser.add_argument("--deepspeed-ops", type=Path, help="where deepspeed_cuda_ops.py has built DeepSpeed's own ops")

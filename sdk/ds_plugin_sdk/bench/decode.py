@@ -191,7 +191,7 @@ def _ctranslate2(model: Any, shape: Shape, folder: Path) -> Measure:
     def measure() -> Speed:
         import ctranslate2
 
-        # Made anew each time: while it lives, its threads take time from torch's.
+        # Created again each time: while it lives, its threads take time from torch's.
         generator = ctranslate2.Generator(
             path(), device="cpu", compute_type="int8", intra_threads=torch.get_num_threads()
         )

@@ -6,7 +6,7 @@
     <root>/v1/.failed/     logs of failed builds
 
 An entry is made in ``.build`` and renamed into place: it is there whole or not at all, and two builders who race may
-both go on. Nothing in it changes afterwards but the time stamp of ``key.json``, which says when it was last used.
+both continue. Nothing in it changes afterwards but the time stamp of ``key.json``, which says when it was last used.
 """
 
 from __future__ import annotations

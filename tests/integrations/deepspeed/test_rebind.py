@@ -1,4 +1,4 @@
-"""Everything that ``import deepspeed`` froze follows a change of the accelerator, whichever door it came through."""
+"""Everything that ``import deepspeed`` froze follows a change of the accelerator, whichever function made it."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ OPS = (
         formula=_pack,
         samples=_pack_samples,
         dtypes=(torch.float16,),
-        nan=False,  # refused: six bits have none
+        nan=False,  # rejected: six bits have none
     ),
     OpInfo(
         name="fp6_linear",

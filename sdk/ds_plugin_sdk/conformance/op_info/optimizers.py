@@ -67,7 +67,7 @@ def _optimizer(
     variants: Sequence[Options],
     dtypes: Sequence[torch.dtype] = (torch.float32, torch.bfloat16, torch.float16),
 ) -> OptimizerInfo:
-    """Describe an op by its Python face, the names of its states, and the attributes of `OptimizerInfo`."""
+    """Describe an op by its Python function, the names of its states, and the attributes of `OptimizerInfo`."""
     lists = ("params", "grads", *states)
     written = ("params", *states)
 

@@ -208,7 +208,7 @@ def coalesced(it: _Rank) -> None:
         context = dist._coalescing_manager(device=torch.device(it.device), async_ops=True)
         try:
             manager = stack.enter_context(context)
-        except RuntimeError:  # gloo has none, and says so; torch would go on to collect what shall be coalesced
+        except RuntimeError:  # gloo has none, and says so; torch would otherwise collect what shall be coalesced
             dist.distributed_c10d._world.pg_coalesce_state.clear()
             return
         for index, out in enumerate(outs):

@@ -137,6 +137,6 @@ def set_compile_backend(target: Target) -> None:
         expect_equal(target.accelerator.get_compile_backend(), "eager", "get_compile_backend() after 'eager' was set")
         call = "set_compile_backend('no such backend')"
         expect_raises(lambda: target.accelerator.set_compile_backend("no such backend"), ValueError, call)
-        expect_equal(target.accelerator.get_compile_backend(), "eager", "get_compile_backend() after a refused one")
+        expect_equal(target.accelerator.get_compile_backend(), "eager", "get_compile_backend() after a rejected one")
     finally:
         target.accelerator.set_compile_backend(before)

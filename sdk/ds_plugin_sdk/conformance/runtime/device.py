@@ -185,7 +185,7 @@ def set_out_of_range(target: Target) -> None:
         before = target.accelerator.current_device()
         kinds = (RuntimeError, ValueError, AssertionError, IndexError)
         expect_raises(lambda: target.accelerator.set_device(beyond), kinds, f"set_device({beyond})")
-        expect_equal(target.accelerator.current_device(), before, "current_device() after a refused set_device()")
+        expect_equal(target.accelerator.current_device(), before, "current_device() after a rejected set_device()")
 
 
 @check(

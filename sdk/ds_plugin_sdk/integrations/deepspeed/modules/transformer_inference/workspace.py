@@ -146,7 +146,7 @@ def reset_cache() -> None:
 
 
 def repeat_kv_cache(source_batch: int, repeats: int) -> list[Tensor]:
-    """Go on with each row of the batch `repeats` times, after one prompt for all of them.
+    """Continue with each row of the batch `repeats` times, after one prompt for all of them.
 
     Returns:
         Keys and values of each layer in turn, ``[source_batch * repeats, kv_heads, tokens, head_dim]``, views.
