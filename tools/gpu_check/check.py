@@ -366,7 +366,7 @@ Steps = Mapping[str, Callable[[], object]]
 
 
 def do(run: Run, environment: dict[str, Any], steps: Steps) -> None:
-    """Some steps, one after the other. The report is written again after each: whatever ends the run, it says how far it
+    """Some steps, one after the other. The report is written after each: whatever ends the run, it says how far it
     came.
     """
     for name, step in steps.items():

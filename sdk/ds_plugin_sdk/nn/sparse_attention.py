@@ -151,7 +151,7 @@ class SparseSelfAttention(nn.Module):
             self._synchronized = True
 
     def _plan(self, length: int) -> list[_Part]:
-        """The parts in which a sequence is computed; computed again when the layout has been written, as by load_state_dict."""
+        """The parts in which a sequence is computed, renewed when the layout is written, as by load_state_dict."""
         key = (length, self.master_layout._version)
         if key not in self._plans:
             blocks = length // self.sparsity_config.block

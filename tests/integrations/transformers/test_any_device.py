@@ -1,4 +1,4 @@
-"""transformers' models on a device that has no kernels of ours: reference implementations, on the device, and off again."""
+"""transformers' models on a device that has no kernels of ours: by reference implementations, then removed."""
 
 from __future__ import annotations
 

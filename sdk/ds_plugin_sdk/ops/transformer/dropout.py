@@ -24,7 +24,7 @@ def new_seed(count: int = 1, device: torch.device | str = "cpu") -> Tensor:
     """Seeds for dropouts, drawn from torch's default generator of a device: ``torch.manual_seed`` repeats them.
 
     Recomputation under `torch.utils.checkpoint` and DeepSpeed's checkpointing restores that generator, and so draws the
-    same seeds and the same masks again. Nothing waits for the device, and a captured graph drops other elements in each replay.
+    same seeds and the same masks again. Nothing waits for the device, and a captured graph drops others in each replay.
 
     Args:
         count: how many; each dropout of a step wants one of its own.
