@@ -1,7 +1,8 @@
 """The CUDA plugin's kernels as CPU ops: compiled for the host, with `kernels/tests/cuda_on_host` for a GPU.
 
-What conformance checks on a GPU, bindings included, can then be checked without one: ``sdk conformance
-cuda_on_host:CudaOnHost --level ops``. Misaligned accesses of 16 bytes trap, as they would on a GPU.
+What conformance checks on a GPU, bindings included, can then be checked without one:
+``PYTHONPATH=plugins/cuda:tests/cuda sdk conformance cuda_on_host:CudaOnHost --level ops``. Misaligned accesses of 16
+bytes trap, as they would on a GPU.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@
 
 namespace ds_kernels {
 
-// In the order of ds_plugin_sdk.ops.linear.ACTIVATIONS.
+// In the order of ds_plugin_sdk.ops._activations.ACTIVATIONS.
 enum class Activation : int { Identity, Relu, Gelu, GeluTanh, Silu };
 constexpr int kActivations = 5;
 

@@ -95,7 +95,7 @@ def _attribute(name: str) -> Any:
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise UnknownAcceleratorError(
-            "there is no such target",
+            "the target cannot be imported",
             plugin=name,
             why=str(error),
             hint="name it as package.module:Class; the module must be importable, by PYTHONPATH if need be",
