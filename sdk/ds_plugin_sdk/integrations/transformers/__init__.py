@@ -9,18 +9,13 @@ or, for a while only, ``with accelerate(model): ...``.
 
 Attention goes through transformers' own registry, under the name ``ds_plugin``, which any model may be asked to use:
 ``model.set_attn_implementation("ds_plugin")``. Linear layers, norms and, for the models in `FAMILIES`, whole decoder
-layers get another ``forward`` on the instance; no class is changed.
+layers get another ``forward`` on the instance; no class is changed. ``print(accelerate(model))`` says which.
 """
 
 from __future__ import annotations
 
-from ds_plugin_sdk.integrations.transformers._accelerate import (
-    ATTENTION,
-    FAMILIES,
-    Accelerated,
-    accelerate,
-    attention_forward,
-    register_attention,
-)
+from ds_plugin_sdk.integrations.transformers._accelerate import Accelerated, accelerate
+from ds_plugin_sdk.integrations.transformers.attention import ATTENTION, attention_forward, register_attention
+from ds_plugin_sdk.integrations.transformers.families import FAMILIES
 
 __all__ = ["ATTENTION", "FAMILIES", "Accelerated", "accelerate", "attention_forward", "register_attention"]

@@ -9,20 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ds_plugin_sdk.integrations.transformers.understood import Norm
 from ds_plugin_sdk.integrations.transformers.weights import Matrix
 from ds_plugin_sdk.ops.linear import ACTIVATIONS, Activation
 
 # As `ds_plugin_sdk.ops.linear` counts them.
 _IDENTITY = ACTIVATIONS.index("identity")
-
-
-@dataclass(frozen=True)
-class Norm:
-    """Layer norm, or RMS norm if there is no bias."""
-
-    weight: Tensor
-    bias: Tensor | None
-    eps: float
 
 
 @dataclass(frozen=True)
@@ -38,6 +30,7 @@ class Decoder:
         output: after attention.
         mlp_in: up and, if `gated`, gate.
         activation: in between.
+        rotary: whether positions are in queries and keys.
         mlp_out: down.
     """
 
@@ -53,9 +46,19 @@ class Decoder:
     scale: float
     activation: Activation
     gated: bool = False
+    rotary: bool = False
     query_norm: Norm | None = None
     key_norm: Norm | None = None
     norm_first: bool = True
+
+    @property
+    def matrices(self) -> tuple[Matrix, ...]:
+        return self.qkv, self.output, self.mlp_in, self.mlp_out
+
+    @property
+    def norms(self) -> tuple[Norm, ...]:
+        found = (self.attention_norm, self.mlp_norm, self.query_norm, self.key_norm)
+        return tuple(norm for norm in found if norm is not None)
 
 
 # Appends keys and values and attends: (query, key, value) -> [batch, heads, tokens, head_dim].
@@ -107,15 +110,16 @@ def linear(
     activation: int = _IDENTITY,
     gated: bool = False,
 ) -> Tensor:
-    result: Tensor = ops.linear.default(input, matrix.weight, matrix.bias, matrix.scales, residual, activation, gated)
+    weight, bias, scales = matrix.contents
+    result: Tensor = ops.linear.default(input, weight, bias, scales, residual, activation, gated)
     return result
 
 
 def norm(ops: Any, norm: Norm, input: Tensor) -> Tensor:
     result: Tensor = (
-        ops.rms_norm.default(input, norm.weight, norm.eps)
-        if norm.bias is None
-        else ops.layer_norm.default(input, norm.weight, norm.bias, norm.eps)
+        ops.rms_norm.default(input, norm.parameters["weight"], norm.eps)
+        if norm.rms
+        else ops.layer_norm.default(input, norm.parameters["weight"], norm.parameters["bias"], norm.eps)
     )
     return result
 

@@ -5,13 +5,20 @@ from __future__ import annotations
 import ctypes
 import mmap
 import sys
+import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
+from ds_plugin_sdk.integrations.transformers.understood import (
+    NotUnderstoodError,
+    check_own_code,
+    check_parameter,
+    name_of,
+)
 from ds_plugin_sdk.ops.linear import quantize_weight
 
 Weights = Literal["int8"] | None
@@ -19,34 +26,167 @@ Weights = Literal["int8"] | None
 _MADV_HUGEPAGE = 14
 _ALIGNMENT = 64
 _MOST_GROUP = 128
+_SAMPLES = 256
+
+_packing = threading.Lock()
 
 
-@dataclass
-class Matrix:
-    """One matrix with its bias.
-
-    Attributes:
-        weight: ``[out, in]``.
-        bias: ``[out]`` or None.
-        scales: of int8 weights, else None.
-    """
+class Contents(NamedTuple):
+    """What a product reads: `weight` ``[out, in]``, `bias` ``[out]`` or None, `scales` of int8 weights, else None."""
 
     weight: Tensor
     bias: Tensor | None
     scales: Tensor | None = None
 
 
-@dataclass(frozen=True)
-class Source:
-    """A parameter that a matrix is made of; `transposed` if it holds ``[in, out]``."""
+class _Held(NamedTuple):
+    """A parameter as it was when it was packed: where it is kept, its address, and how often it had been changed."""
 
-    weight: torch.nn.Parameter
-    bias: torch.nn.Parameter | None
-    transposed: bool = False
+    owner: dict[str, nn.Parameter | None]
+    name: str
+    parameter: nn.Parameter | None
+    address: int
+    version: int | None  # None: its memory is the matrix's, so that changes need not be followed
+
+
+class Matrix:
+    """The weights of one linear layer, or of several with the same input, one after the other.
+
+    Parameters are moved into the matrix, not copied, so that whatever changes them changes the matrix. Only int8
+    weights are copies; `follow` makes them again when the parameters have changed.
+
+    Raises:
+        NotUnderstoodError: a layer is no plain linear layer, or its parameters cannot be moved.
+    """
+
+    def __init__(self, *layers: nn.Module) -> None:
+        self.layers = layers
+        self.contents: Contents
+        self._int8 = False
+        self._held: tuple[_Held, ...] = ()
+        self._doubted = False
+        self._samples: list[Tensor] = []
+        for layer in layers:
+            if type(layer) not in (nn.Linear, Conv1D):
+                raise NotUnderstoodError(f"{name_of(layer)} is no plain linear layer")
+            check_own_code(layer)
+        self._check()
 
     @property
-    def matrix(self) -> Tensor:
-        return self.weight.t() if self.transposed else self.weight
+    def dtype(self) -> torch.dtype:
+        """Of the parameters."""
+        return _weight(self.layers[0]).dtype
+
+    @property
+    def device(self) -> torch.device:
+        return _weight(self.layers[0]).device
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        found = [layer._parameters[name] for layer in self.layers for name in ("weight", "bias")]
+        return [parameter for parameter in found if parameter is not None]
+
+    def bytes(self, int8: bool) -> int:
+        """Of an arena, which its weights and biases need."""
+        itemsize = self.dtype.itemsize
+        rows = sum(_rows(layer).shape[0] for layer in self.layers)
+        return padded(rows * _rows(self.layers[0]).shape[1] * (1 if int8 else itemsize)) + padded(rows * itemsize)
+
+    def pack(self, arena: Arena, int8: bool) -> None:
+        """Move the parameters into the arena; if `int8`, the biases, and copies of the weights."""
+        self._int8 = int8
+        bias = self._move_biases(arena)
+        if int8:
+            self.contents = self._quantize(arena, bias)
+            self._samples = [_sample(_weight(layer)) for layer in self.layers]
+        else:
+            self.contents = Contents(_move(arena, [_rows(layer) for layer in self.layers], self._set_rows), bias)
+        self._held = tuple(
+            _Held(layer._parameters, name, parameter, *self._state(name, parameter))
+            for layer in self.layers
+            for name, parameter in layer._parameters.items()
+        )
+        self._doubted = False
+
+    def doubt(self) -> None:
+        """The parameters may have been changed without torch's counting it, through ``.data``."""
+        self._doubted = self._int8
+
+    def follow(self, compare: bool) -> bool:
+        """Make sure that the contents are those of the parameters; False if they cannot be.
+
+        Args:
+            compare: look at a sample of the parameters too, for changes that torch does not count: through ``.data``.
+        """
+        if not self._doubted and not (compare and self._int8 and self._differs()):
+            for owner, name, parameter, address, version in self._held:
+                if owner.get(name) is not parameter:
+                    break
+                if parameter is not None and (
+                    parameter.data_ptr() != address or (version is not None and parameter._version != version)
+                ):
+                    break
+            else:
+                return True
+        return self._pack_again()
+
+    def _pack_again(self) -> bool:
+        with _packing:
+            try:
+                self._check()
+            except NotUnderstoodError:
+                return False
+            with torch.inference_mode(False), torch.no_grad():
+                self.pack(Arena(self.bytes(self._int8), self.device), self._int8)
+        return True
+
+    def _check(self) -> None:
+        for layer in self.layers:
+            _check_parameters(layer)
+        ours = {held.address for held in self._held}
+        for parameter in self.parameters:
+            if parameter.dtype != self.dtype or parameter.device != self.device:
+                raise NotUnderstoodError("its parameters are of several dtypes, or on several devices")
+            if parameter.data_ptr() not in ours:
+                _check_memory(parameter)
+        if len({_rows(layer).shape[1] for layer in self.layers}) != 1:
+            raise NotUnderstoodError("its products have inputs of several sizes")
+
+    def _state(self, name: str, parameter: nn.Parameter | None) -> tuple[int, int | None]:
+        if parameter is None:
+            return 0, None
+        return parameter.data_ptr(), parameter._version if self._int8 and name == "weight" else None
+
+    def _differs(self) -> bool:
+        return not all(
+            now.shape == then.shape and torch.equal(now, then)
+            for now, then in zip((_sample(_weight(layer)) for layer in self.layers), self._samples, strict=True)
+        )
+
+    def _quantize(self, arena: Arena, bias: Tensor | None) -> Contents:
+        whole = torch.cat([_rows(layer) for layer in self.layers])
+        columns = whole.shape[1]
+        group = next(size for size in range(min(_MOST_GROUP, columns), 0, -1) if columns % size == 0)
+        weight, scales = quantize_weight(whole, group)
+        return Contents(arena.empty(weight.shape, torch.int8).copy_(weight), bias, scales)
+
+    def _set_rows(self, index: int, rows: Tensor) -> None:
+        _weight(self.layers[index]).data = rows.t() if type(self.layers[index]) is Conv1D else rows
+
+    def _move_biases(self, arena: Arena) -> Tensor | None:
+        biases = [layer._parameters["bias"] for layer in self.layers]
+        if len(biases) == 1 or not any(bias is not None for bias in biases):
+            return biases[0]
+        parts = [
+            _weight(layer).new_zeros(_rows(layer).shape[0]) if bias is None else bias.detach()
+            for layer, bias in zip(self.layers, biases, strict=True)
+        ]
+
+        def set_bias(index: int, part: Tensor) -> None:
+            if (bias := biases[index]) is not None:
+                bias.data = part
+
+        return _move(arena, parts, set_bias)
 
 
 class Arena:
@@ -87,77 +227,86 @@ def _ask_for_large_pages(memory: Tensor) -> None:
 
 
 class Packer:
-    """Collects what is to be packed; `pack` then makes the matrices, and knows how to undo it."""
+    """Collects matrices; `pack` then fills them all, with one arena for each device."""
 
     def __init__(self, weights: Weights) -> None:
-        self._weights = weights
-        self._planned: list[tuple[Matrix, tuple[Source, ...]]] = []
+        self._int8 = weights == "int8"
+        self._matrices: list[Matrix] = []
+        self._claimed: set[int] = set()
 
-    def add(self, *sources: Source) -> Matrix:
-        """A matrix of the rows of all sources. It is filled by `pack`."""
-        matrix = Matrix(sources[0].weight, None)
-        self._planned.append((matrix, sources))
-        return matrix
+    def add(self, *matrices: Matrix) -> None:
+        """Plan to pack these, or none, with `NotUnderstoodError`: a parameter can be moved into one matrix only."""
+        parameters = [id(parameter) for matrix in matrices for parameter in matrix.parameters]
+        if len(set(parameters)) != len(parameters) or not self._claimed.isdisjoint(parameters):
+            raise NotUnderstoodError("it shares a parameter with another layer")
+        self._claimed.update(parameters)
+        self._matrices += matrices
 
     def pack(self) -> list[Callable[[], None]]:
-        """Fill every matrix. Parameters are moved, not copied, unless the weights are quantized.
+        """Fill every matrix.
 
         Returns:
             What undoes it.
         """
-        if not self._planned:
-            return []
-        device = self._planned[0][1][0].weight.device
-        undo: list[Callable[[], None]] = []
-        arena = Arena(sum(padded(self._bytes(sources)) for _, sources in self._planned), device)
-        with torch.no_grad():
-            for matrix, sources in self._planned:
-                matrix.bias = _bias(sources)
-                if self._weights == "int8":
-                    self._quantize(matrix, sources, arena)
-                else:
-                    undo += self._move(matrix, sources, arena)
-        return undo
-
-    def _bytes(self, sources: Sequence[Source]) -> int:
-        itemsize = 1 if self._weights == "int8" else sources[0].weight.dtype.itemsize
-        return sum(source.weight.numel() for source in sources) * itemsize
-
-    def _quantize(self, matrix: Matrix, sources: Sequence[Source], arena: Arena) -> None:
-        whole = torch.cat([source.matrix for source in sources])
-        columns = whole.shape[1]
-        group = next(size for size in range(min(_MOST_GROUP, columns), 0, -1) if columns % size == 0)
-        weight, matrix.scales = quantize_weight(whole, group)
-        matrix.weight = arena.empty(weight.shape, torch.int8).copy_(weight)
-
-    def _move(self, matrix: Matrix, sources: Sequence[Source], arena: Arena) -> list[Callable[[], None]]:
-        rows = [source.matrix.shape[0] for source in sources]
-        columns = sources[0].matrix.shape[1]
-        matrix.weight = arena.empty((sum(rows), columns), sources[0].weight.dtype)
-        undo: list[Callable[[], None]] = []
-        for source, part in zip(sources, torch.split(matrix.weight, rows), strict=True):
-            part.copy_(source.matrix)
-            source.weight.data = part.t() if source.transposed else part
-            undo.append(_own_memory(source.weight))
-        return undo
+        with torch.inference_mode(False), torch.no_grad(), _packing:
+            for device in {matrix.device for matrix in self._matrices}:
+                matrices = [matrix for matrix in self._matrices if matrix.device == device]
+                arena = Arena(sum(matrix.bytes(self._int8) for matrix in matrices), device)
+                for matrix in matrices:
+                    matrix.pack(arena, self._int8)
+        return [lambda matrix=matrix: _give_back(matrix) for matrix in self._matrices]  # type: ignore[misc]
 
 
-def _own_memory(parameter: torch.nn.Parameter) -> Callable[[], None]:
-    def undo() -> None:
-        parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
+def _check_parameters(layer: nn.Module) -> None:
+    check_parameter(layer._parameters.get("weight"), "its weight")
+    if "bias" not in layer._parameters:
+        raise NotUnderstoodError("its bias is no parameter")
+    if layer._parameters["bias"] is not None:
+        check_parameter(layer._parameters["bias"], "its bias")
+    if _weight(layer).dim() != 2 or _weight(layer).numel() == 0:
+        raise NotUnderstoodError(f"its weight is {list(_weight(layer).shape)}")
 
-    return undo
+
+def _check_memory(parameter: nn.Parameter) -> None:
+    if parameter.untyped_storage().nbytes() != parameter.nbytes:
+        raise NotUnderstoodError("its memory is part of a larger buffer, which others may write")
+    if parameter.device.type == "cpu" and parameter.untyped_storage().is_shared():
+        raise NotUnderstoodError("its memory is shared with other processes")
 
 
-def _bias(sources: Sequence[Source]) -> Tensor | None:
-    """The biases in one; sources without one among others that have one count as zeros."""
-    if all(source.bias is None for source in sources):
-        return None
-    if len(sources) == 1:
-        return sources[0].bias
-    return torch.cat(
-        [
-            source.weight.new_zeros(source.matrix.shape[0]) if source.bias is None else source.bias.detach()
-            for source in sources
-        ]
-    )
+def _weight(layer: nn.Module) -> nn.Parameter:
+    weight = layer._parameters["weight"]
+    assert weight is not None
+    return weight
+
+
+def _rows(layer: nn.Module) -> Tensor:
+    """``[out, in]``, whichever way the layer keeps it."""
+    weight = _weight(layer).detach()
+    return weight.t() if type(layer) is Conv1D else weight
+
+
+def _sample(weight: Tensor) -> Tensor:
+    flat = weight.detach().view(-1) if weight.is_contiguous() else weight.detach().flatten()
+    return flat[:: max(1, flat.numel() // _SAMPLES)].clone()
+
+
+def _move(arena: Arena, parts: Sequence[Tensor], set_part: Callable[[int, Tensor], None]) -> Tensor:
+    """One tensor of the arena with all parts, one after the other; each is handed over as its view of it."""
+    sizes = [part.shape[0] for part in parts]
+    whole = arena.empty((sum(sizes), *parts[0].shape[1:]), parts[0].dtype)
+    for index, view in enumerate(torch.split(whole, sizes)):
+        view.copy_(parts[index])
+        set_part(index, view)
+    return whole
+
+
+def _give_back(matrix: Matrix) -> None:
+    """Memory of its own for each parameter that was moved and still is where it was moved to."""
+    for held in matrix._held:
+        parameter = held.parameter
+        if parameter is not None and held.version is None and parameter.data_ptr() == held.address:
+            parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
+
+
+__all__ = ["Arena", "Contents", "Matrix", "Packer", "Weights", "padded"]

@@ -1,0 +1,179 @@
+"""Attention as transformers' registry calls it, under the name ``ds_plugin``."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.modeling_utils import AttentionInterface
+
+from ds_plugin_sdk.integrations.transformers.decoder import ops_for
+from ds_plugin_sdk.integrations.transformers.understood import DTYPES, is_plain_inference
+
+ATTENTION = "ds_plugin"
+
+# Arguments without a meaning for attention with a mask: torch's attention in transformers does not read them either.
+IGNORED_ARGUMENTS = frozenset(
+    {
+        "cache_position",
+        "cu_seq_lens_k",
+        "cu_seq_lens_q",
+        "max_length_k",
+        "max_length_q",
+        "num_items_in_batch",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "position_ids",
+        "return_dict",
+        "sliding_window",
+        "use_cache",
+    }
+)
+
+Attention = Callable[..., tuple[Tensor, Tensor | None]]
+
+
+def register_attention() -> None:
+    """Make ``ds_plugin`` known to transformers as a way to attend."""
+    AttentionInterface.register(ATTENTION, attention_forward)
+    AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """What transformers calls for attention, with the keys and values of its cache.
+
+    Shapes as in `ds_plugin_sdk.ops.attention.cached_attention`; the result is ``[batch, tokens, heads, head_dim]``.
+    It means what transformers' ``sdpa`` means: without a mask and with `is_causal`, query i attends to the keys up to
+    i, and keys beyond the queries (the rest of a static cache) are not attended to; one query attends to all.
+
+    The call goes to the model's own attention where the op does not do the same: gradients, dropout, arguments that
+    are not known here, values of another head size than the keys', a model without ``sdpa``.
+    """
+    causal = query.shape[2] > 1 and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    own = _own_attention(type(module).__module__)
+    if (
+        own is not sdpa_attention_forward
+        or dropout
+        or not all(value is None or name in IGNORED_ARGUMENTS for name, value in kwargs.items())
+        or not is_plain_inference(query)
+        or not _fits(module, query, key, value)
+        or not mask_fits(attention_mask, query, key.shape[2])
+        or (causal and attention_mask is None and query.shape[2] > key.shape[2])
+    ):
+        return own(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
+        )
+    if causal and attention_mask is None:
+        key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    attended = attend(
+        query, key[:, :, :0], value[:, :, :0], key, value, key.shape[2], scale, attention_mask, bool(causal)
+    )
+    return attended.transpose(1, 2), None
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    past: int,
+    scale: float,
+    mask: Tensor | None,
+    causal: bool,
+) -> Tensor:
+    """The op, as `ds_plugin_sdk.ops.attention.cached_attention`; a mask says what is causal too."""
+    result: Tensor = ops_for(query.dtype).cached_attention.default(
+        query, key, value, keys, values, past, scale, mask, None, 0, causal and mask is None
+    )
+    return result
+
+
+def mask_fits(mask: Tensor | None, query: Tensor, positions: int) -> bool:
+    """Whether a mask is one for these queries and as many positions, in the sense of torch's attention."""
+    if mask is None:
+        return True
+    return (
+        type(mask) is Tensor
+        and mask.dim() == 4
+        and mask.dtype in (torch.bool, query.dtype)
+        and mask.shape[3] == positions
+        and all(size in (1, wanted) for size, wanted in zip(mask.shape, query.shape[:3], strict=False))
+    )
+
+
+def _fits(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> bool:
+    return (
+        type(key) is type(value) is Tensor
+        and query.dtype == key.dtype == value.dtype
+        and query.dtype in DTYPES
+        and query.dim() == key.dim() == 4
+        and key.shape == value.shape
+        and query.shape[0] == key.shape[0]
+        and query.shape[1] == key.shape[1] * getattr(module, "num_key_value_groups", 1)
+        and query.shape[3] == key.shape[3]
+        and query.device == key.device == value.device
+    )
+
+
+# ---------------------------------------------------------------------- the model's own
+@functools.cache
+def _own_attention(module: str) -> Attention:
+    """What the layers of a file would call by default: torch's, or the file's own if that does more."""
+    file = sys.modules.get(module)
+    names = vars(file) if file is not None else {}
+    eager = names.get("eager_attention_forward")
+    classes: list[Any] = [value for value in names.values() if isinstance(value, type)]
+    if eager is None or all(
+        kind._supports_sdpa for kind in classes if issubclass(kind, PreTrainedModel) and kind.__module__ == module
+    ):
+        return sdpa_attention_forward  # type: ignore[no-any-return]  # transformers is not typed here
+    return functools.partial(_eager, eager)
+
+
+def _eager(
+    eager: Attention,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """A file's own function, which wants a mask to add where ours may be None or bool."""
+    tokens, positions = query.shape[2], key.shape[2]
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    mask = attention_mask
+    if mask is None and causal and tokens > 1:
+        mask = torch.ones((tokens, positions), dtype=torch.bool, device=query.device).tril()[None, None]
+    if mask is not None and mask.dtype == torch.bool:
+        lowest = torch.finfo(query.dtype).min
+        mask = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill(~mask, lowest)
+    if scaling is not None:
+        kwargs["scaling"] = scaling
+    return eager(module, query, key, value, mask, **kwargs)
+
+
+__all__ = ["ATTENTION", "IGNORED_ARGUMENTS", "attend", "attention_forward", "mask_fits", "register_attention"]

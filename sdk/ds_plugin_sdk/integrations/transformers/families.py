@@ -1,0 +1,129 @@
+"""Decoder layers of the models that run whole: by the code that they run, not by their names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from transformers.models.gpt2 import modeling_gpt2 as gpt2
+from transformers.models.llama import modeling_llama as llama
+from transformers.models.mistral import modeling_mistral as mistral
+from transformers.models.opt import modeling_opt as opt
+from transformers.models.qwen2 import modeling_qwen2 as qwen2
+from transformers.models.qwen3 import modeling_qwen3 as qwen3
+
+from ds_plugin_sdk.integrations.transformers.decoder import Decoder
+from ds_plugin_sdk.integrations.transformers.understood import (
+    NotUnderstoodError,
+    activation_of,
+    check_code,
+    norm_of,
+    same_code,
+)
+from ds_plugin_sdk.integrations.transformers.weights import Matrix
+
+# Classes of decoder layers -> what describes layers with their code, and where their attention is.
+FAMILIES: dict[type[nn.Module], tuple[Callable[[Any], Decoder], str]] = {}
+
+
+def attention_of(layer: nn.Module) -> nn.Module | None:
+    """The attention of a layer whose own code is that of a known decoder layer; None for all other modules."""
+    found = _find(layer)
+    return None if found is None else getattr(layer, found[1])
+
+
+def describe(layer: nn.Module) -> Decoder:
+    """What a decoder layer consists of.
+
+    Raises:
+        NotUnderstoodError: a part of it is not known.
+    """
+    found = _find(layer)
+    if found is None:
+        raise NotUnderstoodError("it is no decoder layer that is known")
+    return found[0](layer)
+
+
+def _find(layer: nn.Module) -> tuple[Callable[[Any], Decoder], str] | None:
+    code = type(layer).forward
+    return next((found for kind, found in FAMILIES.items() if same_code(code, kind.forward)), None)
+
+
+def _gpt2(block: Any) -> Decoder:
+    attn, mlp = block.attn, block.mlp
+    check_code(attn, gpt2.GPT2Attention)
+    check_code(mlp, gpt2.GPT2MLP)
+    return Decoder(
+        norm_of(block.ln_1),
+        norm_of(block.ln_2),
+        qkv=Matrix(attn.c_attn),
+        output=Matrix(attn.c_proj),
+        mlp_in=Matrix(mlp.c_fc),
+        mlp_out=Matrix(mlp.c_proj),
+        heads=attn.num_heads,
+        kv_heads=attn.num_heads,
+        head_dim=attn.head_dim,
+        scale=attn.scaling,
+        activation=activation_of(mlp.act),
+    )
+
+
+def _opt(layer: Any) -> Decoder:
+    attn = layer.self_attn
+    check_code(attn, opt.OPTAttention)
+    return Decoder(
+        norm_of(layer.self_attn_layer_norm),
+        norm_of(layer.final_layer_norm),
+        qkv=Matrix(attn.q_proj, attn.k_proj, attn.v_proj),
+        output=Matrix(attn.out_proj),
+        mlp_in=Matrix(layer.fc1),
+        mlp_out=Matrix(layer.fc2),
+        heads=attn.num_heads,
+        kv_heads=attn.num_heads,
+        head_dim=attn.head_dim,
+        scale=attn.scaling,
+        activation=activation_of(layer.activation_fn),
+        norm_first=layer.do_layer_norm_before,
+    )
+
+
+def _llama(layer: Any) -> Decoder:
+    """LLaMA, and what has its parts' code: Mistral, Qwen 2, Qwen 3 (which norms each head) and others."""
+    attn, mlp = layer.self_attn, layer.mlp
+    head_norms = same_code(type(attn).forward, qwen3.Qwen3Attention.forward)
+    check_code(attn, llama.LlamaAttention, mistral.MistralAttention, qwen2.Qwen2Attention, qwen3.Qwen3Attention)
+    check_code(mlp, llama.LlamaMLP)
+    head_dim = attn.head_dim
+    return Decoder(
+        norm_of(layer.input_layernorm),
+        norm_of(layer.post_attention_layernorm),
+        qkv=Matrix(attn.q_proj, attn.k_proj, attn.v_proj),
+        output=Matrix(attn.o_proj),
+        # The op multiplies the first half by the activation of the second.
+        mlp_in=Matrix(mlp.up_proj, mlp.gate_proj),
+        mlp_out=Matrix(mlp.down_proj),
+        heads=attn.q_proj.out_features // head_dim,
+        kv_heads=attn.k_proj.out_features // head_dim,
+        head_dim=head_dim,
+        scale=attn.scaling,
+        activation=activation_of(mlp.act_fn),
+        gated=True,
+        rotary=True,
+        query_norm=norm_of(attn.q_norm) if head_norms else None,
+        key_norm=norm_of(attn.k_norm) if head_norms else None,
+    )
+
+
+FAMILIES.update(
+    {
+        gpt2.GPT2Block: (_gpt2, "attn"),
+        opt.OPTDecoderLayer: (_opt, "self_attn"),
+        llama.LlamaDecoderLayer: (_llama, "self_attn"),
+        mistral.MistralDecoderLayer: (_llama, "self_attn"),
+        qwen2.Qwen2DecoderLayer: (_llama, "self_attn"),
+        qwen3.Qwen3DecoderLayer: (_llama, "self_attn"),
+    }
+)
+
+__all__ = ["FAMILIES", "attention_of", "describe"]

@@ -1,0 +1,230 @@
+"""What the forward of a module is while its model is accelerated: a call of ops, or of the module's own code.
+
+Whether an op may serve is asked at each call, for models are changed after they were accelerated: adapters are added,
+hooks registered, weights trained, loaded and moved.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, EncoderDecoderCache
+
+from ds_plugin_sdk.integrations.transformers import decoder
+from ds_plugin_sdk.integrations.transformers.attention import (
+    ATTENTION,
+    IGNORED_ARGUMENTS,
+    attend,
+    attention_forward,
+    mask_fits,
+)
+from ds_plugin_sdk.integrations.transformers.decoder import Decoder, ops_for
+from ds_plugin_sdk.integrations.transformers.kv_cache import growing_layer
+from ds_plugin_sdk.integrations.transformers.understood import Norm, Watch, is_plain_inference
+from ds_plugin_sdk.integrations.transformers.weights import Matrix
+
+# What a decoder layer does with these is known; others may be given if they are None. The encoder's mask has no meaning
+# without what the encoder has put out.
+_READ_ARGUMENTS = ("attention_mask", "past_key_values", "position_embeddings")
+_KNOWN_ARGUMENTS = IGNORED_ARGUMENTS | {*_READ_ARGUMENTS, "encoder_attention_mask"}
+
+
+class Replacement:
+    """A forward on an instance. A copy of the module, or one that was pickled, has its class's again."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def own(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module's class does."""
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+    def put_on(self) -> None:
+        self.module.forward = self  # type: ignore[assignment]  # on the instance: its class stays
+
+    def take_off(self) -> None:
+        """Give the module its forward back, unless somebody has given it another one since."""
+        if vars(self.module).get("forward") is self:
+            del self.module.forward
+
+    def holds(self) -> bool:
+        """Whether the module is still what it was found to be."""
+        raise NotImplementedError
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[nn.Module]]:
+        return _own_forward, (self.module,)
+
+
+def _own_forward(module: nn.Module) -> Callable[..., Any]:
+    return types.MethodType(type(module).forward, module)
+
+
+class LinearReplacement(Replacement):
+    """A linear layer alone."""
+
+    def __init__(self, module: nn.Module, matrix: Matrix) -> None:
+        super().__init__(module)
+        self.matrix = matrix
+        self._watch = Watch.alone(module)
+
+    def holds(self) -> bool:
+        return self._watch.holds() and self.matrix.follow(compare=True)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            self.matrix.doubt()
+        elif len(args) == 1 and not kwargs and is_plain_inference(args[0]) and self.holds():
+            input: Tensor = args[0]
+            if input.dtype == self.matrix.dtype and input.device == self.matrix.device:
+                return decoder.linear(ops_for(input.dtype), self.matrix, input)
+        return self.own(*args, **kwargs)
+
+
+class NormReplacement(Replacement):
+    """A norm alone."""
+
+    def __init__(self, module: nn.Module, norm: Norm) -> None:
+        super().__init__(module)
+        self._norm = norm
+        self._watch = Watch.alone(module)
+
+    def holds(self) -> bool:
+        return self._watch.holds()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and not kwargs and is_plain_inference(args[0]) and self.holds():
+            input: Tensor = args[0]
+            if self._norm.serves(input.dtype):
+                return decoder.norm(ops_for(input.dtype), self._norm, input)
+        return self.own(*args, **kwargs)
+
+
+class Angles(threading.local):
+    """Cosine and sine as our op takes them, of those that a model computed once for all of its layers."""
+
+    def __init__(self) -> None:
+        self._last: tuple[Any, tuple[Tensor, Tensor]] | None = None
+
+    def of(self, embeddings: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        if self._last is None or self._last[0] is not embeddings:
+            working = torch.promote_types(embeddings[0].dtype, torch.float32)
+            cos, sin = (part[..., : part.shape[-1] // 2].to(working).contiguous() for part in embeddings)
+            self._last = (embeddings, (cos, sin))
+        return self._last[1]
+
+
+class DecoderReplacement(Replacement):
+    """A whole decoder layer."""
+
+    def __init__(self, module: nn.Module, attention: nn.Module, layer: Decoder, angles: Angles) -> None:
+        super().__init__(module)
+        self.layer = layer
+        self._attention: Any = attention
+        self._angles = angles
+        self._names = tuple(inspect.signature(type(module).forward).parameters)[2:]
+        self._watch = Watch.over(module)
+
+    def holds(self) -> bool:
+        return self._holds(compare=True)
+
+    def _holds(self, compare: bool) -> bool:
+        return (
+            not self.module.training
+            and self._watch.holds()
+            and self._attention.config._attn_implementation == ATTENTION
+            and all(matrix.follow(compare) for matrix in self.layer.matrices)
+        )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            for matrix in self.layer.matrices:
+                matrix.doubt()
+        elif 1 <= len(args) <= 1 + len(self._names):
+            hidden, named = args[0], {**dict(zip(self._names, args[1:], strict=False)), **kwargs}
+            if self._serves(hidden, named):
+                return self._run(hidden, *(named.get(name) for name in _READ_ARGUMENTS))
+        return self.own(*args, **kwargs)
+
+    def _serves(self, hidden: Tensor, named: dict[str, Any]) -> bool:
+        """Whether the ops do with these arguments what the layer's own code does."""
+        cache, embeddings = named.get("past_key_values"), named.get("position_embeddings")
+        return (
+            is_plain_inference(hidden)
+            and hidden.dim() == 3
+            and all(value is None or name in _KNOWN_ARGUMENTS for name, value in named.items())
+            and not named.get("output_attentions")
+            and (cache is None or (isinstance(cache, Cache) and not isinstance(cache, EncoderDecoderCache)))
+            and (embeddings is None) != self.layer.rotary
+            and (embeddings is None or _are_angles(embeddings, hidden, self.layer.head_dim))
+            and self._holds(compare=hidden.shape[1] > 1)
+            and hidden.dtype == self.layer.qkv.dtype
+            and hidden.device == self.layer.qkv.device
+            and all(norm.serves(hidden.dtype) for norm in self.layer.norms)
+        )
+
+    def _run(
+        self,
+        hidden: Tensor,
+        attention_mask: Tensor | None,
+        past_key_values: Cache | None,
+        position_embeddings: tuple[Tensor, Tensor] | None,
+    ) -> Tensor:
+        scale, attention = self.layer.scale, self._attention
+
+        def attend_to_all(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            cache = past_key_values
+            room = growing_layer(cache, attention.layer_idx)
+            if room is not None and _in_place(attention, attention_mask, query, room.get_seq_length()):
+                keys, values, past = room.make_room(key, value)
+                attended = attend(query, key, value, keys, values, past, scale, attention_mask, True)
+                room.advance(key.shape[2])
+                return attended
+            if cache is not None:
+                key, value = cache.update(key, value, attention.layer_idx)
+            attended, _ = attention_forward(attention, query, key, value, attention_mask, scaling=scale)
+            return attended.transpose(1, 2)
+
+        angles = None if position_embeddings is None else self._angles.of(position_embeddings)
+        return decoder.run(ops_for(hidden.dtype), self.layer, hidden, angles, attend_to_all)
+
+
+def _in_place(attention: Any, mask: Tensor | None, query: Tensor, past: int) -> bool:
+    """Whether the op can append and attend: if no mask says which positions, only for all, or all before a query."""
+    if mask is not None:
+        return mask_fits(mask, query, past + query.shape[2])
+    return query.shape[2] == 1 or (past == 0 and bool(attention.is_causal))
+
+
+def _are_angles(embeddings: Any, hidden: Tensor, head_dim: int) -> bool:
+    return (
+        isinstance(embeddings, tuple)
+        and len(embeddings) == 2
+        and all(
+            type(part) is Tensor
+            and part.dim() == 3
+            and part.shape[0] in (1, hidden.shape[0])
+            and part.shape[1:] == (hidden.shape[1], head_dim)
+            and part.device == hidden.device
+            for part in embeddings
+        )
+    )
+
+
+def is_replaced(module: nn.Module) -> bool:
+    return isinstance(vars(module).get("forward"), Replacement)
+
+
+__all__ = [
+    "Angles",
+    "DecoderReplacement",
+    "LinearReplacement",
+    "NormReplacement",
+    "Replacement",
+    "is_replaced",
+]

@@ -1,0 +1,493 @@
+"""What our ops may not do stays the model's own code: the same logits as the plain model, whatever was done to it."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from counted_calls import CountedCalls
+
+with warnings.catch_warnings():
+    # transformers' own dependencies warn of each other's releases.
+    warnings.simplefilter("ignore")
+    import transformers
+
+from ds_plugin_sdk.integrations.transformers import accelerate, attention_forward, register_attention
+
+_SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 96}
+_LLAMA = {**_SIZES, "intermediate_size": 48, "num_key_value_heads": 2, "initializer_range": 0.2}
+CONFIGS: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
+    "gpt2": lambda: transformers.GPT2Config(
+        n_embd=32, n_layer=2, n_head=4, vocab_size=96, initializer_range=0.2, bos_token_id=1, eos_token_id=2
+    ),
+    "llama": lambda: transformers.LlamaConfig(**_LLAMA),
+    "qwen2": lambda: transformers.Qwen2Config(**_LLAMA),
+    "opt": lambda: transformers.OPTConfig(**_SIZES, ffn_dim=64, init_std=0.2, word_embed_proj_dim=32),
+    "gemma2": lambda: transformers.Gemma2Config(
+        **_LLAMA, head_dim=8, attn_logit_softcapping=2.0, query_pre_attn_scalar=8, sliding_window=4
+    ),
+    "gpt_oss": lambda: transformers.GptOssConfig(
+        **_LLAMA, head_dim=8, num_local_experts=2, num_experts_per_tok=1, sliding_window=4
+    ),
+    "deepseek_v3": lambda: transformers.DeepseekV3Config(
+        **{**_LLAMA, "num_key_value_heads": 4},
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=4,
+        first_k_dense_replace=2,
+    ),
+}
+
+pytestmark = pytest.mark.compiler
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels(native: Callable[..., None]) -> None:
+    """The native kernels, and nothing else."""
+    native("linear", "attention", "norm", "rotary")
+
+
+def make(name: str) -> Any:
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name]()).eval()
+    for parameter in model.parameters():  # sinks and biases are zero at first
+        if not parameter.any():
+            nn.init.normal_(parameter)
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def tokens(rows: int = 2, count: int = 9) -> torch.Tensor:
+    return torch.randint(3, 96, (rows, count), generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+def logits(model: Any, **options: Any) -> torch.Tensor:
+    result: torch.Tensor = model(tokens(), **options).logits
+    return result
+
+
+def assert_as_plain(model: Any, ours: torch.Tensor | None = None) -> None:
+    """That an accelerated model has the logits of one with the same parameters and modules that is not."""
+    ours = logits(model) if ours is None else ours
+    torch.testing.assert_close(ours, logits(copy.deepcopy(model)), rtol=1e-3, atol=1e-3)
+
+
+# ---------------------------------------------------------------------- attention
+@pytest.mark.parametrize("name", ["gpt2", "llama", "opt"])
+def test_a_static_cache_without_padding(name: str) -> None:
+    """transformers gives no mask then, and keys beyond the queries, which are not to be attended to."""
+    model = make(name)
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "cache_implementation": "static"}
+    expected = model.generate(tokens(), **options)
+    with accelerate(model), CountedCalls() as counted:
+        assert torch.equal(model.generate(tokens(), **options), expected)
+    assert counted.calls["cached_attention"] > 0
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "deepseek_v3"])
+def test_softcap_sinks_and_value_heads_of_another_size(name: str) -> None:
+    model = make(name)
+    expected = logits(model)
+    with accelerate(model):
+        torch.testing.assert_close(logits(model), expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "deepseek_v3"])
+def test_so_too_if_our_attention_was_asked_for_by_name(name: str) -> None:
+    model = make(name)
+    expected = logits(model)
+    mask = torch.ones_like(tokens())
+    mask[1, :4] = 0
+    padded = logits(model, attention_mask=mask)[:, -1]
+    register_attention()
+    model.set_attn_implementation("ds_plugin")
+    torch.testing.assert_close(logits(model), expected, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(logits(model, attention_mask=mask)[:, -1], padded, rtol=1e-3, atol=1e-3)
+
+
+def test_an_argument_that_nobody_knows_goes_to_torchs_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ds_plugin_sdk.integrations.transformers import attention
+
+    seen: dict[str, Any] = {}
+
+    def sdpa(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+        seen.update(kwargs)
+        return args[3], None
+
+    monkeypatch.setattr(attention, "sdpa_attention_forward", sdpa)
+    heads = torch.zeros((1, 2, 3, 4))
+    with torch.no_grad():
+        attention_forward(nn.Identity(), heads, heads, heads, None, sliding_window=7)
+        assert not seen
+        attention_forward(nn.Identity(), heads, heads, heads, None, block_index=7)
+    assert seen["block_index"] == 7
+
+
+def test_a_layer_with_an_argument_that_nobody_knows_runs_its_own_code() -> None:
+    model = make("llama")
+    layer = model.model.layers[0]
+    hidden = torch.randn((1, 3, 32))
+    angles = model.model.rotary_emb(hidden, torch.arange(3)[None])
+    with accelerate(model), torch.no_grad(), CountedCalls() as counted:
+        layer(hidden, position_embeddings=angles)
+        assert counted.calls["linear"] == 4
+        layer(hidden, position_embeddings=angles, block_index=torch.zeros(1))
+        layer(hidden, position_embeddings=angles, is_causal=False)
+    assert counted.calls["linear"] == 4
+
+
+def test_an_attention_that_was_chosen_stays() -> None:
+    model = make("llama")
+    model.set_attn_implementation("eager")
+    handle = accelerate(model)
+    assert model.config._attn_implementation == "eager"
+    assert handle.layers == handle.attention == []
+    assert "'eager'" in str(handle)
+    handle.remove()
+    model.set_attn_implementation("sdpa")
+    with accelerate(model) as handle:
+        model.set_attn_implementation("eager")
+        with torch.no_grad():
+            assert all(part is not None for part in model(tokens(), output_attentions=True).attentions)
+        assert handle.layers == []
+
+
+def test_outputs_of_parts_can_be_collected_and_after_that_layers_run_whole_again() -> None:
+    model = make("llama")
+    expected = make("llama")(tokens(), output_hidden_states=True, output_attentions=True)
+    with accelerate(model) as handle, torch.no_grad():
+        ours = model(tokens(), output_hidden_states=True, output_attentions=True)
+        assert len(ours.attentions) == len(expected.attentions)
+        for one, other in zip(ours.hidden_states, expected.hidden_states, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
+        assert len(handle.layers) == 2
+        with CountedCalls() as counted:
+            model(tokens())
+        assert counted.calls["linear"] == 9
+
+
+# ---------------------------------------------------------------------- projections
+class Lora(nn.Module):
+    """What adapters look like: a projection, and something added to its result."""
+
+    def __init__(self, base: Any) -> None:
+        super().__init__()
+        self.base_layer = base
+        self.delta = nn.Linear(base.in_features, base.out_features, bias=False)
+
+    @property
+    def in_features(self) -> Any:
+        return self.base_layer.in_features
+
+    @property
+    def out_features(self) -> Any:
+        return self.base_layer.out_features
+
+    @property
+    def weight(self) -> Any:
+        return self.base_layer.weight
+
+    @property
+    def bias(self) -> Any:
+        return self.base_layer.bias
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.base_layer(input) + self.delta(input)
+        return result
+
+
+class Doubling(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(input)
+
+
+class Tagged(torch.Tensor):
+    """A weight of another class than torch's, as quantized and distributed ones are."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        return result * 2 if func is nn.functional.linear else result
+
+
+def add_lora(attention: Any) -> None:
+    attention.q_proj = Lora(attention.q_proj)
+
+
+def add_subclass(attention: Any) -> None:
+    doubling = Doubling(32, attention.v_proj.out_features, bias=False)
+    doubling.load_state_dict(attention.v_proj.state_dict())
+    attention.v_proj = doubling
+
+
+def add_hook(attention: Any) -> None:
+    attention.q_proj.register_forward_hook(lambda module, args, output: 2 * output)
+
+
+def add_pre_hook(attention: Any) -> None:
+    attention.o_proj.register_forward_pre_hook(lambda module, args: (2 * args[0],))
+
+
+def add_hook_to_attention(attention: Any) -> None:
+    attention.register_forward_hook(lambda module, args, output: (2 * output[0], *output[1:]))
+
+
+def add_forward(attention: Any) -> None:
+    own = attention.o_proj.forward
+    attention.o_proj.forward = lambda input: 2 * own(input)
+
+
+class Halved(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight / 2
+
+
+def add_parametrization(attention: Any) -> None:
+    nn.utils.parametrize.register_parametrization(attention.k_proj, "weight", Halved())
+
+
+def add_weight_of_another_class(attention: Any) -> None:
+    attention.v_proj.weight = nn.Parameter(attention.v_proj.weight.detach().clone().as_subclass(Tagged))
+
+
+CHANGES = [
+    add_lora,
+    add_subclass,
+    add_hook,
+    add_pre_hook,
+    add_hook_to_attention,
+    add_forward,
+    add_parametrization,
+    add_weight_of_another_class,
+]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_what_is_done_to_a_projection_counts(change: Callable[[Any], None], when: str) -> None:
+    model, plain = make("llama"), make("llama")
+    unchanged = logits(plain)
+    torch.manual_seed(1)
+    change(plain.model.layers[1].self_attn)
+    expected = logits(plain)
+    assert not torch.allclose(expected, unchanged, atol=0.05), "a change that changes nothing tests nothing"
+    torch.manual_seed(1)
+    if when == "before":
+        change(model.model.layers[1].self_attn)
+    with accelerate(model) as handle:
+        if when == "after":
+            change(model.model.layers[1].self_attn)
+        torch.testing.assert_close(logits(model), expected, rtol=1e-3, atol=1e-3)
+        assert handle.layers == ["model.layers.0"]
+        assert "model.layers.1" in handle.left
+
+
+def test_hooks_on_all_modules_are_called() -> None:
+    model = make("llama")
+    seen: set[str] = set()
+    handle = nn.modules.module.register_module_forward_hook(
+        lambda module, args, output: seen.add(type(module).__name__)
+    )
+    try:
+        with accelerate(model):
+            logits(model)
+    finally:
+        handle.remove()
+    assert {"LlamaMLP", "LlamaAttention", "SiLUActivation", "Linear"} <= seen
+
+
+def test_dropout_that_is_on_drops() -> None:
+    config = CONFIGS["gpt2"]()
+    config.attn_pdrop = config.embd_pdrop = config.resid_pdrop = 0.5
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    model.train()
+    with accelerate(model):
+        assert not torch.equal(logits(model), logits(model))
+        model.eval()
+        model.transformer.h[0].mlp.dropout.train()  # alone, as for Monte Carlo estimates
+        assert not torch.equal(logits(model), logits(model))
+        model.eval()
+        assert torch.equal(logits(model), logits(model))
+
+
+def test_autocast_computes_in_its_dtype() -> None:
+    model = make("llama")
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = logits(model)
+        with accelerate(model):
+            ours = logits(model)
+    assert ours.dtype == expected.dtype
+    assert torch.equal(ours, expected)
+
+
+# ---------------------------------------------------------------------- weights that change
+@pytest.mark.parametrize("weights", [None, "int8"])
+@pytest.mark.parametrize("name", ["gpt2", "qwen2", "opt"])
+def test_weights_that_are_trained_loaded_or_moved_are_followed(name: str, weights: Any) -> None:
+    model = make(name)
+    # int8: the logits of a copy of the model that is quantized when it is compared.
+    bound = {"rtol": 1e-3, "atol": 1e-3}
+
+    def follows() -> None:
+        ours, other = logits(model), copy.deepcopy(model)
+        with accelerate(other, weights=weights):
+            torch.testing.assert_close(ours, logits(other), **bound)
+        if weights is None:
+            torch.testing.assert_close(ours, logits(copy.deepcopy(model)), **bound)
+
+    with accelerate(model, weights=weights) as handle:
+        layers = handle.layers
+        before = logits(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        model(tokens(), labels=tokens()).loss.backward()
+        optimizer.step()
+        assert not torch.allclose(logits(model), before, atol=1e-2)
+        follows()
+        other = {key: value + 0.1 * torch.randn_like(value) for key, value in model.state_dict().items()}
+        model.load_state_dict(other)
+        follows()
+        model.load_state_dict({key: 0.9 * value for key, value in other.items()}, assign=True)
+        follows()
+        with torch.no_grad():
+            for key, parameter in model.named_parameters():
+                if "bias" in key or "proj" in key:
+                    parameter.mul_(1.3)
+        follows()
+        for parameter in model.parameters():
+            parameter.data += 0.05  # torch does not count this
+        follows()
+        model.double().float()
+        follows()
+        assert handle.layers == layers != []
+
+
+def test_a_layer_whose_weights_are_of_several_dtypes_runs_its_own_code() -> None:
+    model = make("llama")
+    with accelerate(model) as handle:
+        model.model.layers[1].self_attn.q_proj.to(torch.float64)
+        assert handle.layers == ["model.layers.0"]
+        with pytest.raises(RuntimeError, match="dtype"):
+            logits(model)
+
+
+def test_weights_in_a_larger_buffer_stay_there() -> None:
+    """ZeRO keeps all parameters in one buffer, and its optimizer writes there."""
+    model = make("llama")
+    flat = nn.utils.parameters_to_vector(model.parameters()).detach()
+    nn.utils.vector_to_parameters(flat, model.parameters())
+    with accelerate(model) as handle:
+        assert handle.layers == handle.linear == []
+        before = logits(model)
+        flat *= 1.1
+        assert not torch.allclose(logits(model), before, atol=1e-2)
+        assert_as_plain(model)
+
+
+def test_a_parameter_of_two_layers_is_left_where_it_is() -> None:
+    model = make("llama")
+    first, second = model.model.layers
+    second.mlp.up_proj.weight = first.mlp.up_proj.weight
+    with accelerate(model) as handle:
+        assert handle.layers == ["model.layers.0"]
+        assert "shares" in handle.left["model.layers.1"]
+        assert second.mlp.up_proj.weight is first.mlp.up_proj.weight
+        assert_as_plain(model)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_is_a_plain_model_with_weights_of_its_own(duplicate: Callable[[Any], Any]) -> None:
+    model = make("llama")
+    with accelerate(model):
+        other = duplicate(model)
+        expected = logits(model)
+        with torch.no_grad():
+            other.model.layers[0].mlp.down_proj.weight.mul_(3)
+        assert torch.equal(logits(model), expected)
+        assert not torch.allclose(logits(other), expected, atol=1e-2)
+        with accelerate(other):
+            assert_as_plain(other)
+
+
+def test_saved_and_loaded(tmp_path: Path) -> None:
+    model = make("qwen2")
+    with accelerate(model):
+        expected = logits(model)
+        model.save_pretrained(tmp_path)
+    other = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    with accelerate(other) as handle:
+        assert len(handle.layers) == 2, str(handle)
+        torch.testing.assert_close(logits(other), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_two_models_in_two_threads() -> None:
+    """Each with angles of its own; the rows of their prompts stand at other positions."""
+    found: dict[int, list[torch.Tensor]] = {0: [], 1: []}
+    model = make("llama")
+    positions = [torch.arange(9)[None] + 100 * i for i in range(2)]
+    expected = [logits(model, position_ids=where) for where in positions]
+
+    def run(index: int) -> None:
+        for _ in range(20):
+            found[index].append(logits(model, position_ids=positions[index]))
+
+    with accelerate(model):
+        threads = [threading.Thread(target=run, args=(i,)) for i in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    for index, results in found.items():
+        for result in results:
+            torch.testing.assert_close(result, expected[index], rtol=1e-3, atol=1e-3)
+
+
+def test_weights_stay_on_their_devices() -> None:
+    model = make("llama")
+    model.model.layers[1].to("meta")
+    with accelerate(model) as handle:
+        assert model.model.layers[1].mlp.up_proj.weight.is_meta
+        assert handle.layers == ["model.layers.0"]
+
+
+# ---------------------------------------------------------------------- the report
+def test_the_report() -> None:
+    model = make("llama")
+    add_lora(model.model.layers[1].self_attn)
+    handle = accelerate(model)
+    assert str(handle).splitlines() == [
+        "LlamaForCausalLM on the SDK's ops:",
+        "  whole layers     1  model.layers.0",
+        "  attention        1  the whole model",
+        "  linear layers    9  model.layers.1.self_attn.q_proj.base_layer, model.layers.1.self_attn.q_proj.delta, "
+        "model.layers.1.self_attn.k_proj, model.layers.1.self_attn.v_proj, model.layers.1.self_attn.o_proj, "
+        "model.layers.1.mlp.gate_proj, model.layers.1.mlp.up_proj, model.layers.1.mlp.down_proj, lm_head",
+        "  norms            3  model.layers.1.input_layernorm, model.layers.1.post_attention_layernorm, model.norm",
+        "  left alone       1",
+        f"    model.layers.1: LlamaDecoderLayer: {Lora.__module__}.Lora is no plain linear layer",
+    ]
+    handle.remove()
+    assert str(handle) == "LlamaForCausalLM is not accelerated any more"
+
+
+def test_layers_of_another_name_with_the_same_code_run_whole() -> None:
+    """transformers writes LLaMA's layers anew into the files of other families."""
+    model = transformers.AutoModelForCausalLM.from_config(transformers.ArceeConfig(**_LLAMA)).eval()
+    with accelerate(model) as handle:  # its MLP is another one
+        assert handle.layers == []
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(transformers.SeedOssConfig(**_LLAMA, head_dim=8)).eval()
+    with accelerate(model) as handle:
+        assert handle.layers == ["model.layers.0", "model.layers.1"] or handle.left
+        assert_as_plain(model)
