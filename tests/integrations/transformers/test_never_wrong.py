@@ -90,10 +90,13 @@ def test_a_static_cache_without_padding(name: str) -> None:
     """transformers gives no mask then, and keys beyond the queries, which are not to be attended to."""
     model = make(name)
     options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "cache_implementation": "static"}
+    options |= {"return_dict_in_generate": True, "output_logits": True}
     expected = model.generate(tokens(), **options)
     with accelerate(model), CountedCalls() as counted:
-        assert torch.equal(model.generate(tokens(), **options), expected)
+        ours = model.generate(tokens(), **options)
     assert counted.calls["cached_attention"] > 0
+    torch.testing.assert_close(torch.stack(ours.logits), torch.stack(expected.logits), rtol=1e-3, atol=1e-3)
+    assert torch.equal(ours.sequences, expected.sequences)
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "deepseek_v3"])
@@ -292,6 +295,46 @@ def test_what_is_done_to_a_projection_counts(change: Callable[[Any], None], when
         torch.testing.assert_close(logits(model), expected, rtol=1e-3, atol=1e-3)
         assert handle.layers == ["model.layers.0"]
         assert "model.layers.1" in handle.left
+
+
+# peft asks transformers for what its next release calls by another name.
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_lora_of_peft(when: str) -> None:
+    peft = pytest.importorskip("peft", reason="peft comes with the extra `test`")
+    torch.manual_seed(0)
+    options = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+    model = make("llama")
+    unchanged = logits(model)
+    handle = accelerate(model) if when == "after" else None
+    adapted = peft.get_peft_model(model, options).eval()
+    handle = accelerate(model) if handle is None else handle
+    ours = logits(adapted)
+    assert handle.layers == []
+    assert all("peft.tuners.lora" in why or "changed after" in why for why in handle.left.values()), str(handle)
+    assert not torch.allclose(ours, unchanged, atol=0.05)
+    adapted.merge_adapter()  # through .data
+    torch.testing.assert_close(logits(adapted), ours, rtol=1e-3, atol=1e-3)
+    adapted.unmerge_adapter()
+    with adapted.disable_adapter():
+        torch.testing.assert_close(logits(adapted), unchanged, rtol=1e-3, atol=1e-3)
+    handle.remove()
+    torch.testing.assert_close(ours, logits(adapted), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+def test_lora_of_peft_that_is_merged_into_int8() -> None:
+    peft = pytest.importorskip("peft", reason="peft comes with the extra `test`")
+    torch.manual_seed(0)
+    options = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    model = make("llama")
+    adapted = peft.get_peft_model(model, options).eval()
+    exact = logits(adapted)
+    with accelerate(model, weights="int8"):
+        logits(adapted)
+        adapted.merge_adapter()
+        error = (logits(adapted) - exact).abs().mean()
+    assert 0 < error < 0.1
 
 
 def test_hooks_on_all_modules_are_called() -> None:

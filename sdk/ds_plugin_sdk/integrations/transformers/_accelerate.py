@@ -153,7 +153,7 @@ def accelerate(model: transformers.PreTrainedModel, weights: Weights = None) -> 
         )
     if any(is_replaced(module) for module in model.modules()):
         raise SdkError("the model is accelerated already", why="accelerate() was called on it", hint="call remove()")
-    for device in {parameter.device.type for parameter in model.parameters()}:
+    for device in {parameter.device.type for parameter in model.parameters() if not parameter.is_meta}:
         for family in _FAMILIES_OF_OPS:
             load_kernels(family, device)
     register_attention()
