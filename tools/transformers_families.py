@@ -326,7 +326,7 @@ def _compare(verdict: Verdict, model: Any, family: Family, dtype: str, way: str,
 
 def _compare_roughly(verdict: Verdict, family: Family) -> None:
     """bfloat16: no further from float32 than twice the plain model; int8: within its bound."""
-    with contextlib.suppress(_PlainFails):
+    with contextlib.suppress(_PlainModelError):
         exact = _plainly(make(family, dtype=torch.float32), family)
         half = make(family, dtype=torch.bfloat16)
         plain = _plainly(half, family)
@@ -336,7 +336,7 @@ def _compare_roughly(verdict: Verdict, family: Family) -> None:
         if not error <= 2 * bound + 1e-2 * float(exact.abs().mean()):
             verdict.verdict = "DIFFERENT"
             verdict.notes.append(f"bfloat16: {error:.2g} from float32, the plain model {bound:.2g}")
-    with contextlib.suppress(_PlainFails):
+    with contextlib.suppress(_PlainModelError):
         single = make(family, dtype=torch.float32)
         exact = _plainly(single, family)
         with accelerate(single, weights="int8"):
@@ -346,7 +346,7 @@ def _compare_roughly(verdict: Verdict, family: Family) -> None:
             verdict.verdict = "DIFFERENT"
 
 
-class _PlainFails(Exception):  # noqa: N818
+class _PlainModelError(Exception):
     pass
 
 
@@ -354,7 +354,7 @@ def _plainly(model: Any, family: Family) -> torch.Tensor:
     try:
         return _logits(model, family, padded=False)
     except Exception as error:
-        raise _PlainFails from error
+        raise _PlainModelError from error
 
 
 def _short(error: Exception) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import mmap
 import sys
 import threading
@@ -254,7 +255,7 @@ class Packer:
                 arena = Arena(sum(matrix.bytes(self._int8) for matrix in matrices), device)
                 for matrix in matrices:
                     matrix.pack(arena, self._int8)
-        return [lambda matrix=matrix: _give_back(matrix) for matrix in self._matrices]  # type: ignore[misc]
+        return [functools.partial(_give_back, matrix) for matrix in self._matrices]
 
 
 def _check_parameters(layer: nn.Module) -> None:
