@@ -8,13 +8,11 @@ import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import cuda_cases
-import cuda_ops
-import deepspeed_cuda_ops
 import pytest
 import torch
 
 from ds_plugin_sdk.optim import _fused
+from gpu_check import cuda_cases, cuda_ops, deepspeed_cuda_ops
 
 
 @pytest.fixture
