@@ -141,6 +141,101 @@ def test_evaluation_drops_nothing_and_can_be_differentiated() -> None:
         torch.testing.assert_close(layer(x, mask), expected["result"])
 
 
+# ---------------------------------------------------------------------------------- autocast
+
+
+def without_constants(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Without the gradient of the keys' bias, which is nothing but rounding."""
+    bias = tensors["attn_qkvb"]
+    return tensors | {"attn_qkvb": torch.cat((bias[:HIDDEN], bias[2 * HIDDEN :]))}
+
+
+@pytest.mark.parametrize("backward_inside", [True, False], ids=["backward inside", "backward outside"])
+@pytest.mark.parametrize("entering", [torch.float32, None], ids=["float32 input", "autocast's input"])
+@pytest.mark.parametrize("options", [(), OPTIONS], ids=["keeping", "saving memory"])
+@pytest.mark.parametrize("pre", [True, False], ids=["pre", "post"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast_computes_in_its_dtype_and_gradients_reach_float32_leaves(
+    dtype: torch.dtype, pre: bool, options: tuple[str, ...], entering: torch.dtype | None, backward_inside: bool
+) -> None:
+    saving = dict.fromkeys(options, True)
+    layer = make(torch.float32, attn_dropout=0.0, hidden_dropout=0.0, pre_layer_norm=pre, **saving)
+    exact = make(torch.float64, attn_dropout=0.0, hidden_dropout=0.0, pre_layer_norm=pre)
+    x, mask, grad = inputs(37, torch.float32)
+    expected = train(exact, functools.partial(plain, exact), x.double(), mask.double(), grad.double())
+
+    x = x.to(entering or dtype).requires_grad_()
+    with torch.autocast("cpu", dtype=dtype):
+        result = layer(x, mask)
+        if backward_inside:
+            result.backward(grad.to(dtype))
+    if not backward_inside:
+        result.backward(grad.to(dtype))
+    grads = {name: parameter.grad for name, parameter in layer.named_parameters()}
+    assert result.dtype == dtype and x.grad is not None and x.grad.dtype == x.dtype
+    assert {value.dtype for value in grads.values() if value is not None} == {torch.float32}
+    actual: dict[str, Any] = {"result": result.detach(), "input": x.grad, **grads}
+    errors = distance(without_constants(actual), without_constants(expected))
+    assert max(errors.values()) < TOLERANCE[dtype], errors
+
+
+def test_autocast_drops_what_a_seed_says_and_can_be_computed_again() -> None:
+    layer = make(torch.float32)
+    x, mask, grad = inputs(16, torch.float32)
+    results = []
+    for run in (layer, lambda *arguments: checkpoint(layer, *arguments, use_reentrant=False)):
+        torch.manual_seed(9)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            results.append(train(layer, run, x, mask, grad.bfloat16()))
+    assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
+    assert results[0]["result"].dtype == torch.bfloat16
+
+
+def test_autocast_takes_an_input_of_another_dtype_than_the_parameters() -> None:
+    layer = make(torch.bfloat16, attn_dropout=0.0, hidden_dropout=0.0)
+    x, mask, grad = inputs(16, torch.bfloat16)
+    expected = train(layer, layer, x, mask, grad)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        actual = train(layer, layer, x.float(), mask.float(), grad)
+    assert actual["input"].dtype == torch.float32
+    assert all(torch.equal(actual[name].to(value.dtype), value) for name, value in expected.items())
+
+
+def test_autocast_leaves_float64_as_torch_does() -> None:
+    layer = make(torch.float64).eval()
+    x, mask, _ = inputs(16, torch.float64)
+    expected = layer(x, mask)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(layer(x, mask), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast_keeps_a_mask_of_float32_s_least_number_finite(dtype: torch.dtype) -> None:
+    """A row with nothing to attend to then gives some mean of the values, not NaN."""
+    layer = make(torch.float32).eval()
+    x, _, _ = inputs(16, torch.float32)
+    mask = torch.zeros(BATCH, 1, 1, 16)
+    mask[0] = torch.finfo(torch.float32).min
+    with torch.autocast("cpu", dtype=dtype):
+        result = layer(x, mask)
+    assert result[0].isfinite().all()
+    torch.testing.assert_close(result[1:].float(), layer(x, mask)[1:], rtol=0.05, atol=0.05)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # as below
+def test_a_layer_compiles_under_autocast() -> None:
+    layer = make(torch.float32)
+    x, mask, grad = inputs(16, torch.float32)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    results = []
+    for run in (layer, compiled):
+        torch.manual_seed(3)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            results.append(train(layer, run, x, mask, grad.bfloat16()))
+    assert results[1]["result"].dtype == torch.bfloat16
+    assert max(distance(without_constants(results[1]), without_constants(results[0])).values()) < 0.02
+
+
 # ---------------------------------------------------------------------------------- dropout
 
 

@@ -21,6 +21,9 @@ class TransformerLayer(nn.Module):
     In training, dropout follows torch's default generator of the input's device: `torch.manual_seed` repeats it, and a
     layer that `torch.utils.checkpoint` computes again drops the same elements. No dropout mask is kept.
 
+    Under `torch.autocast` the layer computes in autocast's dtype, and so is its result; gradients have the parameters'
+    dtype. Float64 stays float64.
+
     Args:
         hidden_size: H.
         num_heads: of the attention; divides `hidden_size`.
@@ -110,7 +113,7 @@ class TransformerLayer(nn.Module):
         """The layer's result.
 
         Args:
-            hidden_states: ``[B, S, H]``, the parameters' dtype; any sequence length S.
+            hidden_states: ``[B, S, H]``, the parameters' dtype, any under autocast; any sequence length S.
             attention_mask: added to the attention's scores: 0 for what may be attended to and a large negative number
                 for the rest, the dtype of hidden_states; broadcasts to ``[B, heads, S, S]``, mostly ``[B, 1, 1, S]``.
                 It gets no gradient.

@@ -8,6 +8,7 @@ attention where torch has a kernel that is faster than plain products around a f
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -106,6 +107,9 @@ def forward(layer: LayerConfig, input: Tensor, mask: Tensor | None, weights: Wei
         f = LN(x + dropout(A(x) attn_ow^T + attn_ob))
         y = LN(f + dropout(gelu(f inter_w^T + inter_b) output_w^T + output_b))
 
+    Under `torch.autocast` all tensors but float64 ones are cast to its dtype on entering, as torch's linear casts
+    its own; the result has that dtype.
+
     Args:
         layer: what it is.
         input: ``[B, S, H]``: float32, bfloat16, float16, float64.
@@ -115,6 +119,15 @@ def forward(layer: LayerConfig, input: Tensor, mask: Tensor | None, weights: Wei
     Raises:
         InvalidTensorError: shapes or dtypes do not fit, or a norm that is to be inverted has a weight of 0.
     """
+    device_type = input.device.type
+    if not _is_autocast_enabled(device_type):
+        return _forward(layer, input, mask, weights)
+    dtype = torch.get_autocast_dtype(device_type)
+    with torch.autocast(device_type, enabled=False):
+        return _forward(layer, _cast(input, dtype), _cast_mask(mask, dtype), _cast_weights(weights, dtype))
+
+
+def _forward(layer: LayerConfig, input: Tensor, mask: Tensor | None, weights: Weights) -> tuple[Tensor, SavedTensors]:
     _check(layer, input, mask, weights)
     nothing = input.new_empty(0)
     attn_p, p = layer.attn_dropout, layer.hidden_dropout
@@ -180,7 +193,27 @@ def backward(
         grad_output: ``[B, S, H]``.
         output: the layer's result; wanted only if norms stand after and are to be inverted.
         input: wanted unless norms stand before and are to be inverted.
+
+    Returns:
+        Gradients of the dtype in which `forward` computed. Autograd casts them to that of their leaves.
     """
+    device_type, dtype = grad_output.device.type, kept.qkv.dtype
+    # Where `forward` ran under autocast, these are as they were before.
+    input, mask = None if input is None else input.to(dtype), _cast_mask(mask, dtype)
+    weights = _cast_weights(weights, dtype)
+    with torch.autocast(device_type, enabled=False) if _is_autocast_enabled(device_type) else nullcontext():
+        return _backward(layer, grad_output, output, kept, input, mask, weights)
+
+
+def _backward(
+    layer: LayerConfig,
+    grad_output: Tensor,
+    output: Tensor | None,
+    kept: SavedTensors,
+    input: Tensor | None,
+    mask: Tensor | None,
+    weights: Weights,
+) -> tuple[Tensor, Weights]:
     attn_p, p, invert = layer.attn_dropout, layer.hidden_dropout, layer.normalize_invertible
     grad_output = grad_output.contiguous()
     norm_w: Tensor | None = None
@@ -232,6 +265,30 @@ def backward(
         *(attn_qkvw, attn_qkvb, attn_ow, attn_ob, attn_nw, attn_nb),
         *(inter_w, inter_b, output_w, output_b, norm_w, norm_b),
     )
+
+
+# ---------------------------------------------------------------------------------- autocast
+
+
+def _is_autocast_enabled(device_type: str) -> bool:
+    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+
+
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """As autocast casts: float64 stays."""
+    return x if x.dtype == torch.float64 else x.to(dtype)
+
+
+def _cast_mask(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """The mask in another dtype. A large number stays finite: a row of infinities would give NaN."""
+    if mask is None or mask.dtype in (dtype, torch.float64):
+        return mask
+    limits = torch.finfo(dtype)
+    return torch.where(mask.isinf(), mask, mask.clamp(limits.min, limits.max)).to(dtype)
+
+
+def _cast_weights(weights: Weights, dtype: torch.dtype) -> Weights:
+    return Weights(*(_cast(weight, dtype) for weight in weights))
 
 
 # ---------------------------------------------------------------------------------- attention
