@@ -26,3 +26,13 @@ def test_records_are_kept_in_the_process() -> None:
     before = len(provenance.records())
     provenance.record("x", plugin="p", version="1", origin="reference", detail="why")
     assert provenance.records()[before].detail == "why"
+
+
+def test_a_file_that_cannot_be_written_is_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DS_PLUGIN_PROVENANCE", str(tmp_path / "missing" / "run.jsonl"))
+    before = len(provenance.records())
+    with pytest.warns(RuntimeWarning, match=r"run\.jsonl cannot be written: .*No such file") as warned:
+        for name in ("adam", "lamb"):
+            provenance.record(name, plugin="p", version="1", origin="reference")
+    assert len(warned) == 1
+    assert [each.name for each in provenance.records()[before:]] == ["adam", "lamb"]

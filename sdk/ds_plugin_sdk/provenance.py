@@ -6,8 +6,11 @@ table can be made of the run afterwards: ``sdk report --run FILE``.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import threading
+import warnings
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -51,9 +54,19 @@ def record(name: str, *, plugin: str, version: str, origin: Origin, seconds: flo
     with _lock:
         _records.append(entry)
     if settings.provenance_file is not None:
-        # One short write in append mode: lines of several ranks do not mix.
-        with settings.provenance_file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(entry)) + "\n")
+        try:
+            # One short write in append mode: lines of several ranks do not mix.
+            with settings.provenance_file.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(asdict(entry)) + "\n")
+        except OSError as error:
+            _warn_once(settings.provenance_file, str(error))
+
+
+@functools.cache
+def _warn_once(file: Path, why: str) -> None:
+    """A report that cannot be written is no reason to fail an op."""
+    with contextlib.suppress(Warning):  # under -W error it is an exception
+        warnings.warn(f"DS_PLUGIN_PROVENANCE={file} cannot be written: {why}", RuntimeWarning, stacklevel=3)
 
 
 def records() -> tuple[Record, ...]:

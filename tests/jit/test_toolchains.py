@@ -151,19 +151,38 @@ def test_arguments_of_one_unit_come_last(torch_folder: Path, compilers: Path) ->
     ],
 )
 def test_cuda_architectures(arch_list: str, expected: list[str]) -> None:
-    assert gencode((), arch_list) == [f"-gencode=arch=compute_{arch}" for arch in expected]
+    assert gencode((), arch_list, "13.0") == [f"-gencode=arch=compute_{arch}" for arch in expected]
 
 
 def test_cuda_architectures_by_default_and_by_the_builder() -> None:
-    assert gencode((), None) == gencode((), " ") == ["-arch=all-major"]
+    assert gencode((), None, "13.0") == gencode((), " ", "13.0") == ["-arch=all-major"]
     for arg in ("-gencode=arch=compute_80,code=sm_80", "-gencode", "-arch=sm_90", "--generate-code=arch=compute_80"):
-        assert gencode((arg,), "7.0") == []
+        assert gencode((arg,), "7.0", "13.0") == []
+
+
+@pytest.mark.parametrize(("nvcc", "newest"), [("12.4", "90"), ("12.8", "120")])
+def test_cuda_12_leaves_out_what_has_no_grid_constant(nvcc: str, newest: str) -> None:
+    """Its all-major has code for 5.0 and 6.0, for which the kernels do not compile."""
+    flags = gencode((), None, nvcc)
+    architectures = [flag.partition("sm_")[2] for flag in flags if "code=sm_" in flag]
+    assert architectures[:3] == ["70", "80", "90"] and architectures[-1] == newest
+    assert flags[-1] == f"-gencode=arch=compute_{newest},code=compute_{newest}"
+
+
+def test_the_architectures_follow_the_nvcc_found(
+    torch_folder: Path, compilers: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
+    spec = spec_of("adam.cu", toolchain="cuda", portable=True)
+    assert "-gencode=arch=compute_70,code=sm_70" in CudaToolchain().flags(spec, machine_with(EPYC, torch_folder))
+    script(compilers / "nvcc", "echo 'Cuda compilation tools, release 13.0, V13.0.88'\n")
+    assert "-arch=all-major" in CudaToolchain().flags(spec, machine_with(EPYC, torch_folder))
 
 
 @pytest.mark.parametrize("arch_list", ["8", "sm_80", "Tesla"])
 def test_cuda_architectures_that_do_not_exist(arch_list: str) -> None:
     with pytest.raises(ToolchainError, match="is no architecture"):
-        gencode((), arch_list)
+        gencode((), arch_list, "13.0")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import subprocess
 import sys
@@ -159,6 +160,24 @@ def test_short_sequences_use_the_corner_of_the_layout_and_a_loaded_one_counts() 
     other = SparseSelfAttention(DenseSparsityConfig(HEADS), max_seq_length=LENGTH)
     attention.load_state_dict(other.state_dict())
     torch.testing.assert_close(attention(q, k, v), other(q, k, v))
+
+
+def test_a_layout_that_takes_the_others_place_counts() -> None:
+    """Loaded with ``assign=True``, or given to a copy: its version says nothing of the former one's."""
+    config = FixedSparsityConfig(HEADS, attention="unidirectional")
+    attention = SparseSelfAttention(config, max_seq_length=LENGTH)
+    other = SparseSelfAttention(DenseSparsityConfig(HEADS), max_seq_length=LENGTH)
+    query, key, value, _ = (each.detach() for each in inputs(torch.float64))
+    attention(query, key, value)
+    expected = other(query, key, value)
+    attention.load_state_dict(other.state_dict(), assign=True)
+    assert torch.equal(attention(query, key, value), expected)
+    attention.master_layout = SparseSelfAttention(config, max_seq_length=LENGTH).master_layout
+    attention.master_layout.copy_(attention.master_layout.clone())
+    attention(query, key, value)
+    twin = copy.deepcopy(attention)
+    twin.master_layout.copy_(other.master_layout)
+    assert torch.equal(twin(query, key, value), expected)
 
 
 def test_training_may_follow_inference() -> None:

@@ -200,7 +200,7 @@ class CudaToolchain(Toolchain):
         return ["ccache"] if shutil.which("ccache") else []
 
     def identity(self, spec: BuildSpec) -> dict[str, object]:
-        return {**super().identity(spec), "cuda_archs": gencode(spec.nvcc_args, cuda_archs(spec.portable))}
+        return {**super().identity(spec), "cuda_archs": self._archs(spec)}
 
     def flags(self, spec: BuildSpec, machine: Machine) -> list[str]:
         return [
@@ -214,7 +214,7 @@ class CudaToolchain(Toolchain):
             *HALF_OPERATORS,
             *includes(spec, machine),
             *self._headers(),
-            *gencode(spec.nvcc_args, cuda_archs(spec.portable)),
+            *self._archs(spec),
             *machine.target.resolve(spec.nvcc_args),
         ]
 
@@ -243,6 +243,9 @@ class CudaToolchain(Toolchain):
             *(f"-Xlinker=--auxiliary=lib{name}.so" for name in _TORCH_CUDA if not machine.torch.has(name)),
             *settings.ldflags,
         ]
+
+    def _archs(self, spec: BuildSpec) -> list[str]:
+        return gencode(spec.nvcc_args, cuda_archs(spec.portable), self.nvcc().version)
 
     def _host_compiler(self) -> list[str]:
         # -ccbin takes one program: of "ccache g++ -m64" it is g++.
@@ -334,13 +337,15 @@ _CUDA_GENERATIONS = {
 }
 
 
-def gencode(nvcc_args: Sequence[str], arch_list: str | None) -> list[str]:
+def gencode(nvcc_args: Sequence[str], arch_list: str | None, nvcc: str) -> list[str]:
     """nvcc's arguments for the architectures to compile for.
 
     Args:
         nvcc_args: the builder's arguments; if they choose architectures themselves, nothing is added.
         arch_list: ``TORCH_CUDA_ARCH_LIST``: numbers (``8.0``, ``9.0a``), ``+PTX`` suffixes and names, separated by
-            spaces, commas or semicolons. None or empty: one binary for each major generation that nvcc knows.
+            spaces, commas or semicolons. None or empty: one binary for each major generation that nvcc knows, from
+            7.0 on, and PTX for those to come.
+        nvcc: its version.
 
     Raises:
         ToolchainError: an element is neither a number nor a name we know.
@@ -348,7 +353,11 @@ def gencode(nvcc_args: Sequence[str], arch_list: str | None) -> list[str]:
     if any(re.match(r"-(-generate-code|gencode|arch|-gpu-architecture)\b", arg) for arg in nvcc_args):
         return []
     if not (arch_list or "").strip():
-        return ["-arch=all-major"]
+        release = tuple(map(int, re.findall(r"\d+", nvcc)[:2]))
+        if not release or release >= (13,):
+            return ["-arch=all-major"]
+        # CUDA 12's all-major begins at 5.0, and __grid_constant__ at 7.0.
+        arch_list = "7.0 8.0 9.0+PTX" if release < (12, 8) else "7.0 8.0 9.0 10.0 12.0+PTX"
     words = " ".join(_CUDA_GENERATIONS.get(word, word) for word in re.split(r"[\s,;]+", arch_list or "") if word)
     flags: list[str] = []
     for word in re.split(r"[\s;]+", words):

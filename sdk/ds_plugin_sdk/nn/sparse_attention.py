@@ -63,7 +63,8 @@ class SparseSelfAttention(nn.Module):
         self.attn_mask_mode = attn_mask_mode
         self.register_buffer("master_layout", sparsity_config.make_layout(max_seq_length))
         self._synchronized = False
-        self._plans: dict[tuple[int, int], list[_Part]] = {}
+        self._plans: dict[int, list[_Part]] = {}  # by length
+        self._planned: tuple[Tensor, int] | None = None  # the layout that they are of, and its version then
 
     def forward(
         self,
@@ -147,19 +148,24 @@ class SparseSelfAttention(nn.Module):
     def _synchronize(self) -> None:
         if not self._synchronized and dist.is_available() and dist.is_initialized():
             dist.broadcast(self.master_layout, src=0)
-            self._plans.clear()
+            self._planned = None
             self._synchronized = True
 
     def _plan(self, length: int) -> list[_Part]:
-        """The parts in which a sequence is computed, renewed when the layout is written, as by load_state_dict."""
-        key = (length, self.master_layout._version)
-        if key not in self._plans:
+        """The parts in which a sequence is computed, renewed when the layout was written or replaced."""
+        whole = self.master_layout
+        if self._planned is None or self._planned[0] is not whole or self._planned[1] != whole._version:
+            self._plans, self._planned = {}, (whole, whole._version)
+        if length not in self._plans:
             blocks = length // self.sparsity_config.block
-            layout = self.master_layout[:, :blocks, :blocks].bool().cpu()
+            layout = whole[:, :blocks, :blocks].bool().cpu()
             with torch.inference_mode(False):  # training will use these parts, too
-                parts = list(_parts(layout, self.sparsity_config.block))
-            self._plans = {**{k: v for k, v in self._plans.items() if k[1] == key[1]}, key: parts}
-        return self._plans[key]
+                self._plans[length] = list(_parts(layout, self.sparsity_config.block))
+        return self._plans[length]
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The layout of a copy counts its versions anew.
+        return {**self.__dict__, "_plans": {}, "_planned": None}
 
 
 def sparse_attention_reference(

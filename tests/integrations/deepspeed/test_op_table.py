@@ -50,3 +50,27 @@ def test_of_deepspeeds_own_accelerator_is_left_alone(python: Python) -> None:
     own = python(program, DS_ACCELERATOR="cpu", DS_PLUGIN_AUTOLOAD="0")
     without = python(program, DS_ACCELERATOR="cpu", TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     assert own.stdout.splitlines()[-1] == without.stdout.splitlines()[-1]
+
+
+def test_an_accelerator_may_answer_none_for_an_op_it_lacks(zap: Path, python: Python) -> None:
+    """As those do that were written against DeepSpeed's own class."""
+    (zap / "few.py").write_text(
+        """
+from ds_plugin_cpu.accelerator import CPU_Accelerator
+
+
+class Zap(CPU_Accelerator):
+    def get_op_builder(self, class_name):
+        return super().get_op_builder(class_name) if class_name == "FusedAdamBuilder" else None
+
+    def create_op_builder(self, class_name):
+        builder = self.get_op_builder(class_name)
+        return None if builder is None else builder()
+""",
+        encoding="utf-8",
+    )
+    (zap / "zap_accelerators.py").write_text("from few import Zap\n", encoding="utf-8")
+    table = "import deepspeed\nfrom deepspeed.ops.op_builder.all_ops import ALL_OPS\nprint(sorted(ALL_OPS))"
+    done = python(table, DS_ACCELERATOR="zap")
+    assert "fused_adam" in done.stdout.splitlines()[-1]
+    assert "Warning: ds-plugin-sdk" not in done.stderr

@@ -92,6 +92,55 @@ def test_autoload_off_leaves_deepspeed_alone_until_an_accelerator_is_set(zap: Pa
     assert python(WHICH, DS_PLUGIN_AUTOLOAD="0", DS_ACCELERATOR="zap").stdout.strip() == "zap_accelerators meta"
 
 
+PATCHED = """
+from deepspeed.comm.torch import TorchBackend
+from deepspeed.inference.engine import InferenceEngine
+
+def patched():
+    methods = (TorchBackend.inference_all_reduce, InferenceEngine.forward)
+    return ["ds_plugin_sdk" in method.__code__.co_filename for method in methods]
+"""
+
+
+def test_autoload_off_leaves_the_methods_of_deepspeed_alone_until_an_accelerator_is_set(
+    zap: Path, python: Python
+) -> None:
+    python(
+        "import deepspeed\n" + PATCHED + "import ds_plugin_sdk, zap_accelerators\n"
+        "assert patched() == [False, False]\n"
+        "ds_plugin_sdk.set_accelerator(zap_accelerators.Zap())\n"
+        "assert patched() == [True, True]\n"
+        "once = TorchBackend.inference_all_reduce\n"
+        "ds_plugin_sdk.set_accelerator(zap_accelerators.Zip())\n"
+        "assert TorchBackend.inference_all_reduce is once\n",
+        DS_PLUGIN_AUTOLOAD="0",
+        DS_ACCELERATOR="cpu",
+    )
+    python("import deepspeed\n" + PATCHED + "assert patched() == [True, True]\n", DS_ACCELERATOR="cpu")
+
+
+@pytest.mark.parametrize(
+    ("module", "function", "concerns"),
+    [
+        ("all_reduce", "replace", "deepspeed.comm.torch"),
+        ("injection", "explain", "deepspeed.inference.engine"),
+        ("op_table", "complete", "deepspeed.ops.op_builder.all_ops"),
+    ],
+)
+def test_what_fails_in_the_sdks_own_changes_is_one_warning(
+    module: str, function: str, concerns: str, python: Python
+) -> None:
+    done = python(
+        f"from ds_plugin_sdk.integrations.deepspeed import {module}\n"
+        "def broken(_):\n    raise OSError('out of order')\n"
+        f"{module}.{function} = broken\n" + WHICH + f"import {concerns}\n",
+        DS_ACCELERATOR="cpu",
+    )
+    assert last_line(done) == OURS
+    assert done.stderr.count("RuntimeWarning: ds-plugin-sdk") == 1
+    assert f"{module}:{function} failed, {concerns} stays as it is: OSError: out of order" in done.stderr
+
+
 def test_deepspeed_imported_before_the_sdk(zap: Path, python: Python) -> None:
     """Without torch's autoload the SDK may come late; it then does at once what it would have done earlier."""
     done = python(

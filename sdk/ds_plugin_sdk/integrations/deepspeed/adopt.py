@@ -14,6 +14,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 from ds_plugin_sdk import op_builder, registry
@@ -44,6 +45,15 @@ def adopt_late(real_accelerator: Any) -> None:
             before = real_accelerator.set_accelerator
             _join(real_accelerator, detect=functools.partial(_detect, real_accelerator))
             rebind.replace(before, real_accelerator.set_accelerator)
+
+
+def when_used(change: Callable[[ModuleType], None], module: ModuleType) -> None:
+    """Change a module of DeepSpeed's: now, or, with ``DS_PLUGIN_AUTOLOAD=0``, once a plugin's accelerator is set."""
+    if settings.autoload or registry.current() is not None:
+        change(module)
+    else:
+        once = functools.cache(functools.partial(change, module))
+        registry.on_change(lambda accelerator: once())
 
 
 @contextmanager

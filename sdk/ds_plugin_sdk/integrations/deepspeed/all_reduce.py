@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, distributed
 
 from ds_plugin_sdk import comm
+from ds_plugin_sdk.integrations.deepspeed.adopt import when_used
 
 
 def replace(backend: ModuleType) -> None:
@@ -22,6 +23,10 @@ def replace(backend: ModuleType) -> None:
     Args:
         backend: ``deepspeed.comm.torch``, executed.
     """
+    when_used(_replace, backend)
+
+
+def _replace(backend: ModuleType) -> None:
     own = getattr(backend.TorchBackend, "inference_all_reduce", None)
     if own is None:
         return

@@ -85,20 +85,24 @@ def install() -> None:
 
 
 def _call(target: str, module: ModuleType) -> None:
-    """Call ``"module:function"`` with a module. That the function cannot be had at all is only worth a warning."""
+    """Call ``"module:function"`` with a module. An error is only worth a warning, except for what `adopt` raises: that
+    the accelerator which the user named cannot be had.
+    """
     module_name, _, name = target.partition(":")
+    adopts = module.__name__ == REAL_ACCELERATOR
     try:
         function = getattr(importlib.import_module(module_name), name)
     except Exception as error:
-        _complain(error)
-    else:
+        _complain(error, "DeepSpeed will not see any plugin" if adopts else f"{module.__name__} stays DeepSpeed's own")
+        return
+    try:
         function(module)
+    except Exception as error:
+        if adopts:
+            raise
+        _complain(error, f"{target} failed, {module.__name__} stays as it is")
 
 
-def _complain(error: Exception) -> None:
-    with contextlib.suppress(Warning):  # under -W error it is an exception, and `import torch` must continue
-        warnings.warn(
-            f"ds-plugin-sdk: DeepSpeed will not see any plugin: {type(error).__name__}: {error}",
-            RuntimeWarning,
-            stacklevel=3,
-        )
+def _complain(error: Exception, consequence: str = "DeepSpeed will not see any plugin") -> None:
+    with contextlib.suppress(Warning):  # under -W error it is an exception, and the import must continue
+        warnings.warn(f"ds-plugin-sdk: {consequence}: {type(error).__name__}: {error}", RuntimeWarning, stacklevel=3)

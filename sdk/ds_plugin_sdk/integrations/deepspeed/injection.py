@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from ds_plugin_sdk.errors import OpError
+from ds_plugin_sdk.integrations.deepspeed.adopt import when_used
 
 # The last release of transformers whose models the injected layers fit, and models that they do not fit there either.
 _LAST_FITTING = (4, 43)
@@ -29,6 +30,10 @@ def explain(engine: ModuleType) -> None:
     Args:
         engine: ``deepspeed.inference.engine``, executed.
     """
+    when_used(_explain, engine)
+
+
+def _explain(engine: ModuleType) -> None:
     for name in ("_apply_injection_policy", "forward", "_generate"):
         method = getattr(engine.InferenceEngine, name, None)
         if method is not None:
