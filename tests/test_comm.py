@@ -65,6 +65,10 @@ try:
     comm.all_reduce(torch.ones(10 + rank))
 except InvalidTensorError as error:
     say(error)
+try:  # as many bytes
+    comm.all_reduce(torch.ones(10, dtype=torch.bfloat16 if rank else torch.float16))
+except InvalidTensorError as error:
+    say(error)
 after = torch.ones(3)
 comm.all_reduce(after)
 distributed.barrier()
@@ -126,6 +130,25 @@ say(tensor.tolist(), *by_torch)
     + END
 )
 
+UNBUILT = (
+    START
+    + """
+from ds_plugin_sdk.errors import CompileError
+if rank == 1:
+    def fail(*_):
+        raise CompileError("compiling failed", why="no compiler here")
+    comm.load_kernels = fail
+begun = time.monotonic()
+for _ in range(2):
+    try:
+        comm.all_reduce(torch.ones(3))
+    except (CollectiveError, CompileError) as error:
+        soon = time.monotonic() - begun < 60
+        say(type(error).__name__, str(error).replace("\\n", " "), "at once" if soon else "late")
+"""
+    + END
+)
+
 pytestmark = [pytest.mark.compiler, pytest.mark.slow, pytest.mark.usefixtures("compiled_once")]
 shared_memory = pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="ranks share no memory here: no /dev/shm")
 
@@ -148,9 +171,14 @@ def test_sums(ranks: int, tmp_path: Path) -> None:
             f"rank {rank}: rank {other} has {40 + 4 * other} bytes to add up where this rank has {40 + 4 * rank} "
             "(op 'all_reduce_'): expected as many of all"
         )
+        theirs, ours = ("bfloat16", "float16")[:: 1 if rank == 0 else -1]
+        mixed = (
+            f"rank {rank}: rank {other} adds up {theirs} where this rank adds up {ours} (op 'all_reduce_'): "
+            "expected the same of all"
+        )
         # One mapping, of a file that has no name any more.
         then = f"rank {rank}: then {[float(ranks)] * 3} 1 1"
-        assert {largest, rejected, then} <= set(said), said
+        assert {largest, rejected, mixed, then} <= set(said), said
 
 
 @shared_memory
@@ -175,3 +203,12 @@ def test_a_late_rank_is_waited_for_until_the_groups_timeout(tmp_path: Path) -> N
 
 def test_where_one_rank_has_no_shared_memory_all_take_torchs(tmp_path: Path) -> None:
     assert run(WITHOUT, 2, tmp_path) == [f"rank {rank}: [2.0, 2.0, 2.0] torch.float32" for rank in range(2)]
+
+
+@shared_memory
+def test_where_one_rank_must_not_do_without_the_kernel_all_raise(tmp_path: Path) -> None:
+    assert run(UNBUILT, 2, tmp_path) == [
+        *["rank 0: CollectiveError rank 1 of 2 cannot take part in all_reduce (op 'all_reduce'): CompileError: "
+          "compiling failed: no compiler here at once"] * 2,
+        *["rank 1: CompileError compiling failed: no compiler here at once"] * 2,
+    ]  # fmt: skip

@@ -22,8 +22,11 @@ int64_t all_reduce_(const Tensor& self, const Tensor& shared, int64_t rank, int6
   DS_KERNELS_CHECK(memory.slot_bytes() > 0, op, "shared has no room for ", ranks, " ranks");
   const auto sum = loops_for<AllReduceLoops>(op).sum(dtype);
   const int64_t end = memory.all_reduce(
-      static_cast<char*>(self.data_ptr()), self.numel() * element, start * element, patience,
+      static_cast<char*>(self.data_ptr()), self.numel() * element, static_cast<int64_t>(dtype), start * element, patience,
       [&](void* output, const void* const* slots, int64_t bytes) { sum({output, slots, ranks, bytes / element}); });
+  DS_KERNELS_CHECK(memory.other() < 0 || memory.dtype_of(memory.other()) == memory.dtype_of(rank), op, "rank ",
+                   memory.other(), " adds up ", name_of(static_cast<Dtype>(memory.dtype_of(memory.other()))),
+                   " where this rank adds up ", name_of(dtype), "; expected the same of all");
   DS_KERNELS_CHECK(memory.other() < 0, op, "rank ", memory.other(), " has ", memory.bytes_of(memory.other()),
                    " bytes to add up where this rank has ", memory.bytes_of(rank), "; expected as many of all");
   return end / element;

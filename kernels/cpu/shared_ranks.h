@@ -21,6 +21,7 @@ struct alignas(128) RankState {
   std::atomic<int64_t> posted;  // pieces; the rank alone writes it, after the slot and `bytes`
   int64_t summed;               // pieces; nobody else reads it
   int64_t bytes[2];             // what was left of the tensor when the slot was posted
+  int64_t dtype[2];             // what it consists of
 };
 static_assert(std::atomic<int64_t>::is_always_lock_free, "processes share it");
 
@@ -38,15 +39,15 @@ class SharedRanks {
 
   // Adds up `data[start..bytes)` over all ranks. Returns where it stopped: at `bytes`, or before it where some rank has
   // kept this one waiting for `patience` seconds; it is then called again with what it returned.
-  // `add(output, slots, bytes)` adds up a piece. All ranks call it with as many bytes, or it fails: `other()` is then
-  // not -1.
+  // `add(output, slots, bytes)` adds up a piece. All ranks call it with as many bytes of the same dtype, a number, or it
+  // fails: `other()` is then not -1.
   template <class Add>
-  int64_t all_reduce(char* data, int64_t bytes, int64_t start, double patience, const Add& add) {
+  int64_t all_reduce(char* data, int64_t bytes, int64_t dtype, int64_t start, double patience, const Add& add) {
     std::vector<const void*> slots(ranks_);
     while (start < bytes && other_ < 0) {
       const int64_t piece = std::min(bytes - start, slot_bytes_);
       const int64_t number = mine().summed + 1;
-      if (mine().posted.load(std::memory_order_relaxed) < number) post(number, data + start, piece, bytes - start);
+      if (mine().posted.load(std::memory_order_relaxed) < number) post(number, data + start, piece, bytes - start, dtype);
       if (!wait_for_all(number, patience)) break;
       other_ = find_other(number);
       for (int64_t rank = 0; rank < ranks_; ++rank) slots[rank] = slot(rank, number);
@@ -58,17 +59,20 @@ class SharedRanks {
     return start;
   }
 
-  // A rank that reduces another number of bytes than this one, or -1; and what was left of its tensor then.
+  // A rank that reduces another number of bytes than this one, or another dtype, or -1; and what was left of its tensor
+  // then.
   int64_t other() const { return other_; }
   int64_t bytes_of(int64_t rank) const { return states_[rank].bytes[mine().summed % 2]; }
+  int64_t dtype_of(int64_t rank) const { return states_[rank].dtype[mine().summed % 2]; }
 
  private:
   RankState& mine() const { return states_[rank_]; }
   char* slot(int64_t rank, int64_t number) const { return slots_ + (2 * rank + number % 2) * slot_bytes_; }
 
-  void post(int64_t number, const char* data, int64_t piece, int64_t left) const {
+  void post(int64_t number, const char* data, int64_t piece, int64_t left, int64_t dtype) const {
     std::memcpy(slot(rank_, number), data, piece);
     mine().bytes[number % 2] = left;
+    mine().dtype[number % 2] = dtype;
     mine().posted.store(number, std::memory_order_release);
   }
 
@@ -81,7 +85,9 @@ class SharedRanks {
 
   int64_t find_other(int64_t number) const {
     for (int64_t rank = 0; rank < ranks_; ++rank) {
-      if (states_[rank].bytes[number % 2] != mine().bytes[number % 2]) return rank;
+      const RankState& state = states_[rank];
+      if (state.bytes[number % 2] != mine().bytes[number % 2]) return rank;
+      if (state.dtype[number % 2] != mine().dtype[number % 2]) return rank;
     }
     return -1;
   }

@@ -35,7 +35,7 @@ int64_t reduce(SharedRanks memory, int64_t ranks, Dtype dtype, Elements& data, i
     loops->sum(dtype)({output, slots, ranks, bytes / element});
   };
   const int64_t bytes = static_cast<int64_t>(data.count()) * element;
-  return memory.all_reduce(static_cast<char*>(data.data()), bytes, start, patience, add);
+  return memory.all_reduce(static_cast<char*>(data.data()), bytes, static_cast<int64_t>(dtype), start, patience, add);
 }
 
 // Numbers whose sums every dtype holds.
@@ -96,7 +96,7 @@ void test_other_size() {
     SharedRanks mine = memory.of(rank);
     Elements data = numbers(Dtype::Float32, rank, count);
     const auto never = [](void*, const void* const*, int64_t) { CHECK(false, "added up"); };
-    mine.all_reduce(static_cast<char*>(data.data()), static_cast<int64_t>(4 * count), 0, kPatience, never);
+    mine.all_reduce(static_cast<char*>(data.data()), static_cast<int64_t>(4 * count), 0, 0, kPatience, never);
     CHECK(mine.other() == 1 - rank, "rank %d sees %d", static_cast<int>(rank), static_cast<int>(mine.other()));
     CHECK(mine.bytes_of(0) == 400 && mine.bytes_of(1) == 800, "their sizes");
     Elements next = numbers(Dtype::Float32, rank, 70);
@@ -105,6 +105,22 @@ void test_other_size() {
   };
   std::thread other(work, 1, 200);
   work(0, 100);
+  other.join();
+}
+
+// As many bytes of another dtype neither.
+void test_other_dtype() {
+  Memory memory(2, 256);
+  const auto work = [&](int64_t rank, Dtype dtype) {
+    SharedRanks mine = memory.of(rank);
+    Elements data = numbers(dtype, rank, 100);
+    const auto never = [](void*, const void* const*, int64_t) { CHECK(false, "added up"); };
+    mine.all_reduce(static_cast<char*>(data.data()), 200, static_cast<int64_t>(dtype), 0, kPatience, never);
+    CHECK(mine.other() == 1 - rank, "rank %d sees %d", static_cast<int>(rank), static_cast<int>(mine.other()));
+    CHECK(mine.dtype_of(0) != mine.dtype_of(1), "their dtypes");
+  };
+  std::thread other(work, 1, Dtype::Float16);
+  work(0, Dtype::BFloat16);
   other.join();
 }
 
@@ -132,6 +148,7 @@ int main() {
     test_rounding();
     test_patience();
     test_other_size();
+    test_other_dtype();
   });
   return report();
 }

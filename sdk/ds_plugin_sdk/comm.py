@@ -49,8 +49,10 @@ def all_reduce(tensor: Tensor, op: ReduceOp.RedOpType = ReduceOp.SUM, group: Pro
         group: its ranks, None for all.
 
     Raises:
-        CollectiveError: a rank has ended, or did not come within the group's time.
-        InvalidTensorError: the ranks' tensors differ in size.
+        CollectiveError: a rank has ended, did not come within the group's time, or must not do without the kernel and
+            has none (``DS_PLUGIN_FALLBACK=0``).
+        BuildError: that rank is this one.
+        InvalidTensorError: the ranks' tensors differ in size or dtype.
     """
     group = distributed.group.WORLD if group is None else group
     shared = _shared_by(group) if _fits(tensor, op) else None
@@ -102,20 +104,40 @@ class _SharedMemory:
 
     @classmethod
     def of(cls, group: ProcessGroup) -> _SharedMemory | None:
-        """The group's, made by its first rank and opened by all; None, for all, if one of them cannot."""
+        """The group's, made by its first rank and opened by all; None, for all, if one of them cannot.
+
+        Raises, for all, what one of them raises that has no kernel and may not do without it.
+        """
         paths = [_new_file(group.size()) if group.rank() == 0 else None]
         distributed.broadcast_object_list(paths, group_src=0, group=group)
-        path, shared = paths[0], None
+        path, shared, error = paths[0], None, None
         try:
             if path is not None:
-                with contextlib.suppress(OSError, RuntimeError):
-                    shared = cls(path, group)
-            opened = [False] * group.size()
-            distributed.all_gather_object(opened, shared is not None, group=group)
+                shared, error = cls._open(path, group)
+            outcomes = [(False, "")] * group.size()
+            mine = (shared is not None, f"{type(error).__name__}: {error}" if error else "")
+            distributed.all_gather_object(outcomes, mine, group=group)
         finally:
             if path is not None and group.rank() == 0:
                 path.unlink()
-        return shared if all(opened) else None
+        if error is not None:
+            raise error
+        for rank, (_, why) in enumerate(outcomes):
+            if why:
+                raise CollectiveError(
+                    f"rank {rank} of {group.size()} cannot take part in all_reduce", op="all_reduce", why=why
+                )
+        return shared if all(opened for opened, _ in outcomes) else None
+
+    @classmethod
+    def _open(cls, path: Path, group: ProcessGroup) -> tuple[_SharedMemory | None, Exception | None]:
+        """This rank's view of the file, or None where it cannot have it; and an error that is to be raised."""
+        try:
+            return cls(path, group), None
+        except (OSError, RuntimeError):
+            return None, None
+        except Exception as error:  # the other ranks wait for this one's answer, whatever it is
+            return None, error
 
     def sum(self, tensor: Tensor) -> Tensor:
         """A contiguous tensor, replaced by the sum over the ranks."""
