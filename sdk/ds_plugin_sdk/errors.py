@@ -19,7 +19,10 @@
     ├── CollectiveError             (RuntimeError)  a rank has ended, or does not join a collective
     └── OpError
         ├── OpNotImplementedError   (ValueError)    this plugin does not offer this op
-        └── InvalidTensorError      (ValueError)    an op does not support a tensor that it was given
+        ├── InvalidTensorError      (ValueError)    an op does not support a tensor that it was given
+        ├── UnsupportedOptionError  (ValueError)    an optimizer does not implement an option of a group or checkpoint
+        ├── CheckpointError         (ValueError)    an optimizer cannot go on from a state dict
+        └── GraphCaptureError       (RuntimeError)  an optimizer's step cannot be captured in a device graph
 
 Each error says what happened, to which plugin or op, why, and what to do next, in that order; the parts are
 attributes. Errors survive pickling, because launchers carry them from process to process.
@@ -139,3 +142,15 @@ class OpNotImplementedError(OpError, ValueError):
 
 class InvalidTensorError(OpError, ValueError):
     """An op does not support the device, dtype, shape or layout of a tensor that it was given."""
+
+
+class UnsupportedOptionError(OpError, ValueError):
+    """An optimizer does not implement an option that would change its result."""
+
+
+class CheckpointError(OpError, ValueError):
+    """A state dict lacks what an optimizer needs to go on from it."""
+
+
+class GraphCaptureError(OpError, RuntimeError):
+    """An optimizer's step was captured in a device graph, which would repeat one step number and learning rate."""

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ds_plugin_sdk.errors import InvalidTensorError
 from ds_plugin_sdk.optim import FusedLamb
 
 
@@ -180,3 +181,40 @@ def test_closure_and_parameters_without_gradients() -> None:
 def test_options_out_of_range(options: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="FusedLamb: "):
         FusedLamb([torch.nn.Parameter(torch.ones(2))], **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_a_norm_beyond_float16_is_clipped_and_not_infinite(dtype: torch.dtype) -> None:
+    """Gradients of norm 1 under a loss scale of 65536: the scaled norm is beyond float16."""
+    scale, largest = 65536.0, 0.5
+    torch.manual_seed(0)
+    grad = torch.randn(1000)
+    scaled = (grad / grad.norm() * scale).to(dtype)
+    norm = scaled.double().norm().item()
+    param, twin = (torch.nn.Parameter(torch.ones(1000, dtype=dtype)) for _ in range(2))
+    for each, known in ((param, None), (twin, norm)):
+        each.grad = scaled.clone()
+        optimizer = FusedLamb([each], lr=1e-2, max_grad_norm=largest, state_dtype=torch.float32)
+        optimizer.step(scale=scale, grad_norm=known)
+        # m = 0.1 g / (scale clip), whose norm is a tenth of the largest.
+        assert optimizer.state[each]["exp_avg"].norm().item() == pytest.approx(0.1 * largest, rel=1e-5)
+    torch.testing.assert_close(param, twin)
+
+
+def test_the_norm_is_that_of_groups_of_several_dtypes() -> None:
+    params = [torch.nn.Parameter(torch.ones(10, dtype=dtype)) for dtype in (torch.float16, torch.float32)]
+    for param in params:
+        param.grad = torch.full_like(param, 3.0)
+    optimizer = FusedLamb([{"params": [param]} for param in params], max_grad_norm=1.0, state_dtype=torch.float32)
+    optimizer.step()
+    norm = math.sqrt(20 * 9.0)
+    for param in params:
+        expected = torch.full((10,), 0.1 * 3.0 / norm)
+        torch.testing.assert_close(optimizer.state[param]["exp_avg"], expected, rtol=1e-5, atol=0)
+
+
+def test_clipping_leaves_a_bad_gradient_to_the_op() -> None:
+    param = torch.nn.Parameter(torch.ones(4, 2))
+    param.grad = torch.ones(4, 2).to_sparse()
+    with pytest.raises(InvalidTensorError, match=r"grads\[0\] is not strided"):
+        FusedLamb([param], max_grad_norm=1.0).step()

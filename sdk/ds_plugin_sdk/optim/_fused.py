@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any, ClassVar
 
@@ -11,11 +12,22 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from ds_plugin_sdk.errors import InvalidTensorError
+from ds_plugin_sdk.errors import CheckpointError, GraphCaptureError, InvalidTensorError, UnsupportedOptionError
 from ds_plugin_sdk.registry import load_kernels
 
 Group = dict[str, Any]
 State = dict[str, Any]
+
+# Options of torch's, DeepSpeed's and apex's optimizers that none here implements, with the value that changes nothing.
+_NOT_OFFERED = {
+    "amsgrad": False,
+    "capturable": False,
+    "differentiable": False,
+    "grad_averaging": True,
+    "lr_decay": 0,
+    "maximize": False,
+}
+_HARMLESS = {"foreach", "fused"}  # how to compute, not what
 
 
 class FusedOptimizer(Optimizer):
@@ -24,18 +36,64 @@ class FusedOptimizer(Optimizer):
     Attributes:
         FAMILY: module of `ds_plugin_sdk.ops` with the op.
         STATES: names of the state tensors, in the op's order. Beside them each parameter has ``step``, an int.
+        COUNTS_STEPS: whether the result depends on the number of the step.
+        RENAMED: state tensors by their names in other optimizers' checkpoints.
     """
 
     FAMILY: ClassVar[str]
     STATES: ClassVar[tuple[str, ...]]
+    COUNTS_STEPS: ClassVar[bool] = True
+    RENAMED: ClassVar[Mapping[str, str]] = {}
 
-    def __init__(self, params: ParamsT, defaults: Group) -> None:
+    def __init__(self, params: ParamsT, defaults: Group, options: Mapping[str, Any]) -> None:
+        """Make the optimizer.
+
+        Args:
+            params: parameters or parameter groups.
+            defaults: the groups' options.
+            options: options of the namesake in `torch.optim` that change nothing here.
+
+        Raises:
+            TypeError: an option that the namesake has not either.
+            UnsupportedOptionError: an option that would change the result.
+        """
+        for name in options:
+            if name not in _NOT_OFFERED and name not in _HARMLESS:
+                raise TypeError(f"{type(self).__name__}() got an unexpected keyword argument '{name}'")
+        self._check_group(options)
         super().__init__(params, defaults)
         self._forget()
 
     def _forget(self) -> None:
         self._kernels_for: set[str] = set()  # device types
         self._mixed: set[int] = set()  # ids of groups whose parameters are of several dtypes
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add a group of parameters, as in torch.
+
+        Raises:
+            UnsupportedOptionError: the group has an option that would change the result.
+        """
+        if isinstance(param_group, dict):
+            self._import_group(param_group)
+        super().add_param_group(param_group)
+
+    def _check_group(self, group: Mapping[str, Any]) -> None:
+        for name, neutral in _NOT_OFFERED.items():
+            if name in group and bool(group[name]) != bool(neutral):
+                raise UnsupportedOptionError(
+                    f"{type(self).__name__} does not implement {name}",
+                    op=self.FAMILY,
+                    why=f"{name}={group[name]} would change the result",
+                    hint=f"set {name}={neutral}, or use an optimizer of torch.optim",
+                )
+
+    def _import_group(self, group: Group) -> None:
+        """Check a group that somebody else made, and give its options the names that they have here."""
+        self._check_group(group)
+
+    def _export_group(self, group: Group) -> None:
+        """Add to a group of a state dict what other optimizers want of it."""
 
     def _update(
         self,
@@ -56,6 +114,16 @@ class FusedOptimizer(Optimizer):
         }
         return {"step": 0, **zeros}
 
+    def state_dict(self) -> dict[str, Any]:
+        """As in torch; a group also has ``step``, where apex looks for it: the largest of its parameters'."""
+        packed: dict[str, Any] = super().state_dict()
+        for group in packed["param_groups"]:
+            states = [packed["state"][i] for i in group["params"] if i in packed["state"]]
+            if steps := [state["step"] for state in states if "step" in state]:
+                group["step"] = max(steps)
+            self._export_group(group)
+        return packed
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient.
@@ -69,6 +137,7 @@ class FusedOptimizer(Optimizer):
         Raises:
             InvalidTensorError: a gradient or state does not fit its parameter; the group's tensors of that dtype were
                 not modified.
+            GraphCaptureError: a device graph is being captured.
         """
         loss = None
         if closure is not None:
@@ -115,6 +184,7 @@ class FusedOptimizer(Optimizer):
 
     def _step_bucket(self, group: Group, params: list[Tensor], states: list[State]) -> None:
         device_type = params[0].device.type
+        self._reject_capture(device_type)
         if device_type not in self._kernels_for:
             load_kernels(self.FAMILY, device_type)
             self._kernels_for.add(device_type)
@@ -125,37 +195,106 @@ class FusedOptimizer(Optimizer):
         for state, step in zip(states, steps, strict=True):
             state["step"] = step
 
+    def _reject_capture(self, device_type: str) -> None:
+        """A graph would repeat the numbers of the step during which it was captured."""
+        is_capturing = getattr(getattr(torch, device_type, None), "is_current_stream_capturing", None)
+        if is_capturing is not None and is_capturing():
+            raise GraphCaptureError(
+                f"a step of {type(self).__name__} is captured in a graph",
+                op=self.FAMILY,
+                why="the step number and the learning rate are numbers, which a graph would repeat",
+                hint="capture forward and backward alone, and call step() after the graph",
+            )
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` gave, here or in the optimizer's namesake in `torch.optim`.
+        """Load what `state_dict` gave, here or in the namesakes in `torch.optim`, DeepSpeed and apex.
 
         States keep the dtype they were saved in; torch's own way would round float32 states to the parameters' dtype.
+        Where a parameter has no number of its last step, its group's counts (apex, older DeepSpeed).
+
+        Raises:
+            UnsupportedOptionError: a group has an option that would change the result; nothing was loaded.
+            CheckpointError: states are not those of this optimizer, or nothing numbers their step; nothing was loaded.
         """
-        super().load_state_dict(state_dict)
-        saved_ids = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        given: dict[str, Any] = {}
+        before = self.register_load_state_dict_pre_hook(lambda _, last: given.update(last))
+        after = self.register_load_state_dict_post_hook(lambda _: self._keep_dtypes(given), prepend=True)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            before.remove()
+            after.remove()
+
+    def _keep_dtypes(self, given: dict[str, Any]) -> None:
+        """Put states that torch has cast back into the dtype of the state dict."""
+        ids = chain.from_iterable(group["params"] for group in given["param_groups"])
         params = chain.from_iterable(group["params"] for group in self.param_groups)
-        for saved_id, param in zip(saved_ids, params, strict=True):
-            saved = state_dict["state"].get(saved_id, {})
+        for saved_id, param in zip(ids, params, strict=True):
+            saved = self._renamed(given["state"].get(saved_id, {}))
             for name in self.STATES:
                 if name in saved:
                     self.state[param][name] = saved[name].to(param.device)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        # A dict of a state dict has groups and states; one of a pickle has the defaults too. Nothing is changed before
+        # everything is known to fit.
+        groups = [dict(group) for group in state["param_groups"]]
+        parameters = {param for group in groups for param in group["params"]}
+        states = {p: self._renamed(values) if p in parameters else values for p, values in state["state"].items()}
+        for group in groups:
+            self._import_group(group)
+            self._number_steps(group.pop("step", 0), [states[p] for p in group["params"] if states.get(p)])
+        super().__setstate__({**state, "param_groups": groups, "state": defaultdict(dict, states)})
         self._forget()
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
-        for values in self.state.values():
-            if "step" in values:
-                values["step"] = int(values["step"])  # torch.optim keeps a tensor
+
+    def _renamed(self, state: Mapping[str, Any]) -> State:
+        return {self.RENAMED.get(name, name): value for name, value in state.items()}
+
+    def _number_steps(self, group_step: Any, states: list[State]) -> None:
+        """Give each state of a group the number of its last step, as an int.
+
+        DeepSpeed's FusedAdam and FusedLion count in the group, or in the state of its last parameter alone: there the
+        other states have moments and the number 0.
+        """
+        latest = max([int(group_step), *(int(state.get("step", 0)) for state in states)])
+        for state in states:
+            if missing := [name for name in self.STATES if name not in state]:
+                raise CheckpointError(
+                    f"a state dict is not one of {type(self).__name__}",
+                    op=self.FAMILY,
+                    why=f"a state has {', '.join(sorted(state))}, and no {', '.join(missing)}",
+                )
+            step = int(state.get("step", 0))  # torch.optim keeps a tensor
+            if step == 0 and any(bool(state[name].any()) for name in self.STATES):
+                step = latest
+                if step == 0 and self.COUNTS_STEPS:
+                    raise CheckpointError(
+                        f"{type(self).__name__} cannot go on from a state dict",
+                        op=self.FAMILY,
+                        why="neither its states nor its groups number the steps",
+                        hint='set "step" in its "param_groups"',
+                    )
+            state["step"] = step
 
 
-def check_options(name: str, *, betas: Sequence[float] = (), **numbers: float) -> None:
+def betas_of(group: Group) -> tuple[float, float]:
+    """The betas of a group, which may be tensors."""
+    beta1, beta2 = group["betas"]
+    return float(beta1), float(beta2)
+
+
+def check_options(name: str, *, betas: Sequence[float | Tensor] = (), **numbers: float | Tensor) -> None:
     """Check the options of an optimizer.
 
     Raises:
-        ValueError: a number is negative, or a beta is not in [0, 1).
+        ValueError: a number is negative, a beta is not in [0, 1), or a tensor does not have one element.
     """
+    for option, number in (*numbers.items(), *((f"betas[{i}]", beta) for i, beta in enumerate(betas))):
+        if isinstance(number, Tensor) and number.numel() != 1:
+            raise ValueError(f"{name}: {option} has shape {list(number.shape)}; expected one element")
     for option, number in numbers.items():
         if not number >= 0:
             raise ValueError(f"{name}: {option}={number}; expected at least 0")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -17,28 +18,33 @@ class FusedAdagrad(FusedOptimizer):
 
     Args:
         params: parameters or parameter groups, float32, bfloat16 or float16 (float64: reference only).
-        lr: learning rate.
+        lr: learning rate, a number or a tensor of one element.
         eps: added to the denominator.
         weight_decay: times the parameter, added to the gradient.
         initial_accumulator_value: the sums of squares before the first step.
         state_dtype: dtype of the sums: `torch.float32`, or None for that of each parameter.
+        options: torch's other options, accepted where they change no result, as ``foreach`` and ``amsgrad=False`` do.
 
     Raises:
         ValueError: an option is out of range.
+        UnsupportedOptionError: an option of torch's, here or in a group, would change the result.
     """
 
     FAMILY: ClassVar[str] = "adagrad"
     STATES: ClassVar[tuple[str, ...]] = ("sum",)
+    COUNTS_STEPS: ClassVar[bool] = False
+    RENAMED: ClassVar[Mapping[str, str]] = {"exp_avg_sq": "sum"}  # DeepSpeedCPUAdagrad's
 
     def __init__(
         self,
         params: ParamsT,
-        lr: float = 1e-2,
+        lr: float | Tensor = 1e-2,
         eps: float = 1e-10,
         weight_decay: float = 0.0,
         *,
         initial_accumulator_value: float = 0.0,
         state_dtype: torch.dtype | None = None,
+        **options: Any,
     ) -> None:
         check_options(
             "FusedAdagrad",
@@ -54,7 +60,7 @@ class FusedAdagrad(FusedOptimizer):
             "initial_accumulator_value": initial_accumulator_value,
             "state_dtype": state_dtype,
         }
-        super().__init__(params, defaults)
+        super().__init__(params, defaults, options)
 
     def _new_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         state = super()._new_state(param, group)
@@ -69,4 +75,4 @@ class FusedAdagrad(FusedOptimizer):
         states: list[list[Tensor]],
         steps: list[int],
     ) -> None:
-        adagrad_(params, grads, *states, lr=group["lr"], eps=group["eps"], weight_decay=group["weight_decay"])
+        adagrad_(params, grads, *states, lr=float(group["lr"]), eps=group["eps"], weight_decay=group["weight_decay"])

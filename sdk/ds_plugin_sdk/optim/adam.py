@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ds_plugin_sdk.ops.adam import adam_
-from ds_plugin_sdk.optim._fused import FusedOptimizer, check_options
+from ds_plugin_sdk.optim._fused import FusedOptimizer, betas_of, check_options
 
 
 class FusedAdam(FusedOptimizer):
@@ -17,16 +17,18 @@ class FusedAdam(FusedOptimizer):
 
     Args:
         params: parameters or parameter groups, float32, bfloat16 or float16 (float64: reference only).
-        lr: learning rate.
+        lr: learning rate, a number or a tensor of one element.
         betas: decay of the moments.
         eps: added to the denominator.
         weight_decay: decay of the parameters.
         adamw: decay parameters (AdamW), or add the decay to gradients (Adam).
         bias_correction: divide the moments by 1 - beta^t.
         state_dtype: dtype of the moments: `torch.float32`, or None for that of each parameter.
+        options: torch's other options, accepted where they change no result, as ``foreach`` and ``amsgrad=False`` do.
 
     Raises:
         ValueError: an option is out of range.
+        UnsupportedOptionError: an option of torch's, here or in a group, would change the result.
     """
 
     FAMILY: ClassVar[str] = "adam"
@@ -35,7 +37,7 @@ class FusedAdam(FusedOptimizer):
     def __init__(
         self,
         params: ParamsT,
-        lr: float = 1e-3,
+        lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
@@ -43,6 +45,7 @@ class FusedAdam(FusedOptimizer):
         adamw: bool = True,
         bias_correction: bool = True,
         state_dtype: torch.dtype | None = None,
+        **options: Any,
     ) -> None:
         check_options("FusedAdam", lr=lr, eps=eps, weight_decay=weight_decay, betas=betas)
         defaults: dict[str, Any] = {
@@ -54,7 +57,15 @@ class FusedAdam(FusedOptimizer):
             "bias_correction": bias_correction,
             "state_dtype": state_dtype,
         }
-        super().__init__(params, defaults)
+        super().__init__(params, defaults, options)
+
+    def _import_group(self, group: dict[str, Any]) -> None:
+        super()._import_group(group)
+        if "decoupled_weight_decay" in group:  # torch's name for it
+            group["adamw"] = bool(group.pop("decoupled_weight_decay"))
+
+    def _export_group(self, group: dict[str, Any]) -> None:
+        group["decoupled_weight_decay"] = group["adamw"]
 
     def _update(
         self,
@@ -71,8 +82,8 @@ class FusedAdam(FusedOptimizer):
             exp_avgs,
             exp_avg_sqs,
             steps,
-            lr=group["lr"],
-            betas=group["betas"],
+            lr=float(group["lr"]),
+            betas=betas_of(group),
             eps=group["eps"],
             weight_decay=group["weight_decay"],
             adamw=group["adamw"],

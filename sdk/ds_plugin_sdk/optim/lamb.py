@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ds_plugin_sdk.ops.lamb import lamb_
-from ds_plugin_sdk.optim._fused import FusedOptimizer, check_options
+from ds_plugin_sdk.optim._fused import FusedOptimizer, betas_of, check_options
 
 
 class FusedLamb(FusedOptimizer):
@@ -19,7 +19,7 @@ class FusedLamb(FusedOptimizer):
 
     Args:
         params: parameters or parameter groups, float32, bfloat16 or float16 (float64: reference only).
-        lr: learning rate.
+        lr: learning rate, a number or a tensor of one element.
         betas: decay of the moments.
         eps: added to the denominator.
         weight_decay: decay of the parameters.
@@ -31,9 +31,11 @@ class FusedLamb(FusedOptimizer):
         eps_inside_sqrt: add eps to the second moment rather than to its square root.
         bias_correction: correct for the moments' start at zero.
         state_dtype: dtype of the moments: `torch.float32`, or None for that of each parameter.
+        options: torch's other options, accepted where they change no result, as ``foreach`` and ``amsgrad=False`` do.
 
     Raises:
         ValueError: an option is out of range.
+        UnsupportedOptionError: an option of torch's, here or in a group, would change the result.
     """
 
     FAMILY: ClassVar[str] = "lamb"
@@ -42,7 +44,7 @@ class FusedLamb(FusedOptimizer):
     def __init__(
         self,
         params: ParamsT,
-        lr: float = 1e-3,
+        lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
@@ -54,6 +56,7 @@ class FusedLamb(FusedOptimizer):
         eps_inside_sqrt: bool = False,
         bias_correction: bool = True,
         state_dtype: torch.dtype | None = None,
+        **options: Any,
     ) -> None:
         max_coeff = max_coeff if max_coeff is not None else math.inf if paper else 10.0
         min_coeff = min_coeff if min_coeff is not None else 0.0 if paper else 0.01
@@ -74,7 +77,7 @@ class FusedLamb(FusedOptimizer):
             "bias_correction": bias_correction,
             "state_dtype": state_dtype,
         }
-        super().__init__(params, defaults)
+        super().__init__(params, defaults, options)
 
     def _forget(self) -> None:
         super()._forget()
@@ -130,8 +133,8 @@ class FusedLamb(FusedOptimizer):
             exp_avgs,
             exp_avg_sqs,
             steps,
-            lr=group["lr"],
-            betas=group["betas"],
+            lr=float(group["lr"]),
+            betas=betas_of(group),
             eps=group["eps"],
             weight_decay=group["weight_decay"],
             min_coeff=group["min_coeff"],
@@ -149,7 +152,18 @@ class FusedLamb(FusedOptimizer):
             return 1.0
         if self._grad_norm is None:
             params = [param for group in self.param_groups for param in group["params"]]
-            grads = [param.grad for param in params if param.grad is not None]
-            self._grad_norm = float(torch.nn.utils.get_total_norm(grads))
+            self._grad_norm = float(_total_norm([param.grad for param in params if param.grad is not None]))
         # The 1e-6 is that of DeepSpeed's front end.
         return max(1.0, (self._grad_norm / self._scale + 1e-6) / max_grad_norm)
+
+
+def _total_norm(grads: list[Tensor]) -> Tensor:
+    """The L2 norm of all gradients together, in float32 at least: that of float16 gradients is often beyond float16."""
+    # Sparse and complex ones are the op's to reject.
+    real = [grad for grad in grads if grad.layout == torch.strided and grad.is_floating_point()]
+    if not real:
+        return torch.zeros(())
+    dtype = torch.float64 if any(grad.dtype == torch.float64 for grad in real) else torch.float32
+    norms = torch._foreach_norm(real, 2, dtype=dtype)
+    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
+    return total

@@ -1,0 +1,202 @@
+"""State dicts of torch's, apex's and DeepSpeed's optimizers, in both directions; hooks on the way.
+
+DeepSpeed's own optimizers: `tests/integrations/deepspeed/test_optimizer_checkpoints.py`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ds_plugin_sdk.errors import CheckpointError
+from ds_plugin_sdk.optim import FusedAdagrad, FusedAdam, FusedLamb, FusedLion
+
+
+@pytest.fixture(scope="module", autouse=True)
+def lamb_kernels(native: Callable[..., None]) -> None:
+    native("lamb")
+
+
+class ApexAdam(Optimizer):
+    """AdamW with what apex's FusedAdam keeps: moments by parameter, and the step in the group."""
+
+    def __init__(self, params: Any, lr: float, weight_decay: float) -> None:
+        defaults = {"lr": lr, "bias_correction": True, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": weight_decay}
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            (beta1, beta2), lr, t = group["betas"], group["lr"], group["step"]
+            for p in group["params"]:
+                state = self.state[p]
+                m = state.setdefault("exp_avg", torch.zeros_like(p))
+                v = state.setdefault("exp_avg_sq", torch.zeros_like(p))
+                m.mul_(beta1).add_(p.grad, alpha=1 - beta1)
+                v.mul_(beta2).addcmul_(p.grad, p.grad, value=1 - beta2)
+                p.mul_(1 - lr * group["weight_decay"])
+                p.addcdiv_(m / (1 - beta1**t), (v / (1 - beta2**t)).sqrt() + group["eps"], value=-lr)
+
+
+def parameters() -> list[torch.nn.Parameter]:
+    torch.manual_seed(0)
+    return [torch.nn.Parameter(torch.randn(17, 5)), torch.nn.Parameter(torch.randn(9))]
+
+
+def train(optimizer: Optimizer, steps: int, seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        for param in params:
+            param.grad = torch.randn(param.shape, generator=generator)
+        optimizer.step()
+    return [param.detach() for param in params]
+
+
+def take_over(new: Optimizer, old: Optimizer) -> None:
+    """Parameters and states of another optimizer."""
+    with torch.no_grad():
+        for mine, its in zip(new.param_groups[0]["params"], old.param_groups[0]["params"], strict=True):
+            mine.copy_(its)
+    new.load_state_dict(copy.deepcopy(old.state_dict()))
+
+
+def assert_go_on_alike(left: Optimizer, right: Optimizer, seed: int) -> None:
+    for a, b in zip(train(left, 3, seed), train(right, 3, seed), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+NAMESAKES: dict[str, tuple[Callable[..., Optimizer], Callable[..., Optimizer]]] = {
+    "torch's AdamW": (
+        lambda: FusedAdam(parameters(), lr=1.0),
+        lambda: torch.optim.AdamW(parameters(), lr=1e-2, weight_decay=0.1),
+    ),
+    "torch's Adam": (
+        lambda: FusedAdam(parameters(), lr=1.0),
+        lambda: torch.optim.Adam(parameters(), lr=1e-2, weight_decay=0.1),
+    ),
+    "torch's Adagrad": (
+        lambda: FusedAdagrad(parameters(), lr=1.0),
+        lambda: torch.optim.Adagrad(parameters(), lr=1e-2, weight_decay=0.1),
+    ),
+    "apex's FusedAdam": (
+        lambda: FusedAdam(parameters(), lr=1.0),
+        lambda: ApexAdam(parameters(), lr=1e-2, weight_decay=0.1),
+    ),
+}
+
+
+@pytest.mark.parametrize(("make_ours", "make_theirs"), NAMESAKES.values(), ids=NAMESAKES)
+def test_state_dicts_go_both_ways(make_ours: Callable[..., Optimizer], make_theirs: Callable[..., Optimizer]) -> None:
+    ours, theirs = make_ours(), make_theirs()
+    train(theirs, 5, seed=1)
+    take_over(ours, theirs)
+    assert {state["step"] for state in ours.state.values()} == {5}
+    assert_go_on_alike(ours, theirs, seed=2)
+    fresh = make_theirs()
+    take_over(fresh, ours)
+    assert_go_on_alike(ours, fresh, seed=3)
+
+
+def test_a_step_in_the_group_does_not_go_stale() -> None:
+    ours = FusedAdam(parameters(), lr=1e-2)
+    train(theirs := ApexAdam(parameters(), lr=1e-2, weight_decay=0.0), 5, seed=1)
+    take_over(ours, theirs)
+    train(ours, 3, seed=2)
+    assert "step" not in ours.param_groups[0]
+    assert ours.state_dict()["param_groups"][0]["step"] == 8
+
+
+@pytest.mark.parametrize("number", [torch.tensor(4.0), torch.tensor([4], dtype=torch.int32)], ids=["float", "int32"])
+def test_a_step_in_the_group_may_be_a_tensor(number: Tensor) -> None:
+    train(theirs := ApexAdam(parameters(), lr=1e-2, weight_decay=0.0), 4, seed=1)
+    theirs.param_groups[0]["step"] = number
+    ours = FusedAdam(parameters())
+    take_over(ours, theirs)
+    assert {state["step"] for state in ours.state.values()} == {4}
+
+
+def test_a_step_that_only_one_state_counted_is_that_of_the_group() -> None:
+    """DeepSpeed's FusedAdam and FusedLion count in the state of the last parameter."""
+    train(reference := FusedAdam(parameters(), lr=1e-2), 5, seed=1)
+    ours = FusedAdam(parameters(), lr=1e-2)
+    saved = copy.deepcopy(reference.state_dict())
+    del saved["param_groups"][0]["step"]
+    saved["state"][0]["step"] = 0
+    ours.load_state_dict(saved)
+    assert [state["step"] for state in ours.state.values()] == [5, 5]
+
+
+def test_a_parameter_that_has_not_stepped_begins_with_its_first_step() -> None:
+    first, second = parameters()
+    optimizer = FusedAdam([first, second], lr=1e-2)
+    first.grad = torch.ones_like(first)
+    optimizer.step()
+    optimizer.step()
+    second.grad = torch.ones_like(second)
+    other = FusedAdam(parameters(), lr=1e-2)
+    other.load_state_dict(optimizer.state_dict())
+    optimizer.step()
+    other.param_groups[0]["params"][0].grad, other.param_groups[0]["params"][1].grad = first.grad, second.grad
+    other.step()
+    assert [state["step"] for state in other.state.values()] == [3, 1]
+
+
+@pytest.mark.parametrize("make", [FusedAdam, FusedLamb])
+def test_moments_that_nobody_numbered_are_an_error(make: Callable[..., Optimizer]) -> None:
+    optimizer = make(parameters(), lr=0.25)
+    train(optimizer, 2, seed=1)
+    saved = copy.deepcopy(optimizer.state_dict())
+    del saved["param_groups"][0]["step"]
+    for state in saved["state"].values():
+        del state["step"]
+    saved["param_groups"][0]["lr"] = 0.5
+    with pytest.raises(CheckpointError, match=f'{make.__name__} cannot go on .* number the steps\\n.*set "step"'):
+        optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["lr"] == 0.25, "something was loaded"
+
+
+@pytest.mark.parametrize("make", [FusedLion, FusedAdagrad])
+def test_where_the_step_has_no_part_in_the_formula_nobody_need_number_it(make: Callable[..., Optimizer]) -> None:
+    train(reference := make(parameters(), lr=1e-2), 3, seed=1)
+    saved = copy.deepcopy(reference.state_dict())
+    del saved["param_groups"][0]["step"]
+    for state in saved["state"].values():
+        del state["step"]
+    ours = make(parameters(), lr=1e-2)
+    take_over(ours, reference)
+    ours.load_state_dict(saved)
+    assert_go_on_alike(ours, reference, seed=2)
+
+
+@pytest.mark.parametrize("make", [FusedAdam, FusedAdagrad, FusedLion, FusedLamb])
+def test_another_optimizer_s_states_are_an_error(make: Callable[..., Optimizer]) -> None:
+    other = torch.optim.SGD(parameters(), lr=1e-2, momentum=0.9)
+    train(other, 1, seed=1)
+    with pytest.raises(CheckpointError, match=f"not one of {make.__name__}.*a state has momentum_buffer, and no"):
+        make(parameters()).load_state_dict(other.state_dict())
+
+
+def test_hooks_see_and_replace_what_is_loaded() -> None:
+    """A hook before loading may return another state dict; one after it has the last word."""
+    train(source := FusedAdam(parameters(), lr=1e-2), 2, seed=1)
+    replaced = copy.deepcopy(source.state_dict())
+    replaced["state"][0]["exp_avg"].fill_(3.0)
+    ours = FusedAdam(parameters(), lr=1e-2)
+    ours.register_load_state_dict_pre_hook(lambda _, __: replaced)
+
+    def after(optimizer: Optimizer) -> None:
+        optimizer.state[optimizer.param_groups[0]["params"][1]]["exp_avg"] = torch.full((9,), 7.0)
+
+    ours.register_load_state_dict_post_hook(after)
+    ours.load_state_dict(source.state_dict())
+    first, second = ours.param_groups[0]["params"]
+    assert ours.state[first]["exp_avg"].unique().tolist() == [3.0]
+    assert ours.state[second]["exp_avg"].unique().tolist() == [7.0]
