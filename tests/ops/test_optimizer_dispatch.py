@@ -11,6 +11,7 @@ import torch
 
 from ds_plugin_sdk.conformance.op_info.optimizers import OPS, OptimizerInfo, random_lists
 from ds_plugin_sdk.errors import InvalidTensorError
+from ds_plugin_sdk.settings import child_environment
 
 FLOAT32 = (torch.float32,) * 3
 SHAPES = [(7,), (3, 5), (0,)]
@@ -101,7 +102,8 @@ for op in OPS:
 
 
 def test_without_native_code_the_reference_serves() -> None:
-    subprocess.run([sys.executable, "-c", REFERENCE_FIRST], check=True)
+    program = [sys.executable, "-W", "ignore", "-c", REFERENCE_FIRST]
+    subprocess.run(program, env=child_environment(DS_PLUGIN_COMPILE="0"), check=True)
 
 
 DEFINED = """

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from ds_plugin_sdk.ops.transformer import layer as transformer_layer
 from ds_plugin_sdk.ops.transformer.layer import LayerConfig, SavedTensors, Weights
-from ds_plugin_sdk.registry import load_kernels
 
 
 class TransformerLayer(nn.Module):
@@ -124,24 +123,12 @@ class TransformerLayer(nn.Module):
         Raises:
             InvalidTensorError: shapes or dtypes do not fit, or a norm that is to be inverted has a weight of 0.
         """
-        _have_kernels(hidden_states.device.type)
         weights = [getattr(self, name) for name in Weights._fields]
         layer = self.layer if self.training else self.layer.in_evaluation()
         result: Tensor = _Function.apply(  # type: ignore[no-untyped-call]  # torch does not say
             layer, hidden_states, attention_mask, *weights
         )
         return result
-
-
-_loaded: set[str] = set()  # device types
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch does not say
-def _have_kernels(device_type: str) -> None:
-    """Load the kernels for a device, once; under torch.compile when the layer is traced."""
-    if device_type not in _loaded:
-        load_kernels("transformer", device_type)
-        _loaded.add(device_type)
 
 
 class _Function(torch.autograd.Function):

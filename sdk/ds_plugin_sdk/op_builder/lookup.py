@@ -28,7 +28,11 @@ _sources: list[BuilderSource] = []
 
 def use_package(device_type: str, package: str | None) -> None:
     """Say which package builds ops for a device: that of its accelerator."""
-    _packages[device_type] = package
+    from ds_plugin_sdk.ops import _first_call  # imports torch
+
+    if _packages.get(device_type) != package:
+        _packages[device_type] = package
+        _first_call.ask_again(device_type)
 
 
 def add_builder_source(source: BuilderSource) -> None:

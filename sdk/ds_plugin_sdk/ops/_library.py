@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from ds_plugin_sdk.errors import InvalidTensorError
+from ds_plugin_sdk.ops import _first_call
 from ds_plugin_sdk.ops._checks import CheckError
 
 Reference = TypeVar("Reference", bound=Callable[..., Any])
@@ -52,7 +53,8 @@ def op(
         def scale_reference(input: Tensor, by: float) -> Tensor: ...
 
     That is the computation in plain torch. It serves every device that has no kernel of its own. It runs after `check`
-    and without autograd. What only memory or values tell, it checks itself, since tracing has neither.
+    and without autograd. What only memory or values tell, it checks itself, since tracing has neither. The kernels of
+    an op of the SDK's, whose module says the family, are loaded at its first call on a device.
 
     Each of the three functions takes the op's arguments that its parameters name. Where a parameter has a default the
     op may be without that argument, so that ops can share a check. Checks raise `CheckError`.
@@ -73,7 +75,8 @@ def op(
             _selecting(function, name, arguments) for function in (check, reference, outputs or _nothing)
         )
         implementation = torch.no_grad()(_checked(name, checks, computes))
-        register(schema, implementation, fake=_checked(name, checks, traces), autograd=autograd)
+        family = _first_call.family_of(reference.__module__)
+        register(schema, implementation, fake=_checked(name, checks, traces), autograd=autograd, family=family)
         return cast(Reference, functools.update_wrapper(implementation, reference))
 
     return decorate
@@ -81,17 +84,19 @@ def op(
 
 def register(
     schema: str,
-    implementation: Callable[..., Any] | None,
+    implementation: Callable[..., Any],
     *,
     fake: Callable[..., Any],
     autograd: Autograd | None = None,
+    family: str | None = None,
 ) -> None:
     """Register an op with torch; again is no error, so that a module may be imported twice.
 
     Args:
         schema, autograd: as `op` takes them.
-        implementation: for every device that has no kernel of its own; None if plain torch cannot do it.
+        implementation: for every device that has no kernel of its own.
         fake: for tracing.
+        family: module of `ds_plugin_sdk.ops` whose kernels are loaded at the first call on a device; None loads none.
     """
     name, _ = _parsed(schema)
     if name in _defined:
@@ -99,8 +104,10 @@ def register(
     _defined.add(name)
     for namespace, library in _libraries.items():
         library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-        if implementation is not None:
-            library.impl(name, implementation, "CompositeExplicitAutograd")
+        serves = implementation
+        if family is not None and namespace != REFERENCE_NAMESPACE:
+            serves = _first_call.loading(f"{namespace}::{name}", family, implementation)
+        library.impl(name, serves, "CompositeExplicitAutograd")
         torch.library.register_fake(f"{namespace}::{name}", fake, lib=library)
         if autograd is not None:
             torch.library.register_autograd(

@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from ds_plugin_sdk.errors import CheckpointError, GraphCaptureError, InvalidTensorError, UnsupportedOptionError
-from ds_plugin_sdk.registry import load_kernels
 
 Group = dict[str, Any]
 State = dict[str, Any]
@@ -65,7 +64,6 @@ class FusedOptimizer(Optimizer):
         self._forget()
 
     def _forget(self) -> None:
-        self._kernels_for: set[str] = set()  # device types
         self._mixed: set[int] = set()  # ids of groups whose parameters are of several dtypes
 
     def add_param_group(self, param_group: Group) -> None:
@@ -183,11 +181,7 @@ class FusedOptimizer(Optimizer):
         return list(buckets.values())
 
     def _step_bucket(self, group: Group, params: list[Tensor], states: list[State]) -> None:
-        device_type = params[0].device.type
-        self._reject_capture(device_type)
-        if device_type not in self._kernels_for:
-            load_kernels(self.FAMILY, device_type)
-            self._kernels_for.add(device_type)
+        self._reject_capture(params[0].device.type)
         steps = [state["step"] + 1 for state in states]
         grads: list[Any] = [param.grad for param in params]
         tensors = [[state[name] for state in states] for name in self.STATES]

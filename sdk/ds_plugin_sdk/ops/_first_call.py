@@ -1,0 +1,79 @@
+"""Native kernels without being asked for: an op loads those of its family at its first call on a device.
+
+A kernel that is loaded takes over by torch's own rules, so only the first call, and calls that no kernel serves, pass
+through here. Tracing does not: fake tensors and the meta device have implementations of their own.
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# This part is above the registry in the order of imports, so it finds the registry by name, and late.
+_REGISTRY = "ds_plugin_sdk.registry"
+_FAMILIES = "ds_plugin_sdk.ops."
+
+# The device types whose kernels were asked for, by family.
+_asked: defaultdict[str, set[str]] = defaultdict(set)
+_loading: set[tuple[str, str]] = set()
+_lock = threading.RLock()
+
+
+def family_of(module: str) -> str | None:
+    """The family that a module defines ops of, or None for one that is not the SDK's."""
+    return module.removeprefix(_FAMILIES).partition(".")[0] if module.startswith(_FAMILIES) else None
+
+
+def loading(op: str, family: str, reference: Callable[..., Any]) -> Callable[..., Any]:
+    """What serves an op where no kernel is loaded: it loads the kernels once, and else is the reference implementation.
+
+    Args:
+        op: the op's name with its namespace.
+        family: whose kernels to load, a module of `ds_plugin_sdk.ops`.
+        reference: the reference implementation.
+
+    Returns:
+        A function of the op's arguments. It raises `BuildError` where ``DS_PLUGIN_FALLBACK=0`` forbids the reference.
+    """
+    asked = _asked[family]
+    namespace, _, name = op.partition("::")
+
+    def run(*args: Any) -> Any:
+        first = args[0] if isinstance(args[0], Tensor) else next(iter(args[0]), None)
+        if first is None or first.device.type in asked or not _load(family, first.device.type):
+            return reference(*args)
+        with torch.no_grad():  # autograd is above this function: it must not come in a second time
+            return getattr(getattr(torch.ops, namespace), name).default(*args)
+
+    return run
+
+
+def ask_again(device_type: str) -> None:
+    """Let the next calls on a device ask for its kernels: it has others now."""
+    for device_types in list(_asked.values()):  # without the lock: who holds it may wait for who calls this
+        device_types.discard(device_type)
+
+
+def _load(family: str, device_type: str) -> bool:
+    """Load a family's kernels for a device; False within such a load, which needs an answer now."""
+    key = family, device_type
+    with _lock:  # other threads wait, rather than take the reference implementation
+        if key in _loading:
+            return False
+        if device_type not in _asked[family]:
+            _loading.add(key)
+            try:
+                importlib.import_module(_REGISTRY).load_kernels(family, device_type)
+            finally:
+                _loading.remove(key)
+            _asked[family].add(device_type)
+    return True
+
+
+__all__ = ["ask_again", "family_of", "loading"]
