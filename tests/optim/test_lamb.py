@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ds_plugin_sdk.errors import InvalidTensorError
 from ds_plugin_sdk.optim import FusedLamb
+from ds_plugin_sdk.optim import lamb as lamb_module
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -218,3 +219,36 @@ def test_clipping_leaves_a_bad_gradient_to_the_op() -> None:
     param.grad = torch.ones(4, 2).to_sparse()
     with pytest.raises(InvalidTensorError, match=r"grads\[0\] is not strided"):
         FusedLamb([param], max_grad_norm=1.0).step()
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["norm computed", "norm given as a tensor"])
+def test_clipping_does_not_wait_for_the_device(known: bool) -> None:
+    """A meta tensor has no value: whoever asks for one gets an error."""
+    param = torch.nn.Parameter(torch.ones(4, 2, device="meta"))
+    param.grad = torch.ones_like(param)
+    optimizer = FusedLamb([param], max_grad_norm=1.0)
+    optimizer.step(scale=8.0, grad_norm=torch.ones((), device="meta") if known else None)
+    assert optimizer.state[param]["step"] == 1
+
+
+@pytest.mark.parametrize("largest", [0.5, 1e3], ids=["clipped", "not clipped"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_without_waiting_the_result_is_the_same(
+    dtype: torch.dtype, largest: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = []
+    for waits in (True, False):
+        if not waits:
+            monkeypatch.setattr(lamb_module, "_is_read_at_once", lambda _: False)
+        torch.manual_seed(0)
+        params = [torch.nn.Parameter(torch.randn(shape, dtype=dtype)) for shape in ((40, 30), (7,))]
+        optimizer = FusedLamb(params, lr=1e-2, weight_decay=0.01, max_grad_norm=largest)
+        for _ in range(3):
+            for param in params:
+                param.grad = torch.randn_like(param) * 8
+            optimizer.step(scale=8.0)
+        results.append([param.detach() for param in params])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(
+            a, b, rtol=1.6e-2 if dtype == torch.bfloat16 else 2e-3 if dtype == torch.float16 else 1e-5, atol=1e-5
+        )

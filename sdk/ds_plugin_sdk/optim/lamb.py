@@ -23,7 +23,9 @@ class FusedLamb(FusedOptimizer):
         betas: decay of the moments.
         eps: added to the denominator.
         weight_decay: decay of the parameters.
-        max_grad_norm: if not 0, gradients are scaled down so that the norm of all of them together is no larger.
+        max_grad_norm: if not 0, gradients are scaled down so that the norm of all of them together is no larger. Unless
+            `step` is given the norm as a number, devices other than CPUs need room for a float32 copy of the gradients
+            of a group: the step does not wait for the device to say the norm.
         max_coeff: upper limit of the trust ratio; None is 10, and infinity for the paper's form.
         min_coeff: lower limit of the trust ratio; None is 0.01, and 0 for the paper's form.
         paper: algorithm 2 of You et al. 2020 rather than DeepSpeed's form: moments are corrected before they are
@@ -82,7 +84,7 @@ class FusedLamb(FusedOptimizer):
     def _forget(self) -> None:
         super()._forget()
         self._scale = 1.0
-        self._grad_norm: float | None = None
+        self._grad_norm: float | Tensor | None = None
         self._ratios: dict[Tensor, Tensor] = {}
 
     @torch.no_grad()
@@ -95,7 +97,7 @@ class FusedLamb(FusedOptimizer):
             closure: computes the loss again and returns it.
             scale: the loss scale that gradients are divided by.
             grad_norm: L2 norm of all gradients together as they are, loss scale included, if it is known; where a group
-                clips and it is not, it is computed, which reads every gradient once more.
+                clips and it is not, it is computed in float32 at least, which reads every gradient once more.
 
         Returns:
             What the closure returned, or None.
@@ -109,7 +111,7 @@ class FusedLamb(FusedOptimizer):
             with torch.enable_grad():
                 loss = closure()
         self._ratios.clear()
-        self._scale, self._grad_norm = scale, None if grad_norm is None else float(grad_norm)
+        self._scale, self._grad_norm = scale, grad_norm
         super().step()
         return loss
 
@@ -127,6 +129,7 @@ class FusedLamb(FusedOptimizer):
         steps: list[int],
     ) -> None:
         exp_avgs, exp_avg_sqs = states
+        grads, grad_scale = self._clipped(group["max_grad_norm"], grads)
         ratios = lamb_(
             params,
             grads,
@@ -139,28 +142,52 @@ class FusedLamb(FusedOptimizer):
             weight_decay=group["weight_decay"],
             min_coeff=group["min_coeff"],
             max_coeff=group["max_coeff"],
-            grad_scale=self._scale * self._clip(group["max_grad_norm"]),
+            grad_scale=grad_scale,
             eps_inside_sqrt=group["eps_inside_sqrt"],
             bias_correction=group["bias_correction"],
             correct_inside=group["paper"],
         )
         self._ratios.update(zip(params, ratios.unbind(), strict=True))
 
-    def _clip(self, max_grad_norm: float) -> float:
-        """What gradients have to be divided by, beyond the loss scale, for their norm not to exceed the largest."""
+    def _clipped(self, max_grad_norm: float, grads: list[Tensor]) -> tuple[list[Tensor], float]:
+        """Gradients, and what they are to be divided by so that the norm of all does not exceed the largest."""
         if max_grad_norm == 0:
-            return 1.0
-        if self._grad_norm is None:
+            return grads, self._scale
+        norm = self._grad_norm
+        if norm is None:
             params = [param for group in self.param_groups for param in group["params"]]
-            self._grad_norm = float(_total_norm([param.grad for param in params if param.grad is not None]))
+            norm = _total_norm([param.grad for param in params if param.grad is not None])
+        if isinstance(norm, Tensor) and _is_read_at_once(norm):
+            norm = float(norm)
+        self._grad_norm = norm
         # The 1e-6 is that of DeepSpeed's front end.
-        return max(1.0, (self._grad_norm / self._scale + 1e-6) / max_grad_norm)
+        clip = (norm / self._scale + 1e-6) / max_grad_norm
+        if isinstance(clip, Tensor):
+            return _divided(grads, self._scale * torch.where(clip > 1, clip, torch.ones_like(clip))), 1.0
+        return grads, self._scale * max(1.0, clip)
+
+
+def _is_read_at_once(x: Tensor) -> bool:
+    """Whether the value is there without waiting for a device."""
+    return x.device.type == "cpu"
+
+
+def _divided(grads: list[Tensor], divisor: Tensor) -> list[Tensor]:
+    """Gradients divided by a number that only the device knows, in float32 at least."""
+    if not all(_is_real(grad) for grad in grads):
+        return grads
+    wide = [grad if grad.dtype == torch.float64 else grad.float() for grad in grads]
+    return list(torch._foreach_div(wide, divisor.to(wide[0].device)))
+
+
+def _is_real(grad: Tensor) -> bool:
+    """Whether the op takes such a gradient. It rejects others with an error."""
+    return grad.layout == torch.strided and grad.is_floating_point()
 
 
 def _total_norm(grads: list[Tensor]) -> Tensor:
     """The L2 norm of all gradients together, in float32 at least: that of float16 gradients is often beyond float16."""
-    # Sparse and complex ones are the op's to reject.
-    real = [grad for grad in grads if grad.layout == torch.strided and grad.is_floating_point()]
+    real = [grad for grad in grads if _is_real(grad)]
     if not real:
         return torch.zeros(())
     dtype = torch.float64 if any(grad.dtype == torch.float64 for grad in real) else torch.float32
