@@ -26,7 +26,6 @@ from torch.distributed.constants import default_pg_timeout
 from ds_plugin_sdk.errors import CollectiveError
 from ds_plugin_sdk.ops import _library
 from ds_plugin_sdk.ops.all_reduce import STATE_BYTES
-from ds_plugin_sdk.registry.kernels import load_kernels
 
 _SHARED_MEMORY = Path("/dev/shm")  # what the ranks of a machine have in common, in memory
 _SLOT_BYTES = 256 * 1024  # of a tensor that goes through at a time: it stays in a core's cache
@@ -99,7 +98,6 @@ class _SharedMemory:
         # After from_file, which closes a descriptor of its own: that gives up all of a process's locks on a file.
         self._file = path.open("r+b")
         fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self._rank)
-        load_kernels("all_reduce", "cpu")
         self._call(torch.empty(0), 0)  # fails where there is no kernel
 
     @classmethod

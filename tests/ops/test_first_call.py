@@ -71,23 +71,31 @@ def test_the_first_call_of_a_family_loads_its_kernels() -> None:
     assert {family for family, origin in origins.items() if origin == "reference"} == set(families) - native
 
 
-TORCH_OP = """
+TORCH_OPS = """
 import json, torch
 from ds_plugin_sdk import provenance
-from ds_plugin_sdk.ops import norm
-from ds_plugin_sdk.ops.transformer import gelu
+from ds_plugin_sdk.ops import all_reduce, norm, transformer
 
 x = torch.randn(4, 8)
 y = torch.ops.ds_plugin.rms_norm(x, torch.ones(8), 1e-6)
 assert torch.allclose(y, torch.nn.functional.rms_norm(x, (8,), eps=1e-6), atol=1e-6)
+
+h, b = torch.randn(4, 8, requires_grad=True), torch.randn(8, requires_grad=True)
+torch.ops.ds_plugin.fused_bias_gelu(h, b, True).sum().backward()
+found, h.grad = h.grad, None
+torch.nn.functional.gelu(h + b, approximate="tanh").sum().backward()
+assert torch.allclose(found, h.grad, atol=1e-5)
+
+assert torch.ops.ds_plugin.all_reduce_(torch.empty(0), torch.zeros(1 << 10, dtype=torch.uint8), 0, 2, 0, 0.0) == 0
 print(json.dumps([(r.name, r.origin in ("cache", "compiled")) for r in provenance.records()]))
 """
 
 
 @pytest.mark.compiler
 @pytest.mark.usefixtures("compiled_once")
-def test_a_call_as_a_torch_op_loads_kernels_too() -> None:
-    assert printed(TORCH_OP) == [["norm", True]]
+def test_calls_as_torch_ops_load_kernels_too_with_gradients_from_the_first_on() -> None:
+    found = [(op_table.family_of(name), native) for name, native in printed(TORCH_OPS)]
+    assert found == [("norm", True), ("transformer", True), ("all_reduce", True)]
 
 
 COMPILED = """

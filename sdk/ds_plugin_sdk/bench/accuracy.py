@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ds_plugin_sdk.conformance.op_info.optimizers import DTYPES, OPS, Dtypes, OptimizerInfo, random_lists
-from ds_plugin_sdk.op_builder import load_family
 
 SHAPES: Sequence[tuple[int, ...]] = ((0,), (1,), (3,), (15,), (16,), (17,), (63,), (64,), (65,), (10_007,))
 
@@ -38,8 +37,6 @@ class Row:
 
 def run() -> list[Row]:
     """Measure kernels and references on the CPU."""
-    for family in sorted({op.family for op in OPS}):
-        load_family(family, "cpu")
     return [
         measure(op, dtypes, implementation)
         for op in OPS

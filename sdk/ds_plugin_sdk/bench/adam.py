@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ds_plugin_sdk.bench.timing import Case, Step
-from ds_plugin_sdk.op_builder import load_family
 from ds_plugin_sdk.ops.adam import adam_
 from ds_plugin_sdk.optim import FusedAdam
 
@@ -29,7 +28,6 @@ SHAPES: dict[str, list[tuple[int, ...]]] = {
 
 def cases(dtype: torch.dtype, compile: bool) -> Iterator[Case]:
     """The op, and the optimizer on it. All steps share parameters and gradients, and have states of their own."""
-    load_family("adam", "cpu")
     for setting, shapes in SHAPES.items():
         params = [torch.nn.Parameter(torch.randn(shape).to(dtype)) for shape in shapes]
         for param in params:

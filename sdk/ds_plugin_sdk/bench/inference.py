@@ -10,10 +10,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from ds_plugin_sdk.bench import timing
-from ds_plugin_sdk.op_builder import load_family
 from ds_plugin_sdk.ops import activation, norm, residual, rotary, softmax
 
-FAMILIES = ("norm", "softmax", "activation", "rotary", "residual")
 HIDDEN, INNER, HEADS, HEAD_DIM = 2048, 8192, 16, 128
 # Sequences, tokens of each that pass through a layer at once, and keys that they attend to.
 SETTINGS = {"decode": (4, 1, 512), "prompt": (1, 512, 512)}
@@ -29,8 +27,6 @@ class _Pair:
 
 def cases(dtype: torch.dtype, compile: bool) -> Iterator[timing.Case]:
     """Every op: a step of decoding, and a prompt."""
-    for family in FAMILIES:
-        load_family(family, "cpu")
     for setting, sizes in SETTINGS.items():
         for pair in _pairs(*sizes, dtype):
             peers = {"eager": _bound(pair.torchs, pair.arguments)}

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ds_plugin_sdk.bench.adam import SHAPES, elements
 from ds_plugin_sdk.bench.timing import Case, Step, compiled
-from ds_plugin_sdk.op_builder import load_family
 from ds_plugin_sdk.ops.adam import adam_
 from ds_plugin_sdk.ops.lamb import lamb_
 
@@ -23,8 +22,6 @@ COMPILED = ("GPT-2's layer",)
 
 def cases(dtype: torch.dtype, compile: bool) -> Iterator[Case]:
     """The op; all steps are on the same tensors, and states have the parameters' dtype."""
-    load_family("lamb", "cpu")
-    load_family("adam", "cpu")
     for setting in SETTINGS:
         yield _case(setting, dtype, compile and setting in COMPILED)
 

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from ds_plugin_sdk.bench.timing import Case
-from ds_plugin_sdk.op_builder import load_family
 from ds_plugin_sdk.ops import quantizer
 
 GROUP = 8192  # symmetric groups, of the size that ZeRO++ chooses
@@ -17,7 +16,6 @@ SIZES = {"64 k": 64 << 10, "16 M": 16 << 20}
 
 def cases(dtype: torch.dtype, compile: bool) -> Iterator[Case]:
     """Both directions, to 8 and 4 bits, beside the reference in plain torch, which `compile` does not change."""
-    load_family("quantizer", "cpu")
     for size, elements in SIZES.items():
         for bits in (8, 4):
             yield from _both(torch.randn(elements).to(dtype), bits, f"{size}, {bits} bits")

@@ -13,7 +13,6 @@ from torch.nn import functional
 
 from ds_plugin_sdk.bench import timing
 from ds_plugin_sdk.nn import TransformerLayer
-from ds_plugin_sdk.op_builder import load_family
 from ds_plugin_sdk.ops import transformer
 
 P = 0.1  # dropped
@@ -36,7 +35,6 @@ class _Pair:
 
 def cases(dtype: torch.dtype, compile: bool) -> Iterator[timing.Case]:
     """Every op, forward and backward, and the layer, forward and both, without dropout and with."""
-    load_family("transformer", "cpu")
     for size, sizes in SIZES.items():
         for pair in (*_ops(*sizes, dtype), *_layers(*sizes, dtype, 0.0), *_layers(*sizes, dtype, P)):
             peers = {"eager": _step(pair, pair.torchs)}
