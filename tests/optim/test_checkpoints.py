@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint import state_dict as distributed
 from torch.optim import Optimizer
 
 from ds_plugin_sdk.errors import CheckpointError
@@ -200,3 +201,22 @@ def test_hooks_see_and_replace_what_is_loaded() -> None:
     first, second = ours.param_groups[0]["params"]
     assert ours.state[first]["exp_avg"].unique().tolist() == [3.0]
     assert ours.state[second]["exp_avg"].unique().tolist() == [7.0]
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["nested", "flat"])
+@pytest.mark.parametrize("make", [FusedAdam, FusedAdagrad, FusedLion, FusedLamb])
+def test_torch_s_distributed_state_dicts_are_saved_and_loaded(make: Callable[..., Optimizer], flat: bool) -> None:
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.bias = parameters()
+
+    options = distributed.StateDictOptions(flatten_optimizer_state_dict=flat)
+    model, other = Model(), Model()
+    optimizer, loaded = make(model.parameters(), lr=1e-2), make(other.parameters(), lr=1.0)
+    train(optimizer, 3, seed=1)
+    saved = distributed.get_optimizer_state_dict(model, optimizer, options=options)
+    distributed.set_optimizer_state_dict(other, loaded, copy.deepcopy(saved), options=options)
+    other.load_state_dict(model.state_dict())
+    for a, b in zip(train(optimizer, 3, seed=2), train(loaded, 3, seed=2), strict=True):
+        assert torch.equal(a, b)

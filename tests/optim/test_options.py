@@ -115,6 +115,7 @@ def test_torch_s_decoupled_weight_decay_is_adamw() -> None:
 @every_optimizer
 def test_a_captured_step_is_an_error(make: Callable[..., Optimizer], monkeypatch: pytest.MonkeyPatch) -> None:
     """A device whose current stream is being captured, as `torch.cuda` says it, and here `torch.cpu`."""
+    assert callable(torch.cuda.is_current_stream_capturing)
     optimizer = stepped(make([param := parameter()]))
     before = param.detach().clone()
     monkeypatch.setattr(torch.cpu, "is_current_stream_capturing", lambda: True, raising=False)
