@@ -39,6 +39,7 @@ help:
 	@echo 'make cuda-volta    every CUDA kernel for sm_70, by clang-14: a minute or two'
 	@echo 'make deepspeed-tests  tests out of a clone of DeepSpeed, DEEPSPEED=/path/to/clone, on the CPU plugin'
 	@echo 'make architecture  draw the picture of docs/architecture.md from the code'
+	@echo 'make transformers-families  docs/transformers-families.md: every family, plain against accelerated; 15 minutes'
 	@echo 'make bench         the training step against the accelerator that DeepSpeed brings along'
 	@echo 'make gpu-wheels    packages for a GPU machine without a network, into build/gpu-wheels'
 	@echo 'make venv          set up .venv and nothing else'
@@ -258,6 +259,11 @@ cuda-volta: $(READY)
 .PHONY: architecture
 architecture: $(READY)
 	$(BIN)/python tools/architecture.py
+
+# NAMES=... compares these alone and writes no page.
+.PHONY: transformers-families
+transformers-families: $(READY)
+	$(BIN)/python tools/transformers_families.py $(NAMES)
 
 .PHONY: bench
 bench: $(READY)

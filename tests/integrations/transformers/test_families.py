@@ -1,0 +1,83 @@
+"""A sample of the families of docs/transformers-families.md: those that issues named, and others by rotation."""
+
+from __future__ import annotations
+
+import datetime
+import time
+import warnings
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+with warnings.catch_warnings():
+    # transformers' own dependencies warn of each other's releases.
+    warnings.simplefilter("ignore")
+    import transformers_families as sweep
+
+pytestmark = [
+    pytest.mark.compiler,
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore"),  # transformers' models warn of their tiny configurations
+]
+
+SECONDS = 30  # for those by rotation
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread(native: Callable[..., None]) -> Iterator[None]:
+    """The native kernels; the models are tiny, and threads would only wait for each other."""
+    native("linear", "attention", "norm", "rotary")
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_the_families_that_were_wrong_are_not() -> None:
+    found = {
+        (family.name, family.kind): sweep.examine(family) for family in sweep.families() if family.name in sweep.ALWAYS
+    }
+    assert {name for name, _ in found} == set(sweep.ALWAYS)
+    for verdict in found.values():
+        assert verdict.verdict in ("whole", "parts"), verdict
+        assert len(verdict.differences) >= 4, verdict
+    assert {name for (name, _), verdict in found.items() if verdict.verdict == "whole"} >= {
+        "llama",
+        "gpt2",
+        "opt",
+        "mistral",
+        "qwen3",
+    }
+
+
+def test_others_by_rotation() -> None:
+    """Each day begins with another family, so that all of them come up."""
+    families = [family for family in sweep.families() if family.name not in sweep.ALWAYS]
+    first = datetime.date.today().toordinal() * 7 % len(families)
+    deadline = time.monotonic() + SECONDS
+    compared = 0
+    for family in [*families[first:], *families[:first]]:
+        if time.monotonic() > deadline:
+            break
+        verdict = sweep.examine(family)
+        assert verdict.verdict != "DIFFERENT", verdict
+        compared += verdict.verdict != "not made"
+    assert compared > 0
+
+
+def test_a_difference_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison itself: an attention that scales wrongly is reported for a family's logits and tokens."""
+    from ds_plugin_sdk.integrations.transformers import replacements
+
+    right = replacements.attend
+    monkeypatch.setattr(replacements, "attend", lambda *args: right(*args[:6], 1.1 * args[6], *args[7:]))
+    verdict = sweep.examine(sweep.Family("llama", "causal", "LlamaForCausalLM"))
+    assert verdict.verdict == "DIFFERENT"
+    assert any("dynamic" in note for note in verdict.notes)
+
+
+@pytest.mark.parametrize("name", sweep.ALWAYS)
+def test_tiny_models_are_tiny(name: str) -> None:
+    family = next(family for family in sweep.families() if family.name == name)
+    assert sum(parameter.numel() for parameter in sweep.make(family).parameters()) < 200_000
