@@ -96,6 +96,9 @@ class Settings:
     cache_dir = Setting[Path | None](
         "DS_PLUGIN_CACHE_DIR", _path, None, "folder of compiled kernels; unset: the user's cache folder"
     )
+    cache_trust_group = Setting[bool](
+        "DS_PLUGIN_CACHE_TRUST_GROUP", _flag, False, "1: folders that a group can write may lead to the cache, or be it"
+    )
     compile = Setting[bool]("DS_PLUGIN_COMPILE", _flag, True, "0: never compile; use prebuilt and cached kernels only")
     fallback = Setting[bool](
         "DS_PLUGIN_FALLBACK",

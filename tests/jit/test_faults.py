@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import grp
 import json
 import os
+import pwd
 import resource
 import shutil
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from small_op import EXPORT, CountingCompiler, Project, Spawn, answer, entry_folder, finish, script
@@ -225,6 +229,28 @@ def test_a_header_edited_during_the_compilation_is_read_again(
     assert acquire(project.spec()).origin == "cache"
 
 
+def test_a_header_edited_by_another_clock_is_read_again(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a file server whose clock is an hour behind: its time stamp says that it is older than the compilation."""
+    header, edited = project.root / "answer.h", tmp_path / "edited"
+    edit = f"touch {edited}; echo '#define ANSWER 5' > {header}; touch -d '1 hour ago' {header}"
+    body = f'{REAL} "$@" || exit\ncase "$*" in *" -c "*) [ -e {edited} ] || {{ {edit}; }};; esac\n'
+    monkeypatch.setenv("CXX", str(script(tmp_path / "editing-c++", body)))
+    assert answer(acquire(project.spec()).path) == 7
+
+
+@pytest.mark.parametrize("file", ["answer.h", "shared.h"])
+def test_a_header_that_only_gets_new_time_stamps_is_no_error(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
+) -> None:
+    touched = project.root / file if file == "answer.h" else project.shared / file
+    body = f'case "$*" in *" -c "*) sleep 0.05; touch {touched};; esac\nexec {REAL} "$@"\n'
+    monkeypatch.setenv("CXX", str(script(tmp_path / "touching-c++", body)))
+    spec = project.spec(include_dirs=(project.root,), cxx_args=(f"-isystem{project.shared}",))
+    assert answer(acquire(spec).path) == 42
+
+
 @pytest.mark.parametrize(
     ("file", "told"), [("answer.h", "answer.h was changed"), ("answer.cpp", "a source was changed")]
 )
@@ -352,6 +378,72 @@ def test_a_cache_open_to_everybody_is_not_used(project: Project, private_root: P
     assert any("can be written by everybody" in line for line in explain(project.spec()))
 
 
+@pytest.fixture
+def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """A group with other members, to which the cache's folders can be given."""
+    others = [gid for gid in (12345, *os.getgroups()) if gid and (os.geteuid() == 0 or gid != 12345)]
+    if not others:
+        pytest.skip("not root, and in no group but one")
+    store._is_own_group.cache_clear()
+    monkeypatch.setattr(pwd, "getpwuid", lambda uid: SimpleNamespace(pw_name="nobody else"))
+    yield others[0]
+    store._is_own_group.cache_clear()
+
+
+def open_to(folder: Path, group: int, mode: int = 0o775) -> None:
+    os.chown(folder, -1, group)
+    folder.chmod(mode)
+
+
+@pytest.mark.parametrize("above", [False, True])
+def test_a_cache_that_a_group_can_write_is_not_used(
+    project: Project, private_root: Path, group: int, above: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor one in whose place its members can put another."""
+    folder = tmp_path / "project" / "cache"
+    monkeypatch.setenv("DS_PLUGIN_CACHE_DIR", str(folder))
+    acquire(project.spec())
+    open_to(folder.parent if above else folder, group)
+    built = acquire(project.spec())
+    assert (built.origin, built.path.is_relative_to(private_root)) == ("compiled", True)
+    assert "can be written by its group (`chmod g-w` it, or set DS_PLUGIN_CACHE_TRUST_GROUP=1)" in built.reason
+    assert any("can be written by its group" in line for line in cache.verify())
+    monkeypatch.setenv("DS_PLUGIN_CACHE_TRUST_GROUP", "1")
+    assert acquire(project.spec()).path.is_relative_to(folder)
+
+
+def test_a_cache_behind_a_link_is_judged_where_it_lies(
+    project: Project, private_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "open" / "cache").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "open" / "cache")
+    monkeypatch.setenv("DS_PLUGIN_CACHE_DIR", str(tmp_path / "link"))
+    acquire(project.spec())
+    (tmp_path / "open").chmod(0o777)
+    assert acquire(project.spec()).path.is_relative_to(private_root)
+    (tmp_path / "open").chmod(0o1777)  # as /tmp
+    assert acquire(project.spec()).path.is_relative_to(tmp_path / "link")
+
+
+def test_a_cache_of_the_users_own_group_is_used(
+    project: Project, group: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where each user has a group of their own, their folders are commonly open to it (umask 002)."""
+    monkeypatch.setattr(grp, "getgrgid", lambda gid: SimpleNamespace(gr_name="nobody else", gr_mem=["nobody else"]))
+    acquire(project.spec())
+    open_to(cache.root(), group)
+    assert acquire(project.spec()).origin == "cache"
+
+
+@pytest.mark.parametrize("name", ["answer.so", "key.json"])
+def test_a_file_that_a_group_can_write_is_made_anew(project: Project, group: int, name: str) -> None:
+    folder = acquire(project.spec()).path.parent
+    open_to(folder / name, group)
+    again = acquire(project.spec())
+    assert again.origin == "compiled" and "can be written by its group" in again.reason
+    assert (folder / name).stat().st_mode & 0o022 == 0
+
+
 def test_a_single_build_open_to_everybody_is_made_anew(project: Project) -> None:
     first = acquire(project.spec()).path
     first.parent.chmod(0o777)
@@ -380,6 +472,26 @@ def test_a_private_cache_that_somebody_else_prepared_is_not_used(
     built = acquire(project.spec())
     assert not built.path.is_relative_to(private_root)
     assert not built.path.is_relative_to(cache.root())
+
+
+@pytest.mark.parametrize("target", ["", "mine", "gone"])
+def test_a_link_that_somebody_planted_is_not_followed(
+    project: Project, private_root: Path, tmp_path: Path, spawn: Spawn, monkeypatch: pytest.MonkeyPatch, target: str
+) -> None:
+    """Not even to a folder of one's own, and what takes its place is gone with the process."""
+    (tmp_path / "mine").mkdir(mode=0o700)
+    if target:
+        private_root.symlink_to(tmp_path / target)
+    else:
+        private_root.write_text("no folder")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    cache.root().mkdir()
+    cache.root().chmod(0o777)
+    assert finish(spawn()) == "compiled 42"
+    assert list((tmp_path / "mine").iterdir()) == []
+    assert not (tmp_path / "gone").exists()
+    assert list(tmp_path.glob("ds-plugin-sdk-*")) == [private_root]
+    assert private_root.is_symlink() == bool(target)
 
 
 def test_remains_of_killed_builds_are_removed_after_a_day(project: Project) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import os
 import shutil
 import subprocess
 import sys
@@ -11,9 +14,10 @@ import pytest
 import torch
 
 from ds_plugin_sdk.errors import ArtifactError
-from ds_plugin_sdk.jit import Artifact, BuildSpec, CudaToolchain, Source, acquire, explain, load, machine, obtain
+from ds_plugin_sdk.jit import Artifact, BuildSpec, CudaToolchain, Source, acquire, cache, explain, load, machine, obtain
 from ds_plugin_sdk.jit.compile import dependencies
 from ds_plugin_sdk.jit.machine import find_torch
+from ds_plugin_sdk.jit.plan import file_digest
 
 pytestmark = pytest.mark.compiler
 
@@ -99,10 +103,71 @@ def test_a_python_module(tmp_path: Path) -> None:
 def test_what_is_no_library_is_not_loaded(tmp_path: Path) -> None:
     (tmp_path / "junk.so").write_bytes(b"\x7fELF and no more")
     spec = BuildSpec(name="junk", owner="ds-plugin-test", sources=(Source(tmp_path / "junk.cpp"),))
-    artifact = Artifact(tmp_path / "junk.so", "cache", 0.0, "", {"created": 0.0})
+    sha256 = file_digest(tmp_path / "junk.so")
+    artifact = Artifact(
+        tmp_path / "junk.so", "cache", 0.0, "", {"created": 0.0, "binary": {"bytes": 16, "sha256": sha256}}
+    )
     with pytest.raises(ArtifactError, match=r"junk\.so") as caught:
         load(artifact, spec)
     assert (caught.value.op, caught.value.plugin) == ("junk", "ds-plugin-test")
+
+
+PLAIN = 'extern "C" __attribute__((visibility("default"))) int answer() { return ANSWER; }\n'
+
+
+def plain_spec(folder: Path, number: int) -> BuildSpec:
+    source = write(folder, f"plain{number}.cpp", PLAIN)
+    return BuildSpec(name=f"plain{number}", owner="ds-plugin-test", sources=(source,), cxx_args=(f"-DANSWER={number}",))
+
+
+def mapped(folder: Path) -> set[str]:
+    """The libraries below `folder` that are in this process."""
+    lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+    return {line.split(maxsplit=5)[5] for line in lines if str(folder) in line}
+
+
+def test_a_binary_replaced_after_its_digest_was_compared_is_not_loaded(tmp_path: Path) -> None:
+    good, evil = acquire(plain_spec(tmp_path, 1)), acquire(plain_spec(tmp_path, 2))
+    good = acquire(plain_spec(tmp_path, 1))  # found, and compared
+    good.path.unlink()
+    shutil.copy(evil.path, good.path)
+    with pytest.raises(ArtifactError, match=r"does not match its SHA-256|bytes instead of"):
+        load(good, plain_spec(tmp_path, 1))
+    assert str(good.path) not in mapped(cache.root())
+    assert obtain(plain_spec(tmp_path, 1))[0].origin == "compiled"
+
+
+def test_a_binary_replaced_just_before_it_is_loaded_is_not_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = plain_spec(tmp_path, 3)
+    acquire(spec)
+    artifact, evil = acquire(spec), acquire(plain_spec(tmp_path, 4))
+    own = artifact.path.stat().st_ino
+    loader = ctypes.CDLL
+
+    def swap(name: str) -> ctypes.CDLL:
+        artifact.path.rename(artifact.path.with_suffix(".kept"))
+        shutil.copy(evil.path, artifact.path)
+        return loader(name)
+
+    monkeypatch.setattr(ctypes, "CDLL", swap)
+    load(artifact, spec)
+    inodes = {Path(path).stat().st_ino for path in mapped(cache.root())}
+    assert own in inodes
+    assert artifact.path.stat().st_ino not in inodes
+
+
+def test_libraries_do_not_take_each_others_place(tmp_path: Path) -> None:
+    """Though the descriptors by which they were loaded are closed, as daemons do."""
+    before = mapped(cache.root())
+    for number in range(5, 9):
+        obtain(plain_spec(tmp_path, number))
+        for descriptor in Path("/proc/self/fd").iterdir():
+            with contextlib.suppress(OSError):
+                if descriptor.readlink().suffix == ".so":
+                    os.close(int(descriptor.name))
+    assert len(mapped(cache.root()) - before) == 4
 
 
 def test_nothing_but_load_imports_torch(tmp_path: Path) -> None:

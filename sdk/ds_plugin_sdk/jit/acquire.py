@@ -225,6 +225,8 @@ def _make(plan: Plan, work: Path, reason: str) -> tuple[Path, str]:
     headers = entry.describe_headers(compiling.run(plan, work, made / entry.LOG_FILE), plan.request.tokens)
     (work / plan.spec.library).rename(made / plan.spec.library)
     entry.write(made, plan, headers, seconds=time.perf_counter() - start, reason=reason)
+    for file in made.iterdir():
+        file.chmod(file.stat().st_mode & ~0o022)  # nor may what is in it be
     return made, entry.content_key(plan.direct, headers)
 
 

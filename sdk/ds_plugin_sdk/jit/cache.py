@@ -49,7 +49,7 @@ def verify() -> list[str]:
     store = Store(root())
     problems = []
     for item in entries():
-        if reason := store.distrust(item.path):
+        if reason := store.distrust_entry(item.path):
             problems.append(reason)
         try:
             entry.check_binary(item.path, entry.read(item.path))

@@ -7,14 +7,13 @@ import re
 import shlex
 import signal
 import subprocess
-import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TextIO
 
 from ds_plugin_sdk.errors import CompileError, ToolchainError
-from ds_plugin_sdk.jit.plan import Plan, source_digests
+from ds_plugin_sdk.jit.plan import Plan, file_digest, source_digests
 from ds_plugin_sdk.settings import child_environment, settings
 
 # What a compiler or the system says, and what the reader can do.
@@ -40,8 +39,10 @@ HINTS = (
     (r"undefined reference|cannot find -l", "a library is missing at the link: check the builder's extra_ldflags"),
 )  # fmt: skip
 
-# Its time stamp is when the commands began.
-_BEGIN = "begin"
+# Their time stamps are when the commands began and ended.
+_BEGIN, _END = "begin", "end"
+
+_INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*["<]([^">\n]+)[">]', re.MULTILINE)
 
 _ERROR = re.compile(r"\berror\b|undefined reference|cannot find|Killed|No space|exceeded|No such file", re.IGNORECASE)
 
@@ -56,12 +57,14 @@ def run(plan: Plan, work: Path, log: Path) -> list[Path]:
         CompileError: a command failed, or did not do its work.
         ToolchainError: a command cannot be run at all.
     """
+    before = _digests(_own_headers(plan))
     headers = _run_once(plan, work, log)
-    if touched := _touched(headers, work):
+    if _changed(headers, before) or _foreign_touched(headers, before, work):
         # Perhaps just before the compiler read it, perhaps after; the second time tells.
+        before = _digests({*_own_headers(plan), *headers})
         headers = _run_once(plan, work, log)
-        if touched := _touched(headers, work):
-            raise failure(plan, f"{touched} was changed during the compilation; run again")
+        if changed := _changed(headers, before):
+            raise failure(plan, f"{changed} was changed during the compilation; run again")
     if source_digests(plan.spec) != plan.request.digests:
         raise failure(plan, "a source was changed during the compilation; run again")
     return headers
@@ -162,8 +165,41 @@ def dependencies(makefile: str) -> list[str]:
     return [word.replace("\\ ", " ").replace("\\#", "#").replace("$$", "$") for word in words]
 
 
-def _touched(files: Iterable[Path], work: Path) -> Path | None:
-    """A file written since the commands began, by the file system's clock, which is coarser than ours."""
-    begin = (work / _BEGIN).stat().st_mtime_ns
-    now = time.time_ns()  # a time stamp in the future is a wrong clock, and no sign of a change
-    return next((file for file in files if begin < file.stat().st_mtime_ns <= now), None)
+def _own_headers(plan: Plan) -> set[Path]:
+    """The headers that the sources include from their own folders, found without a compiler. Some may not be used."""
+    found: set[Path] = set()
+    unread = [source.path for source in plan.spec.sources]
+    while unread:
+        file = unread.pop()
+        for name in _INCLUDE.findall(file.read_bytes()):
+            for folder in (file.parent, *plan.spec.include_dirs):
+                path = Path(os.path.realpath(folder / os.fsdecode(name)))
+                if path not in found and path.is_file():
+                    found.add(path)
+                    unread.append(path)
+    return found
+
+
+def _digests(files: Iterable[Path]) -> dict[Path, str]:
+    """SHA-256 of files, by their paths without links."""
+    return {Path(os.path.realpath(file)): file_digest(file) for file in files}
+
+
+def _changed(headers: Iterable[Path], before: Mapping[Path, str]) -> Path | None:
+    """A header whose digest was taken and is no longer the same."""
+    now = ((header, Path(os.path.realpath(header))) for header in headers)
+    return next((header for header, real in now if real in before and file_digest(real) != before[real]), None)
+
+
+def _foreign_touched(headers: Iterable[Path], known: Container[Path], work: Path) -> Path | None:
+    """Another header that was written while the commands ran, by the clock of the build folder's file system."""
+    (work / _END).touch()
+    begin, end = ((work / name).stat().st_mtime_ns for name in (_BEGIN, _END))
+    return next(
+        (
+            header
+            for header in headers
+            if begin < header.stat().st_mtime_ns <= end and Path(os.path.realpath(header)) not in known
+        ),
+        None,
+    )

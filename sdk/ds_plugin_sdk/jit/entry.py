@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ds_plugin_sdk.jit.machine import STABLE_TORCH
-from ds_plugin_sdk.jit.plan import SCHEMA, Plan, Request, Tokens, differences, digest, file_digest, lacking
+from ds_plugin_sdk.jit.plan import (
+    SCHEMA,
+    Plan,
+    Request,
+    Tokens,
+    differences,
+    digest,
+    file_digest,
+    lacking,
+    stream_digest,
+)
 
 KEY_FILE = "key.json"
 LOG_FILE = "build.log"
@@ -78,16 +90,53 @@ def check_binary(folder: Path, record: Record) -> None:
     Raises:
         DamagedError: it is missing, truncated or altered.
     """
-    path = folder / f"{record['key']['request']['op']}.so"
-    expected = record["binary"]
+    with _opened(folder / f"{record['key']['request']['op']}.so") as file:
+        _compare(file, record)
+
+
+def open_binary(path: Path, record: Record) -> int:
+    """A descriptor of the binary `path`, which is what its digest says: read through it, now or by `check_binary`.
+
+    Raises:
+        DamagedError: it is missing, truncated or altered.
+    """
+    with _opened(path) as file:
+        if _checked.get(_state(file)) != record["binary"]["sha256"]:
+            _compare(file, record)
+        return os.dup(file.fileno())
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[BufferedReader]:
     try:
-        size = path.stat().st_size
-        if size != expected["bytes"]:
-            raise DamagedError(f"{path} has {size} bytes instead of {expected['bytes']}")
-        if file_digest(path) != expected["sha256"]:
-            raise DamagedError(f"{path} does not match its SHA-256 in {KEY_FILE}")
+        with path.open("rb") as file:
+            yield file
     except OSError as error:
-        raise DamagedError(f"{folder}: {error.strerror}") from error
+        raise DamagedError(f"{path.parent}: {error.strerror}") from error
+
+
+def _compare(file: BufferedReader, record: Record) -> None:
+    state, expected = _state(file), record["binary"]
+    if state.size != expected["bytes"]:
+        raise DamagedError(f"{file.name} has {state.size} bytes instead of {expected['bytes']}")
+    if stream_digest(file) != expected["sha256"]:
+        raise DamagedError(f"{file.name} does not match its SHA-256 in {KEY_FILE}")
+    _checked[state] = expected["sha256"]
+
+
+class _State(NamedTuple):
+    """A file, and whether it was written since."""
+
+    device: int
+    inode: int
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+
+
+def _state(file: BufferedReader) -> _State:
+    state = os.fstat(file.fileno())
+    return _State(state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns)
 
 
 def outdated(record: Record, plan: Plan) -> str:
@@ -199,3 +248,4 @@ def _identity(folder: Path, record: Record) -> tuple[Path, float]:
 
 
 _rejected: dict[tuple[Path, float], str] = {}
+_checked: dict[_State, str] = {}  # digests of the binaries that were compared

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
+import fcntl
 import importlib.machinery
 import importlib.util
+import os
 import re
 from types import ModuleType
 
 from ds_plugin_sdk.errors import ArtifactError
 from ds_plugin_sdk.jit import entry
+from ds_plugin_sdk.jit.entry import DamagedError
 from ds_plugin_sdk.jit.spec import Artifact, BuildSpec
 
-_modules: dict[str, ModuleType] = {}
+# By device and inode.
+_loaded: dict[tuple[int, int], ModuleType | None] = {}
+_last_file = 2
 
 
 def load(artifact: Artifact, spec: BuildSpec) -> ModuleType | None:
@@ -25,32 +31,65 @@ def load(artifact: Artifact, spec: BuildSpec) -> ModuleType | None:
         ArtifactError: the binary cannot be loaded. It is not offered again in this process: another `acquire` gives
             the next best one.
     """
+    try:
+        file = entry.open_binary(artifact.path, artifact.key)
+    except DamagedError as error:
+        raise _rejected(artifact, spec, str(error)) from error
+    try:
+        state = os.fstat(file)
+        library = state.st_dev, state.st_ino
+        if library not in _loaded:
+            _loaded[library] = _load(file, artifact, spec)
+        return _loaded[library]
+    finally:
+        os.close(file)
+
+
+def _load(file: int, artifact: Artifact, spec: BuildSpec) -> ModuleType | None:
     import torch  # its libraries must be in the process first: binaries carry no path to them
 
-    path = str(artifact.path)
+    path = name = str(artifact.path)
     try:
+        # A wheel's binary may look for libraries beside it ($ORIGIN); it is trusted as the wheel's Python is.
+        if artifact.origin != "prebuilt":
+            name = _name_of(file, path)
         if spec.kind == "torch_library":
-            torch.ops.load_library(path)  # type: ignore[no-untyped-call]  # torch does not say
+            ctypes.CDLL(name)  # as torch.ops.load_library does, which follows links first
+            torch.ops.loaded_libraries.add(path)
             return None
-        if path not in _modules:
-            _modules[path] = _import(path, spec)
-        return _modules[path]
+        return _import(name, path, spec)
     except (OSError, ImportError, RuntimeError) as error:
-        why = str(error).strip()
-        entry.reject(artifact.path.parent, artifact.key, f"{path} could not be loaded: {why}")
-        raise ArtifactError(
-            f"the {artifact.origin} binary could not be loaded", plugin=spec.owner, op=spec.name, why=why,
-            hint=f"it is {path}; `sdk cache why {spec.name}` says what it was made of",
-        ) from error  # fmt: skip
+        raise _rejected(artifact, spec, str(error).strip().replace(name, path)) from error
 
 
-def _import(path: str, spec: BuildSpec) -> ModuleType:
+def _rejected(artifact: Artifact, spec: BuildSpec, why: str) -> ArtifactError:
+    path = artifact.path
+    entry.reject(path.parent, artifact.key, f"{path} could not be loaded: {why}")
+    return ArtifactError(
+        f"the {artifact.origin} binary could not be loaded", plugin=spec.owner, op=spec.name, why=why,
+        hint=f"it is {path}; `sdk cache why {spec.name}` says what it was made of",
+    )  # fmt: skip
+
+
+def _name_of(file: int, path: str) -> str:
+    """A name of the open file, whatever lies at its path by now; its path where there is no /proc.
+
+    The file stays open, under a number that was not used before: the loader takes two files of one name for one.
+    """
+    global _last_file
+    _last_file = fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, _last_file + 1)
+    name = f"/proc/self/fd/{_last_file}"
+    return name if os.path.exists(name) else path  # noqa: PTH110  # not a file to work with
+
+
+def _import(loaded_as: str, path: str, spec: BuildSpec) -> ModuleType:
     # The last component names the init function; the others keep equal op names of two plugins apart.
     name = f"ds_plugin_sdk._native.{re.sub(r'[^A-Za-z0-9_]', '_', spec.owner)}.{spec.name}"
-    loader = importlib.machinery.ExtensionFileLoader(name, path)
-    found = importlib.util.spec_from_file_location(name, path, loader=loader)
+    loader = importlib.machinery.ExtensionFileLoader(name, loaded_as)
+    found = importlib.util.spec_from_file_location(name, loaded_as, loader=loader)
     if found is None:
         raise ImportError(f"{path} is not an extension module")
     module = importlib.util.module_from_spec(found)
     loader.exec_module(module)
+    module.__file__ = found.origin = path
     return module

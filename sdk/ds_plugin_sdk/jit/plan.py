@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from ds_plugin_sdk.errors import CompileError
 from ds_plugin_sdk.jit import machine, target, toolchains
@@ -160,10 +160,15 @@ def digest(value: object) -> str:
 
 def file_digest(path: str | os.PathLike[str]) -> str:
     """SHA-256 of a file, in hexadecimal."""
-    state = hashlib.sha256()
     with open(path, "rb") as file:  # noqa: PTH123  # called for hundreds of headers
-        while block := file.read(1 << 20):
-            state.update(block)
+        return stream_digest(file)
+
+
+def stream_digest(file: BinaryIO) -> str:
+    """SHA-256 of an open file, from its position on."""
+    state = hashlib.sha256()
+    while block := file.read(1 << 20):
+        state.update(block)
     return state.hexdigest()
 
 

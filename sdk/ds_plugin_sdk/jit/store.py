@@ -11,10 +11,13 @@ both continue. Nothing in it changes afterwards but the time stamp of ``key.json
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
 import functools
+import grp
 import os
+import pwd
 import shutil
 import stat
 import tempfile
@@ -53,23 +56,27 @@ class Store:
             home = home.parent
         if not os.access(home, os.W_OK | os.X_OK):
             return f"{home} cannot be written"
-        return self.distrust(home) if home.is_relative_to(self.root) else ""
+        return self.distrust(home) if home.is_relative_to(self.root) else exposed(self.root)
 
     def distrust(self, folder: Path) -> str:
-        """Why binaries in `folder`, which lies in this store, may not be loaded; empty if they may."""
+        """Why others could have made `folder`, which lies in this store, what it is; empty if they could not."""
         while not (why := distrust(folder)) and folder != self.root:
             folder = folder.parent
-        return why
+        return why or exposed(self.root)
+
+    def distrust_entry(self, folder: Path) -> str:
+        """Why the binary of an entry may not be loaded: others could have put it there. Empty if it may."""
+        return self.distrust(folder) or next(filter(None, map(distrust, children(folder))), "")
 
     def lookup(self, plan: Plan) -> Search:
         """The entry of `plan` whose headers are as they are now."""
-        return entry.search(children(self.home(plan)), lambda record: entry.outdated(record, plan), self.distrust)
+        return entry.search(children(self.home(plan)), lambda record: entry.outdated(record, plan), self.distrust_entry)
 
     def lookup_alike(self, request: Request) -> Search:
         """An entry that was made of the same sources and runs here, whichever compiler made it; the newest first."""
         folders = self.entries(request.spec.owner, request.spec.name)
         return entry.search(
-            sorted(folders, key=_made, reverse=True), lambda record: entry.misfit(record, request), self.distrust
+            sorted(folders, key=_made, reverse=True), lambda record: entry.misfit(record, request), self.distrust_entry
         )
 
     def newest(self, owner: str, op: str) -> Record | None:
@@ -129,24 +136,81 @@ def root() -> Path:
 
 @functools.cache
 def private_root() -> Path:
-    """Where builds go when `root` cannot be used: a folder of this user below the system's temporary folder."""
+    """Where builds go when `root` cannot be used: a folder of this user below the system's temporary folder, or, where
+    somebody else has taken its name, one of this process's own that is removed at exit.
+    """
     folder = Path(tempfile.gettempdir()) / f"ds-plugin-sdk-{os.geteuid()}"
-    make_private(folder)
-    # Anybody may have made a folder of that name in /tmp before us.
-    return Path(tempfile.mkdtemp(prefix="ds-plugin-sdk-")) if distrust(folder) else folder
+    with contextlib.suppress(OSError):
+        folder.mkdir(mode=0o700)
+    if _is_private(folder):
+        return folder
+    folder = Path(tempfile.mkdtemp(prefix="ds-plugin-sdk-"))
+    atexit.register(_remove_own, folder, os.getpid())
+    return folder
 
 
-def distrust(folder: Path) -> str:
-    """Why binaries in `folder` may not be loaded: others could have put them there. Empty if they may."""
+def _is_private(folder: Path) -> bool:
+    """Whether it is a folder, and no link to one, that this user alone can enter and write."""
     try:
-        state = folder.stat()
+        state = folder.lstat()
+    except OSError:
+        return False
+    mine = stat.S_ISDIR(state.st_mode) and state.st_uid == os.geteuid() and not state.st_mode & 0o077
+    return mine and os.access(folder, os.W_OK | os.X_OK)
+
+
+def _remove_own(folder: Path, process: int) -> None:
+    if os.getpid() == process:  # and no fork of it
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def distrust(path: Path) -> str:
+    """Why a folder or file may be other people's work; empty if only this user and root can write it."""
+    try:
+        state = path.stat()
     except OSError as error:
-        return f"{folder}: {error.strerror}"
+        return f"{path}: {error.strerror}"
     if state.st_uid not in (os.geteuid(), 0):
-        return f"{folder} belongs to another user (uid {state.st_uid})"
-    if state.st_mode & stat.S_IWOTH:
-        return f"{folder} can be written by everybody"
+        return f"{path} belongs to another user (uid {state.st_uid})"
+    return _open_to_others(path, state)
+
+
+def exposed(folder: Path) -> str:
+    """Why others could put a folder of theirs in the place of `folder`, which need not exist; empty if they could not.
+
+    That takes the right to write to one of the folders above it, here or, where links lead elsewhere, there.
+    """
+    above = folder.parents
+    real = os.path.realpath(folder)
+    for parent in above if real == str(folder) else (*above, *Path(real).parents):
+        try:
+            state = parent.stat()
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            return f"{parent}: {error.strerror}"
+        # In a sticky folder, such as /tmp, only what belongs to oneself can be renamed.
+        if not state.st_mode & stat.S_ISVTX and (why := _open_to_others(parent, state)):
+            return why
     return ""
+
+
+def _open_to_others(path: Path, state: os.stat_result) -> str:
+    if state.st_mode & stat.S_IWOTH:
+        return f"{path} can be written by everybody"
+    if state.st_mode & stat.S_IWGRP and not settings.cache_trust_group and not _is_own_group(state.st_gid):
+        return f"{path} can be written by its group (`chmod g-w` it, or set DS_PLUGIN_CACHE_TRUST_GROUP=1)"
+    return ""
+
+
+@functools.cache
+def _is_own_group(group: int) -> bool:
+    """Whether a group has no member but this user: root's, or one that bears the user's name, as most systems make."""
+    try:
+        found, user = grp.getgrgid(group), pwd.getpwuid(os.geteuid())
+    except KeyError:
+        return group == 0
+    return group == 0 or (found.gr_name == user.pw_name and set(found.gr_mem) <= {user.pw_name})
 
 
 def children(folder: Path) -> list[Path]:
