@@ -397,7 +397,13 @@ def open_to(folder: Path, group: int, mode: int = 0o775) -> None:
 
 @pytest.mark.parametrize("above", [False, True])
 def test_a_cache_that_a_group_can_write_is_not_used(
-    project: Project, private_root: Path, group: int, above: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    project: Project,
+    private_root: Path,
+    group: int,
+    above: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Nor one in whose place its members can put another."""
     folder = tmp_path / "project" / "cache"
@@ -408,6 +414,7 @@ def test_a_cache_that_a_group_can_write_is_not_used(
     assert (built.origin, built.path.is_relative_to(private_root)) == ("compiled", True)
     assert "can be written by its group (`chmod g-w` it, or set DS_PLUGIN_CACHE_TRUST_GROUP=1)" in built.reason
     assert any("can be written by its group" in line for line in cache.verify())
+    assert [record.levelname for record in caplog.records if "by its group" in record.getMessage()] == ["WARNING"]
     monkeypatch.setenv("DS_PLUGIN_CACHE_TRUST_GROUP", "1")
     assert acquire(project.spec()).path.is_relative_to(folder)
 

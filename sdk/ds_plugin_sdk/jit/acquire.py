@@ -206,7 +206,8 @@ def _build(plan: Plan, choice: _Choice, start: float) -> Artifact:
             place.discard(folder)
             _log.warning("op '%s': %s; it is built again", spec.name, "; ".join(search.reasons))
         reason = _why_compiled(choice, plan)
-        _log.info("op '%s': compiling; %s", spec.name, reason)
+        level = logging.INFO if place.root == store.root() else logging.WARNING  # the cache asked for is not used
+        _log.log(level, "op '%s': compiling; %s", spec.name, reason)
         with place.workplace(spec.name) as work:
             try:
                 made, content = _make(plan, work, reason)
