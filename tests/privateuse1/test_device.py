@@ -84,7 +84,7 @@ def test_another_backend_has_torch_s_place(run: Run) -> None:
         "from ds_plugin_sdk import simulator\n"
         "simulator.install('zap')\n"
     )
-    assert "and 'other' has it" in run("-c", program, fails=True).stderr
+    assert "and it is 'other'" in run("-c", program, fails=True).stderr
 
 
 def test_importing_the_packages_does_not_import_torch(run: Run) -> None:

@@ -251,7 +251,7 @@ def test_a_negative_decay_is_none_on_the_cpu() -> None:
 
 def test_what_cannot_be_right_is_rejected() -> None:
     p, g, m, v = tensors(4, torch.clone)
-    with pytest.raises(SdkError, match=r"an optimizer was used that does not exist .*create_adam\(77"):
+    with pytest.raises(SdkError, match=r"this optimizer does not exist .*create_adam\(77"):
         cpu_adam.adam_update(77, 1, LR, *BETAS, EPS, DECAY, True, p, g, m, v)
     cpu_adam.create_adam(77, LR, *BETAS, EPS, DECAY, True, False)
     before = p.clone()
