@@ -1,21 +1,24 @@
 """``cpu_adam``: what DeepSpeedCPUAdam and ZeRO-Offload call. Tensors are in host memory.
 
 An optimizer is known by a number, and the only thing kept under it is whether it decays weights the way of AdamW; all
-else comes with each call. `DeepSpeedCPUAdam.__del__` calls `destroy_adam` as late as at the interpreter's exit.
+else comes with each call. `DeepSpeedCPUAdam.__del__` calls `destroy_adam` as late as at the interpreter's exit. How
+ZenFlow's processes work together is in `ds_plugin_sdk.integrations.deepspeed.zenflow`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NoReturn
+import ctypes
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from ds_plugin_sdk.errors import OpNotImplementedError, SdkError
+from ds_plugin_sdk.errors import SdkError
+from ds_plugin_sdk.integrations.deepspeed.zenflow import Control, Step, Worker
 from ds_plugin_sdk.ops.adam import adam_, adam_rollback_
 
 _adamw: dict[int, bool] = {}
+_workers: list[Worker | None] = []
 
 
 def create_adam(
@@ -131,25 +134,93 @@ def _mode(optimizer_id: int) -> bool:
         ) from None
 
 
-def _not_offered(name: str) -> Callable[..., NoReturn]:
-    def raise_error(*args: object) -> NoReturn:
-        raise OpNotImplementedError(
-            "ZenFlow's overlapped optimizer is not offered",
+# ---- ZenFlow's overlapped optimizer ----------------------------------------------------------------------------------
+def zenflow_adam_create(optimizer_id: int, affinity: Sequence[int]) -> int:
+    """Begin a worker that steps as `optimizer_id` does, on the cores of these numbers. Gives its number.
+
+    Raises:
+        SdkError: no optimizer was created under `optimizer_id`.
+    """
+    _workers.append(Worker(_mode(optimizer_id), affinity))
+    return len(_workers) - 1
+
+
+def zenflow_adam_register_group(
+    handle: int,
+    param: Tensor,
+    grad0: Tensor,
+    grad1: Tensor,
+    exp_avg0: Tensor,
+    exp_avg1: Tensor,
+    exp_avg_sq0: Tensor,
+    exp_avg_sq1: Tensor,
+    stale: Tensor | None,
+) -> None:
+    """Add a group: a step uses gradient and moments 0 or 1, and copies the parameter to `stale`, if there is one."""
+    _worker(handle).add(param, (grad0, grad1), (exp_avg0, exp_avg1), (exp_avg_sq0, exp_avg_sq1), stale)
+
+
+def zenflow_adam_run_worker(handle: int, control: int) -> None:
+    """Do the steps that are submitted at the address `control`, until `zenflow_adam_ctrl_exit`.
+
+    Raises:
+        InvalidTensorError: the tensors of a group do not fit; DeepSpeed notices that the process has ended.
+    """
+    _worker(handle).run(Control.from_address(control))
+
+
+def zenflow_adam_destroy(handle: int) -> None:
+    """End a worker, if it is not ended yet."""
+    if 0 <= handle < len(_workers):
+        _workers[handle] = None
+
+
+def zenflow_adam_ctrl_size() -> int:
+    """Bytes of shared memory that the two processes need."""
+    return ctypes.sizeof(Control)
+
+
+def zenflow_adam_ctrl_init(control: int, num_groups: int) -> None:
+    """Make that memory ready, before the optimizer's process starts.
+
+    Raises:
+        SdkError: it has no room for so many groups.
+    """
+    Control.from_address(control).begin(num_groups)
+
+
+def zenflow_adam_submit(
+    control: int,
+    now_state: int,
+    step: int,
+    lr: Sequence[float],
+    beta1: Sequence[float],
+    beta2: Sequence[float],
+    eps: Sequence[float],
+    weight_decay: Sequence[float],
+    bias_correction: Sequence[int],
+) -> None:
+    """Have step number `step` done with gradients and moments 0 or 1; the other lists have a number for each group."""
+    groups = list(zip(lr, beta1, beta2, eps, weight_decay, bias_correction, strict=True))
+    Control.from_address(control).submit(Step(now_state, step, groups))
+
+
+def zenflow_adam_wait(control: int, timeout_s: float) -> bool:
+    """Wait for a step to be done; False if none is in this time."""
+    return Control.from_address(control).wait(timeout_s)
+
+
+def zenflow_adam_ctrl_exit(control: int) -> None:
+    """Have the optimizer's process end."""
+    Control.from_address(control).end()
+
+
+def _worker(handle: int) -> Worker:
+    worker = _workers[handle] if 0 <= handle < len(_workers) else None
+    if worker is None:
+        raise SdkError(
+            "this worker of ZenFlow's optimizer does not exist",
             op="cpu_adam",
-            why=f"{name} steps in a process of its own, which this op does not do",
-            hint='leave "zenflow" out of the DeepSpeed config; ZeRO-Offload without it works',
+            why=f"there is no zenflow_adam_create() that gave {handle}, or zenflow_adam_destroy({handle}) was called",
         )
-
-    raise_error.__name__ = name
-    return raise_error
-
-
-zenflow_adam_create = _not_offered("zenflow_adam_create")
-zenflow_adam_register_group = _not_offered("zenflow_adam_register_group")
-zenflow_adam_destroy = _not_offered("zenflow_adam_destroy")
-zenflow_adam_ctrl_size = _not_offered("zenflow_adam_ctrl_size")
-zenflow_adam_ctrl_init = _not_offered("zenflow_adam_ctrl_init")
-zenflow_adam_run_worker = _not_offered("zenflow_adam_run_worker")
-zenflow_adam_submit = _not_offered("zenflow_adam_submit")
-zenflow_adam_wait = _not_offered("zenflow_adam_wait")
-zenflow_adam_ctrl_exit = _not_offered("zenflow_adam_ctrl_exit")
+    return worker
