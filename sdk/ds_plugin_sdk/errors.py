@@ -19,7 +19,7 @@
     ├── CollectiveError             (RuntimeError)  a rank has ended, or does not join a collective
     └── OpError
         ├── OpNotImplementedError   (ValueError)    this plugin does not offer this op
-        ├── InvalidTensorError      (ValueError)    an op does not support a tensor that it was given
+        ├── InvalidTensorError      (ValueError, RuntimeError)  an op does not support a tensor that it was given
         ├── UnsupportedOptionError  (ValueError)    an optimizer does not implement an option of a group or checkpoint
         ├── CheckpointError         (ValueError)    an optimizer cannot go on from a state dict
         └── GraphCaptureError       (RuntimeError)  an optimizer's step cannot be captured in a device graph
@@ -140,8 +140,11 @@ class OpNotImplementedError(OpError, ValueError):
     """The current plugin does not offer this op. A ValueError, because DeepSpeed's fallbacks catch that type."""
 
 
-class InvalidTensorError(OpError, ValueError):
-    """An op does not support the device, dtype, shape or layout of a tensor that it was given."""
+class InvalidTensorError(OpError, ValueError, RuntimeError):
+    """An op does not support the device, dtype, shape or layout of a tensor that it was given.
+
+    A ValueError, and a RuntimeError, because that is what torch's ops and DeepSpeed's raise.
+    """
 
 
 class UnsupportedOptionError(OpError, ValueError):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.machinery
+import importlib.util
 import inspect
 import re
 from pathlib import Path
@@ -179,3 +181,28 @@ def test_training_by_config(python: Python, kernel_cache: Path) -> None:
     assert [each[:2] for each in found] == [("0", "fp32"), ("0", "bf16"), ("1", "fp32"), ("1", "bf16")], done.stdout
     assert all(float(last) < 0.5 * float(first) for *_, first, last in found), found
     assert re.search(r"\('fused_lamb', '(compiled|cache)'\)", done.stdout), done.stdout
+
+
+@pytest.mark.parametrize("source", ["float step_size = lr * std::sqrt(c2) / c1;", "T m_hat = m[j] / c1;", None])
+def test_moments_are_corrected_where_the_installed_release_does_it(
+    source: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Releases after 0.19.8 correct the moments, and nothing but the source of their kernel tells."""
+    (tmp_path / "deepspeed/ops/csrc/lamb").mkdir(parents=True)
+    if source:
+        (tmp_path / "deepspeed/ops/csrc/lamb/fused_lamb_cuda_kernel.cu").write_text(source)
+    spec = importlib.machinery.ModuleSpec("deepspeed", None, is_package=True)
+    spec.submodule_search_locations = [str(tmp_path / "deepspeed")]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
+    monkeypatch.setattr(fused_lamb, "_corrects_inside", fused_lamb._corrects_inside.__wrapped__)
+    lr, b1, b2, eps, step, decay = 0.1, 0.9, 0.99, 1e-6, 3, 0.1
+    p, g, m, v = (torch.rand(50) + 0.5 for _ in range(4))
+    p0, g0, m0, v0 = (tensor.double() for tensor in (p, g, m, v))
+    ratio = fused_lamb.lamb(p, torch.tensor([]), m, v, g, lr, b1, b2, 10.0, 0.01, eps, 1.0, step, 1, 1, decay)
+    m1, v1, c1, c2 = b1 * m0 + (1 - b1) * g0, b2 * v0 + (1 - b2) * g0**2, 1 - b1**step, 1 - b2**step
+    folded = bool(source) and "step_size" in source
+    update = (m1 / (v1.sqrt() + eps) if folded else m1 / c1 / ((v1 / c2).sqrt() + eps)) + decay * p0
+    expected = p0.norm() / update.norm()
+    torch.testing.assert_close(ratio.double(), expected.reshape(1), rtol=1e-5, atol=0)
+    size = lr * c2**0.5 / c1 if folded else lr
+    torch.testing.assert_close(p.double(), p0 - size * expected * update, rtol=1e-5, atol=1e-6)

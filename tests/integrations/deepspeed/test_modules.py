@@ -39,7 +39,7 @@ FUNCTIONS = {
         "zenflow_adam_wait": 2,
         "zenflow_adam_ctrl_exit": 1,
     },
-    "fused_adam": {"multi_tensor_adam": 11},
+    "fused_adam": {"multi_tensor_adam": 11, "multi_tensor_adam_mixed_precision": 12},
     "cpu_adagrad": {"create_adagrad": 5, "destroy_adagrad": 1, "adagrad_update": 8},
     "cpu_lion": {"create_lion": 6, "destroy_lion": 1, "lion_update": 9},
     "fused_lion": {"multi_tensor_lion": 8},
@@ -186,6 +186,54 @@ def test_adam_agrees_with_the_formula(layout: Callable[[torch.Tensor], torch.Ten
         for got, expected in ((p, p0), (m, m0), (v, v0)):
             torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)
     assert cpu_adam.destroy_adam(3) == 0
+
+
+@pytest.mark.parametrize("size", [1003, fused_adam._AT_ONCE + 3], ids=["one part", "two parts"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_model_of_16_bits_is_stepped_with_its_masters(dtype: torch.dtype, size: int) -> None:
+    torch.manual_seed(0)
+    scale, step = 128.0, 3
+    master, m, v = torch.nn.Parameter(torch.randn(size)), torch.randn(size), torch.rand(size)
+    grad, output = (scale * torch.randn(size)).to(dtype), torch.empty(size, dtype=dtype)
+    p, g = master.detach().clone(), grad.float() / scale
+    twin = [g, p, m.clone(), v.clone()]
+    fused_adam.multi_tensor_adam(65536, NOOP, [[each] for each in twin], LR, *BETAS, EPS, step, 1, 1, DECAY)
+    lists = [[grad], [master], [m], [v], [output]]
+    fused_adam.multi_tensor_adam_mixed_precision(65536, NOOP, lists, LR, *BETAS, EPS, step, 1, 1, DECAY, scale)
+    for got, expected in zip((master, m, v, output), (p, *twin[2:], p.to(dtype)), strict=True):
+        assert torch.equal(got, expected)
+
+
+def _mixed(**replaced: torch.Tensor) -> list[list[torch.Tensor]]:
+    half = torch.ones(6, dtype=torch.float16)
+    names = ("grad", "param", "exp_avg", "exp_avg_sq", "output")
+    made = {name: torch.ones(6) if 0 < i < 4 else half.clone() for i, name in enumerate(names)} | replaced
+    return [[made[name]] for name in names]
+
+
+@pytest.mark.parametrize(
+    ("lists", "scale", "message"),
+    [
+        (_mixed(), 0.0, "grad_scale is 0.0; expected a positive"),
+        (_mixed(), float("nan"), "grad_scale is nan"),
+        (_mixed()[:4], 1.0, "tensor_lists are 4"),
+        ([[] for _ in range(5)], 1.0, "none of them empty"),
+        (_mixed(grad=torch.ones(6), output=torch.ones(6)), 1.0, "grads are float32; expected float16 or bfloat16"),
+        (_mixed(param=torch.ones(6).half()), 1.0, "params is float16; expected float32"),
+        (_mixed(exp_avg_sq=torch.ones(6).half()), 1.0, "exp_avg_sqs is float16; expected float32"),
+        (_mixed(output=torch.ones(6).bfloat16()), 1.0, "outputs is bfloat16; expected float16"),
+        (_mixed(grad=torch.ones(6, 2).half()[:, 0]), 1.0, r"grads\[0\] is not contiguous"),
+        (_mixed(param=torch.ones(2, 3)), 1.0, r"params\[0\] has shape \[2, 3\]; expected \[6\]"),
+    ],
+)
+def test_a_step_with_masters_that_cannot_be_right_is_rejected(
+    lists: list[list[torch.Tensor]], scale: float, message: str
+) -> None:
+    before = [[tensor.clone() for tensor in tensors] for tensors in lists]
+    with pytest.raises(InvalidTensorError, match=message.replace("; ", ".*")):
+        fused_adam.multi_tensor_adam_mixed_precision(1, NOOP, lists, LR, *BETAS, EPS, 1, 1, 1, DECAY, scale)
+    for tensors, copies in zip(lists, before, strict=True):
+        assert all(torch.equal(tensor, copy) for tensor, copy in zip(tensors, copies, strict=True))
 
 
 @pytest.mark.parametrize("states", [torch.float32, None], ids=["float32 states", "states of 16 bits"])

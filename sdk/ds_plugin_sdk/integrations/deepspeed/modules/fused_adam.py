@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
+from ds_plugin_sdk.ops import _library
+from ds_plugin_sdk.ops._checks import CheckError, check_dtype, check_lists, text
 from ds_plugin_sdk.ops.adam import adam_
+
+_LISTS = ("grads", "params", "exp_avgs", "exp_avg_sqs", "outputs")
+# Elements whose gradients are float32 at a time: few enough for a cache, enough for a device.
+_AT_ONCE = 1 << 20
 
 
 def multi_tensor_adam(
@@ -49,3 +57,69 @@ def multi_tensor_adam(
         adamw=bool(adam_w_mode),
         bias_correction=bool(bias_correction),
     )
+
+
+def multi_tensor_adam_mixed_precision(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: Sequence[Sequence[Tensor]],
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    step: int,
+    adam_w_mode: int,
+    bias_correction: int,
+    weight_decay: float,
+    grad_scale: float,
+) -> None:
+    """Step number `step` on float32 masters of a model of 16 bits, in place; of DeepSpeed after 0.19.8.
+
+    As `multi_tensor_adam`, with gradients divided by `grad_scale`, which are float32 for a part of a tensor at a time.
+
+    Args:
+        tensor_lists: gradients, float16 or bfloat16; parameters, first and second moments, float32; the model's own
+            parameters, which get the new ones rounded, of the gradients' dtype. All contiguous.
+        grad_scale: positive.
+
+    Raises:
+        InvalidTensorError: the tensors or the scale do not fit; nothing was modified.
+    """
+    try:
+        _check_mixed_precision(tensor_lists, grad_scale)
+    except CheckError as error:
+        raise _library.invalid("fused_adam", str(error)) from None
+    for tensors in zip(*tensor_lists, strict=True):
+        flat = (tensor.detach().view(-1).split(_AT_ONCE) for tensor in tensors)
+        for grad, param, exp_avg, exp_avg_sq, output in zip(*flat, strict=True):
+            adam_(
+                [param],
+                [grad.float().div_(grad_scale)],
+                [exp_avg],
+                [exp_avg_sq],
+                step,
+                lr=lr,
+                betas=(beta1, beta2),
+                eps=eps,
+                weight_decay=weight_decay,
+                adamw=bool(adam_w_mode),
+                bias_correction=bool(bias_correction),
+            )
+            output.copy_(param)
+
+
+def _check_mixed_precision(tensor_lists: Sequence[Sequence[Tensor]], grad_scale: float) -> None:
+    if not (math.isfinite(grad_scale) and grad_scale > 0):
+        raise CheckError(f"grad_scale is {grad_scale}; expected a positive, finite number")
+    if len(tensor_lists) != len(_LISTS) or not tensor_lists[0]:
+        raise CheckError(f"tensor_lists are {len(tensor_lists)}; expected {', '.join(_LISTS)}, none of them empty")
+    lists = dict(zip(_LISTS, tensor_lists, strict=True))
+    check_lists(lists)
+    dtype = lists["grads"][0].dtype
+    if dtype not in (torch.float16, torch.bfloat16):
+        raise CheckError(f"grads are {text(dtype)}; expected float16 or bfloat16")
+    for name, tensors in lists.items():
+        check_dtype(name, tensors[0], dtype if name in ("grads", "outputs") else torch.float32)
+        for i, tensor in enumerate(tensors):
+            if not tensor.is_contiguous():
+                raise CheckError(f"{name}[{i}] is not contiguous; expected a contiguous tensor")

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+from pathlib import Path
+
 from torch import Tensor
 
 from ds_plugin_sdk.ops.lamb import lamb_
@@ -29,7 +33,9 @@ def lamb(
 ) -> Tensor:
     """Step number `step` on one tensor, in place on p, exp_avg and exp_avg_sq, contiguous or not.
 
-    Formula, dtypes and errors are those of `ds_plugin_sdk.ops.lamb.lamb_`.
+    Formula, dtypes and errors are those of `ds_plugin_sdk.ops.lamb.lamb_`. Where the moments are corrected for their
+    bias is where the installed DeepSpeed does it: in the step size up to 0.19.8, and inside of the update, as the paper
+    has it, in later releases.
 
     Args:
         p_copy: empty, or a tensor of p's shape that gets the new parameters too, whatever its dtype; DeepSpeed's own op
@@ -59,5 +65,21 @@ def lamb(
         grad_scale=float(combined_scale),
         eps_inside_sqrt=eps_mode == _EPS_INSIDE_SQRT,
         bias_correction=bool(bias_correction),
+        correct_inside=_corrects_inside(),
         copies=[p_copy] if p_copy.numel() > 0 else [],
     )
+
+
+@functools.cache
+def _corrects_inside() -> bool:
+    """Whether the installed DeepSpeed corrects the moments rather than the step size.
+
+    Its front end and signatures are the same in all releases, and one built from a clone has a version of its own
+    making. What tells is the source of its kernel, which every wheel has: the older one computes a step size.
+    """
+    spec = importlib.util.find_spec("deepspeed")
+    for package in (spec.submodule_search_locations or []) if spec else []:
+        source = Path(package, "ops", "csrc", "lamb", "fused_lamb_cuda_kernel.cu")
+        if source.exists():
+            return "step_size" not in source.read_text()
+    return True
