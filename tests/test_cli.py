@@ -144,6 +144,20 @@ def test_a_benchmark_says_which_package_it_lacks(sdk: Run, command: list[str], m
     assert re.search(r"-> pip install ('ds-plugin-sdk\[deepspeed\]'|transformers)\n", text)
 
 
+def test_why_of_an_op_that_was_never_built_says_which_were(sdk: Run) -> None:
+    text = sdk("cache", "why", "nope", status=1)
+    assert "the cache has no build of this op (op 'nope'): " in text
+    assert "has builds of nothing" in text
+
+
+def test_list_does_not_ask_what_ds_plugins_excludes(
+    sdk: Run, install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install("zap", body="raise AssertionError('imported')")
+    monkeypatch.setenv("DS_PLUGINS", "cpu")
+    assert re.search(r"zap +ds-plugin-zap 1.0 +excluded: DS_PLUGINS does not list it", sdk("list"))
+
+
 def test_prune_wants_to_know_what(sdk: Run) -> None:
     assert "--max-size" in sdk("cache", "prune", status=2)
     assert "is no size" in sdk("cache", "prune", "--max-size", "big", status=2)

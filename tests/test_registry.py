@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -188,6 +190,75 @@ def test_handshake(install: Install, needs: tuple[int, int], upgrade: str) -> No
     install("zap", sdk_api=needs)
     with pytest.raises(PluginVersionError, match=f"pip install --upgrade {upgrade}$"):
         _ = only(scan()["zap"]).manifest
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ("'zap', '1.0', 'a:b', probe", "sdk_api is '1.0', and must be two whole numbers, such as (1, 0)"),
+        ("'zap', (1, 0), 'a.b', probe", "accelerator is 'a.b', and must be 'module:Class'"),
+        ("'zap', (1, 0), 'a:b', probe()", "probe is Probe"),
+        ("'zap', (1, 0), 'a:b', probe, priority='high'", "priority is 'high', and must be a whole number"),
+        ("'zap', (1, 0), 'a:b', probe, report=print", "report is <built-in function print>"),
+    ],
+)
+def test_a_field_of_the_wrong_kind_is_named(install: Install, fields: str, problem: str) -> None:
+    install(
+        "zap",
+        body="from ds_plugin_sdk import Plugin, Probe\n"
+        f"probe = lambda: Probe.available(1)\nplugin = Plugin({fields})\n",
+    )
+    (candidate,) = scan()["zap"]
+    with pytest.raises(PluginLoadError, match=re.escape(problem)):
+        _ = candidate.manifest
+    assert "manifest cannot be used" in candidate.probe().detail
+
+
+SLOW = """
+import time, pathlib
+from ds_plugin_sdk import Plugin, Probe
+{at_import}
+def probe():
+    with pathlib.Path({log!r}).open('a') as log:
+        log.write('asked ')
+    {in_probe}
+    return Probe.available(1)
+plugin = Plugin('zap', (1, 0), 'a:b', probe)
+"""
+
+
+@pytest.mark.parametrize("where", ["at_import", "in_probe"])
+def test_a_plugin_that_hangs_is_skipped_when_its_time_is_over(
+    install: Install, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, where: str
+) -> None:
+    log = tmp_path / "log"
+    body = SLOW.format(**{"at_import": "", "in_probe": "", "log": str(log), where: "time.sleep(30)"})
+    # A module of its own: the thread that is left alone keeps importing it.
+    install("zap", distribution=f"ds-plugin-sleeps-{where}", body=body)
+    monkeypatch.setenv("DS_PLUGIN_PROBE_TIMEOUT", "1")
+    began = time.monotonic()
+    for _ in range(2):  # it is not waited for twice
+        with pytest.warns(RuntimeWarning, match=r"'zap' is skipped: .*did not return within 1 s \(DS_PLUGIN_PROBE_TI"):
+            decision = decide(no_hardware)
+        assert decision.chosen is not None
+        assert decision.chosen.name == "cpu"
+    assert time.monotonic() - began < 10
+    assert not log.exists() or log.read_text(encoding="utf-8") == "asked "
+
+
+@pytest.mark.parametrize(("at_import", "in_probe"), [("raise SystemExit(3)", ""), ("", "raise SystemExit(3)")])
+def test_a_plugin_cannot_end_the_program(install: Install, tmp_path: Path, at_import: str, in_probe: str) -> None:
+    install("zap", body=SLOW.format(at_import=at_import, in_probe=in_probe, log=str(tmp_path / "log")))
+    with pytest.warns(RuntimeWarning, match=r"plugin 'zap' is skipped: .*SystemExit: 3"):
+        assert decide(no_hardware).chosen is not None
+
+
+def test_a_probe_is_asked_once_in_a_process(install: Install, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    install("zap", body=SLOW.format(at_import="", in_probe="", log=str(log)))
+    for _ in range(2):
+        assert scan()["zap"][0].probe().state == "available"
+    assert log.read_text(encoding="utf-8") == "asked "
 
 
 def test_two_distributions_of_one_name(install: Install) -> None:

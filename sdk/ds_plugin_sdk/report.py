@@ -182,6 +182,6 @@ def _plugin_lines(candidate: registry.Candidate) -> list[tuple[str, str]]:
         module, _, function = reference.partition(":")
         for what, value in getattr(importlib.import_module(module), function)():
             lines.append((str(what), str(value)))
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         lines.append((reference, f"broken: {type(error).__name__}: {error}"))
     return lines

@@ -91,6 +91,9 @@ class Settings:
     autoload = Setting[bool](
         "DS_PLUGIN_AUTOLOAD", _flag, True, "0: DeepSpeed uses no plugin unless set_accelerator() is called"
     )
+    probe_timeout = Setting[int](
+        "DS_PLUGIN_PROBE_TIMEOUT", _positive, 10, "seconds for a plugin's manifest to be imported, and for its probe"
+    )
 
     # Building kernels
     cache_dir = Setting[Path | None](

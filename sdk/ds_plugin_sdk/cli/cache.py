@@ -8,6 +8,7 @@ import time
 import typer
 
 from ds_plugin_sdk.cli.console import output, table
+from ds_plugin_sdk.errors import OpError
 from ds_plugin_sdk.jit import cache as store
 
 cache = typer.Typer(name="cache", help="List, explain, verify and prune compiled kernels.", no_args_is_help=True)
@@ -43,7 +44,16 @@ def ls() -> None:
 @cache.command("why")
 def why(op: str = typer.Argument(help="Name of an op, as `sdk cache ls` shows it.")) -> None:
     """Say what an op was built from, and what had changed since the build before."""
-    for line in store.why(op):
+    lines = store.why(op)
+    if not lines:
+        there = sorted({entry.op for entry in store.entries()})
+        raise OpError(
+            "the cache has no build of this op",
+            op=op,
+            why=f"{store.root()} has builds of {', '.join(there) or 'nothing'}",
+            hint="`sdk report` says where each op comes from",
+        )
+    for line in lines:
         output.print(line, markup=False, highlight=False, soft_wrap=True)
 
 

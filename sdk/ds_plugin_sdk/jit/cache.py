@@ -84,7 +84,10 @@ def prune(*, max_bytes: int | None = None, older_than: float | None = None, ever
 
 
 def why(op: str) -> list[str]:
-    """What each build of `op` was made of and why, the newest first, with the changes from the one before it."""
+    """What each build of `op` was made of and why, the newest first, with the changes from the one before it.
+
+    Empty if the cache has no build of it.
+    """
     lines: list[str] = []
     found = entries(op)
     for position, item in enumerate(found):
@@ -92,7 +95,7 @@ def why(op: str) -> list[str]:
         before = next((other for other in found[position + 1 :] if other.owner == item.owner and other.key), None)
         if before is not None and item.key:
             lines += [f"  since the one before: {change}" for change in _changes(before.key, item.key)]
-    return lines or [f"no build of '{op}' in {root()}"]
+    return lines
 
 
 def _tell(item: Entry) -> Iterator[str]:

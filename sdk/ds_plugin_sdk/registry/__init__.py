@@ -21,7 +21,7 @@ from ds_plugin_sdk.registry.current import (
 from ds_plugin_sdk.registry.kernels import load_kernels
 from ds_plugin_sdk.registry.plugin import Plugin, Probe
 from ds_plugin_sdk.registry.scan import Candidate, only, scan
-from ds_plugin_sdk.registry.select import Decision, Step
+from ds_plugin_sdk.registry.select import Decision, Step, allowed
 
 __all__ = [
     "Candidate",
@@ -29,6 +29,7 @@ __all__ = [
     "Plugin",
     "Probe",
     "Step",
+    "allowed",
     "choose",
     "current",
     "decision",

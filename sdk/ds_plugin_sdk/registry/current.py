@@ -94,12 +94,12 @@ def load(candidate: Candidate) -> DeepSpeedAccelerator:
         PluginLoadError: its module or class cannot be had.
     """
     manifest = candidate.manifest
-    prebuilt.offer(candidate)
     module, _, name = manifest.accelerator.partition(":")
     try:
+        prebuilt.offer(candidate)
         cls = getattr(importlib.import_module(module), name)
         accelerator: DeepSpeedAccelerator = cls()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise PluginLoadError(
             "a plugin's accelerator cannot be loaded",
             plugin=candidate.name,

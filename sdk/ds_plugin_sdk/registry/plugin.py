@@ -62,3 +62,23 @@ class Plugin:
     priority: int = 0
     prebuilt: str | None = None
     report: str | None = None
+
+    def problem(self) -> str | None:
+        """Which field has a value of another kind than it is declared with, or None."""
+        api, report, prebuilt = self.sdk_api, self.report, self.prebuilt
+        two_numbers = isinstance(api, tuple) and len(api) == 2 and all(type(number) is int for number in api)
+        fields: tuple[tuple[bool, str, object, str], ...] = (
+            (two_numbers, "sdk_api", api, "two whole numbers, such as (1, 0)"),
+            (_names_attribute(self.accelerator), "accelerator", self.accelerator, "'module:Class'"),
+            (callable(self.probe), "probe", self.probe, "a function"),
+            (type(self.priority) is int, "priority", self.priority, "a whole number"),
+            (report is None or _names_attribute(report), "report", report, "'module:function'"),
+            (prebuilt is None or isinstance(prebuilt, str), "prebuilt", prebuilt, "a package's name"),
+        )
+        return next(
+            (f"{name} is {value!r}, and must be {kind}" for fits, name, value, kind in fields if not fits), None
+        )
+
+
+def _names_attribute(value: object) -> bool:
+    return isinstance(value, str) and all(map(str.strip, value.partition(":")))

@@ -9,19 +9,25 @@ from dataclasses import dataclass
 
 from ds_plugin_sdk import SDK_API
 from ds_plugin_sdk.errors import PluginConflictError, PluginError, PluginLoadError, PluginVersionError
+from ds_plugin_sdk.registry import deadline
 from ds_plugin_sdk.registry.plugin import ENTRY_POINT_GROUP, Plugin, Probe
+from ds_plugin_sdk.settings import settings
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plugin as its distribution's metadata shows it; nothing of it is imported yet."""
+    """A plugin as its distribution's metadata shows it; nothing of it is imported yet.
+
+    What it says of itself is asked for once in a process, each time within ``DS_PLUGIN_PROBE_TIMEOUT``.
+    """
 
     name: str
     distribution: str
     version: str
     entry_point: importlib.metadata.EntryPoint
+    folder: str = ""
 
-    @functools.cached_property
+    @property
     def manifest(self) -> Plugin:
         """The plugin's manifest, imported at first use.
 
@@ -29,6 +35,17 @@ class Candidate:
             PluginLoadError: the module cannot be imported, or holds no `Plugin` of this name.
             PluginVersionError: the plugin was written for another SDK interface.
         """
+        manifest = _manifest(self)
+        if isinstance(manifest, PluginError):
+            raise manifest
+        return manifest
+
+    def probe(self) -> Probe:
+        """The plugin's answer, or `Probe.broken` where it cannot give one."""
+        return _probe(self)
+
+    def read_manifest(self) -> Plugin:
+        """`manifest`, imported and checked now."""
         plugin = self._import()
         if not isinstance(plugin, Plugin) or plugin.name != self.name:
             found = f"a Plugin named '{plugin.name}'" if isinstance(plugin, Plugin) else repr(plugin)
@@ -38,13 +55,29 @@ class Candidate:
                 why=f"{self.entry_point.value} of {self} is {found}",
                 hint=f"make it ds_plugin_sdk.Plugin(name={self.name!r}, ...)",
             )
+        problem = plugin.problem()
+        if problem is not None:
+            raise PluginLoadError(
+                "a plugin's manifest cannot be used",
+                plugin=self.name,
+                why=f"{self.entry_point.value} of {self}: {problem}",
+                hint="the fields are described in ds_plugin_sdk.Plugin",
+            )
         self._check_version(plugin)
         return plugin
 
     def _import(self) -> object:
         try:
-            return self.entry_point.load()
-        except Exception as error:
+            return deadline.call(self.entry_point.load)
+        except deadline.ExceededError as error:
+            raise PluginLoadError(
+                "a plugin cannot be imported",
+                plugin=self.name,
+                why=f"{self}: importing {self.entry_point.module} {error}",
+                hint=f"its manifest must import nothing heavy; pip uninstall {self.distribution}, or wait longer "
+                f"with {type(settings).probe_timeout.variable}",
+            ) from None
+        except (Exception, SystemExit) as error:
             missing = error.name if isinstance(error, ModuleNotFoundError) else None
             ours = missing is not None and self.entry_point.module.startswith(missing.split(".")[0])
             hint = (
@@ -72,18 +105,29 @@ class Candidate:
             hint=f"pip install --upgrade {'ds-plugin-sdk' if newer else self.distribution}",
         )
 
-    def probe(self) -> Probe:
-        """The plugin's answer, or `Probe.broken` where it cannot give one."""
-        try:
-            answer = self.manifest.probe()
-        except PluginError as error:
-            return Probe.broken(str(error))
-        except Exception as error:
-            return Probe.broken(f"its probe raised {type(error).__name__}: {error}")
-        return answer if isinstance(answer, Probe) else Probe.broken(f"its probe gave {answer!r}, not a Probe")
-
     def __str__(self) -> str:
         return f"{self.distribution} {self.version}"
+
+
+@functools.cache
+def _manifest(candidate: Candidate) -> Plugin | PluginError:
+    try:
+        return candidate.read_manifest()
+    except PluginError as error:
+        return error
+
+
+@functools.cache
+def _probe(candidate: Candidate) -> Probe:
+    try:
+        answer = deadline.call(candidate.manifest.probe)
+    except PluginError as error:
+        return Probe.broken(str(error))
+    except deadline.ExceededError as error:
+        return Probe.broken(f"its probe {error}")
+    except (Exception, SystemExit) as error:
+        return Probe.broken(f"its probe raised {type(error).__name__}: {error}")
+    return answer if isinstance(answer, Probe) else Probe.broken(f"its probe gave {answer!r}, not a Probe")
 
 
 def scan() -> dict[str, list[Candidate]]:
@@ -96,10 +140,13 @@ def scan() -> dict[str, list[Candidate]]:
         distribution = entry_point.dist
         title = distribution.metadata["Name"] if distribution is not None else "unknown"
         version = distribution.version if distribution is not None else "0"
+        folder = str(distribution.locate_file("")) if distribution is not None else ""
         # The same distribution may be on sys.path twice (an editable install and its source folder).
         if (entry_point.name, title) not in seen:
             seen.add((entry_point.name, title))
-            found.setdefault(entry_point.name, []).append(Candidate(entry_point.name, title, version, entry_point))
+            found.setdefault(entry_point.name, []).append(
+                Candidate(entry_point.name, title, version, entry_point, folder)
+            )
     return found
 
 

@@ -200,6 +200,28 @@ def test_an_accelerator_that_cannot_be_made(zap: Path, install: Install, python:
     assert "PluginLoadError: a plugin's accelerator cannot be loaded (plugin 'dud')" in failed.stderr
 
 
+def test_a_sdk_error_is_not_hidden_by_deepspeeds(zap: Path, install: Install, python: Python) -> None:
+    """DeepSpeed could only say that the name 'needy' must be one of its own."""
+    install(
+        "needy",
+        body="from ds_plugin_sdk import Plugin, Probe\n"
+        "plugin = Plugin('needy', (1, 0), 'zap_accelerators:Zap', lambda: Probe.available(1), prebuilt='not_there')\n",
+    )
+    failed = python(WHICH, DS_ACCELERATOR="needy", fails=True)
+    assert "PluginLoadError: a plugin's accelerator cannot be loaded (plugin 'needy')" in failed.stderr
+    assert "No module named 'not_there'" in failed.stderr
+    failed = python(WHICH, DS_ACCELERATOR="zap", DS_PLUGIN_AUTOLOAD="maybe", fails=True)
+    assert "SettingError: DS_PLUGIN_AUTOLOAD='maybe' cannot be used" in failed.stderr
+    assert "must be one of" not in failed.stderr
+
+
+def test_a_probe_that_hangs_does_not_hold_deepspeed(install: Install, python: Python) -> None:
+    install("slow", priority=99, probe="__import__('time').sleep(60)")
+    done = python(WHICH, DS_PLUGIN_PROBE_TIMEOUT="1")
+    assert last_line(done) == OURS
+    assert done.stderr.count("plugin 'slow' is skipped: its probe did not return within 1 s") == 1
+
+
 @pytest.fixture
 def other_site(tmp_path: Path) -> Path:
     """A copy of this environment's site-packages without the SDK and its plugins: what pip uninstall leaves."""

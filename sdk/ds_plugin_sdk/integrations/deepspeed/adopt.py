@@ -19,7 +19,7 @@ from typing import Any
 
 from ds_plugin_sdk import op_builder, registry
 from ds_plugin_sdk.accelerator import DeepSpeedAccelerator
-from ds_plugin_sdk.errors import PluginError
+from ds_plugin_sdk.errors import SdkError
 from ds_plugin_sdk.integrations.deepspeed import deepspeed_builders, drift, gloo, rebind
 from ds_plugin_sdk.settings import settings
 
@@ -33,13 +33,13 @@ def adopt(real_accelerator: Any) -> None:
     Raises:
         PluginError: the plugin that ``DS_ACCELERATOR`` names cannot be used, or nothing has that name.
     """
-    with _deepspeed_chooses_on_error():
+    with _deepspeed_chooses_on_error(real_accelerator):
         _join(real_accelerator, detect=functools.partial(_detect, real_accelerator))
 
 
 def adopt_late(real_accelerator: Any) -> None:
     """`adopt` for a DeepSpeed that has chosen already. An accelerator that the program gave it stays."""
-    with _deepspeed_chooses_on_error():
+    with _deepspeed_chooses_on_error(real_accelerator):
         chosen = real_accelerator.ds_accelerator
         if chosen is None or type(chosen).__module__.startswith("deepspeed."):
             before = real_accelerator.set_accelerator
@@ -57,11 +57,14 @@ def when_used(change: Callable[[ModuleType], None], module: ModuleType) -> None:
 
 
 @contextmanager
-def _deepspeed_chooses_on_error() -> Iterator[None]:
+def _deepspeed_chooses_on_error(real_accelerator: Any) -> Iterator[None]:
+    """An error of ours is raised where DeepSpeed could only say that it does not know the name either."""
+    builtin_names = tuple(real_accelerator.SUPPORTED_ACCELERATOR_LIST)
     try:
         yield
     except Exception as error:
-        if isinstance(error, PluginError) and settings.accelerator is not None:
+        requested = settings.accelerator
+        if requested is not None and (isinstance(error, SdkError) or requested not in builtin_names):
             raise
         registry.release("DeepSpeed", "chooses by itself", f"{type(error).__name__}: {error}")
         warnings.warn(
