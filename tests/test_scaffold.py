@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from ds_plugin_sdk.cli.new_plugin import new_plugin
 from ds_plugin_sdk.errors import ScaffoldError
-from ds_plugin_sdk.scaffold import LICENSES, Project, generate
+from ds_plugin_sdk.scaffold import LICENSES, Project, generate, template_folder
 from plugin_site import Install
 
 
@@ -66,7 +67,9 @@ def test_bad_names(name: str, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("name", ["cpu", "meta", "privateuseone", "sdk"])
+@pytest.mark.parametrize(
+    "name", ["cpu", "cuda", "meta", "privateuseone", "sdk", "self", "torch", "nn", "relu", "float", "data", "mm2"]
+)
 def test_names_that_torch_or_the_sdk_has(name: str, tmp_path: Path) -> None:
     with pytest.raises(ScaffoldError, match=f"the name '{name}' is taken"):
         generate(Project(name, output=tmp_path))
@@ -139,15 +142,30 @@ def test_style_and_types_of_the_project_are_clean(runtime: str, tmp_path: Path) 
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_command_says_what_to_do_next(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "ds_plugin_sdk.cli", "new-plugin", "xpu", "--output", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={**os.environ},
-    )
-    folder = tmp_path / "ds-plugin-xpu"
-    assert f"Made {folder}: plugin 'xpu', device 'xpusim'." in done.stdout
-    assert f"pip install --no-build-isolation -e {folder}" in done.stdout
-    assert f"DS_ACCELERATOR=xpu python {folder}/examples/train.py" in done.stdout
+@pytest.mark.parametrize(
+    ("name", "device", "says"),
+    [
+        ("xpu", "xpusim", "torch has a device 'xpu' itself, so the simulated one is called 'xpusim'."),
+        ("xpu2", "xpusim", "torch has a device 'xpu' itself, so the simulated one is called 'xpusim'."),
+        ("npu2", "npu", "torch takes no digits in a device's name."),
+    ],
+)
+def test_the_command_says_what_to_do_next(
+    name: str, device: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    new_plugin(name, vendor="Zap", runtime="simulated", license="MIT", into=tmp_path)
+    said, folder = capsys.readouterr().out, tmp_path / f"ds-plugin-{name}"
+    assert f"Made {folder}: plugin '{name}', device '{device}'." in said
+    assert says in said
+    assert f"pip install --no-build-isolation -e {folder}" in said
+    assert f"DS_ACCELERATOR={name} python {folder}/examples/train.py" in said
+
+
+def test_no_compiled_python_comes_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """pip compiles the template's files where it installs them."""
+    template = Path(shutil.copytree(template_folder(), tmp_path / "template"))
+    for folder in [path for path in template.rglob("*") if path.is_dir()]:
+        (folder / "__pycache__").mkdir()
+        (folder / "__pycache__" / "kernels.cpython-311.pyc").write_bytes(b"")
+    monkeypatch.setattr("ds_plugin_sdk.scaffold.template_folder", lambda: template)
+    assert not list(generate(Project("zap", output=tmp_path)).rglob("__pycache__"))

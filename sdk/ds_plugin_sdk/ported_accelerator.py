@@ -7,6 +7,8 @@
 
 What the class lacks, the SDK's defaults answer. Methods whose arguments changed between releases are made to take what
 any release passes. `docs/porting.md` says what can then be deleted.
+
+An instance of such a class whose base nobody has changed is given the same by `port`, when it is set.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ds_plugin_sdk.accelerator import DeepSpeedAccelerator
+from ds_plugin_sdk.errors import InvalidAcceleratorError
 
 # Members whose arguments changed: initial_seed lost one in 0.14.3, range_push and range_pop gained some in 0.19.0,
 # pin_memory had align_bytes and has make_copy and match_shape since 0.19.6.
@@ -32,6 +35,84 @@ class PortedAccelerator(DeepSpeedAccelerator):
             method = cls.__dict__.get(name)
             if method is not None:
                 setattr(cls, name, _pin_memory(method) if name == "pin_memory" else _tolerant(method))
+
+
+def port(accelerator: Any) -> DeepSpeedAccelerator:
+    """An accelerator as the SDK serves it.
+
+    One of DeepSpeed's own abstract class becomes, in place, an instance of a class derived from its own and
+    `PortedAccelerator`: it stays the object that the program has.
+
+    The class's builders stay where it offers the op; the SDK's serve where it raises, or gives
+    DeepSpeed's ``NotImplementedBuilder`` or a builder that cannot be made here.
+
+    Raises:
+        InvalidAcceleratorError: it is no accelerator.
+    """
+    if isinstance(accelerator, DeepSpeedAccelerator):
+        return accelerator
+    if not written_for_deepspeed(accelerator):
+        raise InvalidAcceleratorError(
+            "this is no accelerator",
+            why=f"{accelerator!r} is not an instance of ds_plugin_sdk.DeepSpeedAccelerator, nor of DeepSpeed's own",
+            hint="pass an instance (not the class) of a subclass of TorchAccelerator, or of PortedAccelerator for a "
+            "class that was written for DeepSpeed's tree",
+        )
+    cls: type[Any] = type(accelerator)
+    accelerator.__class__ = _ported(cls)  # type: ignore[arg-type]  # mypy takes a class for unhashable
+    ported: DeepSpeedAccelerator = accelerator
+    # DeepSpeed reads these directly.
+    for name, value in (
+        ("_name", ported.device_name),
+        ("_communication_backend_name", ported.communication_backend_name),
+    ):
+        if not hasattr(ported, name):
+            setattr(ported, name, value())
+    return ported
+
+
+def written_for_deepspeed(accelerator: object) -> bool:
+    """Whether it is an instance of a class on DeepSpeed's abstract class, in whichever of its modules that is."""
+    return any(base.__name__ == "DeepSpeedAccelerator" for base in type(accelerator).__mro__)
+
+
+@functools.cache
+def _ported(cls: type[Any]) -> type[Any]:
+    def get_op_builder(self: Any, class_name: str) -> type[Any]:
+        own = _offered(lambda: cls.get_op_builder(self, class_name))
+        return DeepSpeedAccelerator.get_op_builder(self, class_name) if own is None else own
+
+    members: dict[str, Any] = {
+        "__module__": cls.__module__,
+        "__doc__": cls.__doc__,
+        "__qualname__": cls.__qualname__,
+        "get_op_builder": get_op_builder,
+        "create_op_builder": DeepSpeedAccelerator.create_op_builder,
+    }
+    for name in _CHANGED:
+        method = getattr(cls, name, None)
+        if inspect.isfunction(method):
+            members[name] = _pin_memory(method) if name == "pin_memory" else _tolerant(method)
+    return type(cls.__name__, (cls, PortedAccelerator), members)
+
+
+def _offered(builder: Callable[[], Any]) -> type[Any] | None:
+    """The builder class that a class written for DeepSpeed gives, if it builds an op."""
+    try:
+        own = builder()
+    except Exception:  # DeepSpeed's own accelerators ask for the vendor's toolchain here
+        return None
+    builds = isinstance(own, type) and getattr(own, "NAME", "") not in ("", "deepspeed_not_implemented")
+    return own if builds and _can_be_made(own) else None
+
+
+@functools.cache
+def _can_be_made(builder: Callable[[], Any]) -> bool:
+    try:
+        builder()
+    except Exception:
+        return False
+    return True
 
 
 def _tolerant(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -25,8 +25,12 @@ TORCH_DEVICES = frozenset({
 })
 # fmt: on
 
+# Names of the SDK's own plugins and commands, and those that would hide what every program imports.
+_TAKEN = frozenset({"cpu", "cuda", "cls", "deepspeed", "meta", "privateuseone", "sdk", "self", "simulator", "torch"})
+
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 _LONGEST = 30
+_NOT_SOURCE = shutil.ignore_patterns("__pycache__")
 
 
 @dataclass(frozen=True)
@@ -61,8 +65,12 @@ class Project:
         """
         if self.runtime == "torch":
             return self.name
-        letters = re.sub(r"[0-9]+", "", self.name).strip("_")
-        return f"{letters}sim" if letters in TORCH_DEVICES else letters
+        return f"{self.letters}sim" if self.letters in TORCH_DEVICES else self.letters
+
+    @property
+    def letters(self) -> str:
+        """The name without its digits."""
+        return re.sub(r"[0-9]+", "", self.name).strip("_")
 
 
 def generate(project: Project) -> Path:
@@ -103,8 +111,15 @@ def _check(project: Project) -> None:
             why=f"a name is a lower-case Python identifier of at most {_LONGEST} letters, digits and underscores",
             hint="for example: sdk new-plugin zap",
         )
-    if name in ("cpu", "meta", "privateuseone", "sdk"):
+    if name in _TAKEN:
         raise ScaffoldError(f"the name '{name}' is taken", why="torch or the SDK itself uses it", hint="choose another")
+    owner = _owner_in_torch(project)
+    if owner is not None:
+        raise ScaffoldError(
+            f"the name '{name}' is taken",
+            why=f"the device would be torch.{project.device_type}, and {owner} is there already",
+            hint="choose another, which torch does not have",
+        )
     others = registry.scan().get(name)
     if others:
         raise ScaffoldError(
@@ -134,6 +149,20 @@ def _check(project: Project) -> None:
         )
 
 
+def _owner_in_torch(project: Project) -> str | None:
+    """What torch has under the device's name, if that is no device module: a function, a class, another module."""
+    import torch
+
+    device = project.device_type
+    there = getattr(torch, device, None)
+    if there is not None and not hasattr(there, "device_count"):
+        return f"torch.{device}"
+    # A simulated device gets this method; a device that torch knows has it.
+    if project.runtime == "simulated" and there is None and hasattr(torch.Tensor, device):
+        return f"torch.Tensor.{device}"
+    return None
+
+
 def _require_cookiecutter(project: Project) -> None:
     try:
         import cookiecutter.main  # noqa: F401  # whether it is there
@@ -149,7 +178,7 @@ def _require_cookiecutter(project: Project) -> None:
 def _render(project: Project, scratch: Path) -> Path:
     from cookiecutter.main import cookiecutter
 
-    template = Path(shutil.copytree(template_folder(), scratch / "template"))
+    template = Path(shutil.copytree(template_folder(), scratch / "template", ignore=_NOT_SOURCE))
     made = cookiecutter(
         str(template),
         no_input=True,
@@ -171,7 +200,7 @@ def _render(project: Project, scratch: Path) -> Path:
 def _finish(project: Project, package: Path) -> None:
     """Bring the simulated runtime, whose source is the SDK, or take away what only it needs."""
     if project.runtime == "simulated":
-        shutil.copytree(simulator.sources_dir(), package / "runtime", dirs_exist_ok=True)
+        shutil.copytree(simulator.sources_dir(), package / "runtime", ignore=_NOT_SOURCE, dirs_exist_ok=True)
         return
     shutil.rmtree(package / "runtime")
     (package / "csrc" / "fused_adam.cpp").unlink()

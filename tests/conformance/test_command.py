@@ -125,6 +125,8 @@ def test_nothing_checked_is_exit_status_3(tmp_path: Path, pattern: str) -> None:
     ("arguments", "says"),
     [
         (["nope"], "there is no such plugin"),
+        (["no.such:Thing"], "the target cannot be imported (plugin 'no.such:Thing')"),
+        (["json:Thing"], "has no attribute 'Thing'"),
         ([], "name a plugin"),
         (["cpu", "--expectations", "nowhere.toml"], "the expectations cannot be read"),
         (["cpu", "--level", "kernel"], "there is no level 'kernel'"),

@@ -27,8 +27,10 @@ def new_plugin(
     folder = scaffold.generate(project)
     say = output.print if output.is_terminal else typer.echo
     say(f"Made {folder}: plugin '{name}', device '{project.device_type}'.")
-    if project.device_type != name:
-        say(f"torch has a device '{name}' itself, so the simulated one is called '{project.device_type}'.")
+    if project.device_type == f"{project.letters}sim":
+        say(f"torch has a device '{project.letters}' itself, so the simulated one is called '{project.device_type}'.")
+    elif project.device_type != name:
+        say("torch takes no digits in a device's name.")
     say("Next:")
     say(f"  pip install --no-build-isolation -e {folder}")
     say("  sdk list")

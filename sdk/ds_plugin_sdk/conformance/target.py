@@ -94,12 +94,14 @@ def _attribute(name: str) -> Any:
     try:
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
+        absent = isinstance(error, AttributeError) or f"{module}.".startswith(f"{error.name}.")
+        # A traceback tells where in the module it is that an import fails, and nothing of a module that is not there.
         raise UnknownAcceleratorError(
             "the target cannot be imported",
             plugin=name,
             why=str(error),
             hint="name it as package.module:Class; the module must be importable, by PYTHONPATH if need be",
-        ) from error
+        ) from (None if absent else error)
 
 
 def _installed(name: str) -> registry.Candidate:

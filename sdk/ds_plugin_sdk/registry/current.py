@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ds_plugin_sdk import op_builder, provenance
-from ds_plugin_sdk.errors import InvalidAcceleratorError, PluginLoadError
+from ds_plugin_sdk.errors import PluginLoadError
 from ds_plugin_sdk.registry import prebuilt
 from ds_plugin_sdk.registry.scan import Candidate, scan
 from ds_plugin_sdk.registry.select import Decision, decide
@@ -51,17 +51,15 @@ def get_accelerator() -> DeepSpeedAccelerator:
 def set_accelerator(accelerator: DeepSpeedAccelerator) -> None:
     """Make an accelerator current, before or after ``import deepspeed``.
 
+    Args:
+        accelerator: an instance; one of DeepSpeed's own abstract class too, which `ported_accelerator.port` then ports.
+
     Raises:
         InvalidAcceleratorError: not an accelerator.
     """
-    from ds_plugin_sdk.accelerator import DeepSpeedAccelerator
+    from ds_plugin_sdk.ported_accelerator import port  # imports torch
 
-    if not isinstance(accelerator, DeepSpeedAccelerator):
-        raise InvalidAcceleratorError(
-            "the argument of set_accelerator() is no accelerator",
-            why=f"{accelerator!r} is not an instance of ds_plugin_sdk.DeepSpeedAccelerator",
-            hint="pass an instance (not the class) of a subclass of TorchAccelerator or DeepSpeedAccelerator",
-        )
+    accelerator = port(accelerator)
     decision = Decision()
     decision.note(accelerator.device_name(), "chosen", f"set_accelerator({type(accelerator).__name__})")
     _install(accelerator, decision, plugin=accelerator.device_name(), version="set by the program")
@@ -98,7 +96,9 @@ def load(candidate: Candidate) -> DeepSpeedAccelerator:
     try:
         prebuilt.offer(candidate)
         cls = getattr(importlib.import_module(module), name)
-        accelerator: DeepSpeedAccelerator = cls()
+        from ds_plugin_sdk.ported_accelerator import port  # imports torch
+
+        accelerator = port(cls())
     except (Exception, SystemExit) as error:
         raise PluginLoadError(
             "a plugin's accelerator cannot be loaded",

@@ -72,7 +72,7 @@ class Plugin:
             (_names_attribute(self.accelerator), "accelerator", self.accelerator, "'module:Class'"),
             (callable(self.probe), "probe", self.probe, "a function"),
             (type(self.priority) is int, "priority", self.priority, "a whole number"),
-            (report is None or _names_attribute(report), "report", report, "'module:function'"),
+            (report is None or isinstance(report, str), "report", report, "'module:function'"),
             (prebuilt is None or isinstance(prebuilt, str), "prebuilt", prebuilt, "a package's name"),
         )
         return next(

@@ -21,6 +21,7 @@ from ds_plugin_sdk import op_builder, registry
 from ds_plugin_sdk.accelerator import DeepSpeedAccelerator
 from ds_plugin_sdk.errors import SdkError
 from ds_plugin_sdk.integrations.deepspeed import deepspeed_builders, drift, gloo, rebind
+from ds_plugin_sdk.ported_accelerator import written_for_deepspeed
 from ds_plugin_sdk.settings import settings
 
 
@@ -78,6 +79,7 @@ def _join(real_accelerator: Any, detect: Callable[[], str | None]) -> None:
     builtin_names = tuple(real_accelerator.SUPPORTED_ACCELERATOR_LIST)
     theirs = real_accelerator.dsa2 or real_accelerator.dsa1
     drift.fill(theirs)
+    drift.complete_subclasses(theirs)
     theirs.register(DeepSpeedAccelerator)
     _share_set_accelerator(real_accelerator)
     op_builder.add_builder_source(deepspeed_builders.find)
@@ -91,12 +93,12 @@ def _join(real_accelerator: Any, detect: Callable[[], str | None]) -> None:
 
 
 def _share_set_accelerator(real_accelerator: Any) -> None:
-    """Make DeepSpeed's set_accelerator() call the SDK's. It accepts DeepSpeed's own accelerators too."""
+    """Make DeepSpeed's set_accelerator() call the SDK's, but for the accelerators that DeepSpeed brings along."""
     deepspeeds_own = real_accelerator.set_accelerator
 
     @functools.wraps(deepspeeds_own)
     def set_accelerator(accel_obj: Any) -> None:
-        if isinstance(accel_obj, DeepSpeedAccelerator):
+        if written_for_deepspeed(accel_obj) and not type(accel_obj).__module__.startswith("deepspeed."):
             registry.set_accelerator(accel_obj)
             return
         before = real_accelerator.ds_accelerator

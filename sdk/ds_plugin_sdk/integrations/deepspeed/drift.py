@@ -89,6 +89,25 @@ def fill(theirs: type) -> None:
         _filled[name] = member
 
 
+def complete_subclasses(theirs: type) -> None:
+    """Give each class that will be derived from DeepSpeed's the SDK's default of every member that it lacks.
+
+    Python refuses to make an instance of a class that lacks one, such as a class written for an earlier release. What
+    the SDK has no default for stays abstract, and Python names it.
+    """
+    inherited = theirs.__init_subclass__
+
+    def complete(cls: Any, /, **options: Any) -> None:
+        inherited(**options)
+        for name in getattr(theirs, "__abstractmethods__", ()):
+            if inspect.getattr_static(cls, name) is vars(theirs)[name]:
+                default = inspect.getattr_static(DeepSpeedAccelerator, name)
+                if not getattr(default, "__isabstractmethod__", False):
+                    setattr(cls, name, default)
+
+    theirs.__init_subclass__ = classmethod(complete)  # type: ignore[assignment]  # mypy wants a plain method
+
+
 def contract() -> Contract:
     """Compare with the installed DeepSpeed, which is imported for it.
 
