@@ -12,7 +12,7 @@ from typing import Protocol
 
 import pytest
 
-from ds_plugin_sdk import __version__
+from ds_plugin_sdk import __version__, report
 from ds_plugin_sdk.cli import main
 from plugin_site import Install
 
@@ -91,6 +91,17 @@ def test_report_as_json_has_every_part(sdk: Run) -> None:
     assert facts["versions"]["ds-plugin-sdk"] == "0.1.0"
     assert {op["name"] for op in facts["ops"]} >= {"cpu_adam", "fused_adam", "fused_lamb"}
     assert {"cores", "threads of a rank"} <= {what for what, _ in facts["accelerator"]}, "the CPU plugin's own lines"
+
+
+def test_report_names_the_ops_that_are_deepspeeds_own(sdk: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FP6 of the second engine's ops has no CPU kernel; a compatible op of DeepSpeed's would come before it."""
+    names = {"GDSBuilder": False, "DeepCompileBuilder": True, "FusedAdamBuilder": True, "InferenceCoreBuilder": True}
+    monkeypatch.setattr(report, "_deepspeeds_own", lambda device: names)
+    ops = {op["name"]: op for op in json.loads(sdk("report", "--json"))["ops"]}
+    lent = {name for name, op in ops.items() if op["origin"] == "lent"}
+    assert lent == {"gds", "dc", "inference_core_ops"}
+    assert {ops[name]["provider"] for name in lent} == {"deepspeed"}
+    assert "not compatible" in ops["gds"]["reason"]
 
 
 def test_a_plugins_own_lines_are_in_the_report_and_an_error_costs_no_others(sdk: Run, install: Install) -> None:

@@ -19,6 +19,7 @@ import abc
 import contextlib
 import functools
 import importlib.util
+import math
 import types
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -111,8 +112,11 @@ class DeepSpeedAccelerator(abc.ABC):
         """Devices that a process of this machine can use: the number of ranks a launcher starts here."""
 
     @abc.abstractmethod
-    def current_device(self) -> int:
-        """Index of the current device."""
+    def current_device(self) -> Any:
+        """Index of the current device; where torch does not number devices, as on the CPU, the `torch.device`.
+
+        DeepSpeed passes it on as ``device=``, which takes an integer only where devices have numbers.
+        """
 
     @abc.abstractmethod
     def set_device(self, device_index: int) -> None:
@@ -381,6 +385,16 @@ class DeepSpeedAccelerator(abc.ABC):
     def _torch_is_pinned(self, tensor: torch.Tensor) -> bool:
         return tensor.is_pinned()
 
+    def _native_pins(self) -> Any:
+        """DeepSpeed's own allocator, where ``DS_PIN_MEMORY_BACKEND=native`` asks for it, else None.
+
+        `integrations.deepspeed.pinned` gives this method and the next their content.
+        """
+        return None
+
+    def _count_pinned(self, num_bytes: int) -> None:
+        """Add to DeepSpeed's count of pinned memory."""
+
     def pin_memory(
         self,
         tensor: torch.Tensor,
@@ -396,9 +410,25 @@ class DeepSpeedAccelerator(abc.ABC):
             match_shape: False gives one dimension.
             align_bytes: what DeepSpeed passed before 0.19.6; ignored.
         """
-        if make_copy:
+        pins = self._native_pins()
+        if pins is None and not make_copy:
+            return self._pinned(tensor, tensor.shape if match_shape else (tensor.numel(),))
+        if pins is not None or self._torch_pins_host_memory:
+            self._count_pinned(tensor.nbytes)
+        if pins is None:
             return self._torch_pin_memory(tensor)
-        return self._torch_empty_pinned(tensor, tensor.shape if match_shape else (tensor.numel(),))
+        pinned: torch.Tensor = pins.pin(tensor, make_copy=make_copy, match_shape=match_shape)
+        return pinned
+
+    def _pinned(self, example: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+        """Fresh page-locked memory of an example's dtype."""
+        pins = self._native_pins()
+        if pins is not None or self._torch_pins_host_memory:
+            self._count_pinned(math.prod(shape) * example.element_size())
+        if pins is None:
+            return self._torch_empty_pinned(example, shape)
+        fresh: torch.Tensor = pins.pin_empty(example, shape)
+        return fresh
 
     def pin_empty(self, *size: Any, dtype: torch.dtype, device: Any = "cpu") -> torch.Tensor:
         """Fresh page-locked host memory.
@@ -409,7 +439,7 @@ class DeepSpeedAccelerator(abc.ABC):
         if torch.device(device).type != "cpu":
             raise ValueError(f"pin_empty gives host memory; device must be cpu, not {device!r}")
         shape = size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size
-        return self._torch_empty_pinned(torch.empty(0, dtype=dtype), shape)
+        return self._pinned(torch.empty(0, dtype=dtype), tuple(shape))
 
     def pin_empty_like(
         self, tensor: torch.Tensor, device: Any = "cpu", dtype: torch.dtype | None = None
@@ -419,10 +449,13 @@ class DeepSpeedAccelerator(abc.ABC):
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is in page-locked host memory."""
-        return self._torch_is_pinned(tensor)
+        pins = self._native_pins()
+        return (pins is not None and bool(pins.is_pinned(tensor))) or self._torch_is_pinned(tensor)
 
-    def unpin_memory(self, tensor: torch.Tensor) -> None:
-        """Release page-locked memory early; torch frees it with the tensor, so nothing is to be done."""
+    def unpin_memory(self, tensor: torch.Tensor) -> Any:
+        """Release page-locked memory early, where it is DeepSpeed's own; torch frees it with the tensor."""
+        pins = self._native_pins()
+        return None if pins is None else pins.unpin(tensor)
 
     # ------------------------------------------------------------------ op builders
     def op_builder_dir(self) -> str:
@@ -439,12 +472,13 @@ class DeepSpeedAccelerator(abc.ABC):
     def create_op_builder(self, class_name: str) -> Any:
         """A builder instance.
 
-        None for the collectives that DeepSpeed would build only if they are offered, and for classes that builders
-        derive from: DeepSpeed takes every name that ends in ``Builder`` for an op's.
+        None for the collectives that DeepSpeed would build as soon as it is offered them, unless they are the
+        plugin's own, and for classes that builders derive from: DeepSpeed takes every name that ends in ``Builder``
+        for an op's.
         """
         builder = self.get_op_builder(class_name)
-        absent = issubclass(builder, op_builder.NotImplementedBuilder)
-        optional = absent and op_table.by_builder(class_name).optional
+        own = issubclass(builder, op_builder.OpBuilder) and not issubclass(builder, op_builder.NotImplementedBuilder)
+        optional = not own and op_table.by_builder(class_name).optional
         return None if optional or op_builder.is_base(class_name, self.op_builders) else builder()
 
     def build_extension(self) -> Any:

@@ -18,7 +18,7 @@ from typing import Literal
 
 from ds_plugin_sdk.settings import settings
 
-Origin = Literal["prebuilt", "cache", "compiled", "reference", "accelerator"]
+Origin = Literal["prebuilt", "cache", "compiled", "reference", "lent", "accelerator"]
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Record:
         name: op name as in ``OpBuilder.NAME``, or the accelerator's device name.
         plugin: name of the plugin that provides it.
         version: version of that plugin's distribution.
-        origin: where the native code came from; ``reference`` is plain torch.
+        origin: where the native code came from; ``reference`` is plain torch, ``lent`` is DeepSpeed's own op.
         seconds: time spent obtaining it (compiling, or finding and loading).
         detail: the binary's path, or why the reference is used.
         rank: local rank of the process.

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.metadata
+import json
 import platform
+import subprocess
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ds_plugin_sdk import jit, op_builder, registry
-from ds_plugin_sdk.accelerator import DeepSpeedAccelerator
+from ds_plugin_sdk.accelerator import DeepSpeedAccelerator, installed
 from ds_plugin_sdk.errors import BuildError, SdkError, ToolchainError
-from ds_plugin_sdk.op_builder import CombinedOpBuilder, NotImplementedBuilder, OpBuilder, ReferenceOpBuilder
+from ds_plugin_sdk.op_builder import CombinedOpBuilder, NotImplementedBuilder, OpBuilder, ReferenceOpBuilder, op_table
 from ds_plugin_sdk.provenance import Record
-from ds_plugin_sdk.settings import settings
+from ds_plugin_sdk.settings import child_environment, settings
 
 
 @dataclass(frozen=True)
@@ -23,7 +27,7 @@ class OpStatus:
     Attributes:
         name: DeepSpeed's op name.
         origin: ``prebuilt``, ``cache``, ``compiles`` (at first use), ``reference``, ``combined`` (of several
-            families), ``not offered`` or ``broken``.
+            families), ``lent`` (DeepSpeed's own), ``not offered`` or ``broken``.
         provider: distribution that provides it.
         reason: why this and not a better one.
     """
@@ -64,7 +68,7 @@ def collect() -> Facts:
         ("types", ", ".join(str(dtype).removeprefix("torch.") for dtype in accelerator.supported_dtypes()))
     )
     facts.accelerator.extend(_plugin_lines(decision.chosen))
-    facts.ops = [status(builder) for builder in _builders(accelerator)]
+    facts.ops = _ops(accelerator)
     return facts
 
 
@@ -129,10 +133,38 @@ def _phrase(entry: Record) -> str:
     return f"compiled in {entry.seconds:.1f} s" if entry.origin == "compiled" else entry.origin
 
 
-def _builders(accelerator: DeepSpeedAccelerator) -> list[type[OpBuilder]]:
-    # Nothing that stays DeepSpeed's own: to ask for that would import it.
-    own = op_builder.builders(accelerator.op_builders, accelerator.device_name())
-    return [accelerator.get_op_builder(name) for name in sorted(own)]
+def _ops(accelerator: DeepSpeedAccelerator) -> list[OpStatus]:
+    """The SDK's and the plugin's ops, and those that are DeepSpeed's own on this device."""
+    package, device = accelerator.op_builders, accelerator.device_name()
+    ours = {name: accelerator.get_op_builder(name) for name in op_builder.builders(package, device)}
+    lent = {
+        name: _lent(name, compatible)
+        for name, compatible in _deepspeeds_own(device).items()
+        if name not in ours or (compatible and not op_builder.is_native(ours[name]))
+    }
+    found = {**{name: status(builder) for name, builder in ours.items() if name not in lent}, **lent}
+    return [found[name] for name in sorted(found)]
+
+
+def _lent(class_name: str, compatible: bool) -> OpStatus:
+    reason = "DeepSpeed's own" if compatible else "DeepSpeed's own, which says that it is not compatible here"
+    return OpStatus(op_table.by_builder(class_name).name, "lent", "deepspeed", reason)
+
+
+@functools.cache
+def _deepspeeds_own(device_type: str) -> dict[str, bool]:
+    """The ops that DeepSpeed lends to a device, by their builders' names, and whether they are compatible.
+
+    A process of its own is asked, since that takes DeepSpeed. Where DeepSpeed cannot be imported it lends nothing.
+    """
+    if not installed("deepspeed"):
+        return {}
+    module = "ds_plugin_sdk.integrations.deepspeed.deepspeed_builders"
+    environment = child_environment(DS_PLUGIN_AUTOLOAD="0", DS_ACCELERATOR="cpu")
+    command = [sys.executable, "-m", module, device_type]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    found: dict[str, bool] = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {}
+    return {name: compatible for name, compatible in found.items() if not op_table.by_builder(name).optional}
 
 
 def _versions() -> dict[str, str]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from ds_plugin_cpu import memory, plugin, threads, topology
+from ds_plugin_cpu import collectives, memory, plugin, report, threads, topology
 from ds_plugin_cpu.accelerator import CPU_Accelerator
 
 
@@ -25,9 +26,11 @@ def test_the_manifest_says_available() -> None:
     assert probe.devices >= 1
 
 
-def test_the_current_device_is_a_number_under_a_launcher(cpu: CPU_Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_current_device_is_one_that_torch_takes(cpu: CPU_Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed's second inference engine makes its tensors there; torch takes no number for the CPU."""
     monkeypatch.setenv("LOCAL_RANK", "3")
-    assert cpu.current_device() == 3
+    assert torch.empty(0, device=cpu.current_device()).device == torch.device("cpu")
+    assert cpu.default_generator(cpu.current_device()) is torch.default_generator
     assert cpu.current_device_name() == "cpu"
 
 
@@ -82,13 +85,45 @@ def test_pinning_is_free_of_copies(cpu: CPU_Accelerator) -> None:
         cpu.pin_empty(2, dtype=torch.int8, device="meta")
 
 
-def test_the_collectives_are_the_best_that_is_installed(
-    cpu: CPU_Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert cpu.communication_backend_name() == "gloo"
-    (tmp_path / "oneccl_bindings_for_pytorch.py").write_text("raise RuntimeError('imported')", encoding="utf-8")
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], None]]:
+    """``installed(module, distribution)``: a package whose import fails the test, with metadata of version 2.8."""
+    collectives.warn_of_ipex.cache_clear()
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert cpu.communication_backend_name() == "ccl"
+
+    def install(module: str, distribution: str) -> None:
+        (tmp_path / f"{module}.py").write_text("raise RuntimeError('imported')", encoding="utf-8")
+        info = tmp_path / f"{module}-2.8.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 2.8.0\n", "utf-8")
+
+    yield install
+    collectives.warn_of_ipex.cache_clear()
+
+
+def test_oneccl_is_no_backend_because_a_package_is_there(installed: Callable[[str, str], None]) -> None:
+    installed("oneccl_bindings_for_pytorch", "oneccl-bindings-for-pytorch")
+    assert CPU_Accelerator().communication_backend_name() == "gloo"
+    assert ("collectives of the CPU", f"gloo ({collectives.choose()[1]})") in report.lines()
+    assert "2.8.0 is installed, but has registered no backend" in collectives.choose()[1]
+
+
+def test_a_registered_oneccl_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed.Backend, "backend_list", ["gloo", "ccl"])
+    assert CPU_Accelerator().communication_backend_name() == "ccl"
+
+
+def test_ipex_has_no_part_and_one_warning_says_so(installed: Callable[[str, str], None]) -> None:
+    installed("intel_extension_for_pytorch", "intel-extension-for-pytorch")
+    with pytest.warns(RuntimeWarning, match=r"intel-extension-for-pytorch 2.8.0 is installed and not used: it ended"):
+        CPU_Accelerator()
+    CPU_Accelerator()  # a second warning would be an error
+    assert "IPEX" in dict(report.lines())
+
+
+def test_without_ipex_nothing_is_said(installed: Callable[[str, str], None]) -> None:
+    CPU_Accelerator()
+    assert "IPEX" not in dict(report.lines())
 
 
 @pytest.mark.parametrize(

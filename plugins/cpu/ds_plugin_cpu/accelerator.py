@@ -6,9 +6,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from ds_plugin_cpu import memory, threads, topology
-from ds_plugin_sdk.accelerator import DeepSpeedAccelerator, installed
-from ds_plugin_sdk.settings import settings
+from ds_plugin_cpu import collectives, memory, threads, topology
+from ds_plugin_sdk.accelerator import DeepSpeedAccelerator
+
+_CPU = torch.device("cpu")
 
 
 class CPU_Accelerator(DeepSpeedAccelerator):
@@ -31,7 +32,9 @@ class CPU_Accelerator(DeepSpeedAccelerator):
     _torch_pins_host_memory: ClassVar[bool] = False
 
     def __init__(self) -> None:
+        self._communication_backend_name, _ = collectives.choose()
         super().__init__()
+        collectives.warn_of_ipex()
         threads.apply()
         memory.keep_large_blocks()
 
@@ -41,14 +44,24 @@ class CPU_Accelerator(DeepSpeedAccelerator):
         return "cpu"
 
     def device(self, device_index: int | None = None) -> torch.device:
-        return torch.device("cpu")
+        return _CPU
 
     def device_count(self) -> int:
         return topology.device_count()
 
-    def current_device(self) -> int:
-        """The local rank: ranks are to CPUs what devices are to GPUs."""
-        return settings.local_rank
+    def is_available(self) -> bool:
+        """Always: there is a CPU."""
+        return True
+
+    def current_device(self) -> torch.device:
+        """The CPU as torch has it, which takes no number for it as a device."""
+        return _CPU
+
+    def current_device_name(self) -> str:
+        return "cpu"
+
+    def on_accelerator(self, tensor: torch.Tensor) -> bool:
+        return tensor.is_cpu
 
     def set_device(self, device_index: int) -> None:
         """Nothing to do: a rank runs where its launcher put it."""
@@ -66,7 +79,7 @@ class CPU_Accelerator(DeepSpeedAccelerator):
     def manual_seed(self, seed: int) -> Any:
         return torch.manual_seed(seed)
 
-    def default_generator(self, device_index: int) -> torch.Generator:
+    def default_generator(self, device_index: Any) -> torch.Generator:
         return torch.default_generator
 
     # ------------------------------------------------------------------ memory
@@ -100,8 +113,8 @@ class CPU_Accelerator(DeepSpeedAccelerator):
 
     # ------------------------------------------------------------------ communication and compilation
     def communication_backend_name(self) -> str:
-        """``ccl`` where Intel's oneCCL bindings are installed, else ``gloo``, which is part of torch."""
-        return "ccl" if installed("oneccl_bindings_for_pytorch") else "gloo"
+        """``ccl`` where oneCCL was a backend of torch's when this accelerator was made, else ``gloo``."""
+        return self._communication_backend_name
 
     def is_triton_supported(self) -> bool:
         return False

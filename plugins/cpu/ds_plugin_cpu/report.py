@@ -6,11 +6,11 @@ from collections.abc import Iterable
 
 import torch
 
-from ds_plugin_cpu import memory, threads, topology
+from ds_plugin_cpu import collectives, memory, threads, topology
 
 
 def lines() -> Iterable[tuple[str, str]]:
-    """Cores, threads, instruction set, memory policy."""
+    """Cores, threads, instruction set, memory policy, collectives."""
     nodes = topology.numa_nodes()
     count, reason = threads.choose()
     kept = memory.keep_large_blocks()
@@ -22,3 +22,8 @@ def lines() -> Iterable[tuple[str, str]]:
         "allocator",
         f"keeps freed blocks up to {kept / 2**30:.1f} GiB" if kept else "gives freed blocks back",
     )
+    backend, why = collectives.choose()
+    yield "collectives of the CPU", f"{backend} ({why})"
+    ipex = collectives.ipex()
+    if ipex is not None:
+        yield "IPEX", ipex

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from ds_plugin_sdk.op_builder.builder import (
     CombinedOpBuilder,
+    LentOpBuilder,
     NotImplementedBuilder,
     OpBuilder,
     ReferenceOpBuilder,
@@ -25,6 +26,7 @@ from ds_plugin_sdk.op_builder.lookup import (
     builders,
     find,
     is_base,
+    is_native,
     load_family,
     use_package,
 )
@@ -34,6 +36,7 @@ __all__ = [
     "CUDAOpBuilder",
     "CombinedOpBuilder",
     "CppOpBuilder",
+    "LentOpBuilder",
     "NotImplementedBuilder",
     "OpBuilder",
     "ReferenceOpBuilder",
@@ -45,6 +48,7 @@ __all__ = [
     "find",
     "functions_of",
     "is_base",
+    "is_native",
     "load_family",
     "use_package",
 ]

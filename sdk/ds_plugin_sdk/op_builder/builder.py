@@ -307,6 +307,41 @@ class CombinedOpBuilder(OpBuilder):
         return functions_of(self.NAME) or _torch_ops()
 
 
+class LentOpBuilder(OpBuilder):
+    """An op that the SDK has, but not native in all parts, and another has native code for: DeepSpeed itself.
+
+    Which of the two it is, is decided at the first use: another's builder may have to ask the device.
+
+    Attributes:
+        LENT: the other's builder, used where it is compatible.
+        OURS: the SDK's, used elsewhere.
+    """
+
+    LENT: ClassVar[type[Any]]
+    OURS: ClassVar[type[OpBuilder]]
+
+    def sources(self) -> list[str]:
+        return []
+
+    def uses_lent(self) -> bool:
+        """Whether the other's op can be had here."""
+        try:
+            return bool(self.LENT().is_compatible(verbose=False))
+        except Exception:  # DeepSpeed's builders raise where CUDA's toolkit is missing
+            return False
+
+    def _load_library(self) -> Any:
+        if not self.uses_lent():
+            return self.OURS().load(verbose=False)
+        start = time.perf_counter()
+        module = self.LENT().load(verbose=False)
+        self._record("lent", f"{self.LENT.__module__}.{self.LENT.__qualname__}", time.perf_counter() - start)
+        return module
+
+    def owner(self) -> str:
+        return self.LENT.__module__.partition(".")[0] if self.uses_lent() else self.OURS().owner()
+
+
 def builders_of(base: type[OpBuilder], ops: Iterable[op_table.Op]) -> dict[str, type[OpBuilder]]:
     """A builder class for each op, by the name that DeepSpeed asks for.
 
@@ -369,6 +404,7 @@ def _torch_ops() -> Any:
 
 __all__ = [
     "CombinedOpBuilder",
+    "LentOpBuilder",
     "NotImplementedBuilder",
     "OpBuilder",
     "ReferenceOpBuilder",

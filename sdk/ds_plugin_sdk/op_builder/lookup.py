@@ -1,5 +1,5 @@
 """From DeepSpeed's builder name to the builder class: the plugin's own, the SDK's for CPU tensors, the reference
-implementation, or a class whose ``load()`` raises.
+implementation, DeepSpeed's own where that is better, or a class whose ``load()`` raises.
 """
 
 from __future__ import annotations
@@ -11,10 +11,16 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 from ds_plugin_sdk.op_builder import op_table
-from ds_plugin_sdk.op_builder.builder import CombinedOpBuilder, NotImplementedBuilder, OpBuilder, ReferenceOpBuilder
+from ds_plugin_sdk.op_builder.builder import (
+    CombinedOpBuilder,
+    LentOpBuilder,
+    NotImplementedBuilder,
+    OpBuilder,
+    ReferenceOpBuilder,
+)
 from ds_plugin_sdk.op_builder.op_table import Op
 
 # The package of builders that work on CPU tensors whatever the accelerator is.
@@ -36,7 +42,11 @@ def use_package(device_type: str, package: str | None) -> None:
 
 
 def add_builder_source(source: BuilderSource) -> None:
-    """Add builders of ops that neither plugin nor SDK has: ``source(class_name, device_type)``, a class or None."""
+    """Add builders of ops that neither plugin nor SDK has native code for.
+
+    Args:
+        source: ``source(class_name, device_type)``, a builder class or None. It must not ask the device for anything.
+    """
     if source not in _sources:
         _sources.append(source)
 
@@ -44,19 +54,30 @@ def add_builder_source(source: BuilderSource) -> None:
 def find(class_name: str, package: str | None, device_type: str) -> type[Any]:
     """The builder class of a name such as ``FusedAdamBuilder``.
 
-    A plugin's own builder comes first, then the SDK's for CPU tensors, then the reference implementation, then what
-    `add_builder_source` added; the last is a class whose ``load()`` raises `OpNotImplementedError`.
+    A plugin's own builder comes first, then the SDK's for CPU tensors. What the SDK has as a reference implementation
+    alone, and what it does not have, comes from `add_builder_source` where that is compatible with the machine. The
+    last is a class whose ``load()`` raises `OpNotImplementedError`.
     """
-    own = None if package is None else _builders_in(package).get(class_name)
+    op = op_table.by_builder(class_name)
+    ours = _ours(op, package, device_type)
+    if ours is not None and is_native(ours):
+        return ours
+    lent: Any = next(filter(None, (source(class_name, device_type) for source in _sources)), None)
+    if lent is None:
+        return ours or _derived(NotImplementedBuilder, op)
+    return _lent(op, lent, cast(Any, ours)) if ours is not None else cast("type[Any]", lent)
+
+
+def _ours(op: Op, package: str | None, device_type: str) -> type[Any] | None:
+    """The plugin's own builder, the SDK's for CPU tensors, or the reference implementation; None without any."""
+    own = None if package is None else _builders_in(package).get(op.builder)
     if own is not None:
         return own
-    op = op_table.by_builder(class_name)
     if op.kernels and (device_type == "cpu" or op.cpu_only):
-        return _builders_in(CPU_BUILDERS)[class_name]
-    if op.families:
-        return _combined(op, package, device_type) if op.family is None else _derived(ReferenceOpBuilder, op)
-    added = (source(class_name, device_type) for source in _sources)
-    return next(filter(None, added), None) or _derived(NotImplementedBuilder, op)
+        return _builders_in(CPU_BUILDERS)[op.builder]
+    if not op.families:
+        return None
+    return _combined(op, package, device_type) if op.family is None else _derived(ReferenceOpBuilder, op)
 
 
 def builders(package: str | None, device_type: str) -> dict[str, type[Any]]:
@@ -82,6 +103,13 @@ def is_base(class_name: str, package: str | None) -> bool:
     return any(cls is not None and not cls.NAME for cls in classes)
 
 
+def is_native(builder: type[Any]) -> bool:
+    """Whether there is native code for the whole of an op: the device's own, or torch's."""
+    parts = builder.PARTS if issubclass(builder, CombinedOpBuilder) else (builder,)
+    op = op_table.by_name(builder.NAME)
+    return (op is not None and op.torch) or not any(issubclass(part, ReferenceOpBuilder) for part in parts)
+
+
 def _builder_of(family: str, package: str | None, device_type: str) -> type[Any]:
     """The builder whose library has a family's kernels for a device."""
     if package is not None:
@@ -90,7 +118,7 @@ def _builder_of(family: str, package: str | None, device_type: str) -> type[Any]
             if op_table.family_of(builder.NAME) == family and (device_type == "cpu" or not for_cpu):
                 return builder
     ops = [op for op in op_table.OPS if op.family == family and (device_type == "cpu" or not op.cpu_only)]
-    return find(ops[0].builder, package, device_type)
+    return _ours(ops[0], package, device_type) or _derived(NotImplementedBuilder, ops[0])
 
 
 def _builders_in(package: str) -> dict[str, type[Any]]:
@@ -141,3 +169,9 @@ def _combined(op: Op, package: str | None, device_type: str) -> type[OpBuilder]:
     parts = tuple(_builder_of(family, package, device_type) for family in op.families)
     members = {"NAME": op.name, "PARTS": parts, "__module__": __name__, "__doc__": CombinedOpBuilder.__doc__}
     return type(op.builder, (CombinedOpBuilder,), members)
+
+
+@functools.cache
+def _lent(op: Op, lent: Any, ours: Any) -> type[OpBuilder]:
+    members = {"NAME": op.name, "LENT": lent, "OURS": ours, "__module__": __name__, "__doc__": LentOpBuilder.__doc__}
+    return type(op.builder, (LentOpBuilder,), members)

@@ -21,8 +21,9 @@ class Op:
         kernels: whether the SDK has kernels for CPU tensors, ``kernels/cpu/<family>.cpp``, and not only a reference
             implementation.
         deepspeed: whether DeepSpeed asks for it. The others are families that DeepSpeed knows as parts of an op only.
-        optional: DeepSpeed accepts None instead of a builder.
-        deepspeeds_own_on: device types on which DeepSpeed's own builder serves, since the SDK has none.
+        torch: whether the reference implementation is torch's own function, which no kernel is faster than.
+        optional: a collective that DeepSpeed accepts None for instead of a builder.
+        host_memory: whether DeepSpeed's own op works on host memory alone, and so serves devices unknown to it.
     """
 
     builder: str
@@ -30,8 +31,9 @@ class Op:
     families: tuple[str, ...] = ()
     kernels: bool = False
     deepspeed: bool = True
+    torch: bool = False
     optional: bool = False
-    deepspeeds_own_on: tuple[str, ...] = ()
+    host_memory: bool = False
 
     @property
     def family(self) -> str | None:
@@ -71,7 +73,7 @@ OPS = (
     Op("RandomLTDBuilder", "random_ltd", ("random_ltd",), kernels=True),
     Op("StochasticTransformerBuilder", "stochastic_transformer", ("transformer",), kernels=True),
     Op("TransformerBuilder", "transformer", ("transformer",), kernels=True),
-    Op("UtilsBuilder", "utils", ("utils",)),
+    Op("UtilsBuilder", "utils", ("utils",), torch=True),
     # Inference.
     Op("InferenceBuilder", "transformer_inference", _INFERENCE),
     Op("InferenceCoreBuilder", "inference_core_ops", ("norm", "activation", "linear", "fp6")),
@@ -86,8 +88,8 @@ OPS = (
     _family("ResidualBuilder", "residual"),
     _family("RotaryBuilder", "rotary"),
     _family("SoftmaxBuilder", "softmax"),
-    # Not implemented here.
-    Op("AsyncIOBuilder", "async_io", deepspeeds_own_on=("cpu",)),
+    # Not implemented here: DeepSpeed's own serve, where it has one for the device.
+    Op("AsyncIOBuilder", "async_io", host_memory=True),
     Op("CCLCommBuilder", "deepspeed_ccl_comm", optional=True),
     Op("DeepCompileBuilder", "dc"),
     Op("EvoformerAttnBuilder", "evoformer_attn"),
@@ -95,7 +97,7 @@ OPS = (
     Op("FlashAttentionBuilder", "flash_attn"),
     Op("GDSBuilder", "gds"),
     Op("InferenceCutlassBuilder", "cutlass_ops"),
-    Op("PinMemoryBuilder", "pin_memory", deepspeeds_own_on=("cpu",)),
+    Op("PinMemoryBuilder", "pin_memory", host_memory=True),
     Op("RaggedOpsBuilder", "ragged_device_ops"),
     Op("RaggedUtilsBuilder", "ragged_ops"),
     Op("ShareMemCommBuilder", "deepspeed_shm_comm", optional=True),

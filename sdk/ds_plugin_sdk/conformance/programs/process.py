@@ -31,7 +31,15 @@ def _rank(target: Target) -> dict[str, Any]:
     accelerator = target.accelerator
     index = accelerator.current_device()
     count = accelerator.device_count()
-    return {"current_device": repr(index), "is_int": type(index) is int, "device_count": count, "sum": _use(target)}
+    numbered = torch.empty(0, device=target.device_type).device.index is not None
+    kind = int if numbered else torch.device
+    return {
+        "current_device": repr(index),
+        "fits": type(index) is kind,
+        "expected": kind.__name__,
+        "device_count": count,
+        "sum": _use(target),
+    }
 
 
 def _rank_device(target: Target) -> dict[str, Any]:

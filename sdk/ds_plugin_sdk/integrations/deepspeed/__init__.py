@@ -4,6 +4,8 @@ import_hook     sees DeepSpeed being imported; all that runs at `import torch`
 adopt           makes DeepSpeed use the registry's accelerator
 rebind          lets what DeepSpeed froze at import follow a later change
 op_table        every op in DeepSpeed's table of ops
+deepspeed_builders  DeepSpeed's own builders for what the SDK has no native code for
+pinned          page-locked memory by DeepSpeed's own allocator
 drift           the SDK's contract against the installed DeepSpeed's
 modules         the functions DeepSpeed calls on each op
 """

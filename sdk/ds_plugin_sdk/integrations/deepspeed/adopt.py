@@ -20,7 +20,7 @@ from typing import Any
 from ds_plugin_sdk import op_builder, registry
 from ds_plugin_sdk.accelerator import DeepSpeedAccelerator
 from ds_plugin_sdk.errors import SdkError
-from ds_plugin_sdk.integrations.deepspeed import deepspeed_builders, drift, gloo, rebind
+from ds_plugin_sdk.integrations.deepspeed import deepspeed_builders, drift, gloo, pinned, rebind
 from ds_plugin_sdk.ported_accelerator import written_for_deepspeed
 from ds_plugin_sdk.settings import settings
 
@@ -83,6 +83,7 @@ def _join(real_accelerator: Any, detect: Callable[[], str | None]) -> None:
     theirs.register(DeepSpeedAccelerator)
     _share_set_accelerator(real_accelerator)
     op_builder.add_builder_source(deepspeed_builders.find)
+    pinned.serve()
     registry.use_fallback(real_accelerator.get_accelerator)
     registry.on_change(functools.partial(_use, real_accelerator))
     # Without autoload a plugin is used only if it was set, or asked for by a name that DeepSpeed does not have.
