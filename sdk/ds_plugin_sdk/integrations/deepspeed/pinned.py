@@ -11,8 +11,8 @@ from ds_plugin_sdk.accelerator import DeepSpeedAccelerator
 
 def serve() -> None:
     """Let all accelerators ask DeepSpeed for its allocator, and tell it how much they pin."""
-    DeepSpeedAccelerator._native_pins = _native_pins  # type: ignore[method-assign, assignment]
-    DeepSpeedAccelerator._count_pinned = _count_pinned  # type: ignore[method-assign, assignment]
+    for method in (_native_pins, _count_pinned):
+        setattr(DeepSpeedAccelerator, method.__name__, method)
 
 
 def _native_pins(accelerator: DeepSpeedAccelerator) -> Any:
