@@ -22,7 +22,8 @@
         ├── InvalidTensorError      (ValueError, RuntimeError)  an op does not support a tensor that it was given
         ├── UnsupportedOptionError  (ValueError)    an optimizer does not implement an option of a group or checkpoint
         ├── CheckpointError         (ValueError)    an optimizer cannot go on from a state dict
-        └── GraphCaptureError       (RuntimeError)  an optimizer's step cannot be captured in a device graph
+        ├── GraphCaptureError       (RuntimeError)  an optimizer's step cannot be captured in a device graph
+        └── FileError               (OSError)       a tensor cannot be read from a file, or written to it
 
 Each error says what happened, to which plugin or op, why, and what to do next, in that order; the parts are
 attributes. Errors survive pickling, because launchers carry them from process to process.
@@ -157,3 +158,7 @@ class CheckpointError(OpError, ValueError):
 
 class GraphCaptureError(OpError, RuntimeError):
     """An optimizer's step was captured in a device graph, which would repeat one step number and learning rate."""
+
+
+class FileError(OpError, OSError):
+    """A tensor could not be read from a file or written to it. `errno` says why, where the system did."""

@@ -153,6 +153,11 @@ class Settings:
     )
     omp_threads = Setting[str | None]("OMP_NUM_THREADS", str, None, "threads, as OpenMP reads it; respected")
 
+    # Files
+    io_uring = Setting[bool](
+        "DS_PLUGIN_IO_URING", _flag, True, "0: async_io reads and writes on threads though the kernel allows io_uring"
+    )
+
     # What launchers say
     local_rank = Setting[int]("LOCAL_RANK", int, 0, "index of this process among those of the machine")
 

@@ -67,14 +67,14 @@ def test_a_torch_library(tmp_path: Path) -> None:
     spec = BuildSpec(
         name="total", owner="ds-plugin-test", sources=(source,), cxx_args=("-DNAMESPACE=jit_test", "-march=native")
     )
-    artifact, module = obtain(spec)
-    assert (artifact.origin, module) == ("compiled", None)
+    artifact, library = obtain(spec)
+    assert (artifact.origin, type(library)) == ("compiled", ctypes.CDLL)
     assert torch.ops.jit_test.total(torch.ones(10)) == 10.0
     # Every header is on the list, torch's and the system's too.
     headers = [path for path, _, _, _ in artifact.key["headers"]]
     assert "$torch/include/torch/csrc/stable/library.h" in headers
     assert any(path.endswith("/stdio.h") for path in headers)
-    assert load(acquire(spec), spec) is None
+    assert load(acquire(spec), spec) is library
 
 
 def test_no_binary_carries_the_path_of_this_environment(tmp_path: Path) -> None:

@@ -157,6 +157,39 @@ def bytes_copied(target: Target) -> Target:
 
 
 # ---- inference -------------------------------------------------------------------------------------------------------
+# ---- files -----------------------------------------------------------------------------------------------------------
+def _handle(target: Target, name: str, function: Function) -> Target:
+    handle = importlib.import_module("ds_plugin_sdk.integrations.deepspeed.modules.async_io").aio_handle
+    original = getattr(handle, name)
+    setattr(handle, name, lambda self, *arguments, **named: function(original, self, *arguments, **named))
+    return target
+
+
+@mutant("module.aio_offset_ignored", "O7.1", "ops", only="/aio_handle")
+def aio_offset_ignored(target: Target) -> Target:
+    """`async_pread` reads from the beginning of the file."""
+    return _handle(target, "async_pread", lambda original, self, buffer, file, *_: original(self, buffer, file))
+
+
+@mutant("module.aio_waits_for_one", "O7.1", "ops", only="/aio_handle")
+def aio_waits_for_one(target: Target) -> Target:
+    """`wait` gives 1, however many there were."""
+    return _handle(target, "wait", lambda original, self: min(original(self), 1))
+
+
+@mutant("module.aio_swallows_errors", "O7.1", "ops", only="/aio_handle")
+def aio_swallows_errors(target: Target) -> Target:
+    """A write that fails gives -1 and says nothing."""
+
+    def quiet(original: Function, self: Any, *arguments: Any) -> Any:
+        try:
+            return original(self, *arguments)
+        except OSError:
+            return -1
+
+    return _handle(target, "sync_pwrite", quiet)
+
+
 def _inference(target: Target, name: str, function: Function) -> Target:
     return module(target, "transformer_inference", name, function)
 

@@ -102,6 +102,10 @@ def test_a_devices_kernels_are_its_own(zap: Path, monkeypatch: pytest.MonkeyPatc
 def test_host_ops_serve_every_device(zap: Path) -> None:
     builder = op_builder.find("CPUAdamBuilder", "zap_plugin.op_builder", "zap")
     assert builder.__module__ == "ds_plugin_sdk.op_builder.cpu.kernels"
+    for device in ("cpu", "cuda", "zap"):
+        files = op_builder.find("AsyncIOBuilder", "zap_plugin.op_builder" if device == "zap" else None, device)
+        assert files.__module__ == "ds_plugin_sdk.op_builder.cpu.host"
+        assert op_builder.find("GDSBuilder", None, device) is not files
 
 
 def test_a_device_op_without_a_kernel_falls_back_to_the_reference(zap: Path) -> None:

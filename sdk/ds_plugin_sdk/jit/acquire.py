@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import logging
 import time
@@ -43,7 +44,7 @@ def acquire(spec: BuildSpec) -> Artifact:
         return _build(_permitted(choice), choice, start)
 
 
-def obtain(spec: BuildSpec) -> tuple[Artifact, ModuleType | None]:
+def obtain(spec: BuildSpec) -> tuple[Artifact, ModuleType | ctypes.CDLL]:
     """`acquire` and `load`. A binary made earlier that no longer loads, say because a library that it was linked with
     has been upgraded, is built again, once.
 

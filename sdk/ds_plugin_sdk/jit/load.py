@@ -16,16 +16,16 @@ from ds_plugin_sdk.jit.entry import DamagedError
 from ds_plugin_sdk.jit.spec import Artifact, BuildSpec
 
 # By device and inode.
-_loaded: dict[tuple[int, int], ModuleType | None] = {}
+_loaded: dict[tuple[int, int], ModuleType | ctypes.CDLL] = {}
 _last_file = 2
 
 
-def load(artifact: Artifact, spec: BuildSpec) -> ModuleType | None:
+def load(artifact: Artifact, spec: BuildSpec) -> ModuleType | ctypes.CDLL:
     """Load what `acquire` returned.
 
     Returns:
-        The pybind11 module, the same one for the same binary; None for a torch library, which has registered its
-        kernels with torch's dispatcher.
+        The pybind11 module, or the library, which has registered its kernels with torch's dispatcher; the same one for
+        the same binary.
 
     Raises:
         ArtifactError: the binary cannot be loaded. It is not offered again in this process: another `acquire` gives
@@ -45,7 +45,7 @@ def load(artifact: Artifact, spec: BuildSpec) -> ModuleType | None:
         os.close(file)
 
 
-def _load(file: int, artifact: Artifact, spec: BuildSpec) -> ModuleType | None:
+def _load(file: int, artifact: Artifact, spec: BuildSpec) -> ModuleType | ctypes.CDLL:
     import torch  # its libraries must be in the process first: binaries carry no path to them
 
     path = name = str(artifact.path)
@@ -54,9 +54,9 @@ def _load(file: int, artifact: Artifact, spec: BuildSpec) -> ModuleType | None:
         if artifact.origin != "prebuilt":
             name = _name_of(file, path)
         if spec.kind == "torch_library":
-            ctypes.CDLL(name)  # as torch.ops.load_library does, which follows links first
+            library = ctypes.CDLL(name)  # as torch.ops.load_library does, which follows links first
             torch.ops.loaded_libraries.add(path)
-            return None
+            return library
         return _import(name, path, spec)
     except (OSError, ImportError, RuntimeError) as error:
         raise _rejected(artifact, spec, str(error).strip().replace(name, path)) from error

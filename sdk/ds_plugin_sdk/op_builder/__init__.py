@@ -4,7 +4,7 @@ op_table   every op, a row each
 lookup     DeepSpeed's builder name -> builder class
 builder    OpBuilder: sources and flags -> prebuilt, cache, compiler or reference implementation
 languages  C++, CUDA and SYCL builders
-cpu        the SDK's own builders, for CPU tensors
+cpu        the SDK's own builders, for CPU tensors and for host memory
 """
 
 from __future__ import annotations

@@ -219,7 +219,7 @@ class OpBuilder:
         start = time.perf_counter()
         spec = self.build_spec()
         artifact, module = jit.obtain(spec)
-        assert module is not None
+        assert isinstance(module, ModuleType)
         self._record(artifact.origin, str(artifact.path), time.perf_counter() - start)
         return module
 

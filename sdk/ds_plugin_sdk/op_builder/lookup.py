@@ -73,7 +73,7 @@ def _ours(op: Op, package: str | None, device_type: str) -> type[Any] | None:
     own = None if package is None else _builders_in(package).get(op.builder)
     if own is not None:
         return own
-    if op.kernels and (device_type == "cpu" or op.cpu_only):
+    if op.host or (op.kernels and (device_type == "cpu" or op.cpu_only)):
         return _builders_in(CPU_BUILDERS)[op.builder]
     if not op.families:
         return None

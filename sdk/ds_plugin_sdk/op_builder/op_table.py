@@ -20,20 +20,22 @@ class Op:
         families: modules of `ds_plugin_sdk.ops` that it is made of; empty if the SDK does not implement it.
         kernels: whether the SDK has kernels for CPU tensors, ``kernels/cpu/<family>.cpp``, and not only a reference
             implementation.
+        host: whether it has a library, ``kernels/host/<family>.cpp``, that works on host memory whatever the
+            accelerator is: one library serves all devices.
         deepspeed: whether DeepSpeed asks for it. The others are families that DeepSpeed knows as parts of an op only.
-        torch: whether the reference implementation is torch's own function, which no kernel is faster than.
+        torch: whether the reference implementation is torch's own function, or the system's, which no kernel is
+            faster than.
         optional: a collective that DeepSpeed accepts None for instead of a builder.
-        host_memory: whether DeepSpeed's own op works on host memory alone, and so serves devices unknown to it.
     """
 
     builder: str
     name: str
     families: tuple[str, ...] = ()
     kernels: bool = False
+    host: bool = False
     deepspeed: bool = True
     torch: bool = False
     optional: bool = False
-    host_memory: bool = False
 
     @property
     def family(self) -> str | None:
@@ -78,6 +80,9 @@ OPS = (
     Op("InferenceBuilder", "transformer_inference", _INFERENCE),
     Op("InferenceCoreBuilder", "inference_core_ops", ("norm", "activation", "linear", "fp6")),
     Op("SpatialInferenceBuilder", "spatial_inference", ("spatial",), kernels=True),
+    # Host memory and files, whatever the device is.
+    Op("AsyncIOBuilder", "async_io", ("async_io",), host=True),
+    Op("PinMemoryBuilder", "pin_memory", ("pin_memory",), torch=True),
     # Parts of the above, and a collective that DeepSpeed is given in another way.
     _family("ActivationBuilder", "activation"),
     _family("AllReduceBuilder", "all_reduce"),
@@ -89,7 +94,6 @@ OPS = (
     _family("RotaryBuilder", "rotary"),
     _family("SoftmaxBuilder", "softmax"),
     # Not implemented here: DeepSpeed's own serve, where it has one for the device.
-    Op("AsyncIOBuilder", "async_io", host_memory=True),
     Op("CCLCommBuilder", "deepspeed_ccl_comm", optional=True),
     Op("DeepCompileBuilder", "dc"),
     Op("EvoformerAttnBuilder", "evoformer_attn"),
@@ -97,7 +101,6 @@ OPS = (
     Op("FlashAttentionBuilder", "flash_attn"),
     Op("GDSBuilder", "gds"),
     Op("InferenceCutlassBuilder", "cutlass_ops"),
-    Op("PinMemoryBuilder", "pin_memory", host_memory=True),
     Op("RaggedOpsBuilder", "ragged_device_ops"),
     Op("RaggedUtilsBuilder", "ragged_ops"),
     Op("ShareMemCommBuilder", "deepspeed_shm_comm", optional=True),

@@ -46,7 +46,7 @@ def loading(op: str, family: str, reference: Callable[..., Any]) -> Callable[...
 
     def run(*args: Any) -> Any:
         first = args[0] if isinstance(args[0], Tensor) else next(iter(args[0]), None)
-        if first is None or first.device.type in asked or not _load(family, first.device.type):
+        if first is None or first.device.type in asked or not load(family, first.device.type):
             return reference(*args)
         with torch.no_grad():  # autograd is above this function: it must not come in a second time
             return getattr(getattr(torch.ops, namespace), name).default(*args)
@@ -60,8 +60,8 @@ def ask_again(device_type: str) -> None:
         device_types.discard(device_type)
 
 
-def _load(family: str, device_type: str) -> bool:
-    """Load a family's kernels for a device; False within such a load, which needs an answer now."""
+def load(family: str, device_type: str) -> bool:
+    """Load a family's kernels for a device, once; False within such a load, which needs an answer now."""
     key = family, device_type
     with _lock:  # other threads wait, rather than take the reference implementation
         if key in _loading:
@@ -76,4 +76,4 @@ def _load(family: str, device_type: str) -> bool:
     return True
 
 
-__all__ = ["ask_again", "family_of", "loading"]
+__all__ = ["ask_again", "family_of", "load", "loading"]

@@ -8,12 +8,13 @@ on the device. Nothing but conformance and tests imports this package.
 
 from __future__ import annotations
 
+from ds_plugin_sdk.conformance.front_ends.files import FILES
 from ds_plugin_sdk.conformance.front_ends.front_end import FrontEnd, Result
 from ds_plugin_sdk.conformance.front_ends.inference import INFERENCE
 from ds_plugin_sdk.conformance.front_ends.inference_core import INFERENCE_CORE
 from ds_plugin_sdk.conformance.front_ends.optimizers import OPTIMIZERS
 from ds_plugin_sdk.conformance.front_ends.training import TRAINING
 
-FRONT_ENDS: tuple[FrontEnd, ...] = (*OPTIMIZERS, *TRAINING, *INFERENCE, *INFERENCE_CORE)
+FRONT_ENDS: tuple[FrontEnd, ...] = (*OPTIMIZERS, *TRAINING, *FILES, *INFERENCE, *INFERENCE_CORE)
 
 __all__ = ["FRONT_ENDS", "FrontEnd", "Result"]

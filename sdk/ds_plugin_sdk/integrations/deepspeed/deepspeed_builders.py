@@ -23,13 +23,6 @@ _ABSENT = "deepspeed_not_implemented"
 
 def find(class_name: str, device_type: str) -> type[Any] | None:
     """DeepSpeed's builder class of a name for a device, or None."""
-    found = _asked(class_name, device_type)
-    if found is None and op_table.by_builder(class_name).host_memory:
-        return _asked(class_name, "cpu")
-    return found
-
-
-def _asked(class_name: str, device_type: str) -> type[Any] | None:
     accelerator = _accelerator(device_type)
     try:
         builder = None if accelerator is None else accelerator.get_op_builder(class_name)

@@ -1,0 +1,50 @@
+"""Builders of the SDK's host libraries: C functions on host memory, which serve every device and need no torch."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from ds_plugin_sdk.errors import BuildError
+from ds_plugin_sdk.op_builder import op_table
+from ds_plugin_sdk.op_builder.builder import builders_of
+from ds_plugin_sdk.op_builder.languages import CppOpBuilder
+from ds_plugin_sdk.paths import kernels_root
+
+if TYPE_CHECKING:
+    from ds_plugin_sdk.jit import Artifact
+
+
+class HostLibraryBuilder(CppOpBuilder):
+    """A family's ``kernels/host/<family>.cpp``. `ds_plugin_sdk.ops.<family>` gets the library by its `use_library`."""
+
+    NAME: ClassVar[str] = ""
+
+    def owner(self) -> str:
+        return "ds-plugin-sdk"
+
+    def kernel_root(self) -> Path:
+        return kernels_root()
+
+    def sources(self) -> list[str]:
+        return [self.kernel_path(f"host/{op_table.family_of(self.NAME)}.cpp")]
+
+    def cxx_args(self) -> list[str]:
+        return ["-pthread"]
+
+    def _library_of_process(self) -> Artifact | BuildError:
+        from ds_plugin_sdk import jit
+
+        outcome = super()._library_of_process()
+        if not isinstance(outcome, BuildError):
+            library = jit.load(outcome, self.build_spec())
+            assert isinstance(library, ctypes.CDLL)
+            importlib.import_module(f"ds_plugin_sdk.ops.{op_table.family_of(self.NAME)}").use_library(library)
+        return outcome
+
+
+# AsyncIOBuilder: a class for each op of the table that is a host library.
+BUILDERS = builders_of(HostLibraryBuilder, [op for op in op_table.OPS if op.host])
+globals().update(BUILDERS)
