@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import operator
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ds_plugin_sdk.bench import all_reduce, losses, training
+from ds_plugin_sdk.bench import accelerator, all_reduce, losses, training
 from ds_plugin_sdk.bench.timing import in_turns
 
 
@@ -71,3 +73,21 @@ def test_training_on_another_accelerator_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(ELSEWHERE, encoding="utf-8")
     with pytest.raises(RuntimeError, match=r"wanted in-tree, but the run was on somewhere\.else"):
         training.run(tmp_path, tmp_path / "out", steps=3, repeats=1)
+
+
+def test_the_members_of_two_accelerators_are_timed_side_by_side() -> None:
+    """One that fails on either is left out: it says nothing."""
+
+    class Slow:
+        def member(self) -> None:
+            time.sleep(2e-3)
+
+    class Fast:
+        def member(self) -> None:
+            pass
+
+    row = accelerator._row("member()", operator.methodcaller("member"), Fast(), Slow(), turns=3)
+    assert row is not None
+    assert row.plugin_us >= 2000 > row.deepspeed_us
+    assert row.times > 10
+    assert accelerator._row("other()", operator.methodcaller("other"), Fast(), Slow(), turns=3) is None

@@ -60,6 +60,7 @@ class DeepSpeedAccelerator(abc.ABC):
         # DeepSpeed reads these directly: the device type, and a string it may replace.
         self._name: str = self.device_name()
         self._communication_backend_name: str = self.communication_backend_name()
+        self._compile_backend = type(self)._compile_backend  # found faster on the instance
         self._check_flags()
 
     def __repr__(self) -> str:
@@ -145,6 +146,10 @@ class DeepSpeedAccelerator(abc.ABC):
     # ------------------------------------------------------------------ random numbers
     def random(self) -> Any:
         """The functions of `torch.random`, of which ``fork_rng(devices=[...])`` keeps this device's generators."""
+        return self._random
+
+    @functools.cached_property
+    def _random(self) -> Any:
         return types.SimpleNamespace(**{**vars(torch.random), "fork_rng": self._fork_rng})
 
     def _fork_rng(self, devices: Any = None, **options: Any) -> AbstractContextManager[None]:

@@ -54,7 +54,7 @@ class TorchAccelerator(DeepSpeedAccelerator):
         super().__init__()
         self._compile_backend = self.compile_backend
 
-    @property
+    @functools.cached_property
     def _module(self) -> Any:
         try:
             return torch.get_device_module(self.device_type)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, ClassVar
 
 import torch
@@ -10,6 +11,15 @@ from ds_plugin_cpu import collectives, memory, threads, topology
 from ds_plugin_sdk.accelerator import DeepSpeedAccelerator
 
 _CPU = torch.device("cpu")
+_TENSOR_TYPES = {
+    torch.bfloat16: torch.BFloat16Tensor,
+    torch.uint8: torch.ByteTensor,
+    torch.float64: torch.DoubleTensor,
+    torch.float32: torch.FloatTensor,
+    torch.float16: torch.HalfTensor,
+    torch.int32: torch.IntTensor,
+    torch.int64: torch.LongTensor,
+}
 
 
 class CPU_Accelerator(DeepSpeedAccelerator):
@@ -37,6 +47,19 @@ class CPU_Accelerator(DeepSpeedAccelerator):
         collectives.warn_of_ipex()
         threads.apply()
         memory.keep_large_blocks()
+
+    # ------------------------------------------------------------------ behaviour flags: no streams, no events
+    def is_synchronized_device(self) -> bool:
+        return True
+
+    def resolves_data_dependency(self) -> bool:
+        return True
+
+    def handles_memory_backpressure(self) -> bool:
+        return True
+
+    def use_host_timers(self) -> bool:
+        return True
 
     # ------------------------------------------------------------------ device
     def device_name(self, device_index: int | None = None) -> str:
@@ -79,19 +102,28 @@ class CPU_Accelerator(DeepSpeedAccelerator):
     def manual_seed(self, seed: int) -> Any:
         return torch.manual_seed(seed)
 
+    def initial_seed(self, seed: int | None = None) -> int:
+        return torch.initial_seed()
+
     def default_generator(self, device_index: Any) -> torch.Generator:
         return torch.default_generator
 
     # ------------------------------------------------------------------ memory
     def memory_stats(self, device_index: int | None = None) -> dict[str, Any]:
         """Resident memory of this process; all of it counts as allocated, since torch's CPU allocator keeps no book."""
-        current, peak = memory.resident(), memory.peak()
+        current, peak = memory.resident_and_peak()
         return {
             "allocated_bytes.all.current": current,
             "allocated_bytes.all.peak": peak,
             "reserved_bytes.all.current": current,
             "reserved_bytes.all.peak": peak,
         }
+
+    def memory_allocated(self, device_index: int | None = None) -> int:
+        return memory.resident()
+
+    def memory_reserved(self, device_index: int | None = None) -> int:
+        return memory.resident()
 
     def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
         memory.reset_peak()
@@ -108,8 +140,16 @@ class CPU_Accelerator(DeepSpeedAccelerator):
     # ------------------------------------------------------------------ data types
     def supported_dtypes(self) -> list[torch.dtype]:
         """float32, bfloat16 (every op of torch has it on a CPU), and float16 where oneDNN computes in it."""
-        half = [torch.float16] if torch.ops.mkldnn._is_mkldnn_fp16_supported() else []
-        return [torch.float32, torch.bfloat16, *half]
+        return [torch.float32, torch.bfloat16, *([torch.float16] if _computes_in_float16() else [])]
+
+    def is_bf16_supported(self) -> bool:
+        return True
+
+    def is_fp16_supported(self) -> bool:
+        return _computes_in_float16()
+
+    def _tensor_type(self, dtype: torch.dtype) -> Any:
+        return _TENSOR_TYPES[dtype]
 
     # ------------------------------------------------------------------ communication and compilation
     def communication_backend_name(self) -> str:
@@ -128,3 +168,8 @@ class CPU_Accelerator(DeepSpeedAccelerator):
 
     def _torch_is_pinned(self, tensor: torch.Tensor) -> bool:
         return tensor.is_pinned()
+
+
+@functools.cache
+def _computes_in_float16() -> bool:
+    return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())

@@ -27,32 +27,44 @@ _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 
 
-def _kilobytes(file: Path, field: str) -> int:
-    """Bytes of a ``Field:  123 kB`` line; 0 where the kernel has no such line."""
+def _read(file: Path) -> bytes:
+    """A small file of the kernel's, without what `open` does for large ones; empty where there is none."""
     try:
-        match = re.search(rf"^{field}:\s+(\d+) kB", file.read_text(encoding="ascii"), re.MULTILINE)
+        descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
-        return 0
-    return int(match[1]) * 1024 if match else 0
+        return b""
+    try:
+        return os.read(descriptor, 1 << 14)
+    finally:
+        os.close(descriptor)
+
+
+def _kilobytes(text: bytes, field: bytes) -> int:
+    """Bytes of a ``Field:  123 kB`` line; 0 where the kernel has no such line."""
+    _, found, rest = text.partition(b"\n" + field + b":")
+    return int(rest.split(None, 1)[0]) * 1024 if found else 0
 
 
 def _cgroup(name: str) -> int | None:
     """A number of the memory controller that this process lives under; None without a limit."""
-    try:
-        text = (_CGROUP / name).read_text(encoding="ascii").strip()
-    except OSError:
-        return None
+    text = _read(_CGROUP / name).strip()
     return int(text) if text.isdigit() else None
 
 
 def resident() -> int:
     """Bytes of this process that are in memory."""
-    return _kilobytes(_STATUS, "VmRSS")
+    return _kilobytes(_read(_STATUS), b"VmRSS")
 
 
 def peak() -> int:
     """Largest `resident` since the process started, or since `reset_peak`."""
-    return _kilobytes(_STATUS, "VmHWM")
+    return _kilobytes(_read(_STATUS), b"VmHWM")
+
+
+def resident_and_peak() -> tuple[int, int]:
+    """`resident` and `peak` of one moment."""
+    status = _read(_STATUS)
+    return _kilobytes(status, b"VmRSS"), _kilobytes(status, b"VmHWM")
 
 
 def reset_peak() -> None:
@@ -65,14 +77,14 @@ def reset_peak() -> None:
 
 def total() -> int:
     """Memory of the machine, or of the container this process lives in."""
-    machine = _kilobytes(_MEMINFO, "MemTotal")
+    machine = _kilobytes(b"\n" + _read(_MEMINFO), b"MemTotal")
     limit = _cgroup("memory.max")
     return machine if limit is None else min(machine, limit)
 
 
 def available() -> int:
     """Memory that can still be allocated without swapping."""
-    machine = _kilobytes(_MEMINFO, "MemAvailable")
+    machine = _kilobytes(_read(_MEMINFO), b"MemAvailable")
     limit, used = _cgroup("memory.max"), _cgroup("memory.current")
     return machine if limit is None or used is None else min(machine, max(0, limit - used))
 

@@ -76,6 +76,15 @@ def import_cost(as_json: bool = _JSON) -> None:
     _show("Import", benchmark.run(), as_json)
 
 
+@bench.command("accelerator")
+def accelerator(as_json: bool = _JSON) -> None:
+    """What DeepSpeed asks of an accelerator: microseconds a call, DeepSpeed's own beside the plugin's."""
+    _need("deepspeed", "'ds-plugin-sdk[deepspeed]'")
+    from ds_plugin_sdk.bench import accelerator as benchmark
+
+    _show("Accelerator, microseconds a call", benchmark.run(), as_json)
+
+
 @bench.command("ops")
 def ops(
     family: list[str] = typer.Option([], help="Only this family; may be repeated. All of them otherwise."),

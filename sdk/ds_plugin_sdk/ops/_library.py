@@ -176,8 +176,7 @@ def call(name: str, *args: Any) -> Any:
 def mark_modified(*lists: Sequence[Tensor]) -> None:
     """Let autograd notice what a kernel wrote behind its back."""
     if not torch.compiler.is_compiling():  # there the op's schema says it
-        for tensors in lists:
-            increment_version(tensors)
+        increment_version([tensor for tensors in lists for tensor in tensors])
 
 
 def invalid(op: str, message: str) -> InvalidTensorError:

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from ds_plugin_sdk.errors import SdkError
 from ds_plugin_sdk.integrations.deepspeed.zenflow import Control, Step, Worker
-from ds_plugin_sdk.ops.adam import adam_, adam_rollback_
+from ds_plugin_sdk.ops import _library
+from ds_plugin_sdk.ops.adam import adam_rollback_
 
 _adamw: dict[int, bool] = {}
 _workers: list[Worker | None] = []
@@ -64,19 +65,10 @@ def adam_update(
         InvalidTensorError: the tensors do not fit; nothing was modified.
         SdkError: no optimizer was created under the number.
     """
-    adam_(
-        [params],
-        [grads],
-        [exp_avg],
-        [exp_avg_sq],
-        step,
-        lr=lr,
-        betas=(beta1, beta2),
-        eps=eps,
-        weight_decay=max(weight_decay, 0.0),
-        adamw=_mode(optimizer_id),
-        bias_correction=bool(bias_correction),
-    )
+    # As `ops.adam.adam_`, which takes its arguments another way: this is called for each parameter.
+    numbers = (lr, beta1, beta2, eps, max(weight_decay, 0.0), _mode(optimizer_id), bool(bias_correction))
+    _library.call("adam_", (params,), (grads,), (exp_avg,), (exp_avg_sq,), (step,), *numbers)
+    _library.mark_modified((params, exp_avg, exp_avg_sq))
     return 0
 
 
