@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ds_plugin_sdk import op_builder
-from ds_plugin_sdk.errors import SdkError
+from ds_plugin_sdk.errors import OpNotImplementedError, SdkError
 from ds_plugin_sdk.op_builder import (
     CppOpBuilder,
     NotImplementedBuilder,
@@ -18,6 +18,7 @@ from ds_plugin_sdk.op_builder import (
     lookup,
     op_table,
 )
+from ds_plugin_sdk.op_builder import builder as builder_module
 
 BUILDERS = """
 from ds_plugin_sdk import CppOpBuilder
@@ -112,6 +113,30 @@ def test_a_device_op_without_a_kernel_falls_back_to_the_reference(zap: Path) -> 
     builder = op_builder.find("FusedLionBuilder", "zap_plugin.op_builder", "zap")
     assert issubclass(builder, ReferenceOpBuilder)
     assert builder.NAME == "fused_lion"
+
+
+@pytest.fixture
+def lion_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(builder_module, "_modules", {})
+
+
+@pytest.mark.usefixtures("lion_not_loaded")
+def test_the_reference_for_want_of_a_kernel_is_one_warning(zap: Path) -> None:
+    builder = op_builder.find("FusedLionBuilder", "zap_plugin.op_builder", "zap")
+    with pytest.warns(RuntimeWarning, match="'lion' falls back .* the plugin has no native kernel") as caught:
+        builder().load(verbose=False)
+        builder().load(verbose=False)
+    assert len(caught) == 1
+
+
+@pytest.mark.usefixtures("lion_not_loaded")
+def test_the_reference_for_want_of_a_kernel_can_be_forbidden(zap: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DS_PLUGIN_FALLBACK", "0")
+    builder = op_builder.find("FusedLionBuilder", "zap_plugin.op_builder", "zap")
+    for _ in range(2):
+        with pytest.raises(OpNotImplementedError, match=r"no native kernel .* \(op 'fused_lion'\).*FALLBACK=0"):
+            builder().load(verbose=False)
+    op_builder.find("UtilsBuilder", "zap_plugin.op_builder", "zap")().load(verbose=False)  # plain torch on every device
 
 
 def test_an_unknown_op_has_a_stub_of_its_name() -> None:

@@ -247,12 +247,7 @@ class OpBuilder:
                 if not settings.fallback or op_table.family_of(self.NAME) is None:
                     raise
                 _libraries[key] = error
-                warnings.warn(
-                    f"ds-plugin-sdk: op '{key[1]}' falls back to its reference implementation in plain torch, which is "
-                    f"slower: {error}",
-                    RuntimeWarning,
-                    stacklevel=5,
-                )
+                _warn_of_reference(key[1], error)
         return _libraries[key]
 
     def _record(self, origin: provenance.Origin, detail: str, seconds: float = 0.0) -> None:
@@ -278,7 +273,18 @@ class ReferenceOpBuilder(OpBuilder):
 
     def _load_library(self) -> Any:
         _define_ops(self.NAME)
-        self._record("reference", "the plugin has no native kernel for this op")
+        why = "the plugin has no native kernel for this op"
+        op = op_table.by_name(self.NAME)
+        if op is not None and op.kernels:  # of the others no device has a kernel
+            if not settings.fallback:
+                raise OpNotImplementedError(
+                    "an op has no native kernel for the accelerator's device",
+                    op=self.NAME,
+                    why="the plugin has none, and DS_PLUGIN_FALLBACK=0 forbids the reference implementation",
+                    hint="unset DS_PLUGIN_FALLBACK; a vendor: add a builder of this NAME to the plugin",
+                )
+            _warn_of_reference(self._library(), why)
+        self._record("reference", why)
         return functions_of(self.NAME) or _torch_ops()
 
 
@@ -340,6 +346,14 @@ class LentOpBuilder(OpBuilder):
 
     def owner(self) -> str:
         return self.LENT.__module__.partition(".")[0] if self.uses_lent() else self.OURS().owner()
+
+
+def _warn_of_reference(op: str, why: object) -> None:
+    warnings.warn(
+        f"ds-plugin-sdk: op '{op}' falls back to its reference implementation in plain torch, which is slower: {why}",
+        RuntimeWarning,
+        stacklevel=6,
+    )
 
 
 def builders_of(base: type[OpBuilder], ops: Iterable[op_table.Op]) -> dict[str, type[OpBuilder]]:
