@@ -151,6 +151,34 @@ def test_a_layer_with_an_argument_that_nobody_knows_runs_its_own_code() -> None:
     assert counted.calls["linear"] == 4
 
 
+@pytest.mark.parametrize("inference", [False, True])
+def test_angles_that_are_changed_in_place_count(inference: bool) -> None:
+    """They are converted once for all layers; torch counts the changes of tensors that know gradients alone."""
+    model = make("llama")
+    layer = model.model.layers[0]
+    with torch.inference_mode(inference), torch.no_grad(), accelerate(model), CountedCalls() as counted:
+        hidden = torch.randn((1, 3, 32))
+        angles = tuple(part.clone() for part in model.model.rotary_emb(hidden, torch.arange(3)[None]))
+        first = layer(hidden, position_embeddings=angles)
+        for part, other in zip(angles, model.model.rotary_emb(hidden, 5 * torch.arange(3)[None]), strict=True):
+            part.copy_(other)
+        second = layer(hidden, position_embeddings=angles)
+        assert counted.calls["linear"] == 8
+        torch.testing.assert_close(second, type(layer).forward(layer, hidden, position_embeddings=angles))
+    assert not torch.allclose(first, second, atol=1e-2)
+
+
+def test_angles_of_other_tokens_or_heads_go_to_the_layers_own_code() -> None:
+    model = make("llama")
+    layer = model.model.layers[0]
+    hidden = torch.randn((1, 3, 32))
+    angles = model.model.rotary_emb(hidden, torch.arange(3)[None])
+    with torch.no_grad(), accelerate(model):
+        layer(hidden, position_embeddings=angles)
+        with pytest.raises(RuntimeError, match="size"):
+            layer(hidden[:, :2], position_embeddings=angles)
+
+
 def test_an_attention_that_was_chosen_stays() -> None:
     model = make("llama")
     model.set_attn_implementation("eager")

@@ -112,12 +112,14 @@ def mask_fits(mask: Tensor | None, query: Tensor, positions: int) -> bool:
     """Whether a mask is one for these queries and as many positions, in the sense of torch's attention."""
     if mask is None:
         return True
+    if type(mask) is not Tensor or mask.dim() != 4 or mask.dtype not in (torch.bool, query.dtype):
+        return False
+    batch, heads, tokens, last = mask.shape
     return (
-        type(mask) is Tensor
-        and mask.dim() == 4
-        and mask.dtype in (torch.bool, query.dtype)
-        and mask.shape[3] == positions
-        and all(size in (1, wanted) for size, wanted in zip(mask.shape, query.shape[:3], strict=False))
+        last == positions
+        and batch in (1, query.shape[0])
+        and heads in (1, query.shape[1])
+        and tokens in (1, query.shape[2])
     )
 
 

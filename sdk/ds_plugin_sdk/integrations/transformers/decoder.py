@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -51,11 +52,11 @@ class Decoder:
     key_norm: Norm | None = None
     norm_first: bool = True
 
-    @property
+    @functools.cached_property
     def matrices(self) -> tuple[Matrix, ...]:
         return self.qkv, self.output, self.mlp_in, self.mlp_out
 
-    @property
+    @functools.cached_property
     def norms(self) -> tuple[Norm, ...]:
         found = (self.attention_norm, self.mlp_norm, self.query_norm, self.key_norm)
         return tuple(norm for norm in found if norm is not None)
@@ -90,16 +91,24 @@ def _attention(
 ) -> Tensor:
     heads, kv_heads, head_dim = layer.heads, layer.kv_heads, layer.head_dim
     batch, tokens, _ = hidden.shape
-    qkv = linear(ops, layer.qkv, hidden).view(batch, tokens, heads + 2 * kv_heads, head_dim)
-    query, key, value = torch.split(qkv.transpose(1, 2), [heads, kv_heads, kv_heads], 1)
+    every = heads + 2 * kv_heads
+    qkv = linear(ops, layer.qkv, hidden)
+    # One token's heads lie as the op wants them; views take Python longer than they seem to.
+    qkv = (
+        qkv.view(batch, every, 1, head_dim) if tokens == 1 else qkv.view(batch, tokens, every, head_dim).transpose(1, 2)
+    )
+    if layer.query_norm is None and angles is not None:
+        ops.rotary_.default(qkv.narrow(1, 0, heads + kv_heads), *angles, False)
+    query, key, value = torch.split_with_sizes(qkv, (heads, kv_heads, kv_heads), 1)
     if layer.query_norm is not None and layer.key_norm is not None:
         query, key = norm(ops, layer.query_norm, query), norm(ops, layer.key_norm, key)
         if angles is not None:
             ops.rotary_.default(query, *angles, False)
             ops.rotary_.default(key, *angles, False)
-    elif angles is not None:
-        ops.rotary_.default(qkv.transpose(1, 2)[:, : heads + kv_heads], *angles, False)
-    return attend(query, key, value).transpose(1, 2).reshape(batch, tokens, heads * head_dim)
+    attended = attend(query, key, value)
+    if tokens > 1:
+        attended = attended.transpose(1, 2)
+    return attended.reshape(batch, tokens, heads * head_dim)
 
 
 def linear(

@@ -31,8 +31,12 @@ from ds_plugin_sdk.integrations.transformers.weights import Matrix
 
 # What a decoder layer does with these is known; others may be given if they are None. The encoder's mask has no meaning
 # without what the encoder has put out.
-_READ_ARGUMENTS = ("attention_mask", "past_key_values", "position_embeddings")
-_KNOWN_ARGUMENTS = IGNORED_ARGUMENTS | {*_READ_ARGUMENTS, "encoder_attention_mask"}
+_KNOWN_ARGUMENTS = IGNORED_ARGUMENTS | {
+    "attention_mask",
+    "encoder_attention_mask",
+    "past_key_values",
+    "position_embeddings",
+}
 
 
 class Replacement:
@@ -109,14 +113,25 @@ class Angles(threading.local):
     """Cosine and sine as our op takes them, of those that a model computed once for all of its layers."""
 
     def __init__(self) -> None:
-        self._last: tuple[Any, tuple[Tensor, Tensor]] | None = None
+        self._last: tuple[Any, tuple[Any, ...], tuple[Tensor, Tensor]] | None = None
 
-    def of(self, embeddings: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        if self._last is None or self._last[0] is not embeddings:
-            working = torch.promote_types(embeddings[0].dtype, torch.float32)
-            cos, sin = (part[..., : part.shape[-1] // 2].to(working).contiguous() for part in embeddings)
-            self._last = (embeddings, (cos, sin))
-        return self._last[1]
+    def of(self, embeddings: Any, hidden: Tensor, head_dim: int) -> tuple[Tensor, Tensor] | None:
+        """None if they are none for these tokens and heads."""
+        last = self._last
+        if last is not None and last[0] is embeddings and last[1] == _state_of(embeddings, hidden, head_dim):
+            return last[2]
+        if not _are_angles(embeddings, hidden, head_dim):
+            return None
+        working = torch.promote_types(embeddings[0].dtype, torch.float32)
+        cos, sin = (part[..., : part.shape[-1] // 2].to(working).contiguous() for part in embeddings)
+        if not any(part.is_inference() for part in embeddings):  # torch counts no changes of these
+            self._last = (embeddings, _state_of(embeddings, hidden, head_dim), (cos, sin))
+        return cos, sin
+
+
+def _state_of(embeddings: tuple[Tensor, Tensor], hidden: Tensor, head_dim: int) -> tuple[Any, ...]:
+    """What angles that were computed depend on, next to the embeddings' identity."""
+    return embeddings[0]._version, embeddings[1]._version, hidden.shape, hidden.device, head_dim
 
 
 class DecoderReplacement(Replacement):
@@ -126,6 +141,9 @@ class DecoderReplacement(Replacement):
         super().__init__(module)
         self.layer = layer
         self._attention: Any = attention
+        self._config = attention.config
+        # A configuration's own attributes are found by Python code, which takes as long as all other checks.
+        self._options = vars(attention.config)
         self._angles = angles
         self._names = tuple(inspect.signature(type(module).forward).parameters)[2:]
         self._watch = Watch.over(module)
@@ -137,7 +155,8 @@ class DecoderReplacement(Replacement):
         return (
             not self.module.training
             and self._watch.holds()
-            and self._attention.config._attn_implementation == ATTENTION
+            and self._attention.config is self._config
+            and self._options.get("_attn_implementation_internal") == ATTENTION
             and all(matrix.follow(compare) for matrix in self.layer.matrices)
         )
 
@@ -146,39 +165,41 @@ class DecoderReplacement(Replacement):
             for matrix in self.layer.matrices:
                 matrix.doubt()
         elif 1 <= len(args) <= 1 + len(self._names):
-            hidden, named = args[0], {**dict(zip(self._names, args[1:], strict=False)), **kwargs}
+            hidden = args[0]
+            named = {**dict(zip(self._names, args[1:], strict=False)), **kwargs} if len(args) > 1 else kwargs
             if self._serves(hidden, named):
-                return self._run(hidden, *(named.get(name) for name in _READ_ARGUMENTS))
+                embeddings = named.get("position_embeddings")
+                angles = None if embeddings is None else self._angles.of(embeddings, hidden, self.layer.head_dim)
+                if (angles is None) != self.layer.rotary:
+                    return self._run(hidden, named.get("attention_mask"), named.get("past_key_values"), angles)
         return self.own(*args, **kwargs)
 
     def _serves(self, hidden: Tensor, named: dict[str, Any]) -> bool:
-        """Whether the ops do with these arguments what the layer's own code does."""
-        cache, embeddings = named.get("past_key_values"), named.get("position_embeddings")
+        """Whether the ops do with these arguments what the layer's own code does, if the embeddings are angles."""
+        cache, layer = named.get("past_key_values"), self.layer
         return (
             is_plain_inference(hidden)
             and hidden.dim() == 3
-            and all(value is None or name in _KNOWN_ARGUMENTS for name, value in named.items())
+            and (named.keys() <= _KNOWN_ARGUMENTS or _are_known(named))
             and not named.get("output_attentions")
             and (cache is None or (isinstance(cache, Cache) and not isinstance(cache, EncoderDecoderCache)))
-            and (embeddings is None) != self.layer.rotary
-            and (embeddings is None or _are_angles(embeddings, hidden, self.layer.head_dim))
+            and (named.get("position_embeddings") is None) != layer.rotary
             and self._holds(compare=hidden.shape[1] > 1)
-            and hidden.dtype == self.layer.qkv.dtype
-            and hidden.device == self.layer.qkv.device
-            and all(norm.serves(hidden.dtype) for norm in self.layer.norms)
+            and hidden.dtype == layer.qkv.dtype
+            and hidden.device == layer.qkv.device
+            and all(norm.serves(hidden.dtype) for norm in layer.norms)
         )
 
     def _run(
         self,
         hidden: Tensor,
         attention_mask: Tensor | None,
-        past_key_values: Cache | None,
-        position_embeddings: tuple[Tensor, Tensor] | None,
+        cache: Cache | None,
+        angles: tuple[Tensor, Tensor] | None,
     ) -> Tensor:
         scale, attention = self.layer.scale, self._attention
 
         def attend_to_all(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            cache = past_key_values
             room = growing_layer(cache, attention.layer_idx)
             if room is not None and _in_place(attention, attention_mask, query, room.get_seq_length()):
                 keys, values, past = room.make_room(key, value)
@@ -190,8 +211,12 @@ class DecoderReplacement(Replacement):
             attended, _ = attention_forward(attention, query, key, value, attention_mask, scaling=scale)
             return attended.transpose(1, 2)
 
-        angles = None if position_embeddings is None else self._angles.of(position_embeddings)
         return decoder.run(ops_for(hidden.dtype), self.layer, hidden, angles, attend_to_all)
+
+
+def _are_known(named: dict[str, Any]) -> bool:
+    """Whether arguments that are not known are None."""
+    return all(value is None or name in _KNOWN_ARGUMENTS for name, value in named.items())
 
 
 def _in_place(attention: Any, mask: Tensor | None, query: Tensor, past: int) -> bool:

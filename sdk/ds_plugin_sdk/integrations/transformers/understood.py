@@ -48,10 +48,11 @@ class Norm:
 
     def serves(self, dtype: torch.dtype) -> bool:
         """Whether the parameters are plain ones of the input's dtype."""
-        return all(
-            type(parameter := self.parameters.get(name)) is nn.Parameter and parameter.dtype == dtype
-            for name in (("weight",) if self.rms else ("weight", "bias"))
-        )
+        weight = self.parameters.get("weight")
+        if type(weight) is not nn.Parameter or weight.dtype != dtype:
+            return False
+        bias = weight if self.rms else self.parameters.get("bias")
+        return type(bias) is nn.Parameter and bias.dtype == dtype
 
 
 class NotUnderstoodError(Exception):
@@ -63,7 +64,7 @@ def is_plain_inference(input: object) -> bool:
     return (
         type(input) is Tensor
         and not torch.is_grad_enabled()
-        and not torch.is_autocast_enabled(input.device.type)
+        and not (torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(input.device.type))
         and not torch.compiler.is_compiling()
         and not torch._C._is_tracing()
     )
@@ -213,13 +214,14 @@ class Watch:
 
     _hooks: tuple[Any, ...]
     _modules: tuple[tuple[nn.Module, type[nn.Module], dict[str, Any]], ...]
-    _children: tuple[tuple[dict[str, Any], dict[str, Any]], ...]
+    _children: list[dict[str, Any]]
+    _known_children: list[dict[str, Any]]
 
     @classmethod
     def alone(cls, module: nn.Module) -> Watch:
         """A module whose forward is replaced: its hooks are still called, but may be there to change its parameters."""
         return cls(
-            (module._forward_hooks, module._forward_pre_hooks), ((module, type(module), {"training": False}),), ()
+            (module._forward_hooks, module._forward_pre_hooks), ((module, type(module), {"training": False}),), [], []
         )
 
     @classmethod
@@ -227,10 +229,12 @@ class Watch:
         """A layer whose forward is replaced, and the modules in it, which are not called any more."""
         inner = list(layer.modules())[1:]
         hooks = [d for module in inner for d in (module._forward_hooks, module._forward_pre_hooks)]
+        children = [module._modules for module in (layer, *inner) if module._modules]
         return cls(
             (*_GLOBAL_HOOKS, *hooks),
             tuple((module, type(module), vars(module)) for module in inner),
-            tuple((module._modules, dict(module._modules)) for module in (layer, *inner) if module._modules),
+            children,  # type: ignore[arg-type]  # a child may be None
+            [dict(each) for each in children],
         )
 
     def holds(self) -> bool:
@@ -240,4 +244,4 @@ class Watch:
         for module, kind, attributes in self._modules:
             if module.__class__ is not kind or attributes["training"] or "forward" in attributes:
                 return False
-        return all(now == then for now, then in self._children)
+        return self._children == self._known_children

@@ -63,6 +63,8 @@ class Matrix:
     def __init__(self, *layers: nn.Module) -> None:
         self.layers = layers
         self.contents: Contents
+        self.dtype: torch.dtype  # of the parameters when `contents` were made, as is the device
+        self.device: torch.device
         self._int8 = False
         self._held: tuple[_Held, ...] = ()
         self._doubted = False
@@ -72,15 +74,6 @@ class Matrix:
                 raise NotUnderstoodError(f"{name_of(layer)} is no plain linear layer")
             check_own_code(layer)
         self._check()
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the parameters."""
-        return _weight(self.layers[0]).dtype
-
-    @property
-    def device(self) -> torch.device:
-        return _weight(self.layers[0]).device
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -144,6 +137,7 @@ class Matrix:
     def _check(self) -> None:
         for layer in self.layers:
             _check_parameters(layer)
+        self.dtype, self.device = _weight(self.layers[0]).dtype, _weight(self.layers[0]).device
         ours = {held.address for held in self._held}
         for parameter in self.parameters:
             if parameter.dtype != self.dtype or parameter.device != self.device:
