@@ -365,6 +365,40 @@ def test_lora_of_peft_that_is_merged_into_int8() -> None:
     assert 0 < error < 0.1
 
 
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_a_compiled_model_is_the_plain_one(name: str) -> None:
+    model = make(name)
+    expected = logits(model)
+    with accelerate(model):
+        torch.testing.assert_close(logits(torch.compile(model, backend="eager")), expected)
+        torch.testing.assert_close(logits(model), expected, rtol=1e-3, atol=1e-3)
+    torch._dynamo.reset()
+
+
+def test_a_cache_that_is_told_where_to_write_is_the_layers_own_affair() -> None:
+    """In transformers 5.0 a static cache writes where the layer says, which later ones count themselves."""
+    model = make("llama")
+    layer = model.model.layers[0]
+    hidden = torch.randn((1, 1, 32))
+    options = {"position_embeddings": model.model.rotary_emb(hidden, torch.tensor([[0]]))}
+    static = transformers.StaticCache(config=model.config, max_cache_len=4)
+    with accelerate(model), torch.no_grad(), CountedCalls() as counted:
+        layer(hidden, past_key_values=static, cache_position=torch.tensor([0]), **options)
+        assert counted.calls["linear"] == 0
+        layer(hidden, past_key_values=transformers.DynamicCache(), cache_position=torch.tensor([0]), **options)
+        assert counted.calls["linear"] == 4
+
+
+def test_a_forward_that_was_taken_and_put_back_counts_as_the_classs_own() -> None:
+    """As transformers 5.0 leaves modules whose outputs it has collected."""
+    model = make("llama")
+    with accelerate(model) as handle:
+        attention = model.model.layers[0].self_attn
+        attention.forward = attention.forward
+        assert len(handle.layers) == 2
+        assert_as_plain(model)
+
+
 def test_hooks_on_all_modules_are_called() -> None:
     model = make("llama")
     seen: set[str] = set()

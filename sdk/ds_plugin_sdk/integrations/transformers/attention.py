@@ -138,9 +138,18 @@ def _fits(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 # ---------------------------------------------------------------------- the model's own
-@functools.cache
+_own_attentions: dict[str, Attention] = {}  # by the name of a file's module; torch.compile warns of functools' caches
+
+
 def _own_attention(module: str) -> Attention:
     """What the layers of a file would call by default: torch's, or the file's own if that does more."""
+    own = _own_attentions.get(module)
+    if own is None:
+        own = _own_attentions[module] = _find_own_attention(module)
+    return own
+
+
+def _find_own_attention(module: str) -> Attention:
     file = sys.modules.get(module)
     names = vars(file) if file is not None else {}
     eager = names.get("eager_attention_forward")

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, EncoderDecoderCache
+from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
 from ds_plugin_sdk.integrations.transformers import decoder
 from ds_plugin_sdk.integrations.transformers.attention import (
@@ -183,6 +183,8 @@ class DecoderReplacement(Replacement):
             and (named.keys() <= _KNOWN_ARGUMENTS or _are_known(named))
             and not named.get("output_attentions")
             and (cache is None or (isinstance(cache, Cache) and not isinstance(cache, EncoderDecoderCache)))
+            # transformers 5.0 tells static caches where to write.
+            and (named.get("cache_position") is None or cache is None or type(cache) is DynamicCache)
             and (named.get("position_embeddings") is None) != layer.rotary
             and self._holds(compare=hidden.shape[1] > 1)
             and hidden.dtype == layer.qkv.dtype

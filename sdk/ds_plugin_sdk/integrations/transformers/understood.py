@@ -17,9 +17,13 @@ from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 from transformers import activations
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
-from transformers.utils import output_capturing
 
 from ds_plugin_sdk.ops.linear import Activation
+
+try:
+    from transformers.utils import output_capturing
+except ImportError:  # transformers 5.0 replaces forwards to collect outputs, where later releases register hooks
+    output_capturing = None
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -233,7 +237,7 @@ class Watch:
         return cls(
             (*_GLOBAL_HOOKS, *hooks),
             tuple((module, type(module), vars(module)) for module in inner),
-            children,  # type: ignore[arg-type]  # a child may be None
+            children,
             [dict(each) for each in children],
         )
 
@@ -242,6 +246,8 @@ class Watch:
         if any(self._hooks) and not _are_idle(self._hooks):
             return False
         for module, kind, attributes in self._modules:
-            if module.__class__ is not kind or attributes["training"] or "forward" in attributes:
+            if module.__class__ is not kind or attributes["training"]:
+                return False
+            if "forward" in attributes and not _is_forward_of(module, attributes["forward"]):
                 return False
         return self._children == self._known_children
