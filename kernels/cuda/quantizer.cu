@@ -118,9 +118,6 @@ struct Received {
 
 // ---- groups ------------------------------------------------------------------------------------------------------
 
-struct Larger {
-  static __device__ __forceinline__ int32_t combine(int32_t a, int32_t b) { return a > b ? a : b; }
-};
 struct Smaller {
   static __device__ __forceinline__ int32_t combine(int32_t a, int32_t b) { return a < b ? a : b; }
 };

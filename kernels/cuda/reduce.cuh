@@ -39,6 +39,13 @@ struct Maximum {
   static __device__ __forceinline__ float combine(float a, float b) { return a > b ? a : b; }
 };
 
+struct Larger {
+  template <class T>
+  static __device__ __forceinline__ T combine(T a, T b) {
+    return a > b ? a : b;
+  }
+};
+
 // `x` of all threads of a warp, combined; every thread gets it.
 template <class Operation, class T>
 __device__ __forceinline__ T over_warp(T x) {

@@ -365,8 +365,39 @@ def builders_of(base: type[OpBuilder], ops: Iterable[op_table.Op]) -> dict[str, 
         base: what they derive from; it finds sources by `NAME`.
         ops: rows of `op_table.OPS`.
     """
-    module = {"__module__": base.__module__}
-    return {op.builder: type(op.builder, (base,), {"NAME": op.name, "__doc__": base.__doc__, **module}) for op in ops}
+    return {op.builder: derived(base, op) for op in ops}
+
+
+def derived(base: type[OpBuilder], op: op_table.Op) -> type[OpBuilder]:
+    """A builder class that differs from `base` in its op alone."""
+    bases = (_FPQuantizerMembers, base) if op.name == "fp_quantizer" else (base,)
+    return type(op.builder, bases, {"NAME": op.name, "__module__": base.__module__, "__doc__": base.__doc__})
+
+
+class _FPQuantizerMembers:
+    """What programs ask DeepSpeed's `FPQuantizerBuilder` itself, without loading the op."""
+
+    @staticmethod
+    def get_default_quant_dtype() -> Any:
+        """The torch dtype of what is stored."""
+        import torch
+
+        return torch.uint8
+
+    @staticmethod
+    def get_quant_range(q_bits: int | None = None) -> float:
+        """The largest number of so many bits; of 8, with 3 of them in the mantissa.
+
+        Raises:
+            SdkError: there is no format of so many.
+        """
+        from ds_plugin_sdk.ops.fp_quantizer import FORMATS
+
+        for (bits, _), form in FORMATS.items():
+            if bits == q_bits:
+                return form.largest
+        known = ", ".join(str(bits) for bits in sorted({bits for bits, _ in FORMATS}))
+        raise SdkError(f"there is no format of {q_bits} bits", op="fp_quantizer", why=f"expected one of {known}")
 
 
 class NotImplementedBuilder(OpBuilder):

@@ -20,6 +20,7 @@ from ds_plugin_sdk.op_builder.builder import (
     NotImplementedBuilder,
     OpBuilder,
     ReferenceOpBuilder,
+    derived,
 )
 from ds_plugin_sdk.op_builder.op_table import Op
 
@@ -160,8 +161,7 @@ def _names_of(package: str) -> Iterator[str]:
 
 @functools.cache
 def _derived(base: type[OpBuilder], op: Op) -> type[OpBuilder]:
-    members = {"NAME": op.name, "__module__": base.__module__, "__doc__": base.__doc__}
-    return type(op.builder, (base,), members)
+    return derived(base, op)
 
 
 @functools.cache

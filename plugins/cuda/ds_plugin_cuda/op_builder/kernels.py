@@ -14,6 +14,7 @@ FAMILIES = (
     "adagrad",
     "adam",
     "attention",
+    "fp_quantizer",
     "lamb",
     "linear",
     "lion",

@@ -197,6 +197,26 @@ def _quantizer(device: torch.device) -> Iterator[Result]:
     yield Result("what comes back", restored, codes.cpu().double().reshape(16, -1) * width, 2e-3)
 
 
+def _fp_quantizer(device: torch.device) -> Iterator[Result]:
+    """Groups of 128, of 8, 12 and 6 bits; all of them, and two of four by their index."""
+    config = importlib.import_module("deepspeed.linear").QuantizationConfig(group_size=128)
+    quantizer = importlib.import_module("deepspeed.ops.fp_quantizer").FP_Quantize(quantization_config=config)
+    x = _numbers(4, 1, 256).bfloat16()
+    chosen = torch.tensor([3, 1], dtype=torch.int32)
+    for bits, error in ((8, 0.15), (12, 0.02), (6, 0.3)):
+        stored = quantizer.quantize(x.to(device), q_bits=bits)
+        restored = quantizer.dequantize(stored, q_bits=bits)
+        yield Result(f"values of {bits} bits", restored, x.double(), error)
+        parts = quantizer.selective_dequantize(stored, chosen.to(device), q_bits=bits)
+        yield Result(f"two of four, of {bits} bits", parts, restored.cpu().double()[[3, 1]], 0.0)
+    levels, _ = quantizer.quantize(x.to(device), q_bits=8, return_meta_tensor=True)
+    exponents = (levels.cpu().reshape(-1, 128).int() >> 3) & 15
+    scales = quantizer.get_scales()
+    expected = x.double().abs().reshape(-1, 128).amax(dim=1, keepdim=True) / 480
+    yield Result("scales", scales, expected, 1e-6)
+    yield Result("the largest exponent", exponents.amax(dim=1), torch.full((8,), 15.0).double(), 0.0)
+
+
 def _dequantizer(bits: int, device: torch.device) -> Iterator[Result]:
     """Weight-only quantization for inference: asymmetric, by groups of the last dimension."""
     utils = importlib.import_module("deepspeed.inference.quantization.utils")
@@ -246,6 +266,7 @@ TRAINING = (
     FrontEnd("sample_tokens", "RandomLTDBuilder", _sampling),
     FrontEnd("GatherTokens.ScatterTokens", "RandomLTDBuilder", _tokens),
     FrontEnd("CUDAQuantizer", "QuantizerBuilder", _quantizer),
+    FrontEnd("FP_Quantize", "FPQuantizerBuilder", _fp_quantizer),
     FrontEnd("DeQuantizer.8bit", "QuantizerBuilder", functools.partial(_dequantizer, 8)),
     FrontEnd("DeQuantizer.4bit", "QuantizerBuilder", functools.partial(_dequantizer, 4)),
     FrontEnd("nhwc_bias_add", "SpatialInferenceBuilder", _spatial),
