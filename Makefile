@@ -29,6 +29,7 @@ help:
 	@echo 'make test-matrix   the Python tests as on other machines: older CPUs, 1, 2 and 4 threads, random order, load: hours'
 	@echo 'make kernels-test  the native tests of the kernels alone'
 	@echo 'make mutants       the defects seeded for the conformance suite, and the checks that find them: some minutes'
+	@echo 'make fuzz          random calls of every op against references and formulas; SECONDS=600 SEED=0 PLUGIN=cpu'
 	@echo 'make sanitize      the native tests, and every op as torch calls it, under the sanitizers: a long while'
 	@echo 'make emulate       the wheels with binaries on older CPUs, under qemu: some minutes'
 	@echo 'make lint          style (ruff) and types (mypy) alone'
@@ -173,6 +174,13 @@ emulate: $(READY)
 .PHONY: mutants
 mutants: $(READY)
 	PYTHONPATH=tests $(BIN)/python -m mutants $(MUTANTS)
+
+SECONDS ?= 600
+SEED ?= 0
+PLUGIN ?= cpu
+.PHONY: fuzz
+fuzz: $(READY)
+	$(BIN)/sdk fuzz $(PLUGIN) --seconds $(SECONDS) --seed $(SEED) $(ARGS)
 
 # Tests of DeepSpeed's repository, at the tag of the installed release: docs/deepspeed-tests.md. Only the tests are taken
 # from the clone, so that they import the installed DeepSpeed. Two ranks are what a machine with one socket else lacks.

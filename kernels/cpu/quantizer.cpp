@@ -115,7 +115,7 @@ struct DequantizeRange {
   }
 
   static Floats one(const void* number) {
-    return Floats{} + PartVector{1}.load(static_cast<const Element*>(number))[0];
+    return PartVector{1}.load(static_cast<const Element*>(number))[0] * (Floats{} + 1.f);  // 0 + -0 would be 0
   }
 };
 

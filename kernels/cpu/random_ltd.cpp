@@ -18,6 +18,27 @@ void sort(const int32_t* from, int32_t* to, int64_t count, int32_t* seen, int64_
   }
 }
 
+// By comparing, for sequences that are much longer than the rows: a heap of the rest, the largest first.
+void sort(const int32_t* from, int32_t* to, int64_t count) {
+  const auto sink = [to](int64_t parent, int64_t end) {
+    for (int64_t child; (child = 2 * parent + 1) < end; parent = child) {
+      if (child + 1 < end && to[child] < to[child + 1]) ++child;
+      if (to[parent] >= to[child]) return;
+      const int32_t token = to[parent];
+      to[parent] = to[child];
+      to[child] = token;
+    }
+  };
+  for (int64_t i = 0; i < count; ++i) to[i] = from[i];
+  for (int64_t i = count / 2; i-- > 0;) sink(i, count);
+  for (int64_t end = count; end-- > 1;) {
+    const int32_t token = to[0];
+    to[0] = to[end];
+    to[end] = token;
+    sink(0, end);
+  }
+}
+
 char* place(const Tokens& tokens, int64_t sequence, int64_t token) {
   return tokens.data + sequence * tokens.sequence + token * tokens.token;
 }
@@ -73,11 +94,18 @@ void compute(const TokenCheck& check, Dtype, const Threads&) {
 
 template <>
 void compute(const TokenRows& r, Dtype, const Threads& threads) {
+  const int64_t counters = r.sequence / 64 <= r.reserved ? r.sequence : 0;
   share_with_scratch<int32_t>(
-      threads, r.rows, grain_of_bytes(4 * (r.sequence + r.reserved)), r.sequence,
+      threads, r.rows, grain_of_bytes(4 * (counters + r.reserved)), counters,
       [&](int64_t first, int64_t last, int32_t* seen) {
         for (int64_t row = first; row < last; ++row) {
-          sort(r.from + row * r.reserved, r.to + row * r.reserved, r.reserved, seen, r.sequence);
+          const int32_t* from = r.from + row * r.reserved;
+          int32_t* to = r.to + row * r.reserved;
+          if (counters > 0) {
+            sort(from, to, r.reserved, seen, r.sequence);
+          } else {
+            sort(from, to, r.reserved);
+          }
         }
       });
 }

@@ -9,7 +9,7 @@ namespace {
 
 constexpr float kInfinity = __builtin_inff();
 
-// Keys outside of [begin, end) take no part: their results are zero.
+// Keys outside of [begin, end) take no part: their results are zero, unless the row has a NaN.
 struct Keys {
   int64_t begin, end;
 
@@ -59,8 +59,10 @@ void softmax(const Scores& s, int64_t row, float* scratch) {
   });
   const float factor = sum == 0 ? 0.f : 1.f / sum;
   for_each_vector(count, [=](int64_t i, auto memory) { memory.store(output + i, memory.load(scratch + i) * factor); });
-  __builtin_memset(all, 0, begin * sizeof(Element));
-  __builtin_memset(all + keys.end, 0, (s.keys - keys.end) * sizeof(Element));
+  const float outside = factor == factor ? 0.f : factor;  // a NaN reaches the whole row
+  for_each_vector(begin, [=](int64_t i, auto memory) { memory.store(all + i, Floats{} + outside); });
+  auto* rest = all + keys.end;
+  for_each_vector(s.keys - keys.end, [=](int64_t i, auto memory) { memory.store(rest + i, Floats{} + outside); });
 }
 
 template <class Element, class AddedElement>

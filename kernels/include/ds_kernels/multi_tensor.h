@@ -46,6 +46,9 @@ inline bool is_dense(Shape shape, Shape strides) {
 
 // Whether two indices may name one element, as in an expanded tensor.
 inline bool may_overlap_itself(Shape shape, Shape strides) {
+  for (const int64_t size : shape) {
+    if (size == 0) return false;  // whatever its strides
+  }
   int64_t last = 0;  // offset of the last element among the dimensions seen
   for (auto [stride, size] : sorted_dimensions(shape, strides)) {
     if (stride <= last) return true;

@@ -13,6 +13,7 @@ from ds_plugin_sdk.cli.cache import cache
 from ds_plugin_sdk.cli.conformance import conformance
 from ds_plugin_sdk.cli.console import errors
 from ds_plugin_sdk.cli.contract import contract
+from ds_plugin_sdk.cli.fuzz import fuzz
 from ds_plugin_sdk.cli.new_plugin import new_plugin
 from ds_plugin_sdk.cli.plugins import list_plugins
 from ds_plugin_sdk.cli.report import report
@@ -32,6 +33,7 @@ app.command("new-plugin")(new_plugin)
 app.add_typer(cache, name="cache")
 app.command("contract")(contract)
 app.command("conformance")(conformance)
+app.command("fuzz")(fuzz)
 app.add_typer(bench, name="bench")
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from ds_plugin_sdk.conformance import environment, suite
+from ds_plugin_sdk.conformance import environment, fuzz, suite
 from ds_plugin_sdk.conformance.check import Case, Check, NonconformanceError
 from ds_plugin_sdk.conformance.outcome import Failure, Item
 from ds_plugin_sdk.conformance.target import Target
@@ -56,6 +56,8 @@ def _serve(name: str, connection: Connection) -> None:
         "checks": lambda request: [dataclasses.asdict(_item(check, {})) for check in checks.values()],
         "cases": lambda request: [dataclasses.asdict(item) for item in _items(checks[request["check"]], target)],
         "environment": lambda request: environment.gather(target),
+        "dtypes": lambda request: [str(dtype).removeprefix("torch.") for dtype in target.dtypes],
+        "fuzz": lambda request: _fuzz(target, request["case"]),
         "run": lambda request: _run(Case(checks[request["check"]], request["parameters"]), target),
     }
     while True:
@@ -105,6 +107,14 @@ def _run(case: Case, target: Target) -> Any:
     seconds = time.perf_counter() - start
     sys.stdout.flush()
     return {"seconds": seconds, "failure": None if failure is None else dataclasses.asdict(failure)}
+
+
+def _fuzz(target: Target, case: str) -> Any:
+    """What comes of a random call; an error of the check itself is a failure, too."""
+    try:
+        return dataclasses.asdict(fuzz.run(target, fuzz.Fuzzed.of(case)))
+    except Exception as error:
+        return dataclasses.asdict(fuzz.Found(_trace(error), "", 0, False))
 
 
 def describe(error: BaseException) -> Failure:

@@ -165,6 +165,8 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def _may_overlap_itself(tensor: Tensor) -> bool:
+    if 0 in tensor.shape:
+        return False  # whatever its strides
     last = 0  # offset of the last element among the dimensions seen
     for stride, size in _dimensions(tensor):
         if stride <= last:

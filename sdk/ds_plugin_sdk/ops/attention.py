@@ -102,6 +102,9 @@ def _check(
         raise CheckError(f"window is {window}; expected a number of positions, or 0")
     if alibi is not None and (list(alibi.shape) != [heads] or alibi.dtype != torch.float32):
         raise CheckError(f"alibi is {alibi.dtype} {list(alibi.shape)}; expected float32 [{heads}]")
+    for name, added in (("mask", mask), ("alibi", alibi)):
+        if added is not None and added.device != query.device:
+            raise CheckError(f"{name} is on {added.device}; expected {query.device}, where query is")
     if mask is not None:
         _check_mask(mask, query, total)
 

@@ -112,7 +112,7 @@ def fp6_linear_reference(input: Tensor, weight_2bit: Tensor, weight_4bit: Tensor
     dtype = working(input)
     bits = 16 * _numbers_in(weight_2bit, 2) + _numbers_in(weight_4bit, 4)
     values = torch.tensor([*_MAGNITUDES, *(-size for size in _MAGNITUDES)], dtype=dtype, device=input.device)
-    weight = values[bits].view(scales.shape[0], -1) * scales.to(dtype).unsqueeze(1)
+    weight = values[bits].view(scales.shape[0], input.shape[-1]) * scales.to(dtype).unsqueeze(1)
     return functional.linear(input.to(dtype), weight).to(input.dtype)
 
 

@@ -66,7 +66,8 @@ def quantize_weight(weight: Tensor, group_size: int = 128) -> tuple[Tensor, Tens
             "quantize_weight",
             f"weight is {list(weight.shape)}, group_size {group_size}; expected a matrix, and a divisor of its columns",
         )
-    groups = weight.detach().to(torch.float32).reshape(weight.shape[0], -1, group_size)
+    rows, columns = weight.shape
+    groups = weight.detach().to(torch.float32).reshape(rows, columns // group_size, group_size)
     scales = groups.abs().amax(dim=2) / 127
     steps = groups / torch.where(scales == 0, 1.0, scales).unsqueeze(2)
     return steps.round().clamp(-127, 127).to(torch.int8).flatten(1), scales
@@ -74,7 +75,7 @@ def quantize_weight(weight: Tensor, group_size: int = 128) -> tuple[Tensor, Tens
 
 def dequantize_weight(weight: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """What int8 weights with their scales stand for, ``[rows, in]``; arguments as in `linear`."""
-    groups = weight.to(scales.dtype).reshape(*scales.shape, -1)
+    groups = weight.to(scales.dtype).reshape(*scales.shape, weight.shape[1] // scales.shape[1])
     return (groups * scales.unsqueeze(2)).flatten(1).to(dtype)
 
 

@@ -34,7 +34,10 @@ struct QuantizerOps {
                                     int64_t nodes, int64_t devices_per_node) {
     const char* op = "swizzle_quantize";
     check_values(op, x, groups, bits);
-    const int64_t parts = pipeline * nodes * devices_per_node;
+    int64_t parts = 0;
+    if (__builtin_mul_overflow(pipeline, nodes, &parts) || __builtin_mul_overflow(parts, devices_per_node, &parts)) {
+      parts = INT64_MAX;  // of which no number of groups is a multiple
+    }
     DS_KERNELS_CHECK(pipeline > 0 && nodes > 0 && devices_per_node > 0 && groups % parts == 0, op, "groups is ", groups,
                      "; expected a multiple of pipeline * nodes * devices_per_node, which is ", parts);
     const Swizzle swizzle{pipeline, nodes, devices_per_node, groups / parts};

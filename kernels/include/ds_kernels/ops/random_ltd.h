@@ -29,8 +29,10 @@ struct RandomLTDOps {
     if (indices.numel() == 0) return;
     const Tensor sorted = new_tensor(from, from.sizes());
     const int64_t reserved = indices.size(indices.dim() - 1);
+    // No index is beyond the first 2^31 tokens.
+    const int64_t sequence = seq_len < int64_t{1} << 31 ? seq_len : int64_t{1} << 31;
     const TokenRows rows{static_cast<const int32_t*>(from.data_ptr()), static_cast<int32_t*>(sorted.data_ptr()),
-                         indices.numel() / reserved, reserved, seq_len};
+                         indices.numel() / reserved, reserved, sequence};
     device.run(op, rows, kAnyDtype);
     write_back(indices, sorted);
   }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -61,6 +61,15 @@ def _sample(label: str, kind: Kind, activation: str, input: Tensor, bias: Tensor
     return Sample(label, {"input": input, "bias": bias, "activation": activation}, kind)
 
 
+def _random(gated: bool) -> Callable[[Make], Mapping[str, Any]]:
+    def random(make: Make) -> Mapping[str, Any]:
+        input = make.normal(*make.shape(even=gated), scale=make.pick(1.0, 3.0, 30.0))
+        bias = make.signed(input.shape[-1]) if make.chance() else None
+        return {"input": input, "bias": bias, "activation": make.pick(*ops.ACTIVATIONS)}
+
+    return random
+
+
 def _schema_arguments(arguments: Mapping[str, Any]) -> Sequence[Any]:
     input, bias, activation = arguments.values()
     return [input, bias, ops.ACTIVATIONS.index(activation)]
@@ -72,6 +81,7 @@ _BIAS = OpInfo(
     function=ops.bias_activation,
     formula=_bias_activation,
     samples=_samples,
+    random=_random(gated=False),
     # Where GELU is almost zero it is a difference of numbers near 1, times the input.
     atol={torch.float32: 1e-6, torch.bfloat16: 1e-6, torch.float16: 1e-6},
     schema_arguments=_schema_arguments,
@@ -85,6 +95,7 @@ OPS = (
         name="gated_activation",
         function=ops.gated_activation,
         formula=_gated_activation,
+        random=_random(gated=True),
         # The activation's absolute error is multiplied by the first half.
         atol={torch.float32: 1e-5, torch.bfloat16: 1e-5, torch.float16: 1e-5},
     ),

@@ -87,6 +87,38 @@ def _samples(make: Make) -> Iterator[Sample]:
         yield sample(f"{shape}, not causal", kind, shape, causal=False)
 
 
+def _random(make: Make) -> Mapping[str, Any]:
+    batch, kv_heads, head_dim = make.size(4), make.size(4, 1), make.size(260)
+    heads, tokens, past = kv_heads * make.size(4, 1), make.pick(1, 1, make.size(70)), make.size(600)
+    room = past + tokens + make.size(9)
+    new = make.pick(tokens, tokens, 0) if past else tokens
+    total = past + new
+    tokens = min(tokens, total)
+    mask: Tensor | None = None
+    match make.pick("none", "padding", "added", "rows"):
+        case "padding":
+            mask = make.integers(0, 4, batch, total) > 0
+        case "added":
+            shape = (make.pick(1, batch), make.pick(1, heads), make.pick(1, tokens), total + make.size(3))
+            mask = make.normal(*shape, dtype=make.pick(make.dtype, torch.float32))
+        case "rows":
+            mask = make.integers(0, 4, batch, 1, tokens, total).log().to(make.dtype)  # -inf, and numbers
+            mask = mask.contiguous()
+    return {
+        "query": make.normal(batch, heads, tokens, head_dim),
+        "key": make.normal(batch, kv_heads, min(new, tokens) if new else 0, head_dim),
+        "value": make.normal(batch, kv_heads, min(new, tokens) if new else 0, head_dim),
+        "key_cache": make.normal(batch, kv_heads, room, head_dim),
+        "value_cache": make.normal(batch, kv_heads, room, head_dim),
+        "past": past,
+        "scale": make.pick(max(head_dim, 1) ** -0.5, 0.1),
+        "mask": mask,
+        "alibi": make.positive(heads, scale=0.05, dtype=torch.float32) if make.chance() else None,
+        "window": make.pick(0, 0, 1, make.size(700)),
+        "causal": make.chance(),
+    }
+
+
 def _schema_arguments(arguments: Mapping[str, Any]) -> Sequence[Any]:
     return list(arguments.values())
 
@@ -98,8 +130,10 @@ OPS = (
         function=cached_attention,
         formula=_formula,
         samples=_samples,
+        random=_random,
         written=("key_cache", "value_cache"),
         schema_arguments=_schema_arguments,
+        finite=("alibi",),
         # Means of values of size one; torch's attention for prompts rounds the weights, too.
         rtol={torch.float32: 1e-5, torch.bfloat16: 2**-6, torch.float16: 2**-9},
         atol={torch.float32: 1e-5, torch.bfloat16: 2**-5, torch.float16: 2**-8},

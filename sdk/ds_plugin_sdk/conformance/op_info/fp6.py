@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -75,6 +76,20 @@ def _linear_samples(make: Make) -> Iterator[Sample]:
     yield sample("256 outputs of 64", "real", 5, inputs=64, outputs=256)
 
 
+def _random_pack(make: Make) -> Mapping[str, Any]:
+    outputs, inputs = make.size(20), make.size(60) // 4 * 4
+    return {"weight": make.signed(outputs, inputs, scale=make.pick(0.125, 1, 14))}
+
+
+def _random_linear(make: Make) -> Mapping[str, Any]:
+    *leading, inputs = make.shape(make.pick(1, 2, 3), elements=500)
+    inputs, outputs = min(inputs, 64), make.size(30) // 4 * 4
+    packed = {
+        f"weight_{bits}bit": make.integers(0, 256, outputs * inputs * bits // 8, dtype=torch.uint8) for bits in (2, 4)
+    }
+    return {"input": make.normal(*leading, inputs), **packed, "scales": make.positive(outputs, scale=2**-5)}
+
+
 OPS = (
     OpInfo(
         name="fp6_pack",
@@ -82,6 +97,7 @@ OPS = (
         function=fp6.fp6_pack,
         formula=_pack,
         samples=_pack_samples,
+        random=_random_pack,
         dtypes=(torch.float16,),
         nan=False,  # rejected: six bits have none
     ),
@@ -91,6 +107,7 @@ OPS = (
         function=fp6.fp6_linear,
         formula=_linear,
         samples=_linear_samples,
+        random=_random_linear,
         # Sums of up to 64 products of size 1 in float32.
         atol={torch.float32: 2e-5, torch.bfloat16: 2e-5, torch.float16: 2e-5},
     ),

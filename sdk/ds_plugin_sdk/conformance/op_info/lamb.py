@@ -64,8 +64,8 @@ def _formula(
 ) -> tuple[Any, ...]:
     steps = zip(params, grads, exp_avgs, exp_avg_sqs, strict=True)
     results = [_lamb64(p, g, m, v, options) for p, g, m, v in steps]
-    new, firsts, seconds, ratios = (list(values) for values in zip(*results, strict=True))
-    return new, firsts, seconds, new if copies else [], torch.stack(ratios)
+    new, firsts, seconds = ([result[i] for result in results] for i in range(3))
+    return new, firsts, seconds, new if copies else [], torch.tensor([result[3] for result in results])
 
 
 # ---- samples ---------------------------------------------------------------------------------------------------------
@@ -131,6 +131,19 @@ def _at_rest(sample: Sample, *, params: bool = False) -> Sample:
     return Sample(sample.label, {**sample.arguments, **zeros}, sample.kind)
 
 
+def _random(make: Make) -> Mapping[str, Any]:
+    shapes = [make.shape(elements=20_000) for _ in range(make.size(5))]
+    options = {
+        **_OPTIONS,
+        **make.pick(*_VARIANTS.values()),
+        "steps": make.pick(1, 2, 3, 1000, 10**7),
+        "betas": make.pick((0.9, 0.999), (0.5, 0.5), (0.0, 0.9)),
+    }
+    copy = make.pick(None, torch.bfloat16, torch.float16, torch.float32)
+    grad = make.pick(make.dtype, torch.float32, *((torch.bfloat16,) if make.dtype == torch.float32 else ()))
+    return _sample(make, "", shapes, options, grad=grad, copy=copy).arguments
+
+
 _NUMBERS = {
     "lr": None,
     "betas": None,
@@ -159,6 +172,7 @@ OPS = (
         function=lamb.lamb_,
         formula=_formula,
         samples=_samples,
+        random=_random,
         written=("params", "exp_avgs", "exp_avg_sqs", "copies"),
         schema_arguments=_schema_arguments,
     ),

@@ -82,6 +82,27 @@ def _samples(make: Make) -> Iterator[Sample]:
         yield sample(f"{shape}, int8", "real", shape, "silu", True, shape[1] // 128)
 
 
+def _random(make: Make) -> Mapping[str, Any]:
+    columns, gated = make.size(1100), make.chance()
+    rows = make.size(400) * (2 if gated else 1)
+    leading = (*make.shape(make.pick(1, 2), elements=60)[:-1], make.size(40))
+    weight = make.normal(rows, columns, scale=max(columns, 1) ** -0.5, dtype=torch.float32)
+    scales: Tensor | None = None
+    groups = make.pick(*(size for size in (1, 2, 3, 8, 16, 32, 128, max(columns, 1)) if columns % size == 0))
+    if columns and make.chance():
+        weight, scales = quantize_weight(weight, groups)
+    out = rows // 2 if gated else rows
+    return {
+        "input": make.normal(*leading, columns),
+        "weight": weight if scales is not None else weight.to(make.dtype),
+        "bias": make.normal(rows) if make.chance() else None,
+        "scales": scales,
+        "residual": make.normal(*leading, out) if make.chance() else None,
+        "activation": make.pick(*ACTIVATIONS),
+        "gated": gated,
+    }
+
+
 def _schema_arguments(arguments: Mapping[str, Any]) -> Sequence[Any]:
     names = ("input", "weight", "bias", "scales", "residual")
     return [*(arguments[name] for name in names), ACTIVATIONS.index(arguments["activation"]), arguments["gated"]]
@@ -94,7 +115,9 @@ OPS = (
         function=linear,
         formula=_formula,
         samples=_samples,
+        random=_random,
         schema_arguments=_schema_arguments,
+        finite=("scales",),
         # Sums are of size one, with terms of either sign; a matrix product rounds them, and its weights, on the way.
         rtol={torch.float32: 1e-5, torch.bfloat16: 2**-6, torch.float16: 2**-9},
         atol={torch.float32: 1e-5, torch.bfloat16: 2**-5, torch.float16: 2**-8},

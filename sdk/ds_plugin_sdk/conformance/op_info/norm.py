@@ -73,6 +73,18 @@ def _samples(names: Sequence[str]) -> Callable[[Make], Iterator[Sample]]:
     return samples
 
 
+def _random(names: Sequence[str]) -> Callable[[Make], Mapping[str, Any]]:
+    def random(make: Make) -> Mapping[str, Any]:
+        input = make.normal(*make.shape(), scale=make.pick(0.1, 1.0, 10.0))
+        shapes = {name: input.shape if name == "residual" else input.shape[-1:] for name in names}
+        tensors = {name: make.signed(*shape) for name, shape in shapes.items()}
+        if "input_bias" in names and make.chance():
+            tensors["input_bias"] = None  # type: ignore[assignment]  # an argument without a tensor
+        return {"input": input, **tensors, "eps": make.pick(1e-5, 1e-6, 1e-3)}
+
+    return random
+
+
 def _with_residual(arguments: Mapping[str, Any]) -> Sequence[Any]:
     return [arguments[name] for name in ("input", "residual", "input_bias", "weight", "bias", "eps")]
 
@@ -88,6 +100,7 @@ def _info(function: Callable[..., Any], formula: Callable[..., tuple[Any, ...]],
         function=function,
         formula=formula,
         samples=_samples(names),
+        random=_random(names),
         atol=_ATOL,
         schema_arguments=_with_residual if "input_bias" in names else None,
     )

@@ -6,14 +6,16 @@ say which calls to try, and how exact it is. Everything else is generic.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 Kind = Literal["random", "adversarial", "real", "empty"]
+Choice = TypeVar("Choice")
 
 # A unit in the last place of each dtype, and one more for what float32 arithmetic loses before the rounding.
 _RTOL = {torch.float32: 2e-6, torch.bfloat16: 2**-8 + 2e-6, torch.float16: 2**-11 + 2e-6}
@@ -49,6 +51,7 @@ class OpInfo:
             Modifies nothing. It is made of torch functions, so that autograd derives it.
         samples: ``samples(make)`` gives the calls to try for ``make.dtype``: the empty ones first, those of real models
             last, since many checks want a cheap one.
+        random: ``random(make)`` draws the arguments of one call: any sizes that fit, any options; for `sdk fuzz`.
         dtypes: dtypes that a kernel takes; the first argument's dtype where several are mixed.
         written: names of the arguments that are modified in place.
         differentiable: names of the arguments that have gradients.
@@ -60,6 +63,8 @@ class OpInfo:
         any_dtype: names of arguments that may be of any dtype.
         schema_arguments: from a sample's arguments to those of the torch op, positional; None if they are the same.
         nan: whether a NaN in a floating-point argument may be tried.
+        finite: names of arguments in which an infinity means nothing.
+        levels: whether a result is rounded to few levels or signs, so that the last bit of a number may decide.
     """
 
     name: str
@@ -67,6 +72,7 @@ class OpInfo:
     function: Callable[..., Any]
     formula: Callable[..., tuple[Any, ...]]
     samples: Callable[[Make], Iterable[Sample]]
+    random: Callable[[Make], Mapping[str, Any]]
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
     written: tuple[str, ...] = ()
     differentiable: tuple[str, ...] = ()
@@ -79,6 +85,8 @@ class OpInfo:
     any_dtype: tuple[str, ...] = ()
     schema_arguments: Callable[[Mapping[str, Any]], Sequence[Any]] | None = None
     nan: bool = True
+    finite: tuple[str, ...] = ()
+    levels: bool = False
 
     @property
     def overload(self) -> Any:
@@ -93,10 +101,12 @@ class Make:
     Attributes:
         dtype: of floating-point tensors, unless said otherwise.
         generator: where the numbers come from.
+        largest: of the sizes that are drawn.
     """
 
     dtype: torch.dtype
     generator: torch.Generator
+    largest: int = 3000
 
     @staticmethod
     def seeded(dtype: torch.dtype, seed: int = 0) -> Make:
@@ -119,6 +129,38 @@ class Make:
     def integers(self, low: int, high: int, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
         """At least `low` and less than `high`."""
         return torch.randint(low, high, shape, generator=self.generator).to(dtype)
+
+    # ---- for `OpInfo.random` -----------------------------------------------------------------------------------------
+    def pick(self, *options: Choice) -> Choice:
+        """One of these."""
+        return options[int(torch.randint(len(options), (), generator=self.generator))]
+
+    def chance(self) -> bool:
+        """Heads or tails."""
+        return self.pick(True, False)
+
+    def size(self, largest: int = 3000, smallest: int = 0) -> int:
+        """A size: none, one, few, just around a multiple of a vector's length, or any."""
+        largest = max(smallest, min(largest, self.largest))
+        kind = int(torch.randint(20, (), generator=self.generator))
+        if kind < 2:
+            size = kind
+        elif kind < 8:
+            size = self.pick(*range(2, 10))
+        elif kind < 14:
+            size = self.pick(8, 16, 32, 64, 128, 256, 1024) * self.pick(1, 1, 2, 3) + self.pick(-1, 0, 0, 1)
+        else:
+            size = int(2 ** (float(torch.rand((), generator=self.generator)) * math.log2(max(largest, 2))))
+        return min(max(size, smallest), largest)
+
+    def shape(self, dimensions: int = 0, *, elements: int = 60_000, even: bool = False) -> tuple[int, ...]:
+        """A shape whose last dimension may be long, and even if so wanted; 1 to 4 dimensions unless said otherwise."""
+        last = self.size()
+        last += last % 2 if even else 0
+        leading: list[int] = []
+        for _ in range((dimensions or self.pick(1, 2, 2, 3, 4)) - 1):
+            leading.append(self.size(max(1, min(70, elements // max(last * max(math.prod(leading), 1), 1)))))
+        return *leading, last
 
 
 def close_to(

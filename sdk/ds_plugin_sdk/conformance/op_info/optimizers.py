@@ -86,6 +86,7 @@ def _optimizer(
         function=function,
         formula=formula,
         samples=lambda make: _samples(lists, variants, make),
+        random=lambda make: _random(lists, variants, make),
         dtypes=tuple(dtypes),
         written=written,
         schema_arguments=schema_arguments,
@@ -93,6 +94,7 @@ def _optimizer(
         update=update,
         numbers=numbers,
         variants=tuple(variants),
+        levels=function is lion.lion_,
     )
 
 
@@ -138,6 +140,19 @@ def _samples(lists: Sequence[str], variants: Sequence[Options], make: Make) -> I
     for mix in mixed:
         yield sample(mix, _TAILS, variants[-1], 0, f"tails, {_mix(mix)}", "adversarial")
     yield sample(own, _GPT2_ATTENTION, variants[-1], 1, "gpt2 attention", "real")
+
+
+def _random(lists: Sequence[str], variants: Sequence[Options], make: Make) -> Mapping[str, Any]:
+    mix = make.pick(*(mix for mix in DTYPES if mix[0] == make.dtype))
+    shapes = [make.shape(elements=20_000) for _ in range(make.size(6))]
+    options = dict(make.pick(*variants))
+    if "steps" in options:
+        options["steps"] = make.pick(1, 2, 3, 1000, 10**7)
+    if "betas" in options:
+        options["betas"] = make.pick(options["betas"], (0.5, 0.5), (0.8, 0.99))
+    options["lr"] = make.pick(1e-2, 1e-4, 0.0)
+    tensors = random_lists(lists, shapes, mix, int(make.integers(0, 2**31)))
+    return {**dict(zip(lists, tensors, strict=True)), **options}
 
 
 def _resting(sample: Sample, lists: Sequence[str]) -> Sample:

@@ -7,7 +7,8 @@ product rounds in float32, and ties are ties.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -283,6 +284,78 @@ def _fake_samples(make: Make) -> Iterator[Sample]:
     yield sample("bert attention", make.normal(768, 768, scale=0.02), 12, 8, True, False, "real")
 
 
+# ---- random calls ----------------------------------------------------------------------------------------------------
+def _format(make: Make) -> tuple[int, bool]:
+    return make.pick(*_FORMATS)
+
+
+def _split(make: Make, groups: int, size: int) -> tuple[int, ...]:
+    """A shape of as many elements as so many groups have, its last dimension even."""
+    return make.pick((groups * size,), (1, groups * size), (groups, size), (groups, 1, size))
+
+
+def _random_quantize(make: Make) -> Mapping[str, Any]:
+    bits, symmetric = _format(make)
+    groups, size = make.size(70, 1), make.size()
+    groups = min(groups, max(1, 60_000 // max(size, 1)))
+    size += size % 2 if bits == 4 else 0
+    x = _within(make, groups, size, 0 if symmetric else make.pick(0, 2)).reshape(_split(make, groups, size))
+    return {"x": x, "groups": groups, "bits": bits, "symmetric": symmetric}
+
+
+def _random_swizzle(make: Make) -> Mapping[str, Any]:
+    layout = {name: make.size(4, 1) for name in ("pipeline", "nodes", "devices_per_node")}
+    groups, size = math.prod(layout.values()) * make.size(4, 1), 2 * make.size(100)
+    bits, symmetric = _format(make)
+    x = _within(make, groups, size).reshape(_split(make, groups, size))
+    return {"x": x, "groups": groups, "bits": bits, "symmetric": symmetric, **layout}
+
+
+def _random_dequantize(make: Make) -> Mapping[str, Any]:
+    bits, symmetric = _format(make)
+    groups, size = make.size(70, 1), make.size(800)
+    return {
+        "levels": _packed(make, *_split(make, groups, size)),
+        "params": _params(make, groups, symmetric),
+        "bits": bits,
+        "symmetric": symmetric,
+        "dtype": make.dtype,
+    }
+
+
+def _random_reduce(make: Make) -> Mapping[str, Any]:
+    bits, symmetric = _format(make)
+    devices, out_groups, in_groups, size = make.size(8, 1), make.size(8, 1), make.size(8, 1), make.size(100)
+    columns = in_groups * out_groups * size * (1 if bits == 4 else make.pick(1, 2))
+    return {
+        "levels": _packed(make, devices * columns),
+        "params": _params(make, devices * in_groups, symmetric),
+        "out_groups": out_groups,
+        "devices": devices,
+        "bits": bits,
+        "symmetric": symmetric,
+    }
+
+
+def _random_range(make: Make) -> Mapping[str, Any]:
+    groups, size, bits = make.size(70), 2 * make.size(300, 1), make.pick(8, 4)
+    return {
+        "levels": make.integers(0, 256, groups, size * bits // 8, dtype=torch.uint8),
+        "scale": make.positive(groups, 1, scale=50),
+        "minimum": make.normal(groups, 1),
+        "group_size": size,
+        "bits": bits,
+    }
+
+
+def _random_fake(make: Make) -> Mapping[str, Any]:
+    bits, symmetric = make.pick(*_FORMATS, (16, True), (3, False))
+    groups, size = make.size(70, 1), make.size(800)
+    x = make.normal(*_split(make, groups, size))
+    noise = torch.rand(x.shape, generator=make.generator) if make.chance() else None
+    return {"x": x, "noise": noise, "groups": groups, "bits": bits, "symmetric": symmetric}
+
+
 _EXACT = dict.fromkeys((torch.float32, torch.bfloat16, torch.float16), 1e-6)
 
 
@@ -291,16 +364,26 @@ def _describe(
     function: Callable[..., object],
     formula: Callable[..., tuple[Tensor, ...]],
     samples: Callable[[Make], Iterator[Sample]],
+    random: Callable[[Make], Mapping[str, Any]],
 ) -> OpInfo:
     """An op that gives levels and params, whatever its input is: as exact as float32."""
-    return OpInfo(name, "quantizer", function, formula, samples, rtol=_EXACT, atol=_EXACT)
+    return OpInfo(name, "quantizer", function, formula, samples, random, rtol=_EXACT, atol=_EXACT, levels=True)
 
 
 OPS = (
-    _describe("quantize", quantizer.quantize, _quantize, _quantize_samples),
-    _describe("swizzle_quantize", quantizer.swizzle_quantize, _swizzle, _swizzle_samples),
-    _describe("quantized_reduce", quantizer.quantized_reduce, _reduce, _reduce_samples),
-    OpInfo("dequantize", "quantizer", quantizer.dequantize, _dequantize, _dequantize_samples),
-    OpInfo("dequantize_range", "quantizer", quantizer.dequantize_range, _range, _range_samples),
-    OpInfo("fake_quantize_", "quantizer", quantizer.fake_quantize_, _fake, _fake_samples, written=("x",)),
+    _describe("quantize", quantizer.quantize, _quantize, _quantize_samples, _random_quantize),
+    _describe("swizzle_quantize", quantizer.swizzle_quantize, _swizzle, _swizzle_samples, _random_swizzle),
+    _describe("quantized_reduce", quantizer.quantized_reduce, _reduce, _reduce_samples, _random_reduce),
+    OpInfo("dequantize", "quantizer", quantizer.dequantize, _dequantize, _dequantize_samples, _random_dequantize),
+    OpInfo("dequantize_range", "quantizer", quantizer.dequantize_range, _range, _range_samples, _random_range),
+    OpInfo(
+        "fake_quantize_",
+        "quantizer",
+        quantizer.fake_quantize_,
+        _fake,
+        _fake_samples,
+        _random_fake,
+        written=("x",),
+        levels=True,
+    ),
 )

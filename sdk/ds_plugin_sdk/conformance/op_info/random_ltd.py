@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ def _sort(*, indices: Tensor, seq_len: int) -> tuple[Tensor]:
 
 def _gather(*, activations: Tensor, indices: Tensor, batch_first: bool) -> tuple[Tensor]:
     x = activations if batch_first else activations.transpose(0, 1)
-    rows = torch.stack([sequence[row.long()] for sequence, row in zip(x, indices, strict=True)])
+    rows = x.gather(1, indices.long().unsqueeze(-1).expand(*indices.shape, x.shape[2]))
     return (rows if batch_first else rows.transpose(0, 1),)
 
 
@@ -48,10 +49,12 @@ def _scatter(
 
 def _bert(*, mask: Tensor, indices: Tensor) -> tuple[Tensor]:
     """Of each layer and sequence the rows and columns that are left."""
-    layers = [
-        torch.stack([mask[b, :, row.long()][:, :, row.long()] for b, row in enumerate(layer)]) for layer in indices
-    ]
-    return (torch.stack(layers),)
+    layers, batch, reserved = indices.shape
+    result = mask.new_empty(layers, batch, 1, reserved, reserved)
+    for number, layer in enumerate(indices.long()):
+        for b, row in enumerate(layer):
+            result[number, b] = mask[b, :, row][:, :, row]
+    return (result,)
 
 
 def _gpt(*, mask: Tensor, reserved: int) -> tuple[Tensor]:
@@ -110,6 +113,55 @@ def _gpt_samples(make: Make) -> Iterator[Sample]:
         yield Sample(label, {"mask": make.normal(batch, 1, sequence, sequence), "reserved": reserved}, kind)
 
 
+# ---- random calls ----------------------------------------------------------------------------------------------------
+def _random_sizes(make: Make) -> tuple[int, int, int]:
+    """Batch, sequence, reserved."""
+    sequence = make.size(300)
+    return make.size(5), sequence, min(make.size(300), sequence)
+
+
+def _random_sort(make: Make) -> Mapping[str, Any]:
+    batch, sequence, reserved = _random_sizes(make)
+    if make.chance():
+        return {"indices": _indices(make, make.size(3), batch, reserved, sequence=sequence), "seq_len": sequence}
+    # Tokens may repeat.
+    indices = make.integers(0, max(sequence, 1), batch, reserved if sequence else 0, dtype=torch.int32)
+    return {"indices": indices, "seq_len": sequence}
+
+
+def _random_tokens(make: Make) -> Mapping[str, Any]:
+    batch, sequence, reserved = _random_sizes(make)
+    order, channels = make.pick("batch first", "sequence first"), make.size(200)
+    return {
+        "activations": make.normal(*_orders(batch, sequence, channels)[order]),
+        "all_activations": make.normal(*_orders(batch, sequence, channels)[order]),
+        "layer_activations": make.normal(*_orders(batch, reserved, channels)[order]),
+        "indices": _indices(make, batch, reserved, sequence=sequence),
+        "batch_first": order == "batch first",
+    }
+
+
+def _random_gather(make: Make) -> Mapping[str, Any]:
+    tokens = _random_tokens(make)
+    return {name: tokens[name] for name in ("activations", "indices", "batch_first")}
+
+
+def _random_scatter(make: Make) -> Mapping[str, Any]:
+    tokens = _random_tokens(make)
+    return {name: tokens[name] for name in ("all_activations", "layer_activations", "indices", "batch_first")}
+
+
+def _random_bert(make: Make) -> Mapping[str, Any]:
+    batch, sequence, reserved = _random_sizes(make)
+    indices = _indices(make, make.size(3), batch, reserved, sequence=sequence)
+    return {"mask": make.normal(batch, 1, sequence, sequence), "indices": indices}
+
+
+def _random_gpt(make: Make) -> Mapping[str, Any]:
+    batch, sequence, reserved = _random_sizes(make)
+    return {"mask": make.normal(batch, 1, sequence, sequence), "reserved": reserved}
+
+
 def _orders(batch: int, sequence: int, channels: int) -> dict[str, tuple[int, int, int]]:
     return {"batch first": (batch, sequence, channels), "sequence first": (sequence, batch, channels)}
 
@@ -121,6 +173,7 @@ OPS = (
         function=random_ltd.token_sort_,
         formula=_sort,
         samples=_sort_samples,
+        random=_random_sort,
         written=("indices",),
     ),
     OpInfo(
@@ -129,6 +182,7 @@ OPS = (
         function=random_ltd.token_gather,
         formula=_gather,
         samples=_gather_samples,
+        random=_random_gather,
         differentiable=("activations",),
         rtol=_EXACT,
         atol=_EXACT,
@@ -141,6 +195,7 @@ OPS = (
         function=random_ltd.token_scatter_,
         formula=_scatter,
         samples=_scatter_samples,
+        random=_random_scatter,
         written=("all_activations",),
         rtol=_EXACT,
         atol=_EXACT,
@@ -151,6 +206,7 @@ OPS = (
         function=random_ltd.mask_gather_bert,
         formula=_bert,
         samples=_bert_samples,
+        random=_random_bert,
         rtol=_EXACT,
         atol=_EXACT,
         broadcasts=("indices",),
@@ -162,6 +218,7 @@ OPS = (
         function=random_ltd.mask_gather_gpt,
         formula=_gpt,
         samples=_gpt_samples,
+        random=_random_gpt,
         rtol=_EXACT,
         atol=_EXACT,
         any_dtype=("mask",),

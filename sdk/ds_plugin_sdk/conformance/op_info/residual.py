@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -52,6 +52,18 @@ def _residual_samples(make: Make) -> Iterator[Sample]:
     yield sample("gpt2", "real", (2, 7, 768), scale=0.5, scale_attention=True)
 
 
+def _random_residual(make: Make) -> Mapping[str, Any]:
+    shape = make.shape()
+    terms = {"attention": shape, "attention_bias": shape[-1:], "final_bias": shape[-1:]}
+    return {
+        "residual": make.signed(*shape),
+        "hidden": make.signed(*shape),
+        **{name: make.signed(*size) if make.chance() else None for name, size in terms.items()},
+        "scale": make.pick(1.0, 0.5, 1 / 3),
+        "scale_attention": make.chance(),
+    }
+
+
 def _moe_res_matmul(output: Tensor, residual: Tensor, coefficients: Tensor) -> tuple[Tensor]:
     of_residual, of_output = coefficients.chunk(2)
     return (output * of_output + residual * of_residual,)
@@ -68,6 +80,12 @@ def _moe_samples(make: Make) -> Iterator[Sample]:
     yield sample("hidden size 1024", "real", (2, 9, 1024))
 
 
+def _random_moe(make: Make) -> Mapping[str, Any]:
+    shape = make.shape()
+    tensors = {"output": make.signed(*shape), "residual": make.signed(*shape)}
+    return {**tensors, "coefficients": make.signed(2 * shape[-1])}
+
+
 # ---- einsum_sec_sm_ecm and pad_transform -----------------------------------------------------------------------------
 def _einsum(dispatch: Tensor, tokens: Tensor) -> tuple[Tensor]:
     return (torch.einsum("sec,sm->ecm", dispatch, tokens),)
@@ -79,6 +97,11 @@ def _einsum_samples(make: Make) -> Iterator[Sample]:
     for kind, (s, e, c, m) in sizes.items():
         arguments = {"dispatch": make.normal(s, e, c), "tokens": make.normal(s, m)}
         yield Sample(f"{s} tokens", arguments, kind)  # type: ignore[arg-type]  # the keys are kinds
+
+
+def _random_einsum(make: Make) -> Mapping[str, Any]:
+    s, e, c, m = make.size(40), make.size(9), make.size(20), make.size(70)
+    return {"dispatch": make.normal(s, e, c), "tokens": make.normal(s, m)}
 
 
 def _pad_transform(query: Tensor, key: Tensor, value: Tensor, heads: int, pad: bool) -> tuple[list[Tensor]]:
@@ -111,12 +134,21 @@ def _pad_samples(make: Make) -> Iterator[Sample]:
     yield sample("clip", "real", 2, 77, 77, 8, 40, True)
 
 
+def _random_pad(make: Make) -> Mapping[str, Any]:
+    batch, queries, keys, heads, head_dim = (make.size(largest) for largest in (4, 100, 128, 6, 128))
+    heads = max(heads, 1)
+    tensors = {"query": make.normal(batch, queries, heads * head_dim)}
+    tensors |= {name: make.normal(batch, keys, heads * head_dim) for name in ("key", "value")}
+    return {**tensors, "heads": heads, "pad": make.chance()}
+
+
 _RESIDUAL = OpInfo(
     name="residual_add_bias_",
     family="residual",
     function=ops.residual_add_bias_,
     formula=_residual_add_bias,
     samples=_residual_samples,
+    random=_random_residual,
     written=("residual",),
     # A sum of terms of size 2 each.
     atol={torch.float32: 2e-6, torch.bfloat16: 2e-6, torch.float16: 2e-6},
@@ -130,6 +162,7 @@ OPS = (
         function=ops.moe_res_matmul_,
         formula=_moe_res_matmul,
         samples=_moe_samples,
+        random=_random_moe,
         written=("output",),
     ),
     OpInfo(
@@ -138,6 +171,7 @@ OPS = (
         function=ops.einsum_sec_sm_ecm,
         formula=_einsum,
         samples=_einsum_samples,
+        random=_random_einsum,
         # torch's own matrix product, which may round its sums' parts.
         atol={torch.float32: 2e-5, torch.bfloat16: 2e-3, torch.float16: 2e-3},
         broadcasts=("dispatch", "tokens"),  # capacity and width belong to one of them alone
@@ -148,5 +182,6 @@ OPS = (
         function=ops.pad_transform,
         formula=_pad_transform,
         samples=_pad_samples,
+        random=_random_pad,
     ),
 )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,12 +56,23 @@ def _sample(
     return Sample(label, {"input": make.normal(*shape), "cos": cos, "sin": sin, "interleaved": interleaved}, kind)
 
 
+def _random(make: Make) -> Mapping[str, Any]:
+    batch, heads, tokens, head_dim = make.size(4), make.size(9), make.size(50), make.size(260)
+    rotary_dim = 2 * min(make.pick(make.size(130), head_dim // 2), head_dim // 2)
+    first = make.pick(0, 1, 1000, 10**6)
+    positions = first + torch.arange(tokens) + 5 * torch.arange(make.pick(1, batch)).unsqueeze(1)
+    cos, sin = ops.angles(positions, rotary_dim)
+    input = make.normal(batch, heads, tokens, head_dim)
+    return {"input": input, "cos": cos, "sin": sin, "interleaved": make.chance()}
+
+
 _ROTARY = OpInfo(
     name="rotary",
     family="rotary",
     function=ops.rotary,
     formula=_rotary,
     samples=_samples,
+    random=_random,
     broadcasts=("input",),  # a head may be longer than what is turned
 )
 

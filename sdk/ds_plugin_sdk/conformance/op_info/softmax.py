@@ -56,6 +56,23 @@ def _sample(
     return Sample(label, {"scores": scores, "mask": mask, "alibi": alibi, **defaults, **options}, kind)
 
 
+def _random(make: Make) -> Mapping[str, Any]:
+    batch, heads, queries, keys = make.size(4), make.size(6), make.size(30), make.size(2500)
+
+    def added() -> Tensor | None:
+        if make.chance():
+            return None
+        return make.normal(make.pick(1, batch), make.pick(1, heads), make.pick(1, queries), keys, dtype=dtype)
+
+    dtype = make.pick(make.dtype, torch.float32)
+    mask, alibi = added(), added()
+    if mask is not None and make.chance():
+        mask[..., make.size(max(keys, 1)) :] = -torch.inf
+    scores = make.normal(batch, heads, queries, keys, scale=make.pick(1.0, 3.0, 30.0))
+    options = {"causal": make.chance(), "window": make.pick(0, 0, 1, make.size()), "scale": make.pick(1.0, 0.125)}
+    return _sample("", "random", scores, mask, alibi, **options).arguments
+
+
 def _schema_arguments(arguments: Mapping[str, Any]) -> Sequence[Any]:
     return list(arguments.values())
 
@@ -66,6 +83,7 @@ _SOFTMAX = OpInfo(
     function=ops.softmax,
     formula=_softmax,
     samples=_samples,
+    random=_random,
     # An error of the exponent's argument is relative to the result, and the argument is up to 4e4.
     rtol={torch.float32: 5e-6, torch.bfloat16: 2**-8 + 5e-6, torch.float16: 2**-11 + 5e-6},
     schema_arguments=_schema_arguments,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -53,6 +53,19 @@ def _samples(*names: str) -> Callable[[Make], Iterator[Sample]]:
     return samples
 
 
+def _random(*names: str) -> Callable[[Make], Mapping[str, Any]]:
+    def random(make: Make) -> Mapping[str, Any]:
+        shape = make.pick(make.shape(3), (make.size(3), make.size(40), make.size(20), make.size(20)))
+        sizes: dict[str, tuple[int, ...]] = {"activation": shape, "other": shape}
+        channels = shape[1] if len(shape) == 4 else shape[2]
+        tensors = {name: make.positive(*sizes.get(name, (channels,))) for name in names}
+        if len(shape) == 4 and make.chance():
+            tensors |= {n: t.contiguous(memory_format=torch.channels_last) for n, t in tensors.items() if t.dim() == 4}
+        return tensors
+
+    return random
+
+
 def _describe(function: Callable[..., Tensor], *names: str) -> OpInfo:
     return OpInfo(
         name=function.__name__,
@@ -60,6 +73,7 @@ def _describe(function: Callable[..., Tensor], *names: str) -> OpInfo:
         function=function,
         formula=_formula,
         samples=_samples(*names),
+        random=_random(*names),
         broadcasts=("activation",) if names == ("activation", "bias") else (),
     )
 

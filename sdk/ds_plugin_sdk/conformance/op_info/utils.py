@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,10 @@ def _samples(make: Make) -> Iterator[Sample]:
     yield Sample("gpt2 attention", {"tensors": [make.normal(768), make.normal(768, 2304), make.normal(2304)]}, "real")
 
 
+def _random(make: Make) -> Mapping[str, Any]:
+    return {"tensors": [make.normal(*make.shape()) for _ in range(make.size(7, 1))]}
+
+
 OPS = (
     OpInfo(
         name="flatten",
@@ -29,6 +34,7 @@ OPS = (
         function=utils.flatten,
         formula=_flatten,
         samples=_samples,
+        random=_random,
         rtol=dict.fromkeys((torch.float32, torch.bfloat16, torch.float16), 0.0),
         atol=dict.fromkeys((torch.float32, torch.bfloat16, torch.float16), 0.0),
         any_dtype=("tensors",),

@@ -1,0 +1,96 @@
+"""Random calls: they agree, what disagrees is found and made smaller, and a case can be run again."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ds_plugin_sdk.conformance import fuzz, op_info
+from ds_plugin_sdk.conformance.campaign import Fuzzer
+from ds_plugin_sdk.conformance.fuzz import Found, Fuzzed
+from ds_plugin_sdk.conformance.process import WorkerError
+from ds_plugin_sdk.conformance.target import Target
+from ds_plugin_sdk.errors import ConformanceError
+
+pytestmark = [pytest.mark.compiler, pytest.mark.usefixtures("compiled_once"), pytest.mark.timeout(900)]
+
+
+def test_every_op_agrees_on_some_random_calls() -> None:
+    failures: list[str] = []
+    with Fuzzer("cpu") as fuzzer:
+        tally = fuzzer.campaign(0, seed=1, tell=lambda case, found: failures.append(f"{case.id}: {found.failure}"))
+    assert failures == []
+    assert set(tally.calls) == {op.name for op in op_info.infos() if op.dtypes != (torch.float16,)}
+
+
+def test_a_case_is_all_in_its_id() -> None:
+    case = Fuzzed("rms_norm", "bfloat16", 7, 40, (0, 2))
+    assert Fuzzed.of(case.id) == case
+    first, second = (case.arguments()["input"] for _ in range(2))
+    assert torch.equal(first, second)
+    with pytest.raises(ConformanceError, match="is no case"):
+        Fuzzed.of("rms_norm:float32")
+
+
+def _rms_norm(defect: str) -> Any:
+    """The op, with a defect of kernels' kind."""
+    info = op_info.find("rms_norm")
+
+    def function(input: Tensor, weight: Tensor, eps: float) -> Tensor:
+        result: Tensor = info.function(input, weight, eps)
+        if defect == "tail" and input.shape[-1] % 8 == 3:
+            result[..., -1:] = 0.5
+        if defect == "layout" and input.storage_offset() % 4:
+            result += 1
+        if defect == "beyond" and input.storage_offset():
+            torch.as_strided(input, (1,), (1,), 0).zero_()
+        return result
+
+    return dataclasses.replace(info, function=function)
+
+
+@pytest.mark.parametrize(
+    ("defect", "said"), [("tail", "times the allowed error"), ("layout", "times"), ("beyond", "wrote beyond input")]
+)
+def test_a_defect_is_found(defect: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference has the same function and its defect, and the formula has not."""
+    broken = _rms_norm(defect)
+    monkeypatch.setattr(op_info, "find", lambda name: broken)
+    target = Target.find("cpu")
+    failures = [fuzz.run(target, Fuzzed("rms_norm", "float32", seed, 200)).failure for seed in range(60)]
+    assert any(said in failure for failure in failures), failures
+
+
+def test_a_failure_is_made_smaller_and_a_crash_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken:
+        """Crashes at sizes of 9 and more, whatever the edits."""
+
+        def __init__(self, target: str) -> None:
+            self.closed = False
+
+        def ask(self, request: dict[str, Any], timeout: float) -> Any:
+            if request["do"] != "fuzz":
+                return ["float32"]
+            if Fuzzed.of(request["case"]).largest >= 9:
+                raise WorkerError("the process ended by signal SIGSEGV", "the stack", hung=False)
+            return dataclasses.asdict(Found("", "rms_norm()", 2, False))
+
+        def close(self) -> None:
+            self.closed = True
+
+    monkeypatch.setattr("ds_plugin_sdk.conformance.campaign.Worker", Broken)
+    told: list[tuple[Fuzzed, Found]] = []
+    with Fuzzer("cpu") as fuzzer:
+        tally = fuzzer.campaign(0, ops=["rms_norm"], tell=lambda case, found: told.append((case, found)))
+    assert tally.failures == told
+    assert {case.largest for case, _ in told} == {9}
+    assert "SIGSEGV" in told[0][1].failure
+
+
+def test_no_such_op() -> None:
+    with Fuzzer("cpu") as fuzzer, pytest.raises(ConformanceError, match="no op is left"):
+        fuzzer.campaign(0, ops=["nonsense"], tell=lambda case, found: None)
