@@ -61,6 +61,7 @@ def test_a_defect_is_found(defect: str, said: str, monkeypatch: pytest.MonkeyPat
     broken = _rms_norm(defect)
     monkeypatch.setattr(op_info, "find", lambda name: broken)
     target = Target.find("cpu")
+    fuzz.start(target)
     failures = [fuzz.run(target, Fuzzed("rms_norm", "float32", seed, 200)).failure for seed in range(60)]
     assert any(said in failure for failure in failures), failures
 
@@ -73,7 +74,7 @@ def test_a_failure_is_made_smaller_and_a_crash_is_one(monkeypatch: pytest.Monkey
             self.closed = False
 
         def ask(self, request: dict[str, Any], timeout: float) -> Any:
-            if request["do"] != "fuzz":
+            if request["do"] == "start fuzz":
                 return ["float32"]
             if Fuzzed.of(request["case"]).largest >= 9:
                 raise WorkerError("the process ended by signal SIGSEGV", "the stack", hung=False)

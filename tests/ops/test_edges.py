@@ -91,6 +91,7 @@ REJECTED: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.fixture
 def compare() -> Callable[[str, dict[str, Any], str], tuple[str, bool]]:
     target = Target.find("cpu")
+    fuzz.start(target)
     return lambda op, arguments, kind: fuzz.compare(target, op_info.find(op), arguments, {}, {kind})
 
 
@@ -114,6 +115,7 @@ def test_weights_without_rows_are_quantized() -> None:
 
 def test_a_long_sequence_is_sorted_by_comparing() -> None:
     """Rows far shorter than the sequence, of every length around a heap's levels."""
+    fuzz.start(Target.find("cpu"))
     for count in range(20):
         indices = torch.randint(0, 10**6, (3, count), generator=torch.Generator().manual_seed(count)).int()
         arguments = {"indices": indices, "seq_len": 10**6}

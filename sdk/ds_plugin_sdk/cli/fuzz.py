@@ -19,7 +19,7 @@ def fuzz(
     seconds: float = typer.Option(60.0, help="How long."),
     seed: int = typer.Option(0, help="Of the first case; the next ones count on."),
     op: list[str] = typer.Option([], help="Only this op. Repeatable."),
-    dtype: list[str] = typer.Option([], help="Only this dtype. Repeatable."),
+    dtype: list[str] = typer.Option([], help="This dtype, instead of those the plugin declares. Repeatable."),
     case: str = typer.Option("", help="Run this one case alone, as it was printed."),
 ) -> None:
     """Random calls of every op: kernel, reference and formula must agree. Exit status 1: they do not; 2: wrong use."""

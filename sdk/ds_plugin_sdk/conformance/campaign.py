@@ -62,8 +62,7 @@ class Fuzzer:
             ConformanceError: the target cannot be had, or there is no such op.
         """
         if self._worker is None:
-            self._worker = Worker(self._target)
-            self._ask({"do": "start"}, START_TIMEOUT)
+            self._start()
         try:
             return Found(**self._ask({"do": "fuzz", "case": case.id}, TIMEOUT))
         except WorkerError as error:
@@ -92,18 +91,19 @@ class Fuzzer:
         Args:
             seconds: how long; every op and dtype has at least one case.
             seed: of the first case; the next ones count on.
-            ops, dtypes: only these.
+            ops: only these.
+            dtypes: these, instead of those that the target declares.
             tell: called with each failure, made smaller.
 
         Raises:
             ConformanceError: the target cannot be had, or no op is left.
         """
-        known = self._dtypes()
+        known = self._start()
         chosen = [
             (op.name, dtype)
             for op in op_info.infos()
             for dtype in (str(dtype).removeprefix("torch.") for dtype in op.dtypes)
-            if dtype in known and op.name in (ops or (op.name,)) and dtype in (dtypes or (dtype,))
+            if dtype in (dtypes or known) and op.name in (ops or (op.name,))
         ]
         if not chosen:
             raise ConformanceError("no op is left to try", hint="sdk conformance --list has ops and dtypes")
@@ -127,9 +127,10 @@ class Fuzzer:
                 return tally
         return tally
 
-    def _dtypes(self) -> list[str]:
+    def _start(self) -> list[str]:
+        """Have a worker with all kernels; gives the dtypes that the target declares."""
         self._worker = self._worker or Worker(self._target)
-        return list(self._ask({"do": "dtypes"}, START_TIMEOUT))
+        return list(self._ask({"do": "start fuzz"}, START_TIMEOUT))
 
     def _ask(self, request: dict[str, Any], timeout: float) -> Any:
         assert self._worker is not None

@@ -286,6 +286,13 @@ class Found:
     rejected: bool
 
 
+def start(target: Target) -> list[str]:
+    """Load the kernels of every op, which may have to be compiled; gives the dtypes that the target declares."""
+    for family in dict.fromkeys(info.family for info in op_info.infos()):
+        op_builder.load_family(family, target.device_type)
+    return [str(dtype).removeprefix("torch.") for dtype in target.dtypes]
+
+
 def run(target: Target, case: Fuzzed) -> Found:
     """Run a case on a target.
 
@@ -293,7 +300,6 @@ def run(target: Target, case: Fuzzed) -> Found:
         ConformanceError: there is no such op.
     """
     info = op_info.find(case.op)
-    op_builder.load_family(info.family, target.device_type)
     torch.set_num_threads(1 if case.seed % 8 else 2)
     arguments = case.arguments()
     edits = case.edits(arguments)

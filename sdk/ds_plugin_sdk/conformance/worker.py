@@ -56,7 +56,7 @@ def _serve(name: str, connection: Connection) -> None:
         "checks": lambda request: [dataclasses.asdict(_item(check, {})) for check in checks.values()],
         "cases": lambda request: [dataclasses.asdict(item) for item in _items(checks[request["check"]], target)],
         "environment": lambda request: environment.gather(target),
-        "dtypes": lambda request: [str(dtype).removeprefix("torch.") for dtype in target.dtypes],
+        "start fuzz": lambda request: fuzz.start(target),
         "fuzz": lambda request: _fuzz(target, request["case"]),
         "run": lambda request: _run(Case(checks[request["check"]], request["parameters"]), target),
     }
