@@ -12,6 +12,7 @@ from torch import Tensor
 from ds_plugin_sdk.conformance import fuzz, op_info
 from ds_plugin_sdk.conformance.target import Target
 from ds_plugin_sdk.ops.linear import quantize_weight
+from ds_plugin_sdk.ops.quantizer import fake_quantize_
 
 pytestmark = [pytest.mark.compiler, pytest.mark.usefixtures("compiled_once"), pytest.mark.timeout(900)]
 
@@ -105,6 +106,11 @@ def test_kernel_reference_and_formula_agree(call: str, compare: Callable[..., tu
 def test_kernel_and_reference_reject(call: str, compare: Callable[..., tuple[str, bool]]) -> None:
     op, arguments = REJECTED[call]
     assert compare(op, arguments, "wrong") == ("", True)
+
+
+@pytest.mark.usefixtures("compare")
+def test_groups_without_elements_take_no_time() -> None:
+    assert fake_quantize_(torch.ones(0), groups=2**62).numel() == 0
 
 
 def test_weights_without_rows_are_quantized() -> None:

@@ -128,6 +128,7 @@ struct QuantizerOps {
     DS_KERNELS_CHECK(2 <= bits && bits <= 16, op, "bits is ", bits, "; expected 2 to 16");
     const int64_t size = check_groups(op, "x", x.numel(), "groups", groups);
     if (noise) check_noise(op, x, *noise);
+    if (size == 0) return;  // however many groups
     const Device device(arguments.device_index());
     const OptionalTensor drawn = noise ? OptionalTensor(without_gaps(*noise)) : std::nullopt;
     FakeQuantizeGroups work{};

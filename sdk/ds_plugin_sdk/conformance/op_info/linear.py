@@ -117,7 +117,7 @@ OPS = (
         samples=_samples,
         random=_random,
         schema_arguments=_schema_arguments,
-        finite=("scales",),
+        finite=("scales",),  # vectors are filled up with zeros
         # Sums are of size one, with terms of either sign; a matrix product rounds them, and its weights, on the way.
         rtol={torch.float32: 1e-5, torch.bfloat16: 2**-6, torch.float16: 2**-9},
         atol={torch.float32: 1e-5, torch.bfloat16: 2**-5, torch.float16: 2**-8},

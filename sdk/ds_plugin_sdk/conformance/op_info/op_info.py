@@ -63,7 +63,7 @@ class OpInfo:
         any_dtype: names of arguments that may be of any dtype.
         schema_arguments: from a sample's arguments to those of the torch op, positional; None if they are the same.
         nan: whether a NaN in a floating-point argument may be tried.
-        finite: names of arguments in which an infinity means nothing.
+        finite: names of arguments in which `sdk fuzz` tries neither NaN nor infinity.
         levels: whether a result is rounded to few levels or signs, so that the last bit of a number may decide.
     """
 
@@ -153,13 +153,16 @@ class Make:
             size = int(2 ** (float(torch.rand((), generator=self.generator)) * math.log2(max(largest, 2))))
         return min(max(size, smallest), largest)
 
-    def shape(self, dimensions: int = 0, *, elements: int = 60_000, even: bool = False) -> tuple[int, ...]:
+    def shape(
+        self, dimensions: int = 0, *, elements: int = 60_000, rows: int = 4000, even: bool = False
+    ) -> tuple[int, ...]:
         """A shape whose last dimension may be long, and even if so wanted; 1 to 4 dimensions unless said otherwise."""
         last = self.size()
         last += last % 2 if even else 0
         leading: list[int] = []
         for _ in range((dimensions or self.pick(1, 2, 2, 3, 4)) - 1):
-            leading.append(self.size(max(1, min(70, elements // max(last * max(math.prod(leading), 1), 1)))))
+            most = min(rows, elements // max(last, 1)) // max(math.prod(leading), 1)
+            leading.append(self.size(max(1, min(70, most))))
         return *leading, last
 
 

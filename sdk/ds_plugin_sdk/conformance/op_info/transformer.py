@@ -290,7 +290,7 @@ def _describe(
         function or _call(name),
         formula,
         _samples(variants),
-        lambda make: make.pick(*variants)[1](make, make.shape(make.pick(2, 2, 3, 4))),
+        lambda make: make.pick(*variants)[1](make, make.shape(make.pick(2, 2, 3, 4), rows=300)),
         differentiable=differentiable,
         rtol=_RTOL,
         atol=_ATOL,
