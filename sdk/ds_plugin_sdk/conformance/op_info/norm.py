@@ -73,13 +73,20 @@ def _samples(names: Sequence[str]) -> Callable[[Make], Iterator[Sample]]:
     return samples
 
 
+def _eighths(make: Make, *shape: int) -> Tensor:
+    """Multiples of 1/8 from -2 to 2."""
+    return (make.integers(-16, 17, *shape) / 8).to(make.dtype)
+
+
 def _random(names: Sequence[str]) -> Callable[[Make], Mapping[str, Any]]:
     def random(make: Make) -> Mapping[str, Any]:
         input = make.normal(*make.shape(), scale=make.pick(0.1, 1.0, 10.0))
         shapes = {name: input.shape if name == "residual" else input.shape[-1:] for name in names}
-        tensors = {name: make.signed(*shape) for name, shape in shapes.items()}
-        if "input_bias" in names and make.chance():
-            tensors["input_bias"] = None  # type: ignore[assignment]  # an argument without a tensor
+        tensors: dict[str, Any] = {name: make.signed(*shape) for name, shape in shapes.items()}
+        if "residual" in names:  # a sum that is exact: the norm of two close numbers is that of what rounding left
+            input, tensors["residual"] = _eighths(make, *input.shape), _eighths(make, *input.shape)
+        if "input_bias" in names:
+            tensors["input_bias"] = _eighths(make, *input.shape[-1:]) if make.chance() else None
         return {"input": input, **tensors, "eps": make.pick(1e-5, 1e-6, 1e-3)}
 
     return random
