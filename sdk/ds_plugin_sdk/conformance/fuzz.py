@@ -391,6 +391,7 @@ def _wrongs(info: OpInfo, arguments: Arguments, kernel: _Run, reference: _Run, k
         return
     expected = _formula(info, arguments, strict="wrong" not in kinds)
     loose = "extreme" in kinds or "wrong" in kinds or info.levels or expected is None
+    inputs = [t for value in arguments.values() for t in _flat(value) if t.is_floating_point() and not t.is_meta]
     if len(kernel.results) != len(reference.results):
         yield f"the kernel gave {len(kernel.results)} tensors, the reference {len(reference.results)}"
         return
@@ -402,7 +403,7 @@ def _wrongs(info: OpInfo, arguments: Arguments, kernel: _Run, reference: _Run, k
             if expected is not None and wanted is None:
                 yield f"{len(kernel.results)} results, by the formula {len(expected)}"
             before = _before(info, arguments, i)
-            yield from _compare(info, where, ours.detach().cpu(), theirs.detach(), wanted, before, loose)
+            yield from _compare(info, where, ours.detach().cpu(), theirs.detach(), wanted, before, inputs, loose)
 
 
 def _touched(who: str, info: OpInfo, arguments: Arguments, made: _Run) -> Iterator[str]:
@@ -447,6 +448,7 @@ def _compare(
     theirs: Tensor,
     wanted: Tensor | None,
     before: Tensor | None,
+    inputs: Sequence[Tensor],
     loose: bool,
 ) -> Iterator[str]:
     """Ours against the formula and, where that is not asked of them, the reference, element by element."""
@@ -462,12 +464,14 @@ def _compare(
     if loose:
         # As the formula or the reference, whose own error, and that of the largest element, say what float32 can do.
         exact = theirs.double() if wanted is None else wanted
-        error = (theirs.double() - exact).abs().nan_to_num(0.0, 0.0, 0.0)
+        given = max(((t.double().abs().nan_to_num(0, 0, 0).amax().item()) for t in inputs if t.numel()), default=0.0)
+        # What is 0 but for the last bits of a factor of 1e-30 counts as 0.
+        error = (theirs.double() - exact).abs().nan_to_num(0.0, 0.0, 0.0) + 1e-30 * given
         error = 4 * error + rtol * exact[exact.isfinite()].abs().amax() if exact.isfinite().any() else error
         near = (ours.double() - exact).abs() <= rtol * exact.abs() + atol + error
         near |= (ours.double() == exact) | (ours.isnan() & exact.isnan())
-        if floating and not bool((exact.abs() < 1e-4 * largest).all()):
-            near |= ~ours.isfinite()  # a sum on the way there may overflow
+        if floating and (given > 1e16 or not bool((exact.abs() < 1e-4 * largest).all())):
+            near |= ~ours.isfinite()  # a square or a sum on the way there may overflow
         wanted = torch.where(near, ours.double(), theirs.double())
     assert wanted is not None
     # An infinity times what underflows in one of the two precisions is NaN there.
