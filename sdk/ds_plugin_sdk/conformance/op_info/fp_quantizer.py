@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -110,17 +111,34 @@ def _samples_of(make: Make, bits: int, mantissa: int, largest: float) -> Iterato
     yield sample("32 rows of 256", "real", random(32, 256, group_size=128), 128)
 
 
+def _random_quantize(make: Make) -> Mapping[str, Any]:
+    bits, mantissa, largest = make.pick(*_FORMATS)
+    groups, group_size = make.size(20), 8 * make.size(30, 1)
+    x = _ranged(make.normal(groups, group_size, scale=0.25), group_size, largest)
+    noise = make.integers(0, 256, *x.shape, dtype=torch.float32) / 256 if make.chance() else None
+    return {"x": x, "group_size": group_size, "bits": bits, "mantissa_bits": mantissa, "noise": noise}
+
+
+def _stored(make: Make, groups: int, group_size: int, bits: int, mantissa: int) -> dict[str, Any]:
+    numbers = make.integers(0, 256, groups, group_size * bits // 8, dtype=torch.uint8)
+    scales = make.positive(groups, scale=2**-7, dtype=torch.float32).view(torch.uint8).reshape(groups, 4)
+    return {
+        "stored": torch.cat((numbers, scales), dim=1),
+        "group_size": group_size,
+        "bits": bits,
+        "mantissa_bits": mantissa,
+        "dtype": make.dtype,
+    }
+
+
+def _random_dequantize(make: Make) -> Mapping[str, Any]:
+    bits, mantissa, _ = make.pick(*_FORMATS)
+    return _stored(make, make.size(20), 8 * make.size(30, 1), bits, mantissa)
+
+
 def _dequantize_samples(make: Make) -> Iterator[Sample]:
     def sample(label: str, kind: Kind, groups: int, group_size: int, bits: int, mantissa: int) -> Sample:
-        numbers = make.integers(0, 256, groups, group_size * bits // 8, dtype=torch.uint8)
-        scales = make.positive(groups, scale=2**-7, dtype=torch.float32).view(torch.uint8).reshape(groups, 4)
-        arguments = {
-            "stored": torch.cat((numbers, scales), dim=1),
-            "group_size": group_size,
-            "bits": bits,
-            "mantissa_bits": mantissa,
-            "dtype": make.dtype,
-        }
+        arguments = _stored(make, groups, group_size, bits, mantissa)
         return Sample(f"{bits} bits with {mantissa}, {label}", arguments, kind)
 
     for bits, mantissa, _ in _FORMATS:
@@ -137,7 +155,9 @@ OPS = (
         function=fp_quantizer.fp_quantize,
         formula=_quantize,
         samples=_quantize_samples,
+        random=_random_quantize,
         schema_arguments=lambda a: (a["x"], a["noise"], a["group_size"], a["bits"], a["mantissa_bits"]),
+        levels=True,
         nan=False,  # a NaN's bytes are those of the group's scale, of which there are many; tests/ops has them
     ),
     OpInfo(
@@ -146,5 +166,6 @@ OPS = (
         function=fp_quantizer.fp_dequantize,
         formula=_dequantize,
         samples=_dequantize_samples,
+        random=_random_dequantize,
     ),
 )
