@@ -36,7 +36,8 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
     yield functools.partial(write_plugin, site)
     importlib.invalidate_caches()
     for module in set(sys.modules) - before:
-        if module.startswith("ds_plugin_") and not module.startswith(("ds_plugin_sdk", "ds_plugin_cpu")):
+        own = module.startswith("ds_plugin_") and not module.startswith(("ds_plugin_sdk", "ds_plugin_cpu"))
+        if own or module.startswith("zap_"):
             del sys.modules[module]
 
 

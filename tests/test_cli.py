@@ -12,6 +12,7 @@ from typing import Protocol
 
 import pytest
 
+from broken_plugin import install_broken
 from ds_plugin_sdk import __version__, report
 from ds_plugin_sdk.cli import main
 from plugin_site import Install
@@ -140,6 +141,29 @@ def test_report_prints_no_secrets(sdk: Run, monkeypatch: pytest.MonkeyPatch) -> 
 def test_build_of_an_unknown_plugin_or_op_says_what_there_is(sdk: Run) -> None:
     assert "installed: cpu" in sdk("build", "zap", status=1)
     assert "its native ops are" in sdk("build", "cpu", "--ops", "nonsense", status=1)
+
+
+def test_build_goes_on_after_an_op_that_fails(sdk: Run, install: Install, tmp_path: Path) -> None:
+    install_broken(install)
+    ops = "fused_lion,zap_tools,fused_adagrad"
+    text = sdk("build", "zap", "--ops", ops, "--into", str(tmp_path / "out"), status=1)
+    assert re.search(r"fused_adagrad +compiled", text)
+    assert re.search(r"fused_lion +broken .*this kernel is not finished", text)
+    assert re.search(r"zap_tools +broken .*ModuleNotFoundError: No module named 'zap_toolkit'", text)
+    assert "error: compiling failed (plugin 'zap-builders-" in text
+    assert "and these failed too: zap_tools" in text
+    assert (tmp_path / "out" / "adagrad" / "adagrad.so").exists()
+
+
+def test_a_builder_that_raises_costs_no_other_line_of_the_report(
+    sdk: Run, install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install_broken(install)
+    monkeypatch.setenv("DS_ACCELERATOR", "zap")
+    ops = {op["name"]: op for op in json.loads(sdk("report", "--json"))["ops"]}
+    assert ops["zap_tools"]["origin"] == "broken"
+    assert ops["zap_tools"]["reason"] == "its builder raises ModuleNotFoundError: No module named 'zap_toolkit'"
+    assert ops["fused_lion"]["origin"] == "compiles"
 
 
 @pytest.mark.parametrize(

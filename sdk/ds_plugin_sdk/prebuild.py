@@ -10,14 +10,14 @@ import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from ds_plugin_sdk import jit, op_builder, registry
+from ds_plugin_sdk import jit, op_builder, privateuse1, registry
 from ds_plugin_sdk.errors import BuildError, OpError, UnknownAcceleratorError
 from ds_plugin_sdk.op_builder import CombinedOpBuilder, OpBuilder, ReferenceOpBuilder
 from ds_plugin_sdk.settings import settings
 
 
 def builders_of(plugin: str, ops: Sequence[str] = ()) -> list[OpBuilder]:
-    """Builders of a plugin's native ops, one for each library.
+    """Builders of a plugin's native ops and of its torch device, one for each library.
 
     Args:
         plugin: name of an installed plugin.
@@ -38,7 +38,9 @@ def builders_of(plugin: str, ops: Sequence[str] = ()) -> list[OpBuilder]:
     accelerator = registry.load(registry.only(installed[plugin]))
     classes = op_builder.builders(accelerator.op_builders, accelerator.device_name()).values()
     found = [cls() for cls in classes if not issubclass(cls, ReferenceOpBuilder | CombinedOpBuilder)]
-    unknown = set(ops) - {builder.name for builder in found} - {builder.build_spec().name for builder in found}
+    if privateuse1.installed_name() == accelerator.device_name():
+        found += privateuse1.installed_builders()
+    unknown = set(ops) - {builder.name for builder in found} - {builder.library() for builder in found}
     if unknown:
         raise OpError(
             "there is no such op",
@@ -47,7 +49,7 @@ def builders_of(plugin: str, ops: Sequence[str] = ()) -> list[OpBuilder]:
             why=f"its native ops are {', '.join(builder.name for builder in found)}",
             hint="`sdk report` lists all ops and where each comes from",
         )
-    return distinct(builder for builder in found if not ops or {builder.name, builder.build_spec().name} & set(ops))
+    return distinct(builder for builder in found if not ops or {builder.name, builder.library()} & set(ops))
 
 
 def builders_in(names: Iterable[str]) -> list[OpBuilder]:
@@ -80,8 +82,7 @@ def distinct(builders: Iterable[OpBuilder]) -> list[OpBuilder]:
     """The first builder of each library: several ops may share one."""
     libraries: dict[tuple[str, str], OpBuilder] = {}
     for builder in builders:
-        spec = builder.build_spec()
-        libraries.setdefault((spec.owner, spec.name), builder)
+        libraries.setdefault((builder.owner(), builder.library()), builder)
     return list(libraries.values())
 
 
@@ -89,11 +90,18 @@ def build(builder: OpBuilder, into: Path | None) -> jit.Artifact:
     """Compile one op into the cache, or portably into a folder.
 
     Raises:
-        BuildError: it cannot be compiled.
+        BuildError: it cannot be compiled, or its builder raises.
     """
-    if into is None:
-        return jit.acquire(builder.build_spec())
-    return jit.build_into(builder.build_spec(portable=True), into)
+    try:
+        spec = builder.build_spec(portable=into is not None)
+    except Exception as error:  # the vendor's own code
+        raise BuildError(
+            "an op's builder raises",
+            plugin=builder.owner(),
+            op=builder.name,
+            why=f"{type(builder).__module__}.{type(builder).__name__}: {type(error).__name__}: {error}",
+        ) from error
+    return jit.acquire(spec) if into is None else jit.build_into(spec, into)
 
 
 def wanted_in_wheel(builder: OpBuilder) -> bool:

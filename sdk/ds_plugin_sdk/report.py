@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from ds_plugin_sdk import jit, op_builder, registry
 from ds_plugin_sdk.accelerator import DeepSpeedAccelerator, installed
-from ds_plugin_sdk.errors import BuildError, SdkError, ToolchainError
+from ds_plugin_sdk.errors import SdkError, ToolchainError
 from ds_plugin_sdk.op_builder import CombinedOpBuilder, NotImplementedBuilder, OpBuilder, ReferenceOpBuilder, op_table
 from ds_plugin_sdk.provenance import Record
 from ds_plugin_sdk.settings import child_environment, settings
@@ -86,8 +86,10 @@ def status(builder: type[OpBuilder]) -> OpStatus:
         if not settings.compile or not op.is_compatible():
             return OpStatus(op.name, "reference", op.owner(), op.error_log or reason)
         return OpStatus(op.name, "compiles", op.owner(), f"at first use: {reason}")
-    except (BuildError, SdkError) as error:
+    except SdkError as error:
         return OpStatus(op.name, "broken", op.owner(), str(error))
+    except Exception as error:  # the vendor's own code
+        return OpStatus(op.name, "broken", op.owner(), f"its builder raises {type(error).__name__}: {error}")
 
 
 def _without_code(op: OpBuilder) -> OpStatus:

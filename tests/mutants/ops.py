@@ -11,7 +11,7 @@ from ds_plugin_sdk import op_builder
 from ds_plugin_sdk.conformance.target import Target
 from mutants import front_ends, model_ops  # noqa: F401  # declare their own
 from mutants.kernels import Kernel, fake, kernel
-from mutants.mutant import mutant
+from mutants.mutant import mutant, override
 
 
 # ---- numbers: Adam ---------------------------------------------------------------------------------------------------
@@ -257,6 +257,12 @@ def nothing_registered(target: Target) -> Target:
     for cls in builders.values():
         cls.build_spec = _empty_library  # type: ignore[method-assign]  # a defect
     return target
+
+
+@mutant("native.wrong_name", "O6.2", "ops")
+def wrong_name(target: Target) -> Target:
+    """The builder of the norms' kernels calls itself ``norms``."""
+    return override(target, op_builders="mutants.misnamed")
 
 
 def _empty_library(self: op_builder.OpBuilder, portable: bool = False) -> Any:

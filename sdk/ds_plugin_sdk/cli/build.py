@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import typer
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ds_plugin_sdk import prebuild
@@ -46,4 +47,8 @@ def build(
         progress.update(task, description="built")
     table(f"Ops of plugin {plugin}", ("op", "from", "time", "binary"), rows)
     if failed:
-        raise failed[0]
+        others = [error.op or error.what for error in failed[1:]]
+        errors.print(f"[bold red]error:[/] {escape(str(failed[0]))}", soft_wrap=True)
+        if others:
+            errors.print(escape(f"and these failed too: {', '.join(others)}"), soft_wrap=True)
+        raise typer.Exit(1)

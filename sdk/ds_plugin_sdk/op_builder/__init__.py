@@ -24,10 +24,12 @@ from ds_plugin_sdk.op_builder.lookup import (
     CPU_BUILDERS,
     add_builder_source,
     builders,
+    builders_in,
     find,
     is_base,
     is_native,
     load_family,
+    name_problem,
     use_package,
 )
 
@@ -44,11 +46,13 @@ __all__ = [
     "add_builder_source",
     "add_prebuilt",
     "builders",
+    "builders_in",
     "builders_of",
     "find",
     "functions_of",
     "is_base",
     "is_native",
     "load_family",
+    "name_problem",
     "use_package",
 ]

@@ -168,7 +168,7 @@ class OpBuilder:
 
         package = self.kernel_root()
         return BuildSpec(
-            name=self._library(),
+            name=self.library(),
             owner=self.owner(),
             sources=self.compile_units(portable),
             include_dirs=(*map(Path, self.include_paths()), kernels_root() / "include"),
@@ -188,8 +188,8 @@ class OpBuilder:
 
         return tuple(Source(Path(source)) for source in self.sources())
 
-    def _library(self) -> str:
-        """Builders of one family share one library: DeepSpeed asks for Adam under two names."""
+    def library(self) -> str:
+        """The name of the op's library. Builders of one family share one: DeepSpeed asks for Adam under two names."""
         family = op_table.family_of(self.NAME)
         return self.name if self.KIND == "python_module" or family is None else family
 
@@ -237,7 +237,7 @@ class OpBuilder:
         """The library, loaded; or why there is none, if the reference implementation may replace it. Tried once."""
         from ds_plugin_sdk import jit
 
-        key = (self.owner(), self._library())
+        key = (self.owner(), self.library())
         if key not in _libraries:
             try:
                 spec = self.build_spec()

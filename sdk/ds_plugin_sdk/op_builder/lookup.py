@@ -71,11 +71,11 @@ def find(class_name: str, package: str | None, device_type: str) -> type[Any]:
 
 def _ours(op: Op, package: str | None, device_type: str) -> type[Any] | None:
     """The plugin's own builder, the SDK's for CPU tensors, or the reference implementation; None without any."""
-    own = None if package is None else _builders_in(package).get(op.builder)
+    own = None if package is None else builders_in(package).get(op.builder)
     if own is not None:
         return own
     if op.host or (op.kernels and (device_type == "cpu" or op.cpu_only)):
-        return _builders_in(CPU_BUILDERS)[op.builder]
+        return builders_in(CPU_BUILDERS)[op.builder]
     if not op.families:
         return None
     return _combined(op, package, device_type) if op.family is None else _derived(ReferenceOpBuilder, op)
@@ -84,7 +84,7 @@ def _ours(op: Op, package: str | None, device_type: str) -> type[Any] | None:
 def builders(package: str | None, device_type: str) -> dict[str, type[Any]]:
     """The builders of all ops that a device has, by class name: the plugin's own and the SDK's."""
     implemented = (op.builder for op in op_table.OPS if op.families)
-    names = {*implemented, *(_builders_in(package) if package is not None else ())}
+    names = {*implemented, *(builders_in(package) if package is not None else ())}
     return {name: find(name, package, device_type) for name in sorted(names)}
 
 
@@ -96,6 +96,19 @@ def load_family(family: str, device_type: str) -> None:
         device_type: torch device type of the tensors.
     """
     _builder_of(family, _packages.get(device_type), device_type)().load(verbose=False)
+
+
+def name_problem(builder: type[Any]) -> str | None:
+    """Why nobody will find a builder's kernels, or None: its ``NAME`` is no op's, or another op's than the class's."""
+    if getattr(builder, "KIND", "python_module") != "torch_library" or builder.__module__.startswith("ds_plugin_sdk."):
+        return None
+    asked = op_table.by_builder(builder.__name__)
+    if op_table.by_name(builder.NAME) is None:
+        known = ", ".join(sorted(op.name for op in op_table.OPS if op.families))
+        return f"NAME is {builder.NAME!r}, which is no op's, so its kernels are never used; ops are {known}"
+    if op_table.by_name(asked.name) is not None and asked.name != builder.NAME:
+        return f"NAME is {builder.NAME!r}, and the op of {builder.__name__} is {asked.name!r}"
+    return None
 
 
 def is_base(class_name: str, package: str | None) -> bool:
@@ -114,7 +127,7 @@ def is_native(builder: type[Any]) -> bool:
 def _builder_of(family: str, package: str | None, device_type: str) -> type[Any]:
     """The builder whose library has a family's kernels for a device."""
     if package is not None:
-        for name, builder in sorted(_builders_in(package).items()):
+        for name, builder in sorted(builders_in(package).items()):
             for_cpu = name.startswith("CPU")  # an op on CPU tensors beside a device's own
             if op_table.family_of(builder.NAME) == family and (device_type == "cpu" or not for_cpu):
                 return builder
@@ -122,14 +135,24 @@ def _builder_of(family: str, package: str | None, device_type: str) -> type[Any]
     return _ours(ops[0], package, device_type) or _derived(NotImplementedBuilder, ops[0])
 
 
-def _builders_in(package: str) -> dict[str, type[Any]]:
-    """The builder classes that the modules of a package define, by name."""
+def builders_in(package: str) -> dict[str, type[Any]]:
+    """The builder classes of ops that the modules of a package define, by name."""
     return {name: cls for name, cls in _classes_in(package).items() if cls.NAME}
 
 
 @functools.cache
 def _classes_in(package: str) -> dict[str, type[Any]]:
-    """The builder classes in the modules of a package, with those that they derive from."""
+    """The builder classes in the modules of a package, with those that they derive from. A wrong name is warned of."""
+    classes = _found_in(package)
+    for cls in classes.values():
+        problem = name_problem(cls) if cls.NAME else None
+        if problem is not None:
+            text = f"ds-plugin-sdk: builder {cls.__module__}.{cls.__name__}: {problem}"
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
+    return classes
+
+
+def _found_in(package: str) -> dict[str, type[Any]]:
     return {
         name: value
         for module in _modules_of(package)

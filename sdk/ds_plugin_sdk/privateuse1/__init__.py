@@ -17,6 +17,7 @@ from ds_plugin_sdk.privateuse1.build import BackendBuilder, RuntimeBuilder, incl
 from ds_plugin_sdk.privateuse1.install import (
     fallback_counts,
     install,
+    installed_builders,
     installed_name,
     reset_fallback_counts,
     runtime_library,
@@ -28,6 +29,7 @@ __all__ = [
     "fallback_counts",
     "include_dir",
     "install",
+    "installed_builders",
     "installed_name",
     "reset_fallback_counts",
     "runtime_library",

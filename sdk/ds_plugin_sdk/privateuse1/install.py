@@ -9,6 +9,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from ds_plugin_sdk.errors import DeviceNameError, InvalidAcceleratorError
+from ds_plugin_sdk.op_builder import OpBuilder
 from ds_plugin_sdk.privateuse1 import build
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ _UNNAMED = "privateuseone"
 _lock = threading.RLock()
 _runtime: ctypes.CDLL | None = None
 _module: DeviceModule | None = None
+_builders: tuple[OpBuilder, ...] = ()
 
 
 def install(name: str, *, runtime: build.RuntimeBuilder, collectives: str | None = None) -> DeviceModule:
@@ -39,13 +41,15 @@ def install(name: str, *, runtime: build.RuntimeBuilder, collectives: str | None
         BuildError: the native code can neither be found nor compiled.
         InvalidAcceleratorError: the runtime could not be started.
     """
-    global _runtime, _module
+    global _runtime, _module, _builders
     with _lock:
         if _module is not None and installed_name() == name:
             return _module
         _check_name(name)
+        backend = build.BackendBuilder()
         _runtime = build.load_runtime(runtime)
-        build.load_backend(build.BackendBuilder())
+        build.load_backend(backend)
+        _builders = (runtime, backend)
         runtime.configure(_runtime)
         _start(_runtime, name)
         _module = _register(name, f"{name}ccl" if collectives is None else collectives)
@@ -55,6 +59,11 @@ def install(name: str, *, runtime: build.RuntimeBuilder, collectives: str | None
 def installed_name() -> str | None:
     """The name that `install` gave to torch's free device type, or None before."""
     return _module.device_type if _module is not None else None
+
+
+def installed_builders() -> tuple[OpBuilder, ...]:
+    """The builders of the device's two libraries, runtime and torch backend; none before `install`."""
+    return _builders
 
 
 def runtime_library() -> ctypes.CDLL | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -77,7 +78,16 @@ def test_the_native_kernel_is_used(accelerator: {{ cookiecutter.prefix }}_Accele
 
 
 def test_unmodified_deepspeed_trains(accelerator: {{ cookiecutter.prefix }}_Accelerator, tmp_path: Path) -> None:
+    """Without DS_ACCELERATOR it would train on whatever there is."""
     losses = tmp_path / "losses.json"
-    subprocess.run([sys.executable, str(EXAMPLE), "--steps", "40", "--losses", str(losses)], check=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLE), "--steps", "40", "--losses", str(losses)],
+        env={**os.environ, "DS_ACCELERATOR": plugin.name},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        timeout=600,
+    )
+    assert f"training on {accelerator.device_name()}:0, 1 rank(s), {type(accelerator).__name__}" in done.stdout
     values = json.loads(losses.read_text(encoding="utf-8"))
     assert values[-1] < 0.5 * values[0]

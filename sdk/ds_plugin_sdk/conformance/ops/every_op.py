@@ -347,35 +347,58 @@ def opcheck(target: Target, op: str) -> None:
         raise NonconformanceError(f"{op} on '{sample.label}': torch.library.opcheck fails", why=str(error)) from error
 
 
-def _native_families(target: Target) -> Iterator[Parameters]:
-    described = {op.family for op in op_info.infos()}
+def _native_ops(target: Target) -> Iterator[Parameters]:
     for cls in target.builders().values():
-        if op_table.family_of(cls.NAME) in described and not issubclass(cls, op_builder.ReferenceOpBuilder):
-            yield {"builder": cls.__name__}
+        if issubclass(cls, op_builder.OpBuilder) and not issubclass(cls, op_builder.ReferenceOpBuilder):
+            family = op_table.family_of(cls.NAME)
+            yield from ({"builder": cls.__name__, "op": op.name} for op in op_info.infos() if op.family == family)
 
 
 @check(
     "ops.native",
     Clause(
         "O6.1",
-        "A builder that has loaded native code has registered a kernel for its device.",
-        reason="Otherwise the slow reference implementation runs, and every report says native.",
+        "Where there is a builder of native code, the code can be had and loaded, and registers a kernel for the "
+        "device for each op of the builder's family.",
+        reason="Otherwise the slow reference implementation runs, without an error.",
     ),
-    cases=_native_families,
+    cases=_native_ops,
+    timeout=600,
 )
-def native(target: Target, builder: str) -> None:
+def native(target: Target, builder: str, op: str) -> None:
     cls = target.builders()[builder]
     cls().load(verbose=False)
-    if any(record.name == cls.NAME and record.origin == "reference" for record in provenance.records()):
-        return
+    fell_back = [each.detail for each in provenance.records() if each.name == cls.NAME and each.origin == "reference"]
+    expect(
+        not fell_back, f"{builder} has native code, and the reference implementation is used", why="".join(fell_back)
+    )
     # DeepSpeed's names for ops on host tensors begin with CPU, whatever the accelerator is.
     key = "CPU" if builder.startswith("CPU") else _dispatch_key(target.device_type)
-    ops = [op.name for op in op_info.infos() if op.family == op_table.family_of(cls.NAME)]
     expect(
-        any(torch._C._dispatch_has_kernel_for_dispatch_key(f"ds_plugin::{op}", key) for op in ops),
-        f"{builder} has loaded native code, and none of {', '.join(ops)} has a kernel for {key}",
-        hint=f'register them: DS_KERNELS_IMPL({key}, m) {{ m.impl("{ops[0]}", ...); }}',
+        torch._C._dispatch_has_kernel_for_dispatch_key(f"ds_plugin::{op}", key),
+        f"{builder} has loaded native code, and {op} has no kernel for {key}",
+        hint=f'register it: DS_KERNELS_IMPL({key}, m) {{ m.impl("{op}", ...); }}, or say in conformance.toml why',
     )
+
+
+def _own_builders(target: Target) -> Iterator[Parameters]:
+    package = getattr(target.accelerator, "op_builders", None)
+    return ({"builder": name} for name in sorted(op_builder.builders_in(package) if package else ()))
+
+
+@check(
+    "ops.builder_name",
+    Clause(
+        "O6.2",
+        "The `NAME` of a builder of kernels, in the package that `op_builders` names, is an op's; that of a pybind11 "
+        "module is free.",
+        reason="Kernels are found by the op's name; under another one they are never loaded.",
+    ),
+    cases=_own_builders,
+)
+def builder_name(target: Target, builder: str) -> None:
+    problem = op_builder.name_problem(op_builder.builders_in(target.accelerator.op_builders)[builder])
+    expect(problem is None, f"{builder}: {problem}", hint="docs/writing-a-plugin.md has the table of names")
 
 
 def _dispatch_key(device_type: str) -> str:

@@ -50,9 +50,4 @@ class HelloBuilder({{ cookiecutter.prefix }}OpBuilder):
     KIND: ClassVar[Literal["torch_library", "python_module"]] = "python_module"
 
     def sources(self) -> list[str]:
-        return [self.{{ cookiecutter.name }}_kernel_path("csrc/hello.cpp")]
-
-    def include_paths(self) -> list[str]:
-        import pybind11
-
-        return [*super().include_paths(), pybind11.get_include()]
+        return [self.{{ cookiecutter.name }}_kernel_path("csrc/hello.cpp")]  # torch brings pybind11's headers
