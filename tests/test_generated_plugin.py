@@ -152,6 +152,11 @@ def test_its_wheel_with_ops_needs_no_compiler(tmp_path: Path) -> None:
     subprocess.run(command, check=True, env={**os.environ, "DS_BUILD_OPS": "1"})
     made = {path.name for path in (site / "ds_plugin_zap" / "prebuilt").iterdir()}
     assert made == {"adam", "zap_hello", "device_runtime", "torch_device"}
+    for record in (site / "ds_plugin_zap" / "prebuilt").rglob("key.json"):
+        assert not any(
+            str(place) in record.read_text(encoding="utf-8") for place in (tmp_path, Path(__file__).parents[1])
+        )
+    assert not list((site / "ds_plugin_zap" / "prebuilt").rglob("build.log"))
     (tags,) = site.glob("ds_plugin_zap-*.dist-info/WHEEL")
     assert re.search(r"^Tag: py3-none-linux_\w+$", tags.read_text(encoding="utf-8"), re.MULTILINE)
     environment = {

@@ -30,13 +30,19 @@ def test_a_prebuilt_binary_needs_no_compiler_and_no_cache(
 ) -> None:
     built = build_into(project.spec(), wheel)
     assert built.path == wheel / "answer" / "answer.so"
-    assert sorted(file.name for file in built.path.parent.iterdir()) == ["answer.so", "build.log", "key.json"]
+    assert sorted(file.name for file in built.path.parent.iterdir()) == ["answer.so", "key.json"]
     assert [file.name for file in wheel.iterdir()] == ["answer"]
     monkeypatch.setenv("PATH", str(tmp_path))
     found = acquire(with_prebuilt(project, wheel))
     assert (found.origin, found.path) == ("prebuilt", built.path)
     assert answer(found.path) == 42
     assert not cache.root().exists()
+
+
+def test_it_says_nothing_of_the_folders_where_it_was_built(project: Project, wheel: Path) -> None:
+    (project.root / "answer.cpp").write_text('#include "answer.h"\nint answer() { return ANSWER; }\n')
+    built = build_into(project.spec(include_dirs=(project.root,)), wheel)
+    assert str(project.root.parent) not in (built.path.parent / "key.json").read_text(encoding="utf-8")
 
 
 def test_it_may_be_used_elsewhere(

@@ -22,6 +22,8 @@ from ds_plugin_sdk.jit.spec import Artifact, BuildSpec, Origin
 from ds_plugin_sdk.jit.store import Store
 from ds_plugin_sdk.settings import settings
 
+_AHEAD = "built ahead of time"
+
 _log = logging.getLogger("ds_plugin_sdk.jit")
 
 
@@ -96,11 +98,12 @@ def build_into(spec: BuildSpec, directory: Path) -> Artifact:
         target = directory.absolute() / spec.name
         target.parent.mkdir(parents=True, exist_ok=True)
         with store.private_folder(target.parent, ".build-") as work:
-            made, _ = _make(plan, work, f"built for {directory}")
+            made, _ = _make(plan, work, _AHEAD)
+            (made / entry.LOG_FILE).unlink()  # the folders of this machine are nobody's business elsewhere
             if target.exists():
                 target.rename(work / "replaced")
             made.rename(target)
-        return _artifact(plan.request, target, "compiled", f"built for {directory}", start)
+        return _artifact(plan.request, target, "compiled", _AHEAD, start)
 
 
 @dataclass

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from ds_plugin_sdk import provenance
 from ds_plugin_sdk.errors import BuildError, OpNotImplementedError, SdkError
 from ds_plugin_sdk.op_builder import op_table
-from ds_plugin_sdk.paths import kernels_root
+from ds_plugin_sdk.paths import kernels_root, sdk_root
 from ds_plugin_sdk.settings import settings
 
 if TYPE_CHECKING:
@@ -178,7 +178,7 @@ class OpBuilder:
             toolchain=self.TOOLCHAIN,
             kind=self.KIND,
             prebuilt_dirs=(package / "prebuilt", *_prebuilt.values()),
-            roots=tuple({"kernels": kernels_root(), "plugin": package}.items()),
+            roots=tuple({"kernels": kernels_root(), "plugin": package, "sdk": sdk_root()}.items()),
             portable=portable,
         )
 
