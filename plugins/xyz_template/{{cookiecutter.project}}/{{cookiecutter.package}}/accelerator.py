@@ -21,6 +21,7 @@ from ds_plugin_sdk import TorchAccelerator
 # Import the torch extension that adds torch.{{ cookiecutter.device_type }} here, unless torch has the device itself or loads the
 # extension by its entry point.
 
+
 class {{ cookiecutter.prefix }}_Accelerator(TorchAccelerator):
     device_type = "{{ cookiecutter.device_type }}"
     op_builders = "{{ cookiecutter.package }}.op_builder"
