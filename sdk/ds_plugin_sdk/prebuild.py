@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ds_plugin_sdk import jit, op_builder, privateuse1, registry
 from ds_plugin_sdk.errors import BuildError, OpError, UnknownAcceleratorError
-from ds_plugin_sdk.op_builder import CombinedOpBuilder, OpBuilder, ReferenceOpBuilder
+from ds_plugin_sdk.op_builder import CombinedOpBuilder, LentOpBuilder, OpBuilder, ReferenceOpBuilder
 from ds_plugin_sdk.settings import settings
 
 
@@ -37,7 +37,7 @@ def builders_of(plugin: str, ops: Sequence[str] = ()) -> list[OpBuilder]:
         )
     accelerator = registry.load(registry.only(installed[plugin]))
     classes = op_builder.builders(accelerator.op_builders, accelerator.device_name()).values()
-    found = [cls() for cls in classes if not issubclass(cls, ReferenceOpBuilder | CombinedOpBuilder)]
+    found = [cls() for cls in classes if not issubclass(cls, ReferenceOpBuilder | CombinedOpBuilder | LentOpBuilder)]
     if privateuse1.installed_name() == accelerator.device_name():
         found += privateuse1.installed_builders()
     unknown = set(ops) - {builder.name for builder in found} - {builder.library() for builder in found}

@@ -349,7 +349,8 @@ def opcheck(target: Target, op: str) -> None:
 
 def _native_ops(target: Target) -> Iterator[Parameters]:
     for cls in target.builders().values():
-        if issubclass(cls, op_builder.OpBuilder) and not issubclass(cls, op_builder.ReferenceOpBuilder):
+        without_code = op_builder.ReferenceOpBuilder | op_builder.LentOpBuilder
+        if issubclass(cls, op_builder.OpBuilder) and not issubclass(cls, without_code):
             family = op_table.family_of(cls.NAME)
             yield from ({"builder": cls.__name__, "op": op.name} for op in op_info.infos() if op.family == family)
 
