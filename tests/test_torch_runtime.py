@@ -32,7 +32,7 @@ def torch_plugin(
     (line,) = [line for line in text.splitlines() if line.startswith("DEVICE_FILES")]
     manifest.write_text(text.replace(line, f'DEVICE_FILES = "{devices}/{name}[0-9]*"'), encoding="utf-8")
     text = accelerator.read_text(encoding="utf-8")
-    text = text.replace("from ds_plugin_sdk import", f"import {extension}  # noqa: F401\nfrom ds_plugin_sdk import", 1)
+    text = text.replace("from ds_plugin_sdk import", f"import {extension}\nfrom ds_plugin_sdk import", 1)
     text += f'    communication_backend = "{collectives}"\n{in_class}'
     accelerator.write_text(text, encoding="utf-8")
     return project
