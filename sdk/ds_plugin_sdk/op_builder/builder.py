@@ -283,7 +283,7 @@ class ReferenceOpBuilder(OpBuilder):
                     why="the plugin has none, and DS_PLUGIN_FALLBACK=0 forbids the reference implementation",
                     hint="unset DS_PLUGIN_FALLBACK; a vendor: add a builder of this NAME to the plugin",
                 )
-            _warn_of_reference(self._library(), why)
+            _warn_of_reference(self.library(), why)
         self._record("reference", why)
         return functions_of(self.NAME) or _torch_ops()
 
