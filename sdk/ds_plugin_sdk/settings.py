@@ -158,6 +158,14 @@ class Settings:
         "DS_PLUGIN_IO_URING", _flag, True, "0: async_io reads and writes on threads though the kernel allows io_uring"
     )
 
+    # What `sdk conformance` tells the processes that it starts
+    deepspeed_tests = Setting[Path | None](
+        "DS_PLUGIN_DEEPSPEED_TESTS", _path, None, "folder with DeepSpeed's tests, for sdk conformance --level deepspeed"
+    )
+    conformance_target = Setting[str | None](
+        "DS_PLUGIN_CONFORMANCE_TARGET", str, None, "set by sdk conformance for the processes of DeepSpeed's tests"
+    )
+
     # What launchers say
     local_rank = Setting[int]("LOCAL_RANK", int, 0, "index of this process among those of the machine")
 
@@ -217,3 +225,16 @@ def export(variables: Mapping[str, str]) -> None:
     """Set variables of this process's own environment that are not set yet."""
     for name, value in variables.items():
         os.environ.setdefault(name, value)
+
+
+def become(rank: int, ranks: int, port: int) -> None:
+    """Make this process one of some ranks of this machine, as a launcher would."""
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(ranks),
+        LOCAL_WORLD_SIZE=str(ranks),
+        LOCAL_SIZE=str(ranks),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )

@@ -21,16 +21,22 @@ from ds_plugin_sdk.cli.console import errors, output, table
 from ds_plugin_sdk.conformance.expectations import Expectations
 from ds_plugin_sdk.conformance.outcome import BROKEN, HOLDS, LEVELS, UNUSABLE, Item, Outcome, Report, explain
 from ds_plugin_sdk.conformance.reports import difference, junit, page, summary
+from ds_plugin_sdk.conformance.reports import support as matrix
 from ds_plugin_sdk.conformance.run import Runner
 from ds_plugin_sdk.conformance.selection import Selection
 from ds_plugin_sdk.errors import ConformanceError
 
 _SHOWN_IN_FULL = 10
 
+# A run that is killed loses no more than this.
+_KEEP_SECONDS = 30.0
+
 
 def conformance(
     name: str = typer.Argument("", help="An installed plugin, such as cpu, or a class: package.module:Class."),
-    level: list[str] = typer.Option([], help="Only this level: runtime, ops, training, distributed. Repeatable."),
+    level: list[str] = typer.Option(
+        [], help="Only this level: runtime, ops, training, distributed, features, deepspeed."
+    ),
     op: list[str] = typer.Option([], help="Only this op. Repeatable."),
     dtype: list[str] = typer.Option([], help="Only this dtype. Repeatable."),
     pattern: list[str] = typer.Option([], "-k", help="Only cases with this id, * for any text, or part. Repeatable."),
@@ -42,8 +48,15 @@ def conformance(
         None, help="The file of expected failures, instead of the plugin's conformance.toml."
     ),
     timeout: float | None = typer.Option(None, help="Seconds for each case, instead of each check's own."),
+    deepspeed_tests: Path | None = typer.Option(
+        None, exists=True, file_okay=False, help="The folder 'tests' of a clone of DeepSpeed, for level deepspeed."
+    ),
+    resume: bool = typer.Option(False, "--resume", help="Go on with the run that the file of --json has."),
     diff: tuple[Path, Path] | None = typer.Option(
         None, metavar="OLD NEW", help="Compare two JSON reports, run nothing."
+    ),
+    support: list[Path] = typer.Option(
+        [], metavar="JSON", help="Print the support matrix of these JSON reports; --html writes it. Repeatable."
     ),
     contract: bool = typer.Option(False, "--contract", help="Print the contract page, run nothing."),
 ) -> None:
@@ -57,12 +70,18 @@ def conformance(
             status = _contract()
         elif diff is not None:
             status = _diff(*diff)
+        elif support:
+            status = _support([_read(path) for path in support], html)
         elif not name:
             raise typer.BadParameter("name a plugin; sdk list has them")
         else:
-            with Runner(name, timeout=timeout) as runner:
+            tests = {} if deepspeed_tests is None else {"DS_PLUGIN_DEEPSPEED_TESTS": str(deepspeed_tests.resolve())}
+            done = _read(json_).outcomes if resume and json_ is not None and json_.exists() else []
+            with Runner(name, timeout=timeout, environment=tests) as runner:
                 status = (
-                    _list(runner, selection) if list_ else _check(runner, selection, expectations, json_, junit_, html)
+                    _list(runner, selection)
+                    if list_
+                    else _check(runner, selection, expectations, done, json_, junit_, html)
                 )
     except ConformanceError as error:
         errors.print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
@@ -81,6 +100,7 @@ def _check(
     runner: Runner,
     selection: Selection,
     expectations_file: Path | None,
+    done: list[Outcome],
     json_: Path | None,
     junit_: Path | None,
     html: Path | None,
@@ -91,19 +111,27 @@ def _check(
     items = runner.items()
     report.environment = runner.environment()
     report.problems = expectations.problems(items)
-    try:
-        _run(selection.of(items), lambda item: expectations.judge(runner.run(item)), report)
-    finally:  # also what an impatient user has stopped is reported
+    report.outcomes = list(done)
+
+    def keep() -> None:
         report.seconds = time.perf_counter() - start
         _write(json_, lambda: json.dumps(report.to_dict(), indent=1))
+
+    try:
+        known = {outcome.item.id for outcome in done}
+        left = [item for item in selection.of(items) if item.id not in known]
+        _run(left, lambda item: expectations.judge(runner.run(item)), report, keep)
+    finally:  # also what an impatient user has stopped is reported
+        keep()
         _write(junit_, lambda: junit.render(report))
         _write(html, lambda: page.render(report))
         _print(report)
     return report.status
 
 
-def _run(items: list[Item], run: Callable[[Item], Outcome], report: Report) -> None:
-    """Run the cases, with a bar on a terminal and a line for each that fails."""
+def _run(items: list[Item], run: Callable[[Item], Outcome], report: Report, keep: Callable[[], None]) -> None:
+    """Run the cases, with a bar on a terminal and a line for each that fails; keep the report from time to time."""
+    kept = time.monotonic()
     with Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=errors
     ) as progress:
@@ -115,13 +143,16 @@ def _run(items: list[Item], run: Callable[[Item], Outcome], report: Report) -> N
             if outcome.failed:
                 errors.print(f"{outcome.verdict}: {item.id}", markup=False, highlight=False, soft_wrap=True)
             progress.advance(task)
+            if time.monotonic() - kept > _KEEP_SECONDS:
+                keep()
+                kept = time.monotonic()
         progress.update(task, description="done")
 
 
 def _print(report: Report) -> None:
     say: Any = lambda text: output.print(text, markup=False, highlight=False, soft_wrap=True)  # noqa: E731  # one use
     _table(summary.matrix(report))
-    for each in (summary.expected(report), summary.slowest(report)):
+    for each in (summary.expected(report), summary.limits(report), summary.slowest(report)):
         if each.rows:
             say("")
             _table(each)
@@ -171,6 +202,12 @@ def _diff(old: Path, new: Path) -> int:
     worse = sum(change.worse for change in changes)
     output.print(f"{len(changes)} cases ended otherwise, {worse} of them fail now and did not before.")
     return BROKEN if worse else HOLDS
+
+
+def _support(reports: list[Report], html: Path | None) -> int:
+    typer.echo(matrix.markdown(reports), nl=False)
+    _write(html, lambda: matrix.html(reports))
+    return HOLDS
 
 
 def _read(path: Path) -> Report:

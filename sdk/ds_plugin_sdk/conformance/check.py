@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ds_plugin_sdk.conformance.outcome import LEVELS, Level
+from ds_plugin_sdk.conformance.outcome import LEVELS, Level, Verdict
 from ds_plugin_sdk.conformance.target import Target
 from ds_plugin_sdk.errors import SdkError
 
@@ -92,6 +92,36 @@ class Case:
 
 class NonconformanceError(SdkError, AssertionError):
     """A clause does not hold. `what` says which values differ from what was expected."""
+
+
+class ExcusedError(Exception):
+    """A clause does not hold, or could not be tried, for a reason that is not the target's.
+
+    Attributes:
+        verdict: how the case ends.
+        reason: why.
+    """
+
+    def __init__(self, verdict: Verdict, reason: str) -> None:
+        super().__init__(reason)
+        self.verdict: Verdict = verdict
+        self.reason = reason
+
+
+# What the running case tells beyond its verdict.
+_told: dict[str, Any] = {}
+
+
+def tell(**facts: Any) -> None:
+    """Called by a check: facts for the report, which JSON can say."""
+    _told.update(facts)
+
+
+def take_told() -> dict[str, Any]:
+    """What was told since the last call."""
+    taken = dict(_told)
+    _told.clear()
+    return taken
 
 
 _checks: dict[str, Check] = {}

@@ -23,6 +23,8 @@ _LEVELS: dict[Level, str] = {
     "ops": "Each op that the SDK describes, on this device: by the plugin's kernel where there is one.",
     "training": "Unmodified DeepSpeed on this device, against the same training on the CPU.",
     "distributed": "Several ranks: the collectives that DeepSpeed uses.",
+    "features": "What a user of DeepSpeed switches on, each in a short run, against the same run on the host.",
+    "deepspeed": "DeepSpeed's own unit tests, beside what DeepSpeed's CPU accelerator makes of them.",
 }
 
 

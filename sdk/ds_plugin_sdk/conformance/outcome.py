@@ -9,10 +9,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Level = Literal["runtime", "ops", "training", "distributed"]
-LEVELS: tuple[Level, ...] = ("runtime", "ops", "training", "distributed")
+Level = Literal["runtime", "ops", "training", "distributed", "features", "deepspeed"]
+LEVELS: tuple[Level, ...] = ("runtime", "ops", "training", "distributed", "features", "deepspeed")
 
-Verdict = Literal["passed", "failed", "crashed", "timed out", "skipped", "expected failure", "unexpected pass"]
+Verdict = Literal[
+    "passed",
+    "failed",
+    "crashed",
+    "timed out",
+    "skipped",
+    "expected failure",
+    "unexpected pass",
+    "DeepSpeed's limit",
+]
 
 # In the order in which reports name them.
 VERDICTS: tuple[Verdict, ...] = (
@@ -22,6 +31,7 @@ VERDICTS: tuple[Verdict, ...] = (
     "timed out",
     "unexpected pass",
     "expected failure",
+    "DeepSpeed's limit",
     "skipped",
 )
 FAILURES: frozenset[Verdict] = frozenset({"failed", "crashed", "timed out", "unexpected pass"})
@@ -81,8 +91,9 @@ class Item:
 
     @property
     def subject(self) -> str:
-        """What the case is about: an op, or the second word of the check's name."""
-        return self.parameters.get("op") or self.check.split(".")[1]
+        """What the case is about: an op, the folder of a file, or the second word of the check's name."""
+        folder = self.parameters.get("file", "").rpartition("/")[0]
+        return self.parameters.get("op") or folder or self.check.split(".")[1]
 
 
 @dataclass(frozen=True)
@@ -94,7 +105,8 @@ class Outcome:
         verdict: its end.
         seconds: wall time.
         failure: where it failed, expected or not.
-        reason: why it was skipped, or why its failure is expected.
+        reason: why it was skipped, why its failure is expected, or where DeepSpeed forbids it.
+        facts: what the check told beyond that.
     """
 
     item: Item
@@ -102,6 +114,7 @@ class Outcome:
     seconds: float = 0.0
     failure: Failure | None = None
     reason: str = ""
+    facts: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def failed(self) -> bool:

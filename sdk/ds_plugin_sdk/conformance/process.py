@@ -13,7 +13,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+
+from ds_plugin_sdk.settings import child_environment
 
 # A device's native code may have to be compiled before the worker can answer.
 START_TIMEOUT = 900.0
@@ -40,18 +43,34 @@ class WorkerError(Exception):
 
 
 class Worker:
-    """A process that has loaded a target and runs cases on it."""
+    """A process that has loaded a target and answers questions about it.
 
-    def __init__(self, target: str) -> None:
+    Args:
+        target: name of the target.
+        program: the module it runs, as ``python -m PROGRAM TARGET FD``.
+        environment: variables to set.
+        folder: where it runs; None: here.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        program: str = "ds_plugin_sdk.conformance.worker",
+        *,
+        environment: Mapping[str, str] | None = None,
+        folder: Path | None = None,
+    ) -> None:
         self._connection, theirs = multiprocessing.Pipe()
         self._output = tempfile.TemporaryFile()  # noqa: SIM115  # closed in close()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "ds_plugin_sdk.conformance.worker", target, str(theirs.fileno())],
+            [sys.executable, "-m", program, target, str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=self._output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            env=child_environment(**(environment or {})),
+            cwd=folder,
         )
         theirs.close()
         self._from = 0
@@ -62,10 +81,18 @@ class Worker:
         Raises:
             WorkerError: the worker died, or took longer than `timeout` seconds and was killed.
         """
+        self.send(request)
+        return self.receive(timeout)
+
+    def send(self, request: Mapping[str, Any]) -> None:
+        """Send a request that is answered by several messages."""
         self._from = self._output.seek(0, os.SEEK_END)
+        with contextlib.suppress(BrokenPipeError):  # it may have said why, and gone
+            self._connection.send_bytes(json.dumps(request).encode())
+
+    def receive(self, timeout: float) -> Any:
+        """The next message; errors as those of `ask`."""
         try:
-            with contextlib.suppress(BrokenPipeError):  # it may have said why, and gone
-                self._connection.send_bytes(json.dumps(request).encode())
             if self._wait(timeout):
                 return json.loads(self._connection.recv_bytes())
         except (EOFError, OSError):
@@ -83,6 +110,11 @@ class Worker:
         self._connection.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_GRACE)
+        self.kill()
+
+    def kill(self) -> None:
+        """End the process, and what it has started, at once."""
+        self._connection.close()
         self._kill()
         self._output.close()
 

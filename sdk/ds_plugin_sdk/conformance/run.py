@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import Counter
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
@@ -20,11 +21,19 @@ class Runner:
         target: name of an installed plugin, or ``module:attribute``, as `Target.find` takes it.
         timeout: seconds for each case instead of its check's own.
         ahead: load the next worker while an isolated case runs.
+        environment: variables to set for the workers.
     """
 
-    def __init__(self, target: str, *, timeout: float | None = None, ahead: bool = True) -> None:
+    def __init__(
+        self,
+        target: str,
+        *,
+        timeout: float | None = None,
+        ahead: bool = True,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self.target = target
-        self._timeout, self._ahead = timeout, ahead
+        self._timeout, self._ahead, self._environment = timeout, ahead, environment
         self._worker: Worker | None = None
         self._used = False  # whether the worker has run a case
         self._next: Worker | None = None
@@ -74,10 +83,11 @@ class Runner:
             worker = self._ready(item.level)
             self._used = True
             if item.isolated and self._ahead:
-                self._next = Worker(self.target)
+                self._next = self._start()
             answer = worker.ask({"do": "run", "check": item.check, "parameters": item.parameters}, item.timeout)
-            failure = answer["failure"] and Failure(**{**answer["failure"], "output": worker.output()})
-            return Outcome(item, "failed" if failure else "passed", answer["seconds"], failure or None)
+            if answer["failure"] is not None:
+                answer["failure"] = Failure(**{**answer["failure"], "output": worker.output()})
+            return Outcome(item, **answer)
         except WorkerError as error:
             self._retire()
             return _without_answer(item, error, time.perf_counter() - start)
@@ -93,6 +103,9 @@ class Runner:
         if self._next is not None:
             self._next.close()
             self._next = None
+
+    def _start(self) -> Worker:
+        return Worker(self.target, environment=self._environment)
 
     def _retire(self) -> None:
         """End the worker that ran the last case."""
@@ -114,7 +127,7 @@ class Runner:
             self._retire()
         self._level = level
         if self._worker is None:
-            self._worker, self._next = self._next or Worker(self.target), None
+            self._worker, self._next = self._next or self._start(), None
             answer = self._worker.ask({"do": "start"}, START_TIMEOUT)
             if "error" in answer:
                 self._retire()

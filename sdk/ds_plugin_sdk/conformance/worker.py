@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from ds_plugin_sdk.conformance import environment, fuzz, suite
-from ds_plugin_sdk.conformance.check import Case, Check, NonconformanceError
-from ds_plugin_sdk.conformance.outcome import Failure, Item
+from ds_plugin_sdk.conformance.check import Case, Check, ExcusedError, NonconformanceError, take_told
+from ds_plugin_sdk.conformance.outcome import Failure, Item, Verdict
 from ds_plugin_sdk.conformance.target import Target
 from ds_plugin_sdk.errors import SdkError
 
@@ -95,18 +95,27 @@ def _item(check: Check, parameters: Mapping[str, str], skip: str = "", broken: F
 
 
 def _run(case: Case, target: Target) -> Any:
-    """Run a case: ``{"seconds": ..., "failure": ...}``."""
+    """Run a case: its verdict, its time, what it told, and why it failed or is excused."""
     gc.collect()
     torch.manual_seed(0)
-    failure = None
+    verdict: Verdict = "passed"
+    failure, reason = None, ""
     start = time.perf_counter()
     try:
         case.run(target)
+    except ExcusedError as excuse:
+        verdict, reason = excuse.verdict, excuse.reason
     except (Exception, SystemExit) as error:
-        failure = describe(error)
+        verdict, failure = "failed", describe(error)
     seconds = time.perf_counter() - start
     sys.stdout.flush()
-    return {"seconds": seconds, "failure": None if failure is None else dataclasses.asdict(failure)}
+    return {
+        "verdict": verdict,
+        "seconds": seconds,
+        "reason": reason,
+        "facts": take_told(),
+        "failure": None if failure is None else dataclasses.asdict(failure),
+    }
 
 
 def _fuzz(target: Target, case: str) -> Any:

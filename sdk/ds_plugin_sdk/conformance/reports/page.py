@@ -26,7 +26,7 @@ summary { cursor: pointer; padding: .15rem 0; }
 }
 """
 
-_CLASSES = {"passed": "good", "expected failure": "neutral", "skipped": "neutral"}
+_CLASSES = {"passed": "good", "expected failure": "neutral", "skipped": "neutral", "DeepSpeed's limit": "neutral"}
 
 
 def render(report: Report) -> str:
@@ -57,6 +57,7 @@ def _parts(report: Report) -> Iterator[str]:
         _table(table)
         for table in (
             summary.expected(report),
+            summary.limits(report),
             summary.skips(report),
             summary.declared(report),
             summary.ops(report),

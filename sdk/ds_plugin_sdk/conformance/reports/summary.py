@@ -45,6 +45,12 @@ def expected(report: Report) -> Table:
     return Table("Expected failures", ["case", "clause", "reason"], rows)
 
 
+def limits(report: Report) -> Table:
+    """What DeepSpeed itself does not do on this device, and where it says so."""
+    found = [outcome for outcome in report.outcomes if outcome.verdict == "DeepSpeed's limit"]
+    return Table("DeepSpeed's limits", ["case", "place"], [[each.item.id, each.reason] for each in found])
+
+
 def slowest(report: Report, count: int = 5) -> Table:
     """The cases that took longest."""
     ordered = sorted(report.outcomes, key=lambda outcome: -outcome.seconds)[:count]

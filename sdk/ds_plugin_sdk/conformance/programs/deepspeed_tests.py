@@ -1,0 +1,106 @@
+"""A pytest session that runs files of DeepSpeed's tests, one when it is asked for one: ``... TARGET FD``, there.
+
+A request is ``{"file": ..., "without": [case, ...]}``. It answers ``{"start": case}`` and
+``{"end": case, "outcome": ..., "why": ...}`` for each test, and ``{"done": true}`` after the file. One session for many
+files saves most of their time: DeepSpeed's ranks come from one fork server, which has imported torch and DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import sys
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+
+from ds_plugin_sdk.conformance.programs import deepspeed_tests_setup
+
+# What stands for a file whose tests cannot be listed, or that is skipped as a whole.
+WHOLE_FILE = "(file)"
+
+_LONGEST = 1500
+
+
+class Session:
+    """A pytest plugin in place of pytest's own collection and loop."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._ends: dict[str, tuple[str, str]] = {}
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection(self, session: pytest.Session) -> bool:
+        return True  # files come one at a time
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        while True:
+            try:
+                request = json.loads(self._connection.recv_bytes())
+            except EOFError:
+                return True
+            self._run(session, request["file"], set(request["without"]))
+            self._send({"done": True})
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.outcome != "passed":
+            self._send({"end": WHOLE_FILE, "outcome": report.outcome, "why": _text(report)})
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self._ends[nodeid] = ("passed", "")
+        self._send({"start": _case(nodeid)})
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.outcome != "passed" and self._ends[report.nodeid][0] != "failed":
+            self._ends[report.nodeid] = (report.outcome, _text(report))
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        outcome, why = self._ends.pop(nodeid)
+        self._send({"end": _case(nodeid), "outcome": outcome, "why": why})
+
+    def _run(self, session: pytest.Session, file: str, without: set[str]) -> None:
+        session.shouldfail = session.shouldstop = False
+        items = [item for item in session.perform_collect([file]) if _case(item.nodeid) not in without]
+        for index, item in enumerate(items):
+            following = items[index + 1] if index + 1 < len(items) else None
+            session.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+        _forget_pools()
+
+    def _send(self, message: dict[str, Any]) -> None:
+        self._connection.send_bytes(json.dumps(message).encode())
+
+
+def _forget_pools() -> None:
+    """Let the harness make new pools of ranks: after what it takes for the last test it closes them, and keeps them."""
+    harness = sys.modules.get("unit.common")
+    if harness is not None:
+        harness.DistributedExec._pool_cache.clear()
+
+
+def _case(nodeid: str) -> str:
+    """A test's name inside its file."""
+    return nodeid.partition("::")[2]
+
+
+def _text(report: pytest.CollectReport | pytest.TestReport) -> str:
+    """Why it failed, from the end of pytest's text, or why it was skipped."""
+    if isinstance(report.longrepr, tuple):
+        return str(report.longrepr[2]).removeprefix("Skipped: ")
+    return report.longreprtext[-_LONGEST:]
+
+
+def main() -> None:
+    connection = Connection(int(sys.argv[2]))
+    os.set_inheritable(connection.fileno(), False)
+    deepspeed_tests_setup.load()
+    # The harness of the tests asks for a fork server each time; it is this one.
+    multiprocessing.set_forkserver_preload([deepspeed_tests_setup.__name__])
+    options = ["-o", "addopts=", "-p", "no:cacheprovider", "-p", "no:ds-conformance-suite", "--tb=short", "-q"]
+    sys.exit(pytest.main(options, plugins=[Session(connection)]))
+
+
+if __name__ == "__main__":
+    main()
