@@ -38,7 +38,6 @@ help:
 	@echo 'make wheels        what a release publishes, into dist: sdists, and wheels with binaries tagged manylinux'
 	@echo 'make cuda-compile  the wheel with every CUDA kernel for every architecture: nvcc, no GPU; a long while'
 	@echo 'make cuda-volta    every CUDA kernel for sm_70, by clang-14: a minute or two'
-	@echo 'make deepspeed-tests  tests out of a clone of DeepSpeed, DEEPSPEED=/path/to/clone, on the CPU plugin'
 	@echo 'make architecture  draw the picture of docs/architecture.md from the code'
 	@echo 'make transformers-families  docs/transformers-families.md: every family, plain against accelerated; 15 minutes'
 	@echo 'make bench         the training step against the accelerator that DeepSpeed brings along'
@@ -181,17 +180,6 @@ PLUGIN ?= cpu
 .PHONY: fuzz
 fuzz: $(READY)
 	$(BIN)/sdk fuzz $(PLUGIN) --seconds $(SECONDS) --seed $(SEED) $(ARGS)
-
-# Tests of DeepSpeed's repository, at the tag of the installed release: docs/deepspeed-tests.md. Only the tests are taken
-# from the clone, so that they import the installed DeepSpeed. Two ranks are what a machine with one socket else lacks.
-DEEPSPEED ?= $(error DEEPSPEED=/path/to/clone is needed)
-DEEPSPEED_TESTS ?= unit/ops unit/comm unit/runtime/comm unit/runtime/half_precision/test_fp16.py unit/moe/test_moe.py
-.PHONY: deepspeed-tests
-deepspeed-tests: $(READY)
-	rm -rf build/deepspeed-tests && mkdir -p build/deepspeed-tests
-	git -C '$(DEEPSPEED)' archive "v$$($(BIN)/python -c 'import importlib.metadata as m; print(m.version("deepspeed"))')" tests \
-	    | tar -x -C build/deepspeed-tests
-	cd build/deepspeed-tests/tests && LOCAL_SIZE=2 OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(or $(ARGS),$(DEEPSPEED_TESTS))
 
 # --- Releases -----------------------------------------------------------------------------------------------------
 

@@ -68,7 +68,7 @@ def collect() -> Facts:
         ("types", ", ".join(str(dtype).removeprefix("torch.") for dtype in accelerator.supported_dtypes()))
     )
     facts.accelerator.extend(_plugin_lines(decision.chosen))
-    facts.ops = _ops(accelerator)
+    facts.ops = ops(accelerator)
     return facts
 
 
@@ -135,7 +135,7 @@ def _phrase(entry: Record) -> str:
     return f"compiled in {entry.seconds:.1f} s" if entry.origin == "compiled" else entry.origin
 
 
-def _ops(accelerator: DeepSpeedAccelerator) -> list[OpStatus]:
+def ops(accelerator: DeepSpeedAccelerator) -> list[OpStatus]:
     """The SDK's and the plugin's ops, and those that are DeepSpeed's own on this device."""
     package, device = accelerator.op_builders, accelerator.device_name()
     ours = {name: accelerator.get_op_builder(name) for name in op_builder.builders(package, device)}

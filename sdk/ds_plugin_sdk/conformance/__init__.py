@@ -1,7 +1,7 @@
 """The conformance suite: whether a plugin is what DeepSpeed and its users take it for.
 
     check, target, suite   what a check is, what it looks at, and all of them
-    runtime, ops, training, distributed     the checks, by level
+    runtime, ops, training, distributed, features, deepspeed     the checks, by level
     op_info                what the ops are compared with
     front_ends             DeepSpeed's classes that call the ops, as test subjects
     programs, in_turn      what checks run in processes of their own

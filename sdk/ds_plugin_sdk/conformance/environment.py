@@ -37,7 +37,7 @@ def gather(target: Target) -> dict[str, Any]:
         "device": target.device_type,
         "dtypes": [str(dtype).removeprefix("torch.") for dtype in _try(lambda: target.dtypes, [])],
         "declared": {name: _declared(target, name) for name in _DECLARATIONS},
-        "ops": [vars(report.status(builder)) for builder in _try(lambda: target.builders().values(), [])],
+        "ops": [vars(op) for op in _try(lambda: report.ops(target.accelerator), [])],
     }
 
 

@@ -247,7 +247,10 @@ def parallel_inference(target: Target) -> Numbers:
 
 
 def injected_inference(target: Target, kernels: bool) -> Numbers:
-    """A GPT-2 of transformers with DeepSpeed's inference engine, with and without its kernels."""
+    """A GPT-2 of transformers with DeepSpeed's inference engine, with and without its kernels.
+
+    Without a cache: the one of transformers 5 is not what DeepSpeed's layers know.
+    """
     import deepspeed
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -255,7 +258,7 @@ def injected_inference(target: Target, kernels: bool) -> Numbers:
     model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=64, n_embd=64, n_layer=2, n_head=4)).eval()
     engine = deepspeed.init_inference(model, dtype=torch.float32, replace_with_kernel_inject=kernels)
     with torch.no_grad():
-        return {"logits": engine(_tokens(target)).logits.float().flatten().tolist()[:256]}
+        return {"logits": engine(_tokens(target), use_cache=False).logits.float().flatten().tolist()[:256]}
 
 
 def parallel_training(target: Target, config: Mapping[str, Any]) -> Numbers:
@@ -362,22 +365,31 @@ def to_float32(target: Target, config: Mapping[str, Any], folder: str) -> Number
 
 
 def curriculum(target: Target, config: Mapping[str, Any]) -> Numbers:
-    """A sequence whose length grows by the configuration's schedule."""
+    """Batches whose difficulty grows by the configuration's schedule."""
+    import deepspeed
 
-    class Tokens(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = _model()
-            self.lengths: list[float] = []
+    difficulties: list[float] = []
 
-        def forward(self, x: torch.Tensor, curriculum_seqlen: int = 0) -> Any:
-            self.lengths.append(curriculum_seqlen)
-            return self.model(x)
+    def note(batch: Any, state: Mapping[str, Any]) -> Any:
+        difficulties.append(float(state["current_difficulties"]["length"]))
+        return batch
 
-    torch.manual_seed(0)
-    model = Tokens()
-    losses = _steps(_engine(config, model), 6)
-    return {"losses": losses, "lengths": model.lengths}
+    x, classes = (torch.cat(part) for part in zip(*map(_batch, range(10)), strict=True))
+    model = _model()
+    engine, _, data, _ = deepspeed.initialize(
+        model=model,
+        model_parameters=model.parameters(),
+        training_data=torch.utils.data.TensorDataset(x, classes),
+        config=_config(config),
+    )
+    engine.set_data_post_process_func(note)
+    losses = []
+    for _, part in zip(range(5), data, strict=False):
+        loss = small_model.loss_of(engine(part[0].to(engine.device)), part[1].to(engine.device))
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.item()))
+    return {"losses": losses, "difficulties": difficulties[:5]}
 
 
 def dropped_tokens(target: Target, config: Mapping[str, Any]) -> Numbers:
@@ -405,8 +417,7 @@ def dropped_tokens(target: Target, config: Mapping[str, Any]) -> Numbers:
             return self.head(x.mean(1))
 
     torch.manual_seed(0)
-    engine = _engine(config, convert_to_random_ltd(Layers(), Layer))
-    engine.random_ltd_initialize()
+    engine = convert_to_random_ltd(_engine(config, Layers()), Layer)
     losses = _steps(engine, 5)
     # Which tokens are dropped is drawn on the device: what must agree is that training goes on, and the schedule.
     return {"falls": [float(losses[-1] < losses[0])], "tokens": [engine.random_ltd_scheduler.get_current_seq()]}
