@@ -1,0 +1,68 @@
+"""From the JSON reports of the level ``deepspeed``: conformance/deepspeed/known.json and docs/deepspeed-tests.md's table.
+
+    python tools/deepspeed_tests.py CPU.json OWN.json
+
+CPU.json is the report of ``sdk conformance cpu``, OWN.json that of DeepSpeed's own CPU accelerator, ``in_tree:CPU`` with
+tests/conformance on PYTHONPATH. What only one of them has is kept as it is known already.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from ds_plugin_sdk.conformance.outcome import Report
+
+ROOT = Path(__file__).resolve().parents[1]
+KNOWN = ROOT / "sdk" / "ds_plugin_sdk" / "conformance" / "deepspeed" / "known.json"
+PAGE = ROOT / "docs" / "deepspeed-tests.md"
+BEGIN, END = "<!-- table -->\n", "<!-- end of table -->\n"
+
+FAILED = ("failed", "crashed", "timed out")
+
+
+def ends(report: Report) -> dict[str, dict[str, list[str]]]:
+    """The tests of each file by their ends."""
+    files: dict[str, dict[str, list[str]]] = {}
+    for outcome in report.outcomes:
+        if outcome.item.level == "deepspeed" and "tests" in outcome.facts:
+            found = files.setdefault(outcome.item.parameters["file"], {})
+            for case, (end, _) in outcome.facts["tests"].items():
+                found.setdefault(end, []).append(case)
+    return files
+
+
+def counts(file: dict[str, list[str]] | None) -> str:
+    """``passed / skipped / failed``."""
+    if file is None:
+        return "not run"
+    counted = Counter({end: len(cases) for end, cases in file.items()})
+    return f"{counted['passed']} / {counted['skipped']} / {sum(counted[end] for end in FAILED)}"
+
+
+def table(known: dict[str, Any]) -> str:
+    ours, own = known["accelerators"]["cpu"], known["accelerators"]["deepspeed"]
+    rows = [
+        f"| `{file.removeprefix('unit/')}` | {counts(ours.get(file))} | {counts(own.get(file))} |"
+        for file in sorted({*ours, *own})
+    ]
+    head = ["| file below `tests/unit` | plugin | DeepSpeed's own |", "|---|---|---|"]
+    return "\n".join([*head, *rows]) + "\n"
+
+
+def main() -> None:
+    known = json.loads(KNOWN.read_text(encoding="utf-8"))
+    for name, path in zip(("cpu", "deepspeed"), sys.argv[1:], strict=True):
+        report = Report.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+        known["accelerators"][name].update(ends(report))
+    KNOWN.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    page = PAGE.read_text(encoding="utf-8")
+    before, _, rest = page.partition(BEGIN)
+    PAGE.write_text(before + BEGIN + table(known) + END + rest.partition(END)[2], encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
