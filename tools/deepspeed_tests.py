@@ -1,9 +1,9 @@
-"""From the JSON reports of the level ``deepspeed``: conformance/deepspeed/known.json and docs/deepspeed-tests.md's table.
+"""From reports of the level ``deepspeed``: conformance/deepspeed/known.json and the table of docs/deepspeed-tests.md.
 
     python tools/deepspeed_tests.py CPU.json OWN.json
 
-CPU.json is the report of ``sdk conformance cpu``, OWN.json that of DeepSpeed's own CPU accelerator, ``in_tree:CPU`` with
-tests/conformance on PYTHONPATH. What only one of them has is kept as it is known already.
+CPU.json is the report of ``sdk conformance cpu``, OWN.json that of DeepSpeed's own CPU accelerator: ``in_tree:CPU``
+with tests/conformance on PYTHONPATH. What only one of them has is kept as it is known already.
 """
 
 from __future__ import annotations

@@ -364,13 +364,14 @@ class _Server:
     def __init__(self, target: str) -> None:
         self._target = target
         self._worker: Worker | None = None
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
         atexit.register(self.close)
 
     def run(self, run: Run, options: Mapping[str, Any], seconds: float = _SECONDS) -> list[dict[str, Any]]:
         """What each rank gave; `ds_plugin_sdk.conformance.programs.features` says in which form."""
         if self._worker is None:
-            # Inductor's own pool of compilers would not survive the fork.
-            self._worker = Worker(self._target, _PROGRAM, environment={"TORCHINDUCTOR_COMPILE_THREADS": "1"})
+            self._folder = tempfile.TemporaryDirectory(prefix="conformance-")
+            self._worker = Worker(self._target, _PROGRAM, environment=_compilers(self._folder.name))
         request = {"task": run.task, "options": options, "ranks": run.ranks, "seconds": seconds}
         try:
             answer: list[dict[str, Any]] = self._worker.ask(request, START_TIMEOUT)
@@ -383,6 +384,21 @@ class _Server:
         if self._worker is not None:
             self._worker.kill()
             self._worker = None
+        if self._folder is not None:
+            self._folder.cleanup()
+
+
+def _compilers(folder: str) -> dict[str, str]:
+    """What makes compilers work in a folder of their own.
+
+    A process that is killed while it compiles leaves a lock or half a library, which all later ones would meet in the
+    folders that they share.
+    """
+    return {
+        "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",
+        "TORCH_EXTENSIONS_DIR": f"{folder}/extensions",
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",  # inductor's pool of compilers would not survive the fork
+    }
 
 
 @functools.cache
@@ -436,15 +452,15 @@ def _id(feature: Feature) -> str:
 
 def _why_not(feature: Feature, target: Target) -> str:
     """Why a feature cannot be tried here; empty if it can."""
+    if feature.module and not _has(feature.module):
+        package = feature.module.partition(".")[0]
+        version = importlib.metadata.version(package) if _has(package) else "(not installed)"
+        return f"{package} {version} has no {feature.module}" if "." in feature.module else f"no {package} is installed"
     if feature.dtype not in target.dtypes:
         return f"the accelerator does not declare {feature.dtype}"
     count = int(target.accelerator.device_count())
     if indexed(target) and count < feature.ranks:
         return f"it takes {feature.ranks} devices; the accelerator declares {count}"
-    if feature.module and not _has(feature.module):
-        package = feature.module.partition(".")[0]
-        version = importlib.metadata.version(package) if _has(package) else "(not installed)"
-        return f"{package} {version} has no {feature.module}" if "." in feature.module else f"no {package} is installed"
     return ""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +42,8 @@ class Session:
         self._target, self._folder, self._ranks = target, folder, ranks
         self._worker: Worker | None = None
         self._limit = START_TIMEOUT
+        # DeepSpeed's own compiler waits for ever for the lock of a process that was killed: nobody else is to meet it.
+        self._compiled = tempfile.TemporaryDirectory(prefix="conformance-")
 
     def run(self, file: str, seconds: float) -> dict[str, Result]:
         """How each test of a file ended.
@@ -81,6 +84,8 @@ class Session:
         if self._worker is not None:
             self._worker.kill()
             self._worker = None
+            for lock in Path(self._compiled.name).rglob("lock"):
+                lock.unlink()
 
     def _messages(self, file: str, results: dict[str, Result]) -> Any:
         if self._worker is None:
@@ -97,6 +102,7 @@ class Session:
             "DS_UNITTEST_TIMEOUT": f"{RANKS_SECONDS:g}",
             "LOCAL_SIZE": str(self._ranks),
             "OMP_NUM_THREADS": "1",
+            "TORCH_EXTENSIONS_DIR": self._compiled.name,
             # Models and data are not downloaded: what asks for them fails at once, on every accelerator.
             "HF_HUB_OFFLINE": "1",
             "HF_DATASETS_OFFLINE": "1",

@@ -94,6 +94,9 @@ def _wait(children: Sequence[int], seconds: float) -> list[int | None]:
         os.killpg(child, signal.SIGKILL)
         os.waitpid(child, 0)
         statuses[child] = None
+    for child in children:  # what they have started and left
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)
     return [statuses[child] for child in children]
 
 

@@ -18,7 +18,6 @@ _SOURCES = {
     "cache": "native",
     "compiles": "native",
     "compiled": "native",
-    "combined": "native",
     "reference": "reference",
     "lent": "lent",
     "deepspeed": "lent",
@@ -63,7 +62,8 @@ def html(reports: Sequence[Report]) -> str:
 
 def _families(report: Report) -> dict[str, str]:
     ops: Iterable[Mapping[str, str]] = report.environment.get("ops", [])
-    return {op["name"]: _SOURCES.get(op["origin"], op["origin"]) for op in ops}
+    # One that is combined of families is what they are.
+    return {op["name"]: _SOURCES.get(op["origin"], op["origin"]) for op in ops if op["origin"] != "combined"}
 
 
 def _features(report: Report) -> dict[str, str]:
