@@ -43,7 +43,10 @@ _LAST_LINES = 30
 _GRACE = 10.0
 
 # Code that asks for CUDA by its name.
-_CUDA = re.compile(r"torch\.cuda\b|['\"]cuda['\"]|\bis_cuda\b")
+_CUDA = re.compile(r"torch\.cuda\b|['\"]cuda['\"]|\bis_cuda\b|ATen/cuda|\bcuda\.h\b")
+
+# Where a compiler stopped in DeepSpeed's sources.
+_SOURCE = re.compile(r"(/\S+/deepspeed/ops/csrc/\S+?):(\d+)")
 
 
 def main() -> None:
@@ -152,14 +155,20 @@ def _limit(error: BaseException) -> str:
 
     root = Path(deepspeed.__file__).parent
     for cause in _causes(error):
+        for name, number in _SOURCE.findall(str(cause)):
+            if _CUDA.search(linecache.getline(name, int(number))):
+                return _place(Path(name), int(number), root)
         for frame, line in reversed(list(_frames(cause.__traceback__))):
             file = Path(frame.f_code.co_filename)
             if file.is_relative_to(root):
                 if _CUDA.search(_statement(file, line)):
-                    place = file.relative_to(root.parent)
-                    return f"{place}:{line}: {linecache.getline(str(file), line).strip()}"
+                    return _place(file, line, root)
                 break
     return ""
+
+
+def _place(file: Path, line: int, root: Path) -> str:
+    return f"{file.relative_to(root.parent)}:{line}: {linecache.getline(str(file), line).strip()}"
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
