@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -84,9 +84,13 @@ def _ranged(x: Tensor, group_size: int, largest: float) -> Tensor:
     return groups.reshape(x.shape)
 
 
+def _in_order(samples: Iterable[Sample]) -> list[Sample]:
+    """The empty ones first, those of real models last."""
+    return sorted(samples, key=lambda sample: {"empty": 0, "real": 2}.get(sample.kind, 1))
+
+
 def _quantize_samples(make: Make) -> Iterator[Sample]:
-    for form in _FORMATS:
-        yield from _samples_of(make, *form)
+    yield from _in_order(sample for form in _FORMATS for sample in _samples_of(make, *form))
 
 
 def _samples_of(make: Make, bits: int, mantissa: int, largest: float) -> Iterator[Sample]:
@@ -141,11 +145,14 @@ def _dequantize_samples(make: Make) -> Iterator[Sample]:
         arguments = _stored(make, groups, group_size, bits, mantissa)
         return Sample(f"{bits} bits with {mantissa}, {label}", arguments, kind)
 
-    for bits, mantissa, _ in _FORMATS:
-        yield sample("no groups", "empty", 0, 8, bits, mantissa)
-        yield sample("groups of 8", "random", 5, 8, bits, mantissa)
-        yield sample("groups of 40", "adversarial", 3, 40, bits, mantissa)
-        yield sample("64 rows of 128", "real", 64, 128, bits, mantissa)
+    def samples() -> Iterator[Sample]:
+        for bits, mantissa, _ in _FORMATS:
+            yield sample("no groups", "empty", 0, 8, bits, mantissa)
+            yield sample("groups of 8", "random", 5, 8, bits, mantissa)
+            yield sample("groups of 40", "adversarial", 3, 40, bits, mantissa)
+            yield sample("64 rows of 128", "real", 64, 128, bits, mantissa)
+
+    yield from _in_order(samples())
 
 
 OPS = (
