@@ -125,7 +125,7 @@ def test_nothing_checked_is_exit_status_3(tmp_path: Path, pattern: str) -> None:
     ("arguments", "says"),
     [
         (["nope"], "there is no such plugin"),
-        (["no.such:Thing"], "the target cannot be imported (plugin 'no.such:Thing')"),
+        (["no.such:Thing"], "the target cannot be used (plugin 'no.such:Thing'): the target cannot be imported"),
         (["json:Thing"], "has no attribute 'Thing'"),
         ([], "name a plugin"),
         (["cpu", "--expectations", "nowhere.toml"], "the expectations cannot be read"),
