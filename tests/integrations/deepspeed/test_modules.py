@@ -45,6 +45,8 @@ FUNCTIONS = {
     "fused_lion": {"multi_tensor_lion": 8},
     "fused_lamb": {"lamb": 16},
     "fp_quantizer": {"quantize": 6, "dequantize": 5, "selective_dequantize": 6, "get_scales": 2},
+    "async_io": {"aio_handle": 5, "aio_read": 7, "aio_write": 7, "deepspeed_memcpy": 2},
+    "pin_memory": {"pin_handle": 0},
     "random_ltd": {
         "token_sort_": 2,
         "token_gather": 3,
