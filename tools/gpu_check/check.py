@@ -245,7 +245,7 @@ def deepspeed_ops(run: Run) -> None:
 ACCURACY, FRONT_ENDS = ("ops.accuracy", "ops.gradients", "ops.gradcheck"), ("ops.front_end",)
 OTHERS = (
     *("ops.strided", "ops.empty", "ops.not_finite", "ops.rejects", "ops.read_only", "ops.opcheck"),
-    *("ops.deterministic", "ops.native", "ops.in_place"),
+    *("ops.deterministic", "ops.native", "ops.builder_name", "ops.in_place"),
 )
 
 
