@@ -166,10 +166,10 @@ def test_an_unknown_compile_backend_is_rejected() -> None:
 
 
 def test_an_op_nobody_offers_has_a_named_stub_that_raises_a_value_error() -> None:
-    builder = Minimal().get_op_builder("EvoformerAttnBuilder")
-    assert builder.NAME == "evoformer_attn"
+    builder = Minimal().get_op_builder("FlashAttentionBuilder")
+    assert builder.NAME == "flash_attn"
     assert builder().is_compatible() is False
-    with pytest.raises(OpNotImplementedError, match="op 'evoformer_attn'") as error:
+    with pytest.raises(OpNotImplementedError, match="op 'flash_attn'") as error:
         builder().load()
     assert isinstance(error.value, ValueError)
 

@@ -60,12 +60,14 @@ class OpBuilder:
         TOOLCHAIN: name of the compiler family, as registered with `ds_plugin_sdk.jit.register_toolchain`.
         KIND: ``torch_library`` registers kernels for the SDK's torch ops (`DS_KERNELS_IMPL`); ``python_module`` is a
             pybind11 module (`PYBIND11_MODULE(TORCH_EXTENSION_NAME, m)`) which ``load()`` returns itself.
+        YIELDS: whether another's op, such as DeepSpeed's own, is the faster one where it is compatible.
     """
 
     NAME: ClassVar[str] = ""
     BUILD_VAR: ClassVar[str] = ""
     TOOLCHAIN: ClassVar[str] = "cxx"
     KIND: ClassVar[Kind] = "torch_library"
+    YIELDS: ClassVar[bool] = False
 
     def __init__(self, name: str | None = None) -> None:
         self.name = name or self.NAME

@@ -55,13 +55,13 @@ def add_builder_source(source: BuilderSource) -> None:
 def find(class_name: str, package: str | None, device_type: str) -> type[Any]:
     """The builder class of a name such as ``FusedAdamBuilder``.
 
-    A plugin's own builder comes first, then the SDK's for CPU tensors. What the SDK has as a reference implementation
-    alone, and what it does not have, comes from `add_builder_source` where that is compatible with the machine. The
-    last is a class whose ``load()`` raises `OpNotImplementedError`.
+    A plugin's own builder comes first, then the SDK's for CPU tensors. What yields, what the SDK has as a reference
+    implementation alone, and what it does not have, comes from `add_builder_source` where that is compatible with the
+    machine. The last is a class whose ``load()`` raises `OpNotImplementedError`.
     """
     op = op_table.by_builder(class_name)
     ours = _ours(op, package, device_type)
-    if ours is not None and is_native(ours):
+    if ours is not None and is_native(ours) and not getattr(ours, "YIELDS", False):
         return ours
     lent: Any = next(filter(None, (source(class_name, device_type) for source in _sources)), None)
     if lent is None:

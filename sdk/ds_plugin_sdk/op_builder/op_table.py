@@ -71,6 +71,7 @@ OPS = (
     Op("FusedLionBuilder", "fused_lion", ("lion",), kernels=True),
     Op("FusedAdagradBuilder", "fused_adagrad", ("adagrad",), kernels=True, deepspeed=False),
     # Training.
+    Op("EvoformerAttnBuilder", "evoformer_attn", ("evoformer_attn",), kernels=True),
     Op("FPQuantizerBuilder", "fp_quantizer", ("fp_quantizer",), kernels=True),
     Op("QuantizerBuilder", "quantizer", ("quantizer",), kernels=True),
     Op("RandomLTDBuilder", "random_ltd", ("random_ltd",), kernels=True),
@@ -97,7 +98,6 @@ OPS = (
     # Not implemented here: DeepSpeed's own serve, where it has one for the device.
     Op("CCLCommBuilder", "deepspeed_ccl_comm", optional=True),
     Op("DeepCompileBuilder", "dc"),
-    Op("EvoformerAttnBuilder", "evoformer_attn"),
     Op("FlashAttentionBuilder", "flash_attn"),
     Op("GDSBuilder", "gds"),
     Op("InferenceCutlassBuilder", "cutlass_ops"),

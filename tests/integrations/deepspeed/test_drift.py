@@ -23,7 +23,7 @@ print(json.dumps(drift.contract().to_dict()))
 
 # One word a builder, of those that DeepSpeed 0.19.8 binds.
 NOT_OFFERED = """
-    DeepCompile EvoformerAttn FlashAttention GDS InferenceCutlass RaggedOps RaggedUtils
+    DeepCompile FlashAttention GDS InferenceCutlass RaggedOps RaggedUtils
 """
 
 

@@ -65,6 +65,7 @@ def test_what_was_compatible_is_compatible(python: Python) -> None:
         assert all(builders[name][1] is not None for name in had)
     own = {name for name, (_, _, module) in table["cuda"].items() if module.startswith("deepspeed.")}
     assert own >= {"GDSBuilder", "DeepCompileBuilder", "InferenceCutlassBuilder", "RaggedOpsBuilder"}
+    assert "EvoformerAttnBuilder" not in own  # ours, which asks DeepSpeed's when it is loaded
 
 
 @pytest.mark.deepspeed
@@ -139,6 +140,17 @@ def test_native_code_comes_before_deepspeeds_own(theirs: type[Theirs]) -> None:
         assert op_builder.find(name, None, "zap").__module__.startswith("ds_plugin_sdk.")
         assert not issubclass(op_builder.find(name, None, "zap"), op_builder.LentOpBuilder)
     assert op_builder.find("GDSBuilder", None, "zap") is theirs
+
+
+@pytest.mark.parametrize("compatible", [True, False])
+def test_native_code_that_yields_is_used_where_deepspeeds_own_is_not_compatible(
+    theirs: type[Theirs], compatible: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs.compatible = compatible
+    ours = op_builder.find("CPUAdamBuilder", None, "zap")
+    monkeypatch.setattr(ours, "YIELDS", True)
+    monkeypatch.setattr(ours, "load", lambda self, verbose=True: "ours")
+    assert op_builder.find("CPUAdamBuilder", None, "zap")().load() == ("theirs" if compatible else "ours")
 
 
 def test_the_kernels_of_a_family_are_never_deepspeeds(theirs: type[Theirs]) -> None:

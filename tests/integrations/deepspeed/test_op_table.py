@@ -41,7 +41,8 @@ def test_with_kernels_and_after_a_change_to_a_device_without(zap: Path, python: 
     before, after = (entries(line) for line in done.stdout.splitlines() if line.startswith("{"))
     for table in (before, after):
         assert all(
-            table[f"{name}Builder"] for name in ("Inference", "InferenceCore", "FusedLamb", "Quantizer", "FPQuantizer")
+            table[f"{name}Builder"]
+            for name in ("Inference", "InferenceCore", "FusedLamb", "FPQuantizer", "EvoformerAttn")
         )
         assert not any(table[f"{name}Builder"] for name in ("DeepCompile", "InferenceCutlass", "RaggedOps"))
 

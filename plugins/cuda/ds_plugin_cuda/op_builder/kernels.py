@@ -14,6 +14,7 @@ FAMILIES = (
     "adagrad",
     "adam",
     "attention",
+    "evoformer_attn",
     "fp_quantizer",
     "lamb",
     "linear",
@@ -46,4 +47,6 @@ class CUDAKernelBuilder(CUDAOpBuilder):
 
 
 BUILDERS = builders_of(CUDAKernelBuilder, [op for op in op_table.OPS if op.family in FAMILIES and not op.cpu_only])
+# DeepSpeed's own computes on tensor cores; it wants CUTLASS and a compiler for CUDA, and has no float32.
+BUILDERS["EvoformerAttnBuilder"].YIELDS = True
 globals().update(BUILDERS)

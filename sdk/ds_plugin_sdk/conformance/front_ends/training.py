@@ -217,6 +217,31 @@ def _fp_quantizer(device: torch.device) -> Iterator[Result]:
     yield Result("the largest exponent", exponents.amax(dim=1), torch.full((8,), 15.0).double(), 0.0)
 
 
+def _evoformer(device: torch.device) -> Iterator[Result]:
+    """With both biases, with one, and without; queries, keys and values of 16 bits."""
+    attend = importlib.import_module("deepspeed.ops.deepspeed4science").DS4Sci_EvoformerAttention
+    batch, rows, tokens, heads, size = 2, 3, 20, 2, 16
+    shapes = ((batch, rows, 1, 1, tokens), (batch, 1, heads, tokens, tokens))
+    names = ("queries", "keys", "values", "the bias of rows", "the bias of pairs")
+    for chosen in ((), (0,), (0, 1)):
+        made = [_numbers(batch, rows, tokens, heads, size, seed=seed).half() for seed in range(3)]
+        made += [_numbers(*shapes[i], seed=3 + i).half() for i in chosen]
+        ours = [x.clone().to(device).requires_grad_() for x in made]
+        exact = [x.double().requires_grad_() for x in made]
+        q, k, v = (x.transpose(-2, -3) for x in exact[:3])
+        scores = q @ k.transpose(-1, -2) / math.sqrt(size)
+        for bias in exact[3:]:
+            scores = scores + bias
+        expected = (torch.softmax(scores, dim=-1) @ v).transpose(-2, -3)
+        result = attend(*ours[:3], ours[3:])
+        yield Result(f"attention with {len(chosen)} biases", result.detach(), expected.detach(), 5e-3)
+        cotangent = _numbers(*expected.shape, seed=5)
+        torch.autograd.backward(result, cotangent.half().to(device))
+        torch.autograd.backward(expected, cotangent.half().double())
+        for name, x, y in zip(names, ours, exact, strict=False):
+            yield Result(f"the gradient of {name}, {len(chosen)} biases", _gradient(x), _gradient(y), 2e-2)
+
+
 def _dequantizer(bits: int, device: torch.device) -> Iterator[Result]:
     """Weight-only quantization for inference: asymmetric, by groups of the last dimension."""
     utils = importlib.import_module("deepspeed.inference.quantization.utils")
@@ -266,6 +291,7 @@ TRAINING = (
     FrontEnd("sample_tokens", "RandomLTDBuilder", _sampling),
     FrontEnd("GatherTokens.ScatterTokens", "RandomLTDBuilder", _tokens),
     FrontEnd("CUDAQuantizer", "QuantizerBuilder", _quantizer),
+    FrontEnd("DS4Sci_EvoformerAttention", "EvoformerAttnBuilder", _evoformer),
     FrontEnd("FP_Quantize", "FPQuantizerBuilder", _fp_quantizer),
     FrontEnd("DeQuantizer.8bit", "QuantizerBuilder", functools.partial(_dequantizer, 8)),
     FrontEnd("DeQuantizer.4bit", "QuantizerBuilder", functools.partial(_dequantizer, 4)),
