@@ -24,15 +24,21 @@ PAGE = 4096
 
 @pytest.fixture(params=["io_uring", "threads", "python"])
 def backend(request: pytest.FixtureRequest, native: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> str:
+    """Each in turn: handles are of this kind."""
     native("async_io")
-    if request.param == "python":
-        monkeypatch.setattr(async_io, "_library", None)
-    elif request.param == "threads":
-        monkeypatch.setenv("DS_PLUGIN_IO_URING", "0")
-    elif AsyncIO().backend != "io_uring":
+    defaults = {**AsyncIO.__init__.__kwdefaults__, "backend": request.param}
+    monkeypatch.setattr(AsyncIO.__init__, "__kwdefaults__", defaults)
+    found = AsyncIO().backend
+    if (request.param, found) == ("io_uring", "threads"):
         pytest.skip("this kernel, or the container's filter, does not allow io_uring")
-    assert AsyncIO().backend == request.param
+    assert found == request.param
     return request.param
+
+
+def test_io_uring_can_be_switched_off(native: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    native("async_io")
+    monkeypatch.setenv("DS_PLUGIN_IO_URING", "0")
+    assert AsyncIO().backend == "threads"
 
 
 def numbers(size: int, seed: int = 0) -> torch.Tensor:

@@ -190,6 +190,19 @@ def all_reduce(
     _show("All-reduce", benchmark.run(ranks, own), as_json)
 
 
+@bench.command("async-io")
+def async_io(
+    folder: Path = typer.Option(Path(), help="Where the file is made: on the disk to measure."),
+    mib: int = typer.Option(256, min=1, help="Size of the file."),
+    deepspeed: bool = typer.Option(True, help="Also DeepSpeed's own op, where libaio is installed; compiled first."),
+    as_json: bool = _JSON,
+) -> None:
+    """Files: io_uring, threads and Python, DeepSpeed's own op (libaio) and plain calls, past the page cache."""
+    from ds_plugin_sdk.bench import async_io as benchmark
+
+    _show("Files", list(benchmark.run(folder, mib << 20, deepspeed=deepspeed)), as_json)
+
+
 @bench.command("accuracy")
 def accuracy(as_json: bool = _JSON) -> None:
     """Worst error of each optimizer kernel against float64 formulas."""

@@ -25,7 +25,7 @@ import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
@@ -65,6 +65,7 @@ class AsyncIO:
         single_submit: hand over each request by a system call of its own.
         overlap_events: replace a request as soon as it has finished, rather than all when all have.
         threads: how many threads an operation is divided among.
+        backend: no faster one than this of ``io_uring``, ``threads`` and ``python``.
 
     Raises:
         OpError: a size is not positive, or the system gives no more threads.
@@ -79,13 +80,19 @@ class AsyncIO:
         single_submit: bool = False,
         overlap_events: bool = False,
         threads: int = 1,
+        backend: Literal["io_uring", "threads", "python"] = "io_uring",
     ) -> None:
         if min(block_size, queue_depth, threads) < 1:
             why = f"block_size is {block_size}, queue_depth {queue_depth}, threads {threads}; expected at least 1"
             raise OpError("there is no such way to read and write files", op="async_io", why=why)
         _first_call.load("async_io", "cpu")
-        start = _Python if _library is None else _Native
-        self._engine: _Engine = start(block_size, queue_depth, threads, single_submit, overlap_events)
+        self._engine: _Engine
+        if _library is None or backend == "python":
+            self._engine = _Python(block_size, threads)
+        else:
+            ring = backend == "io_uring" and settings.io_uring
+            flags = 1 * single_submit + 2 * overlap_events + 4 * (not ring)  # kIoSingleSubmit and the others
+            self._engine = _Native(_library, block_size, queue_depth, threads, flags)
         self._pending: list[_Transfer] = []
         self._lock = threading.RLock()
         self._process = os.getpid()
@@ -186,10 +193,8 @@ class _Engine(Protocol):
 
 
 class _Native:
-    def __init__(self, block_size: int, queue_depth: int, threads: int, single: bool, overlap: bool) -> None:
-        assert _library is not None
-        self._calls = _library
-        flags = 1 * single + 2 * overlap + 4 * (not settings.io_uring)
+    def __init__(self, calls: ctypes.CDLL, block_size: int, queue_depth: int, threads: int, flags: int) -> None:
+        self._calls = calls
         self._io = self._calls.ds_io_start(block_size, queue_depth, threads, flags)
         if not self._io:
             raise OpError(
@@ -214,7 +219,7 @@ class _Python:
 
     backend = "python"
 
-    def __init__(self, block_size: int, queue_depth: int, threads: int, single: bool, overlap: bool) -> None:
+    def __init__(self, block_size: int, threads: int) -> None:
         self._block = -(-block_size // _PAGE) * _PAGE
         self._threads = threads
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="ds-async-io")
