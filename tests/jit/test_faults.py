@@ -95,8 +95,8 @@ def test_a_build_that_no_longer_loads_is_made_anew(
     with pytest.raises(CompileError, match="ldep"):  # found in the cache, does not load, cannot be linked again
         obtain(spec)
     (tmp_path / "libdep.so.1").rename(tmp_path / "libdep.so")
-    artifact, module = obtain(spec)
-    assert (artifact.origin, module) == ("compiled", None)
+    artifact, library = obtain(spec)
+    assert (artifact.origin, library.answer()) == ("compiled", 1)
     assert obtain(spec)[0].origin == "cache"
 
 
