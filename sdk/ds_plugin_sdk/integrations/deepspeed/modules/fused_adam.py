@@ -92,18 +92,18 @@ def multi_tensor_adam_mixed_precision(
     for tensors in zip(*tensor_lists, strict=True):
         flat = (tensor.detach().view(-1).split(_AT_ONCE) for tensor in tensors)
         for grad, param, exp_avg, exp_avg_sq, output in zip(*flat, strict=True):
-            adam_(
-                [param],
-                [grad.float().div_(grad_scale)],
-                [exp_avg],
-                [exp_avg_sq],
+            multi_tensor_adam(
+                chunk_size,
+                noop_flag,
+                [[grad.float().div_(grad_scale)], [param], [exp_avg], [exp_avg_sq]],
+                lr,
+                beta1,
+                beta2,
+                eps,
                 step,
-                lr=lr,
-                betas=(beta1, beta2),
-                eps=eps,
-                weight_decay=weight_decay,
-                adamw=bool(adam_w_mode),
-                bias_correction=bool(bias_correction),
+                adam_w_mode,
+                bias_correction,
+                weight_decay,
             )
             output.copy_(param)
 
