@@ -11,6 +11,8 @@ RANKS ?= 2
 BIN := $(CURDIR)/.venv/bin
 CMAKE ?= $(BIN)/cmake
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+# Two tests at a time; a process that has none left takes some of the other's.
+PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 FREE_PORT := $(BIN)/python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'
 
 # Compiled kernels and other programs' caches stay in this folder too, unless the caller has put them elsewhere.
@@ -27,6 +29,7 @@ help:
 	@echo 'make test          set up, then check style and types and run all tests'
 	@echo 'make pytest        the Python tests alone; ARGS=... goes to pytest'
 	@echo 'make test-matrix   the Python tests as on other machines: older CPUs, 1, 2 and 4 threads, random order, load: hours'
+	@echo 'make test-large    tensors of more than 2^31 elements, with 20 GB of free memory'
 	@echo 'make kernels-test  the native tests of the kernels alone'
 	@echo 'make mutants       the defects seeded for the conformance suite, and the checks that find them: some minutes'
 	@echo 'make fuzz          random calls of every op against references and formulas; SECONDS=600 SEED=0 PLUGIN=cpu'
@@ -108,7 +111,12 @@ kernels-test: $(READY)
 
 .PHONY: pytest
 pytest: $(READY)
-	$(BIN)/python -m pytest $(ARGS)
+	$(PYTEST) $(ARGS)
+
+# Tensors of more than 2^31 elements: with 20 GB of free memory.
+.PHONY: test-large
+test-large: $(READY)
+	DS_TEST_LARGE=1 $(BIN)/python -m pytest tests/ops/test_large.py $(ARGS)
 
 # The Python tests as other machines would run them, by the switches that a user has. Each row is a command of its own:
 # make test-avx2, say. A switch takes away: a row asks for no more than the CPU has. Slow rows get more time for each test.
@@ -135,19 +143,19 @@ test-threads-1: export OMP_NUM_THREADS := 1
 test-threads-2: export OMP_NUM_THREADS := 2
 test-threads-4: export OMP_NUM_THREADS := 4
 
-# pytest prints the seed; ARGS=--random-order-seed=N repeats a run.
-test-random-order: ORDER := --random-order
+# pytest prints the seed; SEED=N repeats a run.
+test-random-order: ORDER = --random-order --random-order-seed=$${SEED:-$$RANDOM}
 
 $(filter-out test-loaded,$(MATRIX)): $(READY)
 	@echo '$@:'
-	$(BIN)/python -m pytest --timeout 1200 $(ORDER) $(ARGS)
+	$(PYTEST) --timeout 1200 $(ORDER) $(ARGS)
 
 # Two programs that only compute compete for each core.
 test-loaded: $(READY)
 	@echo '$@:'
 	@trap 'kill $$(jobs -p)' EXIT; \
 	for _ in $$(seq $$((2 * $$(nproc)))); do $(BIN)/python -c 'while True: pass' & done; \
-	$(BIN)/python -m pytest --timeout 1200 $(ARGS)
+	$(PYTEST) --timeout 1200 $(ARGS)
 
 # The native tests, and every op as torch calls it, under the sanitizers: the CPU's kernels and, on the host, the GPU's.
 .PHONY: sanitize

@@ -163,6 +163,19 @@ def test_importing_the_sdk_imports_the_standard_library_alone_and_touches_no_fil
     assert not list(tmp_path.iterdir())
 
 
+def test_importing_the_ops_imports_nothing_heavy() -> None:
+    program = (
+        "import sys, torch\n"
+        "before = set(sys.modules)\n"
+        "import ds_plugin_sdk.comm, ds_plugin_sdk.nn, ds_plugin_sdk.optim\n"
+        "new = set(sys.modules) - before\n"
+        "packages = {name.partition('.')[0] for name in new} - sys.stdlib_module_names\n"
+        "print(sorted(packages), [name for name in new if name.startswith('torch')])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "['ds_plugin_sdk'] []"
+
+
 def test_public_names_resolve() -> None:
     import ds_plugin_sdk
 

@@ -40,6 +40,7 @@ CASES = (
 @pytest.mark.compiler
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+@pytest.mark.usefixtures("compiled_once")
 @pytest.mark.parametrize("masked", [{}, {"ONEDNN_MAX_CPU_ISA": "AVX2"}], ids=["this CPU", "CPU without float16"])
 def test_the_kernels_hold_the_contract_on_the_cpu(masked: dict[str, str]) -> None:
     """In a process of its own: the kernels take the place of the CPU's. Compiling them takes longer than running them,

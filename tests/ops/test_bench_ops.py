@@ -7,17 +7,40 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from ds_plugin_sdk.bench import adam, inference, lamb, ops, quantizer, sparse_attention, timing, transformer
+from ds_plugin_sdk.bench import (
+    adam,
+    direct,
+    evoformer,
+    inference,
+    lamb,
+    ops,
+    quantizer,
+    sparse_attention,
+    timing,
+    transformer,
+)
 from ds_plugin_sdk.cli import main
+from ds_plugin_sdk.conformance import op_info
+from ds_plugin_sdk.conformance.op_info import Make, OpInfo, Sample
 from ds_plugin_sdk.errors import SdkError
 from ds_plugin_sdk.ops.lamb import lamb_
 
 pytestmark = pytest.mark.compiler
+
+
+LAST_SAMPLE = direct.chosen
+SOME = [op_info.find(name) for name in ("adam_", "rms_norm", "quantize")]
+
+
+def small_sample(info: OpInfo, dtype: torch.dtype) -> Sample:
+    """The first that has elements."""
+    return next(sample for sample in info.samples(Make.seeded(dtype)) if sample.kind != "empty")
 
 
 @pytest.fixture(autouse=True)
@@ -32,6 +55,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     patterns = {name: sparse_attention.PATTERNS[name] for name in ("bigbird", "local")}
     monkeypatch.setattr(sparse_attention, "PATTERNS", patterns)
     monkeypatch.setattr(inference, "SETTINGS", {"decode": (1, 1, 8)})
+    monkeypatch.setattr(evoformer, "SETTINGS", {"small": (2, 8, 2, 8)})
+    monkeypatch.setattr(direct, "op_info", SimpleNamespace(infos=lambda: SOME))
+    monkeypatch.setattr(direct, "chosen", small_sample)
     monkeypatch.setattr(ops, "copy_rate", lambda: 2.0)
     monkeypatch.setattr(timing, "_TURN", 0.0)
     threads = torch.get_num_threads()
@@ -86,6 +112,17 @@ def test_what_is_not_known_is_rejected() -> None:
 def test_torch_compile_is_a_peer_where_it_is_asked_for() -> None:
     case = next(case for case in lamb.cases(torch.float32, True) if case.setting in lamb.COMPILED)
     assert list(case.peers) == ["torch foreach", "adam_", "torch.compile"]
+
+
+@pytest.mark.parametrize("name", sorted(direct._TORCH))
+def test_the_torch_functions_of_direct_calls_compute_the_same(name: str) -> None:
+    info = op_info.find(name)
+    ours, theirs = (dict(LAST_SAMPLE(info, torch.float32).arguments) for _ in range(2))
+    found, expected = info.function(**ours), direct._TORCH[name](**theirs)
+    if isinstance(expected, torch.Tensor | tuple):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    for written in info.written:
+        torch.testing.assert_close(ours[written], theirs[written], rtol=1e-4, atol=1e-5)
 
 
 def test_lamb_s_peer_computes_the_same() -> None:

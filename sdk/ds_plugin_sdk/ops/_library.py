@@ -27,6 +27,10 @@ _libraries: dict[str, Any] = {
 }
 _defined: set[str] = set()
 
+# Within an op torch's autocast is off, or the matrix products of kernels and references would give other dtypes than
+# they expect.
+_AUTOCAST = [key for name, key in torch._C.DispatchKey.__members__.items() if name.startswith("Autocast")]
+
 
 class Autograd(NamedTuple):
     """An op's derivative, as `torch.library.register_autograd` takes it.
@@ -108,11 +112,24 @@ def register(
         if family is not None and namespace != REFERENCE_NAMESPACE:
             serves = _first_call.loading(f"{namespace}::{name}", family, implementation)
         library.impl(name, serves, "CompositeExplicitAutograd")
+        for key in _AUTOCAST:
+            library.impl(name, _without_autocast(namespace, name, key), key.name)
         torch.library.register_fake(f"{namespace}::{name}", fake, lib=library)
         if autograd is not None:
             torch.library.register_autograd(
                 f"{namespace}::{name}", autograd.backward, setup_context=autograd.setup_context, lib=library
             )
+
+
+def _without_autocast(namespace: str, name: str, key: torch._C.DispatchKey) -> Callable[..., Any]:
+    """What serves an op under autocast: the op as it is elsewhere."""
+    keys = torch._C.DispatchKeySet(key)
+
+    def run(*args: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(keys):
+            return getattr(getattr(torch.ops, namespace), name).default(*args)
+
+    return run
 
 
 def _parsed(schema: str) -> tuple[str, tuple[str, ...]]:
