@@ -124,7 +124,7 @@ def has_tensors(info: OpInfo) -> bool:
     return any(isinstance(value, Tensor) for value in small(info).values())
 
 
-@pytest.mark.parametrize("info", filter(has_tensors, op_info.infos()), ids=lambda info: info.name)
+@pytest.mark.parametrize("info", [info for info in op_info.infos() if has_tensors(info)], ids=lambda info: info.name)
 def test_vmap_gives_what_a_loop_gives(info: OpInfo) -> None:
     arguments = small(info)
     name = next(name for name, value in arguments.items() if isinstance(value, Tensor))
