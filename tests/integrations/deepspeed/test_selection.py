@@ -9,11 +9,13 @@ import statistics
 import subprocess
 import sysconfig
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from deepspeed_support import Install, Python
 
 import ds_plugin_sdk
+from ds_plugin_sdk.integrations.deepspeed import adopt
 
 pytestmark = pytest.mark.deepspeed
 
@@ -165,6 +167,14 @@ def test_the_cpu_plugin_steps_aside_for_hardware_that_deepspeed_finds(tmp_path: 
     )
     assert done.stdout.splitlines()[0] == "deepspeed.accelerator.npu_accelerator npu"
     assert "cpu: not used, 'npu' was found, which needs no plugin" in done.stdout
+
+
+@pytest.mark.parametrize(("there", "found"), [(True, "cuda"), (False, None)])
+def test_hardware_that_deepspeed_takes_for_granted_must_be_there(there: bool, found: str | None) -> None:
+    """As DeepSpeed 0.12 does with a GPU where it finds nothing else."""
+    cuda = SimpleNamespace(_name="cuda", is_available=lambda: there)
+    real_accelerator = SimpleNamespace(ds_accelerator=None, accel_logger=None, get_accelerator=lambda: cuda)
+    assert adopt._detect(real_accelerator) == found
 
 
 def test_broken_plugins_are_skipped_with_a_warning_each(install: Install, python: Python) -> None:

@@ -133,11 +133,13 @@ def _detect(real_accelerator: Any) -> str | None:
     if log is not None:
         muted, log.disabled = log.disabled, True
     try:
-        name: str = real_accelerator.get_accelerator()._name
+        detected = real_accelerator.get_accelerator()
     finally:
         if log is not None:
             log.disabled = muted
-    if name != "cpu":
+    # Before 0.13 DeepSpeed took a GPU for granted where it found nothing else.
+    if detected._name != "cpu" and detected.is_available():
+        name: str = detected._name
         return name
     if undecided:
         real_accelerator.ds_accelerator = None
