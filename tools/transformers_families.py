@@ -7,6 +7,8 @@
 
 Models are compared in float64, where a rounding cannot send a token to another expert, by our ops' references; then in
 float32 and bfloat16 by the native kernels, and in int8. A difference of tokens counts unless the two best were a tie.
+
+``--compile`` compares what torch.compile makes of them instead, in float32, and writes no page.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import contextlib
 import functools
 import json
 import math
+import re
 import signal
 import sys
 import warnings
@@ -30,12 +33,14 @@ import torch
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import transformers
+    from transformers import cache_utils
     from transformers.models.auto import modeling_auto
+    from transformers.utils import is_optimum_quanto_available
 
 from ds_plugin_sdk.integrations.transformers import Accelerated, accelerate
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "transformers-families.md"
-VOCABULARY, STEPS, SECONDS = 128, 6, 120
+VOCABULARY, STEPS, SECONDS = 128, 6, 120  # of this process, not of the clock
 MOST_PARAMETERS = 4_000_000
 
 Kind = Literal["causal", "encoder-decoder", "encoder"]
@@ -224,6 +229,7 @@ class Verdict:
     left: list[str] = field(default_factory=list)
     differences: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    release: str = transformers.__version__
 
     @property
     def largest(self) -> float:
@@ -262,7 +268,7 @@ def _ways(family: Family) -> dict[str, dict[str, Any]]:
     """What is compared: name -> options of generate, or nothing for logits."""
     if family.kind == "encoder":
         return {"logits": {}, "padded": {}}
-    return {
+    ways: dict[str, dict[str, Any]] = {
         "logits": {},
         "padded": {},
         "dynamic": {"cache_implementation": "dynamic"},
@@ -270,16 +276,47 @@ def _ways(family: Family) -> dict[str, dict[str, Any]]:
         "beams": {"num_beams": 2},
         "assisted": {"prompt_lookup_num_tokens": 2},
     }
+    if cache := quantized():
+        ways["quantized"] = {"cache_implementation": "quantized", "cache_config": cache}
+    return ways
+
+
+def quantized() -> dict[str, Any] | None:
+    """A quantized cache of transformers whose backend is there; None if none is.
+
+    hqq's is not compared: it searches for scales step by step, and a rounding decides where that ends.
+    """
+    if hasattr(cache_utils, "Fp8QuantizedLayer"):  # not in the oldest releases
+        return {"backend": "fp8"}
+    if is_optimum_quanto_available():
+        return {"backend": "quanto", "nbits": 4, "q_group_size": 8, "residual_length": 2}
+    return None
 
 
 def _run(model: Any, family: Family, way: str, options: dict[str, Any]) -> Any:
     torch.manual_seed(0)
     if way in ("logits", "padded"):
         return _logits(model, family, way == "padded")
+    if way == "compiled":
+        return _compiled(model, family)
     greedy = {"max_new_tokens": STEPS, "min_new_tokens": STEPS, "do_sample": False, "return_dict_in_generate": True}
     rows = 1 if way == "assisted" else 2
     made = model.generate(_tokens(rows), output_logits=True, **greedy, **options)
     return made.sequences, torch.stack(made.logits).double()
+
+
+@torch.no_grad()
+def _compiled(model: Any, family: Family) -> torch.Tensor:
+    """Logits of the compiled model, and those of a step with the cache that the model itself has filled."""
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager")
+    found = [_logits(compiled, family, padded=False).flatten()]
+    if family.kind == "causal":
+        cache = getattr(model(_tokens(), use_cache=True), "past_key_values", None)
+        if cache is not None:
+            step = compiled(_tokens(count=1), past_key_values=cache, use_cache=True)
+            found += [step.logits.double().flatten(), model(_tokens(count=1), past_key_values=cache).logits.flatten()]
+    return torch.cat(found)
 
 
 def _difference(plain: Any, ours: Any) -> float:
@@ -339,6 +376,18 @@ def examine(family: Family) -> Verdict:
     verdict.differences |= trial.differences
     verdict.notes += [note for note in trial.notes if note not in verdict.notes]
     _compare_roughly(verdict, family)
+    return verdict
+
+
+def examine_compiled(family: Family) -> Verdict:
+    """The same under torch.compile, where the model's own code is to run."""
+    try:
+        model = make(family, dtype=torch.float32)
+    except Exception as error:
+        return Verdict(family.name, family.kind, "not made", notes=[_short(error)])
+    with accelerate(model) as handle:
+        verdict = Verdict(family.name, family.kind, _ours(handle))
+    _compare(verdict, model, family, "float32", "compiled", {})
     return verdict
 
 
@@ -456,30 +505,31 @@ def _time_limit() -> Iterator[None]:
     def stop(*_: object) -> None:
         raise TimeoutError(f"more than {SECONDS} s")
 
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(SECONDS)
+    before = signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)
     try:
         yield
     finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
 
 
-def table(verdicts: list[Verdict]) -> str:
-    """The page."""
-    counts = Counter(verdict.verdict for verdict in verdicts)
+def table(every: list[Verdict]) -> str:
+    """The page: counts of each release of transformers, and of the installed one what was found."""
+    verdicts = [verdict for verdict in every if verdict.release == transformers.__version__]
+    cache = quantized()
     made = [verdict for verdict in verdicts if verdict.verdict != "not made"]
     lines = [
         "# transformers' families, plain against accelerated",
         "",
         f"Written by `make transformers-families`, with transformers {transformers.__version__}, torch "
         f"{torch.__version__}: every language model that can be made tiny with random weights, without a network. What "
-        "is compared, and within which bounds: `tools/transformers_families.py`.",
+        "is compared, and within which bounds: `tools/transformers_families.py`. Quantized caches: "
+        + (f"those of the backend {cache['backend']}." if cache else "not compared, no backend is installed."),
         "",
-        "| " + " | ".join(["families", "made", "whole", "parts", "left alone", "different"]) + " |",
-        "|---|---|---|---|---|---|",
-        f"| {len(verdicts)} | {len(made)} | {counts['whole']} | {counts['parts']} | {counts['left alone']} | "
-        f"{counts['DIFFERENT']} |",
+        "| " + " | ".join(["transformers", "families", "made", "whole", "parts", "left alone", "different"]) + " |",
+        "|---|---|---|---|---|---|---|",
+        *_counts(every),
         "",
         "*Whole*: decoder layers run on our ops. *Parts*: attention, linear layers or norms do. *Left alone*: nothing "
         "does. The difference is the largest of all comparisons, in parts of the largest logit. int8: mean error over "
@@ -502,10 +552,24 @@ def table(verdicts: list[Verdict]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _counts(every: list[Verdict]) -> Iterator[str]:
+    for release in sorted({verdict.release for verdict in every}, key=_numbers, reverse=True):
+        counts = Counter(verdict.verdict for verdict in every if verdict.release == release)
+        found = [counts[name] for name in ("whole", "parts", "left alone", "DIFFERENT")]
+        yield "| " + " | ".join(map(str, [release, counts.total(), sum(found), *found])) + " |"
+
+
+def _numbers(release: str) -> list[int]:
+    return [int(part) for part in re.findall(r"\d+", release)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", help="families; all, and the page, if none")
-    parser.add_argument("--results", type=Path, help="a file of results, one a line, to go on with")
+    parser.add_argument("--compile", action="store_true", help="what torch.compile makes of them; no page")
+    parser.add_argument(
+        "--results", type=Path, help="a file of results, one a line, to go on with; of several releases"
+    )
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)  # the models are tiny: threads would only wait for each other
@@ -514,24 +578,25 @@ def main() -> None:
     if options.results is not None and options.results.exists():
         for line in options.results.read_text().splitlines():
             verdict = Verdict(**json.loads(line))
-            done[verdict.family, verdict.kind] = verdict
+            done[verdict.release, verdict.family, verdict.kind] = verdict
     for family in families():
-        if (options.names and family.name not in options.names) or (family.name, family.kind) in done:
+        key = transformers.__version__, family.name, family.kind
+        if (options.names and family.name not in options.names) or key in done:
             continue
         try:
             with _time_limit():
-                verdict = examine(family)
+                verdict = examine_compiled(family) if options.compile else examine(family)
         except TimeoutError as error:
             verdict = Verdict(family.name, family.kind, "not made", notes=[_short(error)])
         except Exception as error:  # ours
             verdict = Verdict(family.name, family.kind, "DIFFERENT", notes=[_short(error)])
-        done[family.name, family.kind] = verdict
+        done[key] = verdict
         line = f"{verdict.kind:16}{verdict.family:24}{verdict.verdict:12}{verdict.largest:9.1e}"
         print(line, verdict.notes, flush=True)
         if options.results is not None:
             with options.results.open("a") as file:
                 file.write(json.dumps(asdict(verdict)) + "\n")
-    if not options.names:
+    if not options.names and not options.compile:
         PAGE.write_text(table(list(done.values())), encoding="utf-8")
     sys.exit(any(verdict.verdict == "DIFFERENT" for verdict in done.values()))
 

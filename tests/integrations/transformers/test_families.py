@@ -43,6 +43,7 @@ def test_the_families_that_were_wrong_are_not() -> None:
     for verdict in found.values():
         assert verdict.verdict in ("whole", "parts"), verdict
         assert len(verdict.differences) >= 4, verdict
+    assert sweep.quantized() is None or "float64 quantized" in found["llama", "causal"].differences
     assert {name for (name, _), verdict in found.items() if verdict.verdict == "whole"} >= {
         "llama",
         "gpt2",

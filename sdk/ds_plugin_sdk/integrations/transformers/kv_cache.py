@@ -89,12 +89,26 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not t
 
 def growing_layer(cache: Cache | None, index: int) -> GrowingLayer | None:
     """The layer of a cache, exchanged for one that grows if it is a plain one and still empty; None for other kinds."""
-    if cache is None or getattr(cache, "offloading", True):
+    if cache is None or getattr(cache, "offloading", True) or not _is_updated_as_written(cache):
         return None
-    if cache.layer_class_to_replicate is DynamicLayer:
-        while len(cache.layers) <= index:
-            cache.layers.append(GrowingLayer())
-    layer = cache.layers[index]
-    if type(layer) is DynamicLayer and not layer.is_initialized:
+    while cache.layer_class_to_replicate is DynamicLayer and len(cache.layers) <= index:
+        cache.layers.append(GrowingLayer())
+    layer = cache.layers[index] if index < len(cache.layers) else None
+    if type(layer) is DynamicLayer and not layer.is_initialized and "update" not in vars(layer):
         layer = cache.layers[index] = GrowingLayer()
-    return layer if isinstance(layer, GrowingLayer) else None
+    return layer if type(layer) is GrowingLayer and "update" not in vars(layer) else None
+
+
+def _is_updated_as_written(cache: Cache) -> bool:
+    """Whether `update` is transformers' own: a subclass's, or a patch, may give other keys than it is given."""
+    return getattr(cache.update, "__func__", None) is _UPDATES[0] and (Cache.update, DynamicLayer.update) == _UPDATES
+
+
+def _as_written(kind: type) -> Any:
+    update = vars(kind)["update"]
+    written = (update.__module__, update.__qualname__) == (kind.__module__, f"{kind.__qualname__}.update")
+    return update if written and not hasattr(update, "__wrapped__") else None
+
+
+# What a growing layer does in their place.
+_UPDATES = (_as_written(Cache), _as_written(DynamicLayer))
