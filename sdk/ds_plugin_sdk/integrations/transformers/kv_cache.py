@@ -93,7 +93,7 @@ def growing_layer(cache: Cache | None, index: int) -> GrowingLayer | None:
         return None
     while cache.layer_class_to_replicate is DynamicLayer and len(cache.layers) <= index:
         cache.layers.append(GrowingLayer())
-    layer = cache.layers[index] if index < len(cache.layers) else None
+    layer: Any = cache.layers[index] if index < len(cache.layers) else None
     if type(layer) is DynamicLayer and not layer.is_initialized and "update" not in vars(layer):
         layer = cache.layers[index] = GrowingLayer()
     return layer if type(layer) is GrowingLayer and "update" not in vars(layer) else None
