@@ -394,10 +394,10 @@ def examine_compiled(family: Family) -> Verdict:
 def _compare(verdict: Verdict, model: Any, family: Family, dtype: str, way: str, options: dict[str, Any]) -> None:
     try:
         plain = _run(model, family, way, options)
-    except Exception as error:  # the plain model cannot
+        again = _difference(plain, _run(model, family, way, options))
+    except Exception as error:  # the plain model cannot, or not twice
         verdict.notes.append(f"{way}: {_short(error)}")
         return
-    again = _difference(plain, _run(model, family, way, options))
     if again > BOUNDS[dtype]:
         verdict.notes.append(f"{way}: the plain model differs from itself")
         return
