@@ -51,30 +51,40 @@ struct Before {
 };
 
 __global__ void __launch_bounds__(kThreads) sort_kernel(const TokenRows r) {
+  constexpr unsigned kNone = ~0u;
   __shared__ int counts[kCounted];
+  __shared__ unsigned next;  // the smallest token beyond those that are counted: no sequence is too long
   const int thread = static_cast<int>(threadIdx.x);
   const int32_t* from = r.from + blockIdx.x * r.reserved;
   int32_t* to = r.to + blockIdx.x * r.reserved;
-  int64_t first = 0;
+  unsigned first = 0;
   do {
     for (int i = thread; i < kCounted; i += kThreads) counts[i] = 0;
+    if (thread == 0) next = kNone;
     __syncthreads();
+    unsigned later = kNone;
     for (int64_t i = thread; i < r.reserved; i += kThreads) {
-      const int64_t index = checked(from[i], r.sequence) - first;
-      if (index >= 0 && index < kCounted) atomicAdd(&counts[index], 1);
+      const unsigned index = checked(from[i], r.sequence);
+      if (index < first) continue;
+      if (index - first < kCounted) {
+        atomicAdd(&counts[index - first], 1);
+      } else if (index < later) {
+        later = index;
+      }
     }
+    if (later != kNone) atomicMin(&next, later);
     __syncthreads();
     int own = 0;
     for (int i = 0; i < kEach; ++i) own += counts[thread * kEach + i];
     const Before before(own);
-    int32_t* next = to + before.mine;
+    int32_t* at = to + before.mine;
     for (int i = thread * kEach; i < (thread + 1) * kEach; ++i) {
-      for (int count = counts[i]; count > 0; --count) *next++ = static_cast<int32_t>(first + i);
+      for (int count = counts[i]; count > 0; --count) *at++ = static_cast<int32_t>(first + i);
     }
     to += before.all;
-    first += kCounted;
+    first = next;
     __syncthreads();  // the counts have been read
-  } while (first < r.sequence);
+  } while (first != kNone);
 }
 
 // ---- tokens ------------------------------------------------------------------------------------------------------

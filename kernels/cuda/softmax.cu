@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(kMaxRowThreads) softmax_kernel(const Scores s)
   const int64_t index = blockIdx.x, query = index % s.queries;
   const int64_t head = index / s.queries % s.heads, batch = index / s.queries / s.heads;
   const int64_t position = s.keys - s.queries + query;
-  // Keys outside of [begin, end) take no part: their results are zero.
+  // Keys outside of [begin, end) take no part: their results are zero, unless the row has a NaN.
   const int64_t last = position + 1 < 0 ? 0 : position + 1 < s.keys ? position + 1 : s.keys;
   const int64_t end = s.causal ? last : s.keys, seen = position + 1 - s.window;
   const int64_t begin = s.window == 0 || seen < 0 ? 0 : seen < end ? seen : end;
@@ -62,11 +62,12 @@ __global__ void __launch_bounds__(kMaxRowThreads) softmax_kernel(const Scores s)
   const float shift = top == -kInfinity ? 0.f : top;
   const float sum = row.sum([=](float x) { return __expf(x - shift); });
   const float factor = sum == 0 ? 0.f : 1.f / sum;
+  const float outside = factor == factor ? 0.f : factor;  // a NaN reaches the whole row
   auto* output = static_cast<Element*>(s.output) + index * s.keys;
   row.for_each([=](int64_t i, float(&x)[pack]) {
     float y[pack];
 #pragma unroll
-    for (int j = 0; j < pack; ++j) y[j] = i + j < begin || i + j >= end ? 0.f : __expf(x[j] - shift) * factor;
+    for (int j = 0; j < pack; ++j) y[j] = i + j < begin || i + j >= end ? outside : __expf(x[j] - shift) * factor;
     store<pack>(output + i, y);
   });
 }

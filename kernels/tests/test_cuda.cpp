@@ -763,6 +763,7 @@ int main(int argc, char**) {
     check_token_sort(2, reserved, 100);
     check_token_sort(2, reserved, 10'000);  // more than a block counts at once
   }
+  check_token_sort(3, 40, INT32_MAX);  // nowhere near as many tokens as the sequence has
   for (const int64_t bytes : {0, 1, 6, 12, 64, 262, 8192}) check_tokens(bytes, true), check_tokens(bytes, false);
   for (const int64_t reserved : {0, 1, 20, 300}) {
     check_mask<uint8_t>(reserved), check_mask<uint16_t>(reserved);

@@ -54,7 +54,9 @@ struct LambSums {
 DS_KERNELS_INLINE double lamb_ratio(LambSums sums, const LambStep& s) {
   if (sums.param == 0 || sums.update == 0) return 1;
   const double ratio = std::sqrt(sums.param) / std::sqrt(sums.update);
-  return ratio > s.max_coeff ? s.max_coeff : ratio < s.min_coeff ? s.min_coeff : ratio;
+  // As torch.clamp: a NaN stays, a limit's too, and the upper limit wins.
+  const double least = ratio < s.min_coeff || s.min_coeff != s.min_coeff ? s.min_coeff : ratio;
+  return least > s.max_coeff || s.max_coeff != s.max_coeff ? s.max_coeff : least;
 }
 
 // The sums over a tensor from those over its parts. Every sum is of terms that are not negative, so its relative error

@@ -357,6 +357,13 @@ T atomicMax(T* to, T value) {
   }
   return before;
 }
+template <class T>
+T atomicMin(T* to, T value) {
+  T before = __atomic_load_n(to, __ATOMIC_RELAXED);
+  while (value < before && !__atomic_compare_exchange_n(to, &before, value, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+  }
+  return before;
+}
 // Four bytes of eight: those of `a` are 0 to 3, those of `b` 4 to 7.
 inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
   const uint64_t bytes = a | uint64_t(b) << 32;

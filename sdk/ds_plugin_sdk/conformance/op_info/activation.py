@@ -20,9 +20,9 @@ def _activate(x: Tensor, activation: str) -> Tensor:
     if activation == "relu":
         return x.clamp(min=0)
     if activation == "gelu":
-        return x / 2 * (1 + torch.erf(x / 2**0.5))
-    if activation == "gelu_tanh":
-        return x / 2 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)))
+        return x / 2 * torch.erfc(-x / 2**0.5)
+    if activation == "gelu_tanh":  # x/2 (1 + tanh u), which loses nothing where tanh is near -1
+        return x / (1 + torch.exp(-2 * (2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)))
     return x / (1 + torch.exp(-x)) if activation == "silu" else x
 
 
