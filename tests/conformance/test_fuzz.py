@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -64,6 +66,61 @@ def test_a_defect_is_found(defect: str, said: str, monkeypatch: pytest.MonkeyPat
     fuzz.start(target)
     failures = [fuzz.run(target, Fuzzed("rms_norm", "float32", seed, 200)).failure for seed in range(60)]
     assert any(said in failure for failure in failures), failures
+
+
+def _spoilt(op: str, spoil: Callable[[Tensor], None]) -> Any:
+    """An op whose kernel is wrong; its reference, which `compare` calls next, is not."""
+    info = op_info.find(op)
+    calls = itertools.count()
+
+    def function(**arguments: Any) -> Any:
+        results = info.function(**arguments)
+        if next(calls) % 2 == 0:
+            changed = arguments[info.written[0]] if info.written else results
+            spoil(changed[0] if isinstance(changed, list | tuple) else changed)
+        return results
+
+    return dataclasses.replace(info, function=function)
+
+
+def _lose_last(levels: Tensor) -> None:
+    levels.view(-1)[-1:] = 0
+
+
+def _turn_huge(result: Tensor) -> None:
+    result[result > 1e15] *= -1
+
+
+def _shift_small(result: Tensor) -> None:
+    result[result.abs() < 4] += 1e-2
+
+
+@pytest.mark.parametrize(
+    ("op", "kind", "spoil"),
+    [
+        ("quantize", "layout", _lose_last),
+        ("fake_quantize_", "layout", _lose_last),
+        ("lion_", "layout", _lose_last),
+        ("bias_activation", "extreme", _turn_huge),
+        ("bias_activation", "extreme", _shift_small),
+        ("softmax", "special", lambda result: result.nan_to_num_(0.0)),
+    ],
+)
+def test_a_defect_is_found_where_rounding_decides(op: str, kind: str, spoil: Callable[[Tensor], None]) -> None:
+    """Of levels, whose last bit may be either; beside huge values; and of NaN."""
+    target = Target.find("cpu")
+    fuzz.start(target)
+    found = []
+    for seed in range(4):
+        arguments = Fuzzed(op, "float32", seed, 40).arguments()
+        first = next(name for name, value in arguments.items() if isinstance(value, Tensor | list))
+        given = arguments[first]
+        value = {"layout": 1.0, "extreme": 1e16, "special": torch.nan}[kind]
+        if isinstance(given, Tensor) and given.numel():
+            given.view(-1)[0] *= value
+        found.append(fuzz.compare(target, _spoilt(op, spoil), arguments, {}, {kind})[0])
+        assert fuzz.compare(target, op_info.find(op), arguments, {}, {kind}) == ("", False)
+    assert any("times the allowed error" in failure for failure in found), found
 
 
 def test_a_failure_is_made_smaller_and_a_crash_is_one(monkeypatch: pytest.MonkeyPatch) -> None:

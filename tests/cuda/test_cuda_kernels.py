@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+import edges
 from ds_plugin_sdk.settings import child_environment
 
 # A few cases of each family: cheap ones, that cover numbers, layouts, errors and repeatability. All of them:
@@ -60,3 +61,20 @@ def test_the_kernels_hold_the_contract_on_the_cpu(masked: dict[str, str]) -> Non
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{len(CASES)} passed" in done.stdout, done.stdout
+
+
+@pytest.mark.compiler
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_calls_at_the_edges_on_the_cpu() -> None:
+    """In a process of its own, as above."""
+    path = ":".join(path for path in sys.path if path)
+    done = subprocess.run(
+        [sys.executable, edges.__file__, "cuda_on_host:CudaOnHost"],
+        env=child_environment(PYTHONPATH=path, DS_ACCELERATOR="cpu", CXXFLAGS="-O0"),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=880,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
