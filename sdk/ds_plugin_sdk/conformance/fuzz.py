@@ -492,7 +492,8 @@ def _overflowed(
         return nothing
     sizes = [t.double().abs() for value in arguments.values() for t in _flat(value) if t.is_floating_point()]
     given = torch.cat([t.flatten() for t in sizes if not t.is_meta] or [torch.zeros(1, dtype=torch.float64)])
-    result = max((t.double().abs().max().item() for t in expected or () if t.numel() and not t.is_meta), default=0.0)
+    results = (t.double().abs().nan_to_num(0.0, 0.0, 0.0) for t in expected or () if t.numel() and not t.is_meta)
+    result = max((t.max().item() for t in results), default=0.0)
     # A result that is kept on the way may be of the op's dtype, and so are the sums of an op that rounds them.
     rounds = _lost(info, ours.dtype) > 1e-4
     most = 1e3 if rounds and ours.dtype == torch.float16 else 1e16
@@ -532,7 +533,7 @@ def _compare(
     if moved is not None:
         error = 4 * ((theirs.double() - exact).abs().nan_to_num(0.0, 0.0, 0.0) + moved)
         near = (ours.double() - exact).abs() <= rtol * exact.abs() + atol + error
-        exact = torch.where(near | moved.isinf(), ours.double(), exact)
+        exact = torch.where(near | (moved.isinf() & exact.isfinite()), ours.double(), exact)
     # An infinity times what is 0 in float32 or in float64 alone is NaN there.
     either = (ours.isnan() & exact.isinf()) | (ours.isinf() & exact.isnan())
     wrong = op_info.close_to(
