@@ -125,7 +125,9 @@ def test_gated_layers(
     the tolerance: 1 / (hidden * sqrt(intermediate)). That of bfloat16 is its rounding's.
     """
     batch, tokens, hidden, intermediate = shape
-    theirs = module(config(hidden_size=hidden, intermediate_size=intermediate, num_attention_heads=1)).to(dtype)
+    # The heads do not matter; a configuration is rejected without rotary angles for them.
+    sizes = config(hidden_size=hidden, intermediate_size=intermediate, num_attention_heads=1, head_dim=2)
+    theirs = module(sizes).to(dtype)
     for layer in (theirs.gate_proj, theirs.up_proj, theirs.down_proj):
         nn.init.normal_(layer.weight, std=layer.in_features**-0.5)
     x = _random(batch, tokens, hidden, dtype=dtype)
