@@ -66,6 +66,7 @@ def test_the_kernels_hold_the_contract_on_the_cpu(masked: dict[str, str]) -> Non
 @pytest.mark.compiler
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+@pytest.mark.usefixtures("compiled_once")
 def test_calls_at_the_edges_on_the_cpu() -> None:
     """In a process of its own, as above."""
     path = ":".join(path for path in sys.path if path)
