@@ -139,6 +139,22 @@ def test_an_argument_that_nobody_knows_goes_to_torchs_attention(monkeypatch: pyt
     assert seen["block_index"] == 7
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+def test_a_query_that_may_attend_to_nothing_is_finite_in_a_files_own_attention(dtype: torch.dtype) -> None:
+    """As padding on the left has it; such functions compute their softmax in float32."""
+    from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
+
+    from ds_plugin_sdk.integrations.transformers import attention
+
+    module = torch.nn.Module().eval()
+    module.num_key_value_groups = 1  # type: ignore[assignment]  # an attribute that the function reads
+    query, key, value = (torch.randn(2, 1, 3, 8, dtype=dtype) for _ in range(3))
+    mask = torch.ones(2, 1, 3, 3, dtype=torch.bool).tril()
+    mask[1, :, 0] = False
+    attended, _ = attention._eager(eager_attention_forward, module, query, key, value, mask, scaling=0.3, dropout=0.0)
+    assert attended.isfinite().all()
+
+
 def test_a_layer_with_an_argument_that_nobody_knows_runs_its_own_code() -> None:
     model = make("llama")
     layer = model.model.layers[0]

@@ -180,7 +180,8 @@ def _eager(
     if mask is None and causal and tokens > 1:
         mask = torch.ones((tokens, positions), dtype=torch.bool, device=query.device).tril()[None, None]
     if mask is not None and mask.dtype == torch.bool:
-        lowest = torch.finfo(query.dtype).min
+        # Softmaxes of these functions are in float32, where the lowest number of float64 is minus infinity.
+        lowest = max(torch.finfo(query.dtype).min, torch.finfo(torch.float32).min)
         mask = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill(~mask, lowest)
     if scaling is not None:
         kwargs["scaling"] = scaling
