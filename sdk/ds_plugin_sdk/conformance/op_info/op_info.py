@@ -65,6 +65,7 @@ class OpInfo:
         nan: whether a NaN in a floating-point argument may be tried.
         finite: names of arguments in which `sdk fuzz` tries neither NaN nor infinity.
         levels: whether a result is rounded to few levels or signs, so that the last bit of a number may decide.
+        plain: whether the reference is a call or two of torch's own kernels, so that no other kernel is wanted.
     """
 
     name: str
@@ -87,6 +88,7 @@ class OpInfo:
     nan: bool = True
     finite: tuple[str, ...] = ()
     levels: bool = False
+    plain: bool = False
 
     @property
     def overload(self) -> Any:

@@ -222,5 +222,6 @@ OPS = (
         rtol=_EXACT,
         atol=_EXACT,
         any_dtype=("mask",),
+        plain=True,
     ),
 )

@@ -175,6 +175,7 @@ OPS = (
         # torch's own matrix product, which may round its sums' parts.
         atol={torch.float32: 2e-5, torch.bfloat16: 2e-3, torch.float16: 2e-3},
         broadcasts=("dispatch", "tokens"),  # capacity and width belong to one of them alone
+        plain=True,
     ),
     OpInfo(
         name="pad_transform",
@@ -183,5 +184,6 @@ OPS = (
         formula=_pad_transform,
         samples=_pad_samples,
         random=_random_pad,
+        plain=True,
     ),
 )
