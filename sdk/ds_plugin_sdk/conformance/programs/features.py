@@ -35,6 +35,7 @@ from ds_plugin_sdk import provenance
 from ds_plugin_sdk.accelerator import DeepSpeedAccelerator
 from ds_plugin_sdk.conformance.programs import ahead, feature_tasks, free_port
 from ds_plugin_sdk.conformance.target import Target
+from ds_plugin_sdk.errors import OpError
 from ds_plugin_sdk.settings import become
 
 _LAST_LINES = 30
@@ -150,10 +151,11 @@ def _tried(target: Target, task: str, options: Mapping[str, Any]) -> dict[str, A
 
 
 def _limit(error: BaseException) -> str:
-    """The place where DeepSpeed asks for CUDA, if that is what raised."""
+    """The place where DeepSpeed asks for CUDA, or injects layers that do not fit the model, if that is what raised."""
     import deepspeed
 
     root = Path(deepspeed.__file__).parent
+    misfit = isinstance(error, OpError) and error.op == "transformer_inference"
     for cause in _causes(error):
         for name, number in _SOURCE.findall(str(cause)):
             if _CUDA.search(linecache.getline(name, int(number))):
@@ -161,7 +163,7 @@ def _limit(error: BaseException) -> str:
         for frame, line in reversed(list(_frames(cause.__traceback__))):
             file = Path(frame.f_code.co_filename)
             if file.is_relative_to(root):
-                if _CUDA.search(_statement(file, line)):
+                if misfit or _CUDA.search(_statement(file, line)):
                     return _place(file, line, root)
                 break
     return ""
