@@ -28,11 +28,7 @@ def info(request: pytest.FixtureRequest) -> OpInfo:
 @pytest.fixture(scope="session", autouse=True)
 def every_kernel(native: Callable[..., None]) -> None:
     """An op that falls back to its reference would not be tested."""
-    native(*sorted({info.family for info in op_info.infos()} - WITHOUT_KERNELS))
-
-
-# Ops in plain torch alone.
-WITHOUT_KERNELS = {"evoformer_attn"}
+    native(*sorted({info.family for info in op_info.infos()}))
 
 
 def samples(info: OpInfo, dtype: torch.dtype) -> dict[str, Sample]:
