@@ -146,8 +146,10 @@ def test_a_query_that_may_attend_to_nothing_is_finite_in_a_files_own_attention(d
 
     from ds_plugin_sdk.integrations.transformers import attention
 
-    module = torch.nn.Module().eval()
-    module.num_key_value_groups = 1  # type: ignore[assignment]  # an attribute that the function reads
+    class Ungrouped(nn.Module):
+        num_key_value_groups = 1
+
+    module = Ungrouped().eval()
     query, key, value = (torch.randn(2, 1, 3, 8, dtype=dtype) for _ in range(3))
     mask = torch.ones(2, 1, 3, 3, dtype=torch.bool).tril()
     mask[1, :, 0] = False
