@@ -130,9 +130,9 @@ DS_KERNELS_INLINE void dot_tile(const Dots& dots, const Weight* weight, const fl
 
 // ---- int8 weights with inputs in 16 bits ------------------------------------------------------------------------
 //
-// AVX512-VNNI multiplies and adds pairs of 16-bit integers: a third of the instructions that floats take. Inputs that
-// were 16-bit floats lose next to nothing: a group's scale is a power of two, so what is at least 2^-7 of the group's
-// largest element (bfloat16) is exact, and the error of all others is below 2^-15 of that.
+// AVX2 and AVX512-VNNI multiply and add pairs of 16-bit integers: a third of the instructions that floats take. Inputs
+// that were 16-bit floats lose next to nothing: a group's scale is a power of two, so what is at least 2^-7 of the
+// group's largest element (bfloat16) is exact, and the error of all others is below 2^-15 of that.
 
 // Inputs in 16 bits: value * scale of its group.
 struct ShortInputs {
@@ -140,48 +140,89 @@ struct ShortInputs {
   const float* scales;    // [inputs, groups]
 };
 
-constexpr int64_t kShortStep = 32;
-// More columns in a group could overflow 32 bits.
-constexpr int64_t kMostShortColumns = 4096;
+// Columns of one instruction.
+constexpr int64_t kShortStep = kVectorBytes / 2;
+// More columns in a group could overflow 32 bits: two in a lane at a time, each product at most 2^22.
+constexpr int64_t kMostShortColumns = 128 * kShortStep;
 
-#ifdef __AVX512F__
+#if defined(__AVX512F__)
 constexpr bool kShortInputs = true;
+typedef __m512i ShortVector;
+
+DS_KERNELS_INLINE ShortVector load_bytes(const int8_t* from) {
+  __m256i bytes;
+  __builtin_memcpy(&bytes, from, sizeof bytes);
+  return _mm512_maskz_cvtepi8_epi16(0xffffffff, bytes);
+}
 
 // sums + products of pairs. By its name, so that this level's binary also runs where there is no such instruction:
 // the binding asks the CPU before it makes short inputs.
-DS_KERNELS_INLINE __m512i add_pairs(__m512i sums, __m512i a, __m512i b) {
+DS_KERNELS_INLINE ShortVector add_pairs(ShortVector sums, ShortVector a, ShortVector b) {
   __asm__("vpdpwssd %2, %1, %0" : "+v"(sums) : "v"(a), "v"(b));
   return sums;
+}
+
+DS_KERNELS_INLINE Floats floats_of(ShortVector sums) { return (Floats)_mm512_maskz_cvtepi32_ps(0xffff, sums); }
+#elif defined(__AVX2__)
+constexpr bool kShortInputs = true;
+typedef __m256i ShortVector;
+
+DS_KERNELS_INLINE ShortVector load_bytes(const int8_t* from) {
+  __m128i bytes;
+  __builtin_memcpy(&bytes, from, sizeof bytes);
+  return _mm256_cvtepi8_epi16(bytes);
+}
+
+// sums + products of pairs.
+DS_KERNELS_INLINE ShortVector add_pairs(ShortVector sums, ShortVector a, ShortVector b) {
+  return _mm256_add_epi32(sums, _mm256_madd_epi16(a, b));
+}
+
+DS_KERNELS_INLINE Floats floats_of(ShortVector sums) { return (Floats)_mm256_cvtepi32_ps(sums); }
+#else
+constexpr bool kShortInputs = false;
+#endif
+
+#if defined(__AVX2__)
+// As above, for one step.
+template <int rows, int inputs>
+DS_KERNELS_INLINE void add_products(ShortVector (&sums)[rows][inputs], const Dots& dots, const int8_t* weight,
+                                    const int16_t* input) {
+  ShortVector values[inputs];
+  DS_KERNELS_UNROLL
+  for (int m = 0; m < inputs; ++m) __builtin_memcpy(&values[m], input + m * dots.columns, sizeof values[m]);
+  DS_KERNELS_UNROLL
+  for (int r = 0; r < rows; ++r) {
+    const ShortVector wide = load_bytes(weight + r * dots.stride);
+    DS_KERNELS_UNROLL
+    for (int m = 0; m < inputs; ++m) sums[r][m] = add_pairs(sums[r][m], wide, values[m]);
+  }
 }
 
 // As above, for groups of whole steps.
 template <int rows, int inputs>
 DS_KERNELS_INLINE void dot_tile(const Dots& dots, const int8_t* weight, const float* scales, const ShortInputs& input,
                                 float* sums, int64_t sums_stride) {
-  const int64_t columns = dots.columns, stride = dots.stride, groups = dots.groups, width = columns / groups;
+  constexpr int64_t line = 64;
+  const int64_t groups = dots.groups, width = dots.columns / groups;
   Floats total[rows][inputs] = {};
   for (int64_t group = 0; group < groups; ++group) {
-    __m512i part[rows][inputs] = {};
-    for (int64_t i = group * width; i < (group + 1) * width; i += kShortStep) {
-      __m512i values[inputs];
+    ShortVector part[rows][inputs] = {};
+    const int64_t end = (group + 1) * width;
+    int64_t i = group * width;
+    for (; i + line <= end; i += line) {
       DS_KERNELS_UNROLL
-      for (int m = 0; m < inputs; ++m) __builtin_memcpy(&values[m], input.values + m * columns + i, sizeof values[m]);
+      for (int r = 0; r < rows; ++r) prefetch(weight + r * dots.stride + i);
       DS_KERNELS_UNROLL
-      for (int r = 0; r < rows; ++r) {
-        if (i % (2 * kShortStep) == 0) prefetch(weight + r * stride + i);
-        __m256i bytes;
-        __builtin_memcpy(&bytes, weight + r * stride + i, sizeof bytes);
-        const __m512i wide = _mm512_maskz_cvtepi8_epi16(0xffffffff, bytes);
-        DS_KERNELS_UNROLL
-        for (int m = 0; m < inputs; ++m) part[r][m] = add_pairs(part[r][m], wide, values[m]);
-      }
+      for (int64_t k = i; k < i + line; k += kShortStep) add_products(part, dots, weight + k, input.values + k);
     }
+    for (; i < end; i += kShortStep) add_products(part, dots, weight + i, input.values + i);
     DS_KERNELS_UNROLL
     for (int r = 0; r < rows; ++r) {
       DS_KERNELS_UNROLL
       for (int m = 0; m < inputs; ++m) {
         const float scale = scales[r * dots.scales_stride + group] * input.scales[m * groups + group];
-        total[r][m] += scale * (Floats)_mm512_maskz_cvtepi32_ps(0xffff, part[r][m]);
+        total[r][m] += scale * floats_of(part[r][m]);
       }
     }
   }
@@ -191,8 +232,6 @@ DS_KERNELS_INLINE void dot_tile(const Dots& dots, const int8_t* weight, const fl
     for (int r = 0; r < rows; ++r) sums[m * sums_stride + r] = sum_of(total[r][m]);
   }
 }
-#else
-constexpr bool kShortInputs = false;
 #endif
 
 // One group of one input in 16 bits, whole vectors of it; gives its scale, or NaN if an element is not finite.

@@ -23,6 +23,7 @@ with warnings.catch_warnings():
     from transformers import cache_utils
 
 from ds_plugin_sdk.integrations.transformers import accelerate, attention_forward, register_attention
+from ds_plugin_sdk.integrations.transformers.replacements import DecoderReplacement
 
 _SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 96}
 _LLAMA = {**_SIZES, "intermediate_size": 48, "num_key_value_heads": 2, "initializer_range": 0.2}
@@ -345,6 +346,88 @@ def test_what_is_done_to_a_projection_counts(change: Callable[[Any], None], when
 
 
 # peft asks transformers for what its next release calls by another name.
+# ---------------------------------------------------------------------- one token after the other
+def assign_weight(attention: Any) -> None:
+    attention.o_proj.weight = nn.Parameter(2 * attention.o_proj.weight.detach())
+
+
+def change_weight_in_place(attention: Any) -> None:
+    with torch.no_grad():
+        attention.o_proj.weight.mul_(2)
+
+
+def give_weight_other_memory(attention: Any) -> None:
+    attention.o_proj.weight.data = 2 * attention.o_proj.weight.data
+
+
+def choose_another_attention(attention: Any) -> None:
+    attention.config = copy.copy(attention.config)
+    attention.config._attn_implementation = "eager"
+    attention.scaling = attention.scaling / 4
+    attention.q_proj.register_forward_hook(lambda module, args, output: 4 * output)
+    attention.o_proj.register_forward_hook(lambda module, args, output: 2 * output)
+
+
+LATE_CHANGES = [*CHANGES, assign_weight, change_weight_in_place, give_weight_other_memory, choose_another_attention]
+
+
+def steps(model: Any, change: Callable[[Any], None] | None, layer: int = 1) -> torch.Tensor:
+    """The logits of a prompt's third token, before which a layer was changed."""
+    cache = transformers.DynamicCache()
+    logits(model, past_key_values=cache)
+    with torch.no_grad():
+        for _ in range(2):
+            model(tokens(count=1), past_key_values=cache)
+        if change is not None:
+            torch.manual_seed(1)
+            change(model.model.layers[layer].self_attn)
+        result: torch.Tensor = model(tokens(count=1), past_key_values=cache).logits
+    return result
+
+
+@pytest.mark.parametrize("change", LATE_CHANGES, ids=lambda change: change.__name__)
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize("weights", [None, "int8"])
+def test_what_is_done_between_two_tokens_counts(change: Callable[[Any], None], layer: int, weights: Any) -> None:
+    expected, unchanged = steps(make("llama"), change, layer), steps(make("llama"), None)
+    assert not torch.allclose(expected, unchanged, atol=0.05), "a change that changes nothing tests nothing"
+    tolerance = 1e-3 if weights is None else 0.1 * float(unchanged.abs().max())
+    model = make("llama")
+    with accelerate(model, weights):
+        torch.testing.assert_close(steps(model, change, layer), expected, rtol=1e-3, atol=tolerance)
+
+
+def test_what_a_layers_hook_does_to_the_next_layer_counts() -> None:
+    """As offloading does, which brings a layer's weights when the one before it runs."""
+
+    def add_hook_that_changes_the_next(attention: Any) -> None:
+        model.model.layers[0].register_forward_hook(lambda *_: assign_weight(model.model.layers[1].self_attn))
+
+    model = make("llama")
+    expected, unchanged = steps(model, add_hook_that_changes_the_next), steps(make("llama"), None)
+    assert not torch.allclose(expected, unchanged, atol=0.05)
+    model = make("llama")
+    with accelerate(model):
+        torch.testing.assert_close(steps(model, add_hook_that_changes_the_next), expected, rtol=1e-3, atol=1e-3)
+
+
+def test_a_step_asks_all_layers_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked one by one, between kernels that read all weights, the questions take a twentieth of a step."""
+    asked = []
+
+    def count(*_: Any) -> None:
+        holds = DecoderReplacement.holds_apart
+        monkeypatch.setattr(
+            DecoderReplacement, "holds_apart", lambda *args, **kwargs: asked.append(1) or holds(*args, **kwargs)
+        )
+
+    model = make("llama")
+    with accelerate(model), CountedCalls() as counted:
+        steps(model, count)
+    assert not asked
+    assert counted.calls["cached_attention"] == 2 * 4
+
+
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_lora_of_peft(when: str) -> None:

@@ -17,11 +17,11 @@ from ds_plugin_sdk.errors import SdkError
 from ds_plugin_sdk.integrations.transformers import families
 from ds_plugin_sdk.integrations.transformers.attention import ATTENTION, register_attention
 from ds_plugin_sdk.integrations.transformers.replacements import (
-    Angles,
     DecoderReplacement,
     LinearReplacement,
     NormReplacement,
     Replacement,
+    Row,
     is_replaced,
 )
 from ds_plugin_sdk.integrations.transformers.understood import (
@@ -170,14 +170,14 @@ def accelerate(model: transformers.PreTrainedModel, weights: Weights = None) -> 
 # ---------------------------------------------------------------------- layers
 def _find_layers(model: nn.Module, packer: Packer, found: _Found) -> None:
     done: set[nn.Module] = set()
-    angles = Angles()
+    rows: dict[str, Row] = defaultdict(Row)  # by what they are in
     for name, module in model.named_modules():
         if module in done:
             continue
         try:
             attention = families.attention_of(module)
             if attention is not None:
-                found.replacements[name] = _decoder(module, attention, packer, angles)
+                found.replacements[name] = _decoder(module, attention, packer, rows[name.rpartition(".")[0]])
                 done.update(module.modules())
             elif isinstance(module, nn.Linear | Conv1D):
                 matrix = Matrix(module)
@@ -189,13 +189,13 @@ def _find_layers(model: nn.Module, packer: Packer, found: _Found) -> None:
             found.left[name] = (name_of(module), str(why))
 
 
-def _decoder(module: nn.Module, attention: nn.Module, packer: Packer, angles: Angles) -> DecoderReplacement:
+def _decoder(module: nn.Module, attention: nn.Module, packer: Packer, row: Row) -> DecoderReplacement:
     check_no_other_forward(module)
     if getattr(attention.config, "_attn_implementation", None) != ATTENTION:
         raise NotUnderstoodError("its attention is not torch's")
     layer = families.describe(module)
     packer.add(*layer.matrices)
-    return DecoderReplacement(module, attention, layer, angles)
+    return DecoderReplacement(module, attention, layer, row)
 
 
 # ---------------------------------------------------------------------- attention

@@ -20,6 +20,7 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not t
     def __init__(self) -> None:
         self._rooms: dict[str, Tensor] = {}
         self._lengths = {"keys": 0, "values": 0}
+        self.is_plain = True  # none of another class of tensors, which may mean something
         super().__init__()
 
     @property
@@ -49,6 +50,7 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not t
         else:
             self._rooms[name] = value
             self._lengths[name] = value.shape[2]
+        self.is_plain = all(type(room) is Tensor for room in self._rooms.values())
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -79,6 +81,9 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not t
         self._lengths["values"] += tokens
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if not self.is_plain or type(key_states) is not Tensor or type(value_states) is not Tensor:
+            appended: tuple[Tensor, Tensor] = super().update(key_states, value_states, *args, **kwargs)
+            return appended
         keys, values, past = self.make_room(key_states, value_states)
         total = past + key_states.shape[2]
         keys[:, :, past:total] = key_states
@@ -96,7 +101,7 @@ def growing_layer(cache: Cache | None, index: int) -> GrowingLayer | None:
     layer: Any = cache.layers[index] if index < len(cache.layers) else None
     if type(layer) is DynamicLayer and not layer.is_initialized and "update" not in vars(layer):
         layer = cache.layers[index] = GrowingLayer()
-    return layer if type(layer) is GrowingLayer and "update" not in vars(layer) else None
+    return layer if type(layer) is GrowingLayer and layer.is_plain and "update" not in vars(layer) else None
 
 
 def _is_updated_as_written(cache: Cache) -> bool:

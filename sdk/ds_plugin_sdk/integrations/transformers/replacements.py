@@ -7,9 +7,11 @@ hooks registered, weights trained, loaded and moved.
 from __future__ import annotations
 
 import inspect
+import operator
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -26,7 +28,7 @@ from ds_plugin_sdk.integrations.transformers.attention import (
 )
 from ds_plugin_sdk.integrations.transformers.decoder import Decoder, ops_for
 from ds_plugin_sdk.integrations.transformers.kv_cache import growing_layer
-from ds_plugin_sdk.integrations.transformers.understood import Norm, Watch, is_plain_inference
+from ds_plugin_sdk.integrations.transformers.understood import Norm, Snapshot, Watch, hooks_of, is_plain_inference
 from ds_plugin_sdk.integrations.transformers.weights import Matrix
 
 # What a decoder layer does with these is known; others may be given if they are None. The encoder's mask has no meaning
@@ -134,34 +136,107 @@ def _state_of(embeddings: tuple[Tensor, Tensor], hidden: Tensor, head_dim: int) 
     return embeddings[0]._version, embeddings[1]._version, hidden.shape, hidden.device, head_dim
 
 
-class DecoderReplacement(Replacement):
-    """A whole decoder layer."""
+class Row:
+    """Decoder layers of a model, one after the other, and what they share in a pass.
 
-    def __init__(self, module: nn.Module, attention: nn.Module, layer: Decoder, angles: Angles) -> None:
-        super().__init__(module)
-        self.layer = layer
-        self._attention: Any = attention
-        self._config = attention.config
-        # A configuration's own attributes are found by Python code, which takes as long as all other checks.
-        self._options = vars(attention.config)
-        self._angles = angles
-        self._names = tuple(inspect.signature(type(module).forward).parameters)[2:]
-        self._watch = Watch.over(module)
+    In a step of one token the first layer asks whether all are what they were found to be. Those after it rely on that
+    as long as each is given the tensor that the one before it has returned: then only the model's own loop has run in
+    between. Asked by each layer, between kernels that read all weights, the same takes several times as long.
+    """
+
+    def __init__(self) -> None:
+        self.replacements: list[DecoderReplacement] = []
+        self.angles = Angles()
+        self._found: _Found | None = None
+        self._step = _Step()
+
+    def forget(self) -> None:
+        """Something may have changed without being seen."""
+        self._found = None
+
+    def holds_for(self, replacement: DecoderReplacement, hidden: Tensor) -> bool:
+        """Whether all layers were asked in this step; False if each has to be asked by itself."""
+        if hidden is self._step.last:
+            return True
+        self._step.last = None
+        if replacement is not self.replacements[0] or hidden.shape[1] != 1:
+            return False
+        if self._found is None and all(each.holds_apart(compare=False) for each in self.replacements):
+            self._found = _Found(self.replacements)
+        elif self._found is not None and not self._found.holds():
+            self._found = None
+        if self._found is not None:
+            self._step.last = hidden
+        return self._found is not None
+
+    def ran(self, hidden: Tensor, result: Tensor) -> None:
+        """A layer has made `result` of `hidden`."""
+        if hidden is self._step.last:
+            self._step.last = result
+
+
+class _Step(threading.local):
+    """The hidden states, ``[batch, 1, hidden]``, that the next layer is given if it is one of a step that was asked."""
+
+    last: Tensor | None = None
+
+
+class _Found:
+    """All layers as they were found."""
+
+    def __init__(self, replacements: Sequence[DecoderReplacement]) -> None:
+        self._replacements = replacements
+        layers = [each.module for each in replacements]
+        # Hooks of the layers themselves are called in between, and may change those that follow.
+        self._watch = Watch.over(*layers, hooks=[found for layer in layers for found in hooks_of(layer)])
+        self._attributes = [vars(layer) for layer in layers]
+        matrices = [place for each in replacements for matrix in each.layer.matrices for place in matrix.held.places]
+        norms = [place for each in replacements for norm in each.layer.norms for place in norm.places()]
+        self._parameters = Snapshot([*matrices, *norms])
 
     def holds(self) -> bool:
-        return self._holds(compare=True)
-
-    def _holds(self, compare: bool) -> bool:
         return (
-            not self.module.training
-            and self._watch.holds()
-            and self._attention.config is self._config
-            and self._options.get("_attn_implementation_internal") == ATTENTION
-            and all(matrix.follow(compare) for matrix in self.layer.matrices)
+            self._watch.holds()
+            and self._parameters.holds()
+            and all(map(operator.is_, map(dict.get, self._attributes, repeat("forward")), self._replacements))
+            and all(each.attends() for each in self._replacements)
         )
+
+
+class DecoderReplacement(Replacement):
+    """A whole decoder layer, one of several in a row."""
+
+    def __init__(self, module: nn.Module, attention: nn.Module, layer: Decoder, row: Row) -> None:
+        super().__init__(module)
+        self.layer = layer
+        self.attention: Any = attention
+        self.config = attention.config
+        # A configuration's own attributes are found by Python code, which takes as long as all other checks.
+        self._options = vars(attention.config)
+        self._row = row
+        self._names = tuple(inspect.signature(type(module).forward).parameters)[2:]
+        self._watch = Watch.over(module)
+        row.replacements.append(self)
+
+    def holds(self) -> bool:
+        return self.holds_apart(compare=True)
+
+    def holds_apart(self, compare: bool) -> bool:
+        """Asked of this layer alone; `compare` as in `Matrix.follow`."""
+        return (
+            self._watch.holds()
+            and self.attends()
+            and all(matrix.follow(compare) for matrix in self.layer.matrices)
+            and all(norm.serves(self.layer.qkv.dtype) for norm in self.layer.norms)
+        )
+
+    def attends(self) -> bool:
+        """Whether its attention is ours still."""
+        return self.attention.config is self.config and self._options.get("_attn_implementation_internal") == ATTENTION
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
+            self._row.forget()
             for matrix in self.layer.matrices:
                 matrix.doubt()
         elif 1 <= len(args) <= 1 + len(self._names):
@@ -169,9 +244,11 @@ class DecoderReplacement(Replacement):
             named = {**dict(zip(self._names, args[1:], strict=False)), **kwargs} if len(args) > 1 else kwargs
             if self._serves(hidden, named):
                 embeddings = named.get("position_embeddings")
-                angles = None if embeddings is None else self._angles.of(embeddings, hidden, self.layer.head_dim)
+                angles = None if embeddings is None else self._row.angles.of(embeddings, hidden, self.layer.head_dim)
                 if (angles is None) != self.layer.rotary:
-                    return self._run(hidden, named.get("attention_mask"), named.get("past_key_values"), angles)
+                    result = self._run(hidden, named.get("attention_mask"), named.get("past_key_values"), angles)
+                    self._row.ran(hidden, result)
+                    return result
         return self.own(*args, **kwargs)
 
     def _serves(self, hidden: Tensor, named: dict[str, Any]) -> bool:
@@ -186,10 +263,9 @@ class DecoderReplacement(Replacement):
             # transformers 5.0 tells static caches where to write.
             and (named.get("cache_position") is None or cache is None or type(cache) is DynamicCache)
             and (named.get("position_embeddings") is None) != layer.rotary
-            and self._holds(compare=hidden.shape[1] > 1)
+            and (self._row.holds_for(self, hidden) or self.holds_apart(compare=hidden.shape[1] > 1))
             and hidden.dtype == layer.qkv.dtype
             and hidden.device == layer.qkv.device
-            and all(norm.serves(hidden.dtype) for norm in layer.norms)
         )
 
     def _run(
@@ -199,7 +275,7 @@ class DecoderReplacement(Replacement):
         cache: Cache | None,
         angles: tuple[Tensor, Tensor] | None,
     ) -> Tensor:
-        scale, attention = self.layer.scale, self._attention
+        scale, attention = self.layer.scale, self.attention
 
         def attend_to_all(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             room = growing_layer(cache, attention.layer_idx)
@@ -248,10 +324,10 @@ def is_replaced(module: nn.Module) -> bool:
 
 
 __all__ = [
-    "Angles",
     "DecoderReplacement",
     "LinearReplacement",
     "NormReplacement",
     "Replacement",
+    "Row",
     "is_replaced",
 ]

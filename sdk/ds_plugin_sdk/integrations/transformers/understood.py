@@ -7,10 +7,12 @@ reason, and stays the model's own code.
 from __future__ import annotations
 
 import functools
+import operator
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import repeat
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +51,11 @@ class Norm:
     parameters: dict[str, nn.Parameter | None]
     eps: float
     rms: bool
+
+    def places(self) -> list[Place]:
+        return [
+            Place(self.parameters, name, counted=False) for name in (("weight",) if self.rms else ("weight", "bias"))
+        ]
 
     def serves(self, dtype: torch.dtype) -> bool:
         """Whether the parameters are plain ones of the input's dtype."""
@@ -96,6 +103,11 @@ def check_own_code(module: nn.Module) -> None:
     written = (code.__module__, code.__qualname__) == (kind.__module__, f"{kind.__qualname__}.forward")
     if not written or hasattr(code, "__wrapped__"):
         raise NotUnderstoodError(f"the forward of {name_of(module)} is not that of its class")
+
+
+def hooks_of(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
+    """What is called around its forward, by number."""
+    return module._forward_hooks, module._forward_pre_hooks
 
 
 def _are_idle(hooks: Iterable[dict[int, Any]]) -> bool:
@@ -212,42 +224,86 @@ def check_code(module: nn.Module, *known: type[nn.Module]) -> None:
 
 
 # ---------------------------------------------------------------------- later
-@dataclass(frozen=True)
-class Watch:
-    """Tells cheaply whether modules are still what they were found to be; asked at every call."""
+# Both of these are asked at each step of a model whose weights have just pushed Python's objects out of the caches:
+# they go over lists by functions in C, and nothing is computed again that can be kept.
+_is_training = operator.itemgetter("training")
+_version, _dtype = operator.attrgetter("_version"), operator.attrgetter("dtype")
 
-    _hooks: tuple[Any, ...]
-    _modules: tuple[tuple[nn.Module, type[nn.Module], dict[str, Any]], ...]
-    _children: list[dict[str, Any]]
-    _known_children: list[dict[str, Any]]
+
+class Watch:
+    """Tells whether modules are still what they were found to be."""
+
+    def __init__(self, hooks: Iterable[dict[int, Any]], replaced: Sequence[nn.Module], inner: Iterable[nn.Module] = ()):
+        """
+        Args:
+            hooks: where there must be none.
+            replaced: modules with another forward, which must keep their class.
+            inner: modules in them, which are not called any more: they must keep all that their calls depend on.
+        """
+        inner = list(inner)
+        self._hooks = (*hooks, *(found for module in inner for found in hooks_of(module)))
+        self._modules = [*replaced, *inner]
+        self._kinds = [*map(type, self._modules)]
+        self._inner = [vars(module) for module in inner]
+        self._not_training = [vars(module) for module in self._modules] if inner else []
+        self._children = [module._modules for module in self._modules if module._modules]
+        self._known_children = [dict(each) for each in self._children]
 
     @classmethod
     def alone(cls, module: nn.Module) -> Watch:
-        """A module whose forward is replaced: its hooks are still called, but may be there to change its parameters."""
-        return cls(
-            (module._forward_hooks, module._forward_pre_hooks), ((module, type(module), {"training": False}),), [], []
-        )
+        """A module without others in it: its hooks are still called, but may be there to change its parameters."""
+        return cls(hooks_of(module), [module])
 
     @classmethod
-    def over(cls, layer: nn.Module) -> Watch:
-        """A layer whose forward is replaced, and the modules in it, which are not called any more."""
-        inner = list(layer.modules())[1:]
-        hooks = [d for module in inner for d in (module._forward_hooks, module._forward_pre_hooks)]
-        children = [module._modules for module in (layer, *inner) if module._modules]
-        return cls(
-            (*_GLOBAL_HOOKS, *hooks),
-            tuple((module, type(module), vars(module)) for module in inner),
-            children,
-            [dict(each) for each in children],
-        )
+    def over(cls, *layers: nn.Module, hooks: Iterable[dict[int, Any]] = ()) -> Watch:
+        """Layers with all modules in them; `hooks` of others that must not be there."""
+        return cls((*_GLOBAL_HOOKS, *hooks), layers, [m for layer in layers for m in list(layer.modules())[1:]])
 
     def holds(self) -> bool:
         """No hooks, no other forward, no other class, no other children, no training mode."""
-        if any(self._hooks) and not _are_idle(self._hooks):
-            return False
-        for module, kind, attributes in self._modules:
-            if module.__class__ is not kind or attributes["training"]:
-                return False
-            if "forward" in attributes and not _is_forward_of(module, attributes["forward"]):
-                return False
-        return self._children == self._known_children
+        return (
+            (not any(self._hooks) or _are_idle(self._hooks))
+            and [*map(type, self._modules)] == self._kinds
+            and not any(map(_is_training, self._not_training))
+            and (not any(map(operator.contains, self._inner, repeat("forward"))) or self._have_their_forwards())
+            and self._children == self._known_children
+        )
+
+    def _have_their_forwards(self) -> bool:
+        inner = self._modules[-len(self._inner) :]
+        return all("forward" not in vars(module) or _is_forward_of(module, vars(module)["forward"]) for module in inner)
+
+
+class Place(NamedTuple):
+    """Where a parameter is kept, and whether changes of its numbers matter, as far as torch counts them."""
+
+    owner: dict[str, nn.Parameter | None]
+    name: str
+    counted: bool
+
+
+class Snapshot:
+    """Parameters as they are now; `holds` tells later whether their places have the same ones, in the same memory."""
+
+    def __init__(self, places: Iterable[Place] = ()) -> None:
+        self.places = tuple(places)
+        self._owners = [place.owner for place in self.places]
+        self._names = [place.name for place in self.places]
+        self._all = [*map(dict.get, self._owners, self._names)]
+        self.parameters: list[nn.Parameter] = [parameter for parameter in self._all if parameter is not None]
+        self.addresses = [*map(Tensor.data_ptr, self.parameters)]
+        self._dtypes = [*map(_dtype, self.parameters)]
+        self._counted = [p for p, place in zip(self._all, self.places, strict=True) if p is not None and place.counted]
+        self._versions = [*map(_version, self._counted)]
+
+    def holds(self) -> bool:
+        return (
+            all(map(operator.is_, map(dict.get, self._owners, self._names), self._all))
+            and [*map(Tensor.data_ptr, self.parameters)] == self.addresses
+            and [*map(_dtype, self.parameters)] == self._dtypes
+            and [*map(_version, self._counted)] == self._versions
+        )
+
+    def counts(self, parameter: nn.Parameter) -> bool:
+        """Whether changes of its numbers matter."""
+        return any(parameter is counted for counted in self._counted)

@@ -16,6 +16,8 @@ from transformers.pytorch_utils import Conv1D
 
 from ds_plugin_sdk.integrations.transformers.understood import (
     NotUnderstoodError,
+    Place,
+    Snapshot,
     check_own_code,
     check_parameter,
     name_of,
@@ -40,16 +42,6 @@ class Contents(NamedTuple):
     scales: Tensor | None = None
 
 
-class _Held(NamedTuple):
-    """A parameter as it was when it was packed: where it is kept, its address, and how often it had been changed."""
-
-    owner: dict[str, nn.Parameter | None]
-    name: str
-    parameter: nn.Parameter | None
-    address: int
-    version: int | None  # None: its memory is the matrix's, so that changes need not be followed
-
-
 class Matrix:
     """The weights of one linear layer, or of several with the same input, one after the other.
 
@@ -66,7 +58,7 @@ class Matrix:
         self.dtype: torch.dtype  # of the parameters when `contents` were made, as is the device
         self.device: torch.device
         self._int8 = False
-        self._held: tuple[_Held, ...] = ()
+        self.held = Snapshot()  # of the parameters when `contents` were made
         self._doubted = False
         self._samples: list[Tensor] = []
         for layer in layers:
@@ -95,10 +87,10 @@ class Matrix:
             self._samples = [_sample(_weight(layer)) for layer in self.layers]
         else:
             self.contents = Contents(_move(arena, [_rows(layer) for layer in self.layers], self._set_rows), bias)
-        self._held = tuple(
-            _Held(layer._parameters, name, parameter, *self._state(name, parameter))
+        self.held = Snapshot(
+            Place(layer._parameters, name, counted=int8 and name == "weight")  # else their memory is the matrix's
             for layer in self.layers
-            for name, parameter in layer._parameters.items()
+            for name in layer._parameters
         )
         self._doubted = False
 
@@ -112,16 +104,8 @@ class Matrix:
         Args:
             compare: look at a sample of the parameters too, for changes that torch does not count: through ``.data``.
         """
-        if not self._doubted and not (compare and self._int8 and self._differs()):
-            for owner, name, parameter, address, version in self._held:
-                if owner.get(name) is not parameter:
-                    break
-                if parameter is not None and (
-                    parameter.data_ptr() != address or (version is not None and parameter._version != version)
-                ):
-                    break
-            else:
-                return True
+        if not self._doubted and not (compare and self._int8 and self._differs()) and self.held.holds():
+            return True
         return self._pack_again()
 
     def _pack_again(self) -> bool:
@@ -138,7 +122,7 @@ class Matrix:
         for layer in self.layers:
             _check_parameters(layer)
         self.dtype, self.device = _weight(self.layers[0]).dtype, _weight(self.layers[0]).device
-        ours = {held.address for held in self._held}
+        ours = set(self.held.addresses)
         for parameter in self.parameters:
             if parameter.dtype != self.dtype or parameter.device != self.device:
                 raise NotUnderstoodError("its parameters are of several dtypes, or on several devices")
@@ -146,11 +130,6 @@ class Matrix:
                 _check_memory(parameter)
         if len({_rows(layer).shape[1] for layer in self.layers}) != 1:
             raise NotUnderstoodError("its products have inputs of several sizes")
-
-    def _state(self, name: str, parameter: nn.Parameter | None) -> tuple[int, int | None]:
-        if parameter is None:
-            return 0, None
-        return parameter.data_ptr(), parameter._version if self._int8 and name == "weight" else None
 
     def _differs(self) -> bool:
         return not all(
@@ -298,9 +277,9 @@ def _move(arena: Arena, parts: Sequence[Tensor], set_part: Callable[[int, Tensor
 
 def _give_back(matrix: Matrix) -> None:
     """Memory of its own for each parameter that was moved and still is where it was moved to."""
-    for held in matrix._held:
-        parameter = held.parameter
-        if parameter is not None and held.version is None and parameter.data_ptr() == held.address:
+    held = matrix.held
+    for parameter, address in zip(held.parameters, held.addresses, strict=True):
+        if not held.counts(parameter) and parameter.data_ptr() == address:
             parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
 
 
