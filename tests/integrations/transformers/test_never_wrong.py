@@ -411,6 +411,26 @@ def test_what_a_layers_hook_does_to_the_next_layer_counts() -> None:
         torch.testing.assert_close(steps(model, add_hook_that_changes_the_next), expected, rtol=1e-3, atol=1e-3)
 
 
+def test_what_somebody_elses_loop_does_between_layers_counts() -> None:
+    model = make("llama")
+    angles = model.model.rotary_emb(torch.zeros(1), torch.zeros(1, 1, dtype=torch.long))
+
+    @torch.no_grad()
+    def loop(weight: torch.Tensor) -> torch.Tensor:
+        hidden = torch.ones(1, 1, 32)
+        for layer in model.model.layers:
+            hidden = layer(hidden, position_embeddings=angles)
+            model.model.layers[1].self_attn.o_proj.weight.data = weight
+        return hidden
+
+    weight = model.model.layers[1].self_attn.o_proj.weight.detach().clone()
+    unchanged, expected = loop(weight), loop(2 * weight)
+    assert not torch.allclose(expected, unchanged, atol=0.05)
+    with accelerate(model):
+        for factor, plain in ((1, unchanged), (2, expected), (1, unchanged)):
+            torch.testing.assert_close(loop(factor * weight), plain, rtol=1e-3, atol=1e-3)
+
+
 def test_a_step_asks_all_layers_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Asked one by one, between kernels that read all weights, the questions take a twentieth of a step."""
     asked = []

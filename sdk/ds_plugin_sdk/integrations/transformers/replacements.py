@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import operator
+import sys
 import threading
 import types
 from collections.abc import Callable, Sequence
@@ -140,34 +141,37 @@ class Row:
     """Decoder layers of a model, one after the other, and what they share in a pass.
 
     In a step of one token the first layer asks whether all are what they were found to be. Those after it rely on that
-    as long as each is given the tensor that the one before it has returned: then only the model's own loop has run in
-    between. Asked by each layer, between kernels that read all weights, the same takes several times as long.
+    as long as each is given the tensor that the one before it has returned, and is called by the model's own loop: then
+    nothing else has run in between. Asked by each layer, between kernels that read all weights, the same takes several
+    times as long.
     """
 
     def __init__(self) -> None:
         self.replacements: list[DecoderReplacement] = []
         self.angles = Angles()
-        self._found: _Found | None = None
+        self._snapshot: _RowSnapshot | None = None
         self._step = _Step()
 
     def forget(self) -> None:
         """Something may have changed without being seen."""
-        self._found = None
+        self._snapshot = None
 
     def holds_for(self, replacement: DecoderReplacement, hidden: Tensor) -> bool:
         """Whether all layers were asked in this step; False if each has to be asked by itself."""
-        if hidden is self._step.last:
+        step = self._step
+        if hidden is step.last and step.loop is not None and sys._getframe(step.depth).f_code is step.loop:
             return True
-        self._step.last = None
+        step.last = None
         if replacement is not self.replacements[0] or hidden.shape[1] != 1:
             return False
-        if self._found is None and all(each.holds_apart(compare=False) for each in self.replacements):
-            self._found = _Found(self.replacements)
-        elif self._found is not None and not self._found.holds():
-            self._found = None
-        if self._found is not None:
-            self._step.last = hidden
-        return self._found is not None
+        step.depth, step.loop = _loop_around(replacement.module)
+        if self._snapshot is None and all(each.holds_apart(compare=False) for each in self.replacements):
+            self._snapshot = _RowSnapshot(self.replacements)
+        elif self._snapshot is not None and not self._snapshot.holds():
+            self._snapshot = None
+        if self._snapshot is not None:
+            step.last = hidden
+        return self._snapshot is not None
 
     def ran(self, hidden: Tensor, result: Tensor) -> None:
         """A layer has made `result` of `hidden`."""
@@ -176,12 +180,30 @@ class Row:
 
 
 class _Step(threading.local):
-    """The hidden states, ``[batch, 1, hidden]``, that the next layer is given if it is one of a step that was asked."""
+    """A step of one token whose layers were asked.
+
+    Attributes:
+        last: the hidden states, ``[batch, 1, hidden]``, that the next layer is given.
+        depth, loop: where on the stack the code that calls the layers is, and which.
+    """
 
     last: Tensor | None = None
+    depth: int = 0
+    loop: types.CodeType | None = None
 
 
-class _Found:
+def _loop_around(module: nn.Module) -> tuple[int, types.CodeType | None]:
+    """The code in the file of a layer's class that has called it, and how far up from `Row.holds_for` it is."""
+    file = getattr(sys.modules.get(type(module).__module__), "__file__", None)
+    frame, depth = sys._getframe(1), 0
+    while frame.f_back is not None and file is not None:
+        frame, depth = frame.f_back, depth + 1
+        if frame.f_code.co_filename == file:
+            return depth, frame.f_code
+    return 0, None
+
+
+class _RowSnapshot:
     """All layers as they were found."""
 
     def __init__(self, replacements: Sequence[DecoderReplacement]) -> None:
