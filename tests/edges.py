@@ -95,6 +95,10 @@ AGREE: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 REJECTED: dict[str, tuple[str, dict[str, Any]]] = {
+    "a row of more bytes than an integer holds": (
+        "fp_quantize",
+        {"x": torch.zeros(0, 8), "group_size": 2**62, "bits": 12, "mantissa_bits": 7, "noise": None},
+    ),
     "more devices than an integer holds": ("swizzle_quantize", {**_SWIZZLE, "nodes": 2**62, "devices_per_node": 4}),
     "a mask on another device": ("cached_attention", _attention(mask=torch.ones(1, 3, device="meta"))),
     "slopes on another device": ("cached_attention", _attention(alibi=torch.ones(2, device="meta"))),

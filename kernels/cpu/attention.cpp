@@ -8,9 +8,10 @@ namespace {
 
 template <class Element>
 struct AttentionOf {
-  static void append(const Attention& task, int64_t b, int64_t h) {
+  // Copies those of the new tokens whose positions are in [begin, end).
+  static void append(const Attention& task, int64_t b, int64_t h, int64_t begin, int64_t end) {
     const int64_t bytes = task.head_dim * sizeof(Element);
-    for (int64_t t = 0; t < task.total - task.past; ++t) {
+    for (int64_t t = begin > task.past ? begin - task.past : 0; t < end - task.past; ++t) {
       __builtin_memcpy(static_cast<Element*>(task.key_cache) + task.key_cache_strides.at(b, h, task.past + t),
                        static_cast<const Element*>(task.key) + task.key_strides.at(b, h, t), bytes);
       __builtin_memcpy(static_cast<Element*>(task.value_cache) + task.value_cache_strides.at(b, h, task.past + t),
@@ -75,11 +76,11 @@ struct AttentionOf {
 
   // One part of the positions of one key's head, for all queries of its group.
   static void attend(const AttentionTask& task, int64_t b, int64_t kv, int64_t part) {
-    if (part + 1 == task.parts) append(task, b, kv);
     const int64_t head_dim = task.head_dim, group = task.group();
     float* partial = task.partial + ((b * task.kv_heads + kv) * task.parts + part) * task.partial_size();
     const int64_t begin = part * task.part;
     const int64_t end = part + 1 == task.parts ? task.total : begin + task.part;
+    append(task, b, kv, begin, end);  // new tokens may lie in several parts, which are attended to at the same time
     for (int64_t g = 0; g < group; ++g) {
       for (int64_t t = 0; t < task.tokens; ++t) {
         Running running{kNever, 0, partial + 2};
@@ -191,7 +192,9 @@ void finish(Dtype dtype, const AttentionTask& task, int64_t begin, int64_t end) 
 
 void append(Dtype dtype, const Attention& task, int64_t begin, int64_t end) {
   for_dtype(dtype, [&](auto attention) {
-    for (int64_t row = begin; row < end; ++row) attention.append(task, row / task.kv_heads, row % task.kv_heads);
+    for (int64_t row = begin; row < end; ++row) {
+      attention.append(task, row / task.kv_heads, row % task.kv_heads, 0, task.total);
+    }
   });
 }
 

@@ -75,7 +75,7 @@ def make_mask(kind: str, shape: tuple[int, int, int, int], dtype: torch.dtype) -
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("tokens", [1, 3, 9])  # the last goes to torch
-@pytest.mark.parametrize("past", [0, 4, 600])  # more than one part of the positions
+@pytest.mark.parametrize("past", [0, 4, 510, 600])  # more than one part of the positions; new ones in two of them
 def test_equals_the_formula(past: int, tokens: int, dtype: torch.dtype) -> None:
     torch.manual_seed(past + tokens)
     cases = list(product(MASKS, (False, True), (0, 3), (True, False), ((2, 2), (4, 2))))

@@ -36,6 +36,7 @@ from ds_plugin_sdk.ops._checks import (
 SCALE_BYTES = 4
 # Numbers of so many lie in whole bytes.
 _TOGETHER = 8
+_MOST_GROUP = 2**30
 
 
 class Format(NamedTuple):
@@ -71,7 +72,7 @@ def fp_quantize(
 
     Args:
         x: any shape: float32, bfloat16, float16; a multiple of `group_size` elements.
-        group_size: number of elements of a group, a multiple of 8.
+        group_size: number of elements of a group, a multiple of 8, at most 2^30.
         bits: 8, 12, 6 or 4.
         mantissa_bits: 3 or 2 of 8, 7 of 12, 2 of 6, 1 of 4.
         noise: float32 in [0, 1), shape of `x`, added to each magnitude in units of its last place before that is cut
@@ -111,8 +112,8 @@ def _check_format(group_size: int, bits: int, mantissa_bits: int) -> None:
     if (bits, mantissa_bits) not in FORMATS:
         known = ", ".join(f"{bits} with {mantissa}" for bits, mantissa in FORMATS)
         raise CheckError(f"bits is {bits} with a mantissa of {mantissa_bits}; expected {known}")
-    if group_size <= 0 or group_size % _TOGETHER:
-        raise CheckError(f"group_size is {group_size}; expected a multiple of {_TOGETHER}")
+    if group_size <= 0 or group_size % _TOGETHER or group_size > _MOST_GROUP:
+        raise CheckError(f"group_size is {group_size}; expected a multiple of {_TOGETHER}, at most {_MOST_GROUP}")
 
 
 def _check_quantize(x: Tensor, noise: Tensor | None, group_size: int, bits: int, mantissa_bits: int) -> None:

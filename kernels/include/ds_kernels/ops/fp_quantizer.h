@@ -62,14 +62,16 @@ struct FpQuantizerOps {
   }
 
  private:
+  static constexpr int64_t kMostGroup = int64_t{1} << 30;
+
   static FpFormat checked(const char* op, int64_t group_size, int64_t bits, int64_t mantissa_bits) {
     const bool known = bits == 8 ? mantissa_bits == 3 || mantissa_bits == 2
                                  : (bits == 12 && mantissa_bits == 7) || (bits == 6 && mantissa_bits == 2) ||
                                        (bits == 4 && mantissa_bits == 1);
     DS_KERNELS_CHECK(known, op, "bits is ", bits, " with a mantissa of ", mantissa_bits,
                      "; expected 8 with 3, 8 with 2, 12 with 7, 6 with 2, 4 with 1");
-    DS_KERNELS_CHECK(group_size > 0 && group_size % kNumbers == 0, op, "group_size is ", group_size,
-                     "; expected a multiple of ", static_cast<int64_t>(kNumbers));
+    DS_KERNELS_CHECK(group_size > 0 && group_size % kNumbers == 0 && group_size <= kMostGroup, op, "group_size is ",
+                     group_size, "; expected a multiple of ", static_cast<int64_t>(kNumbers), ", at most ", kMostGroup);
     return {static_cast<int>(bits - 1 - mantissa_bits), static_cast<int>(mantissa_bits)};
   }
 

@@ -12,7 +12,14 @@ from ds_plugin_sdk.conformance.op_info.op_info import Kind, Make, OpInfo, Sample
 from ds_plugin_sdk.ops.attention import cached_attention
 
 # Rows, heads, heads of keys, new tokens, past ones, size of a head.
-_SHAPES = ((1, 2, 2, 1, 0, 16), (2, 4, 2, 1, 7, 40), (1, 3, 1, 3, 70, 33), (2, 2, 2, 9, 0, 64), (1, 4, 2, 8, 5, 16))
+_SHAPES = (
+    (1, 2, 2, 1, 0, 16),
+    (2, 4, 2, 1, 7, 40),
+    (1, 3, 1, 3, 70, 33),
+    (2, 2, 2, 9, 0, 64),
+    (1, 4, 2, 8, 5, 16),
+    (1, 4, 2, 4, 510, 8),
+)
 _REAL = ((4, 16, 16, 1, 130, 64), (1, 16, 4, 40, 0, 64), (1, 8, 2, 1, 700, 128))
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ds_plugin_sdk.conformance.op_info.activation import activate
 from ds_plugin_sdk.conformance.op_info.op_info import Make, OpInfo, Sample
 from ds_plugin_sdk.ops.linear import ACTIVATIONS, Activation, linear, quantize_weight
 
@@ -32,18 +33,8 @@ def _formula(
     if bias is not None:
         hidden = hidden + bias
     half = hidden.shape[-1] // 2
-    result = hidden[..., :half] * _activate(hidden[..., half:], activation) if gated else _activate(hidden, activation)
+    result = hidden[..., :half] * activate(hidden[..., half:], activation) if gated else activate(hidden, activation)
     return (result if residual is None else result + residual,)
-
-
-def _activate(x: Tensor, activation: Activation) -> Tensor:
-    if activation == "gelu":
-        return 0.5 * x * (1 + torch.erf(x / 2**0.5))
-    if activation == "gelu_tanh":
-        return 0.5 * x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)))
-    if activation == "silu":
-        return x * torch.sigmoid(x)
-    return torch.where(x < 0, 0.0, x) if activation == "relu" else x
 
 
 def _samples(make: Make) -> Iterator[Sample]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ds_plugin_sdk.conformance.op_info.activation import activate
 from ds_plugin_sdk.conformance.op_info.op_info import Kind, Make, OpInfo, Sample
 from ds_plugin_sdk.ops import _library, _philox, transformer
 
@@ -103,20 +104,19 @@ def _norm_backward(
 
 
 def _gelu(input: Tensor, bias: Tensor | None, tanh: bool) -> tuple[Tensor]:
-    s = _plus(input, bias)
-    if tanh:
-        return (s / 2 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (s + 0.044715 * s**3))),)
-    return (s / 2 * (1 + torch.erf(s / math.sqrt(2))),)
+    return (activate(_plus(input, bias), "gelu_tanh" if tanh else "gelu"),)
 
 
 def _gelu_backward(grad_output: Tensor, input: Tensor, bias: Tensor | None, tanh: bool) -> tuple[Tensor, Tensor]:
     # From 40 on the slope is 0 or 1 in float64 too, and its terms do not overflow.
     s = _plus(input, bias).clamp(-40, 40)
     if tanh:
-        t = torch.tanh(math.sqrt(2 / math.pi) * (s + 0.044715 * s**3))
-        slope = (1 + t) / 2 + s / 2 * (1 - t**2) * math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * s**2)
+        # (1 + tanh u) / 2 is sigmoid(2 u), which loses nothing where tanh is near -1.
+        u = math.sqrt(2 / math.pi) * (s + 0.044715 * s**3)
+        rise = math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * s**2)
+        slope = torch.sigmoid(2 * u) * (1 + 2 * s * torch.sigmoid(-2 * u) * rise)
     else:
-        slope = (1 + torch.erf(s / math.sqrt(2))) / 2 + s * torch.exp(-(s**2) / 2) / math.sqrt(2 * math.pi)
+        slope = torch.erfc(-s / math.sqrt(2)) / 2 + s * torch.exp(-(s**2) / 2) / math.sqrt(2 * math.pi)
     grad = grad_output * slope
     return grad, _nothing(grad) if bias is None else _column_sums(grad)
 
