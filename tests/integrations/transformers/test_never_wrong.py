@@ -390,8 +390,9 @@ def steps(model: Any, change: Callable[[Any], None] | None, layer: int = 1) -> t
 @pytest.mark.parametrize("weights", [None, "int8"])
 def test_what_is_done_between_two_tokens_counts(change: Callable[[Any], None], layer: int, weights: Any) -> None:
     expected, unchanged = steps(make("llama"), change, layer), steps(make("llama"), None)
-    assert not torch.allclose(expected, unchanged, atol=0.05), "a change that changes nothing tests nothing"
-    tolerance = 1e-3 if weights is None else 0.1 * float(unchanged.abs().max())
+    change_of_logits = float((expected - unchanged).abs().max())
+    assert change_of_logits > 0.05, "a change that changes nothing tests nothing"
+    tolerance = 1e-3 if weights is None else min(0.1 * float(unchanged.abs().max()), 0.6 * change_of_logits)
     model = make("llama")
     with accelerate(model, weights):
         torch.testing.assert_close(steps(model, change, layer), expected, rtol=1e-3, atol=tolerance)
@@ -432,7 +433,7 @@ def test_what_somebody_elses_loop_does_between_layers_counts() -> None:
 
 
 def test_a_step_asks_all_layers_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asked one by one, between kernels that read all weights, the questions take a twentieth of a step."""
+    """Asked one by one, between kernels that read all weights, the questions take several times as long."""
     asked = []
 
     def count(*_: Any) -> None:
