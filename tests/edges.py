@@ -88,6 +88,15 @@ AGREE: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "the largest ratio is NaN": ("lamb_", _lamb(max_coeff=torch.nan)),
     "the least ratio exceeds the largest": ("lamb_", _lamb(min_coeff=20.0)),
+    "a gradient that is almost the largest number, far below zero": (
+        "fused_bias_gelu_backward",
+        {
+            "grad_output": torch.full((1, 4), 3e38),
+            "input": torch.tensor([[-32.0, -11.0, 32.0, 11.0]]),
+            "bias": torch.zeros(4),
+            "tanh": True,
+        },
+    ),
     "no elements, strides of 0": (
         "bias_activation_",
         {"input": _of_no_elements(), "bias": None, "activation": "relu"},
@@ -100,6 +109,10 @@ REJECTED: dict[str, tuple[str, dict[str, Any]]] = {
         {"x": torch.zeros(0, 8), "group_size": 2**62, "bits": 12, "mantissa_bits": 7, "noise": None},
     ),
     "more devices than an integer holds": ("swizzle_quantize", {**_SWIZZLE, "nodes": 2**62, "devices_per_node": 4}),
+    "more heads than memory holds": (
+        "pad_transform",
+        {**{name: torch.zeros(3, 1, 0) for name in ("query", "key", "value")}, "heads": 2**63 - 1, "pad": False},
+    ),
     "a mask on another device": ("cached_attention", _attention(mask=torch.ones(1, 3, device="meta"))),
     "slopes on another device": ("cached_attention", _attention(alibi=torch.ones(2, device="meta"))),
 }

@@ -149,6 +149,42 @@ def test_a_failure_is_made_smaller_and_a_crash_is_one(monkeypatch: pytest.Monkey
     assert "SIGSEGV" in told[0][1].failure
 
 
+@pytest.mark.parametrize("rejects", [True, False])
+def test_an_assertion_of_a_kernel_rejects_what_the_reference_rejects(
+    rejects: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Asserting:
+        """Its device ends the process at an index that is out of range."""
+
+        def __init__(self, target: str) -> None:
+            self.closed = False
+
+        def ask(self, request: dict[str, Any], timeout: float) -> Any:
+            assert not self.closed
+            if request["do"] == "start fuzz":
+                return ["float32"]
+            if request["do"] == "fuzz reference":
+                return rejects
+            raise WorkerError("the process ended by signal SIGABRT", "Assertion `index < n' failed.", hung=False)
+
+        def close(self) -> None:
+            self.closed = True
+
+    monkeypatch.setattr("ds_plugin_sdk.conformance.campaign.Worker", Asserting)
+    with Fuzzer("cpu") as fuzzer:
+        found = fuzzer.run(Fuzzed("token_gather", "float32", 1))
+    assert found.rejected == rejects
+    assert bool(found.failure) != rejects
+
+
+def test_what_the_reference_rejects() -> None:
+    cases = [Fuzzed("token_sort_", "float32", seed, 40) for seed in range(60)]
+    rejected = [case for case in cases if fuzz.rejected_by_reference(case)]
+    kinds = [{edit.kind for edit in case.edits(case.arguments())} for case in rejected]
+    assert rejected
+    assert all("wrong" in each for each in kinds)
+
+
 def test_no_such_op() -> None:
     with Fuzzer("cpu") as fuzzer, pytest.raises(ConformanceError, match="no op is left"):
         fuzzer.campaign(0, ops=["nonsense"], tell=lambda case, found: None)

@@ -112,12 +112,13 @@ DS_KERNELS_INLINE Real bounded(Real x, float bound) {
 }
 
 // The derivative of gelu by the tanh formula: with u = sqrt(2/pi) (x + 0.044715 x^3), e = e^-2u and s = 1 / (1 + e),
-// which is (1 + tanh u) / 2, it is s + 2 x s (1 - s) u', where 1 - s is e s. From |x| = 10 on it rounds to 0 or 1.
+// which is (1 + tanh u) / 2, it is s + 2 x s (1 - s) u', where 1 - s is e s. Beyond -10, where e overflows, it is 0, and
+// no number near it: a gradient that it is multiplied by may be large.
 template <class Real>
 DS_KERNELS_INLINE Real gelu_tanh_slope(Real input) {
   const Real x = bounded(input, 10.f), square = x * x;
   const Real e = exponential(x * (-0x1.988454p0f - 0x1.2444f2p-4f * square)), s = quotient(Real{} + 1.f, 1.f + e);
-  return s + x * s * (e * s) * (0x1.988454p0f + 0x1.b6676cp-3f * square);
+  return select(input < -10.f, Real{}, s + x * s * (e * s) * (0x1.988454p0f + 0x1.b6676cp-3f * square));
 }
 
 // The derivative of gelu by the error function: (1 + erf(x / sqrt 2)) / 2 + x e^(-x^2 / 2) / sqrt(2 pi).

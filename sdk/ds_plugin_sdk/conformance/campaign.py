@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -16,6 +17,9 @@ from ds_plugin_sdk.conformance.process import START_TIMEOUT, Worker, WorkerError
 from ds_plugin_sdk.errors import ConformanceError
 
 TIMEOUT = 60.0
+
+# How a device's kernel rejects what only it can see, such as an index that is out of range.
+_ASSERTED = re.compile("Assertion .* failed|device-side assert")
 
 # So many failures of one op are reported; then it is left alone.
 _ENOUGH = 3
@@ -64,10 +68,16 @@ class Fuzzer:
         if self._worker is None:
             self._start()
         try:
-            return Found(**self._ask({"do": "fuzz", "case": case.id}, TIMEOUT))
+            found = Found(**self._ask({"do": "fuzz", "case": case.id}, TIMEOUT))
         except WorkerError as error:
             self._retire()
-            return Found(f"{error.what}\n{error.output}", "", 0, False)
+            found = Found(f"{error.what}\n{error.output}", "", 0, False)
+        if not _ASSERTED.search(found.failure):
+            return found
+        # The process is lost, or its device is: what a kernel finds there it cannot raise.
+        self._retire()
+        self._start()
+        return Found("", "", 0, True) if self._ask({"do": "fuzz reference", "case": case.id}, TIMEOUT) else found
 
     def shrink(self, case: Fuzzed, found: Found) -> tuple[Fuzzed, Found]:
         """A simpler case that fails, too: smaller sizes, then fewer edits."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +40,8 @@ _EXTREME = (1e-45, 1e-38, 1e-20, 1e4, 1e19, 3e38)
 _UNIT = 2e-6
 _INTEGERS = (-1, 0, 1, 2**31 - 1, 2**31, 2**62, 2**63 - 1)
 _FLOATS = (0.0, -1.0, 1e30, float("nan"))
+# What torch raises of a tensor that no memory can hold.
+_TOO_LARGE = re.compile("allocate memory|integer multiplication overflow")
 
 
 # ---- cases -----------------------------------------------------------------------------------------------------------
@@ -304,8 +307,23 @@ def run(target: Target, case: Fuzzed) -> Found:
     Raises:
         ConformanceError: there is no such op.
     """
-    info = op_info.find(case.op)
     torch.set_num_threads(1 if case.seed % 8 else 2)
+    info, arguments, layouts, edits = _drawn(case)
+    call = _text(info, arguments, layouts, edits)
+    failure, rejected = compare(target, info, arguments, layouts, {edit.kind for edit in edits})
+    return Found(failure, call, len(edits), rejected)
+
+
+def rejected_by_reference(case: Fuzzed) -> bool:
+    """Whether a call may be rejected, and is by the reference: for a kernel that could only end its process."""
+    info, arguments, layouts, edits = _drawn(case)
+    if "wrong" not in {edit.kind for edit in edits}:
+        return False
+    return _Run(info, arguments, layouts, torch.device("cpu"), reference=True).kind == "rejected"
+
+
+def _drawn(case: Fuzzed) -> tuple[OpInfo, Arguments, dict[str, _Layout], list[Edit]]:
+    """A case's op, its arguments after its edits, where they are to lie, and its edits."""
     arguments = case.arguments()
     edits = case.edits(arguments)
     layouts: dict[str, _Layout] = {}
@@ -316,9 +334,7 @@ def run(target: Target, case: Fuzzed) -> Found:
         else:
             arguments[edit.argument] = made
     arguments |= {name: _map(layout.values, arguments[name]) for name, layout in layouts.items()}
-    call = _text(info, arguments, layouts, edits)
-    failure, rejected = compare(target, info, arguments, layouts, {edit.kind for edit in edits})
-    return Found(failure, call, len(edits), rejected)
+    return op_info.find(case.op), arguments, layouts, edits
 
 
 def compare(
@@ -388,7 +404,7 @@ def _wrongs(info: OpInfo, arguments: Arguments, kernel: _Run, reference: _Run, k
     for who, made in (("the kernel", kernel), ("the reference", reference)):
         yield from _touched(who, info, arguments, made)
     if kernel.error or reference.error:
-        sizes_too_large = "allocate memory" in kernel.error and "allocate memory" in reference.error
+        sizes_too_large = all(_TOO_LARGE.search(each.error) for each in (kernel, reference))
         if kernel.kind != reference.kind or kernel.kind != "rejected" or "wrong" not in kinds:
             if sizes_too_large and "wrong" in kinds:
                 return

@@ -58,6 +58,7 @@ def _serve(name: str, connection: Connection) -> None:
         "environment": lambda request: environment.gather(target),
         "start fuzz": lambda request: fuzz.start(target),
         "fuzz": lambda request: _fuzz(target, request["case"]),
+        "fuzz reference": lambda request: fuzz.rejected_by_reference(fuzz.Fuzzed.of(request["case"])),
         "run": lambda request: _run(Case(checks[request["check"]], request["parameters"]), target),
     }
     while True:

@@ -488,6 +488,25 @@ def test_lora_of_peft_that_is_merged_into_int8() -> None:
     assert 0 < error < 0.1
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("weights", [None, "int8"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_weights_of_torchao(when: str, weights: str | None) -> None:
+    """Layers stay of torch's class, and their weights become tensors of a class that multiplies by itself."""
+    quantization = pytest.importorskip("torchao.quantization", reason="torchao comes with the extra `test`")
+    model = make("llama")
+    unchanged = logits(model)
+    handle = accelerate(model, weights=weights) if when == "after" else None
+    quantization.quantize_(model.model, quantization.Int8WeightOnlyConfig())
+    handle = accelerate(model, weights=weights) if handle is None else handle
+    ours = logits(model)
+    assert not [layer for layer in handle.layers if layer.startswith("model.layers")], str(handle)
+    handle.remove()
+    assert not torch.equal(logits(model), unchanged)
+    # The head is no part of what was quantized.
+    torch.testing.assert_close(ours, logits(model), rtol=1e-3, atol=1e-3 if weights is None else 0.1)
+
+
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_a_compiled_model_is_the_plain_one(name: str) -> None:
     model = make(name)

@@ -97,13 +97,14 @@ def _sample(
     copy: torch.dtype | None = None,
     kind: Kind = "adversarial",
 ) -> Sample:
-    """Parameters in the dtype of `make`, states in float32."""
+    """Parameters in the dtype of `make`, states in float32. Copies hold what is as large as the parameters and wrong."""
+    params = [make.signed(*shape) for shape in shapes]
     lists = {
-        "params": [make.signed(*shape) for shape in shapes],
+        "params": params,
         "grads": [make.signed(*shape, dtype=grad) for shape in shapes],
         "exp_avgs": [make.signed(*shape, scale=0.5, dtype=torch.float32) for shape in shapes],
         "exp_avg_sqs": [make.positive(*shape, scale=0.5, dtype=torch.float32) for shape in shapes],
-        "copies": [torch.zeros(shape, dtype=copy) for shape in shapes] if copy else [],
+        "copies": [(-param).to(copy) for param in params] if copy else [],
     }
     return Sample(label, {**lists, **_OPTIONS, **options}, kind)
 

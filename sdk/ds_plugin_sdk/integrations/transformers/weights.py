@@ -104,7 +104,7 @@ class Matrix:
         Args:
             compare: look at a sample of the parameters too, for changes that torch does not count: through ``.data``.
         """
-        if not self._doubted and not (compare and self._int8 and self._differs()) and self.held.holds():
+        if not self._doubted and self.held.holds() and not (compare and self._int8 and self._differs()):
             return True
         return self._pack_again()
 
