@@ -17,11 +17,15 @@ from ds_plugin_sdk.ops._checks import (
     check_steps,
     text,
 )
+from ds_plugin_sdk.ops._one_tensor import OneTensor
 from ds_plugin_sdk.ops._references import one_each, working
 
 _STATES = "Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, int[] steps"
 _NUMBERS = "float lr, float beta1, float beta2, float eps, float weight_decay"
 _WRITTEN = ("params", "exp_avgs", "exp_avg_sqs")
+
+# For DeepSpeed, which calls for each tensor.
+one_tensor = OneTensor("adam")
 
 
 def adam_(

@@ -9,7 +9,11 @@ from torch import Tensor
 
 from ds_plugin_sdk.ops import _library
 from ds_plugin_sdk.ops._checks import TensorLists, check_dtypes, check_lists, check_memory
+from ds_plugin_sdk.ops._one_tensor import OneTensor
 from ds_plugin_sdk.ops._references import working
+
+# For DeepSpeed, which calls for each tensor.
+one_tensor = OneTensor("lion")
 
 
 def lion_(

@@ -97,7 +97,7 @@ def _sample(
     copy: torch.dtype | None = None,
     kind: Kind = "adversarial",
 ) -> Sample:
-    """Parameters in the dtype of `make`, states in float32. Copies hold what is as large as the parameters and wrong."""
+    """Parameters in the dtype of `make`, states in float32. Copies hold what is as large as parameters, and wrong."""
     params = [make.signed(*shape) for shape in shapes]
     lists = {
         "params": params,

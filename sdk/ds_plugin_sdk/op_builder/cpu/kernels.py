@@ -6,17 +6,19 @@ binding takes the best that the CPU has when it runs.
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
+from ds_plugin_sdk.errors import BuildError
 from ds_plugin_sdk.op_builder import op_table
 from ds_plugin_sdk.op_builder.builder import builders_of
 from ds_plugin_sdk.op_builder.languages import CppOpBuilder
 from ds_plugin_sdk.paths import kernels_root
 
 if TYPE_CHECKING:
-    from ds_plugin_sdk.jit import Source
+    from ds_plugin_sdk.jit import Artifact, Source
 
 _OPTIMISE = ("-O3", "-fno-math-errno", "-ffp-contract=fast")
 
@@ -43,6 +45,15 @@ class CPUKernelBuilder(CppOpBuilder):
 
     def cxx_args(self) -> list[str]:
         return list(_OPTIMISE)
+
+    def _library_of_process(self) -> Artifact | BuildError:
+        from ds_plugin_sdk import jit
+
+        outcome = super()._library_of_process()
+        one_tensor = getattr(importlib.import_module(f"ds_plugin_sdk.ops.{self._family()}"), "one_tensor", None)
+        if one_tensor is not None and not isinstance(outcome, BuildError):
+            one_tensor.use_library(jit.load(outcome, self.build_spec()))
+        return outcome
 
     def compile_units(self, portable: bool) -> tuple[Source, ...]:
         from ds_plugin_sdk.jit import Source

@@ -16,7 +16,7 @@ from torch import Tensor
 from ds_plugin_sdk.errors import SdkError
 from ds_plugin_sdk.integrations.deepspeed.zenflow import Control, Step, Worker
 from ds_plugin_sdk.ops import _library
-from ds_plugin_sdk.ops.adam import adam_rollback_
+from ds_plugin_sdk.ops.adam import adam_rollback_, one_tensor
 
 _adamw: dict[int, bool] = {}
 _workers: list[Worker | None] = []
@@ -65,10 +65,13 @@ def adam_update(
         InvalidTensorError: the tensors do not fit; nothing was modified.
         SdkError: no optimizer was created under the number.
     """
-    # As `ops.adam.adam_`, which takes its arguments another way: this is called for each parameter.
-    numbers = (lr, beta1, beta2, eps, max(weight_decay, 0.0), _mode(optimizer_id), bool(bias_correction))
-    _library.call("adam_", (params,), (grads,), (exp_avg,), (exp_avg_sq,), (step,), *numbers)
-    _library.mark_modified((params, exp_avg, exp_avg_sq))
+    decay = 0.0 if weight_decay < 0 else weight_decay
+    numbers = (lr, beta1, beta2, eps, decay, _mode(optimizer_id), bias_correction)
+    if not one_tensor.update((step, *numbers), params, grads, exp_avg, exp_avg_sq):
+        _library.call(
+            "adam_", (params,), (grads,), (exp_avg,), (exp_avg_sq,), (step,), *numbers[:-1], bool(bias_correction)
+        )
+        _library.mark_modified((params, exp_avg, exp_avg_sq))
     return 0
 
 

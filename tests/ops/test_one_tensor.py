@@ -1,0 +1,131 @@
+"""An optimizer's step of one tensor without torch's dispatcher: the op's numbers, or left to the op."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from counted_calls import CountedCalls
+from ds_plugin_sdk import op_builder
+from ds_plugin_sdk.conformance.target import Target
+from ds_plugin_sdk.ops import _library, adagrad, adam, lion
+from ds_plugin_sdk.ops._one_tensor import OneTensor
+
+pytestmark = [pytest.mark.compiler, pytest.mark.usefixtures("kernels")]
+
+# One tensor's function, its op, tensors, and the op's numbers; Adam's step comes before them.
+ADAM = (adam.one_tensor, "adam_", 4, (1e-2, 0.9, 0.99, 1e-8, 0.1, True, True))
+LION = (lion.one_tensor, "lion_", 3, (1e-2, 0.9, 0.99, 0.1))
+ADAGRAD = (adagrad.one_tensor, "adagrad_", 3, (1e-2, 1e-8, 0.1))
+Case = tuple[OneTensor, str, int, tuple[float, ...]]
+CASES = pytest.mark.parametrize("case", [ADAM, LION, ADAGRAD], ids=["adam", "lion", "adagrad"])
+
+DTYPES = [
+    (param, grad, state)
+    for param in (torch.float32, torch.bfloat16, torch.float16)
+    for grad, state in itertools.product(dict.fromkeys((param, torch.float32)), repeat=2)
+]
+
+
+@pytest.fixture
+def kernels(compiled_once: None) -> None:
+    Target.find("cpu")
+    for family in ("adam", "lion", "adagrad"):
+        op_builder.load_family(family, "cpu")
+
+
+def _tensors(lists: int, *shape: int, dtypes: tuple[torch.dtype, ...] = (torch.float32,) * 3) -> list[Tensor]:
+    made = [torch.rand(shape, generator=torch.Generator().manual_seed(i)) + 0.5 for i in range(lists)]
+    return [tensor.to(dtypes[min(i, 2)]) for i, tensor in enumerate(made)]
+
+
+def _by_op(case: Case, tensors: list[Tensor], step: int) -> None:
+    _, op, _, numbers = case
+    _library.call(op, *((tensor,) for tensor in tensors), *([(step,)] if op == "adam_" else []), *numbers)
+
+
+@CASES
+@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(2,), (7, 5), (3, 100_000)])
+def test_it_is_the_op(case: Case, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...]) -> None:
+    one_tensor, _, lists, numbers = case
+    ours, ops = _tensors(lists, *shape, dtypes=dtypes), _tensors(lists, *shape, dtypes=dtypes)
+    versions = [tensor._version for tensor in ours]
+    for step in (1, 2, 1000):
+        assert one_tensor.update((step, *numbers), *ours)
+        _by_op(case, ops, step)
+    assert all(map(torch.equal, ours, ops))
+    written = [tensor._version - version for tensor, version in zip(ours, versions, strict=True)]
+    assert written == [3, 0, 3, 3][:lists]
+
+
+@CASES
+def test_numbers_are_those_of_the_call(case: Case) -> None:
+    """A number that is a tensor may change, and threads may have others."""
+    one_tensor, _, lists, numbers = case
+    rate = torch.tensor(0.5)
+    for value in (0.5, 0.25, 0.5):
+        rate.fill_(value)
+        ours, exact = _tensors(lists, 9), _tensors(lists, 9)
+        assert one_tensor.update((1, rate, *numbers[1:]), *ours)
+        assert one_tensor.update((1, value, *numbers[1:]), *exact)
+        assert torch.equal(ours[0], exact[0])
+
+
+class Named(Tensor):
+    """Another class of tensors."""
+
+
+def _overlapping(tensors: list[Tensor]) -> None:
+    tensors[2] = tensors[0].view(-1).view(tensors[0].shape)
+
+
+LEFT: dict[str, Callable[[list[Tensor]], None]] = {
+    "another class": lambda t: t.__setitem__(1, t[1].as_subclass(Named)),
+    "not contiguous": lambda t: t.__setitem__(0, torch.ones(8, 12)[:, ::2]),
+    "another shape": lambda t: t.__setitem__(1, t[1].view(6, 8)),
+    "sparse": lambda t: t.__setitem__(1, t[1].to_sparse()),
+    "float64": lambda t: t.__setitem__(0, t[0].double()),
+    "states of another dtype": lambda t: t.__setitem__(-1, t[-1].bfloat16()),
+    "on the meta device": lambda t: t.__setitem__(1, t[1].to("meta")),
+    "memory of another": _overlapping,
+    "no elements": lambda t: t.__setitem__(slice(None), [each[:0] for each in t]),
+    "one element of a complex number": lambda t: t.__setitem__(slice(None), [each[:1, :1] for each in t]),
+}
+
+
+@CASES
+@pytest.mark.parametrize("name", LEFT)
+def test_what_is_not_plain_is_for_the_op(case: Case, name: str) -> None:
+    one_tensor, _, lists, numbers = case
+    tensors = _tensors(lists, 8, 6)
+    LEFT[name](tensors)
+    before = [tensor.clone() for tensor in tensors]
+    assert not one_tensor.update((1, *numbers), *tensors)
+    for tensor, old in zip(tensors, before, strict=True):
+        assert tensor.is_meta or torch.equal(tensor.to_dense(), old.to_dense())
+
+
+@CASES
+def test_a_mode_sees_the_op(case: Case) -> None:
+    one_tensor, _, lists, numbers = case
+    with CountedCalls():
+        assert not one_tensor.update((1, *numbers), *_tensors(lists, 9))
+
+
+def test_steps_are_counted_from_1() -> None:
+    assert not adam.one_tensor.update((0, *ADAM[3]), *_tensors(4, 9))
+
+
+def test_a_kernel_that_was_loaded_later_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a plugin has kernels of its own for the host."""
+    monkeypatch.setattr(adam.one_tensor, "_function", adam.one_tensor._function)
+    monkeypatch.setattr(torch.ops, "loaded_libraries", {*torch.ops.loaded_libraries, "/another/library.so"})
+    assert adam.one_tensor.update((1, *ADAM[3]), *_tensors(4, 9))  # it has other ops
+    monkeypatch.setattr(torch.ops, "loaded_libraries", {*torch.ops.loaded_libraries, "/a/third.so"})
+    monkeypatch.setattr(OneTensor, "_kernel_of_op", lambda self: "CPU: registered at theirs.cpp:1")
+    assert not adam.one_tensor.update((1, *ADAM[3]), *_tensors(4, 9))
