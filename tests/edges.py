@@ -59,6 +59,18 @@ def _lamb(**limits: float) -> dict[str, Any]:
     return {**{name: [torch.ones(7)] for name in names}, **options, **limits}
 
 
+def _evoformer_of_nothing() -> dict[str, Any]:
+    """Queries that attend to nothing, beside an infinite value."""
+    names = ("grad", "query", "key", "value", "output")
+    tensors = {name: torch.ones(1, 1, 3, 2, 16) for name in names}
+    tensors["value"][0, 0, 1, 0, 2] = torch.inf
+    sums = torch.zeros(1, 1, 2, 3)
+    sums[0, 0, :, 1] = -torch.inf
+    sums[0, 0, 0] = -torch.inf
+    biases = {"mask_bias": torch.zeros(1, 1, 3), "pair_bias": torch.zeros(1, 2, 3, 3)}
+    return {**tensors, "logsumexp": sums, **biases, "mask_grad": True, "pair_grad": True}
+
+
 _SOFTMAX = {"mask": None, "alibi": None, "scale": 1.0, "causal": True, "window": 3}
 _SWIZZLE = {"x": torch.ones(64), "groups": 4, "bits": 4, "symmetric": True, "pipeline": 4}
 
@@ -97,6 +109,7 @@ AGREE: dict[str, tuple[str, dict[str, Any]]] = {
             "tanh": True,
         },
     ),
+    "queries that attend to nothing": ("evoformer_attention_backward", _evoformer_of_nothing()),
     "no elements, strides of 0": (
         "bias_activation_",
         {"input": _of_no_elements(), "bias": None, "activation": "relu"},

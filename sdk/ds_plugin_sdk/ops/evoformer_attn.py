@@ -189,8 +189,10 @@ def evoformer_attention_backward_reference(
     scale = query.shape[-1] ** -0.5
     for part in _parts(query):
         q, k, v, g, o = (_heads_first(tensor[:, part]) for tensor in (query, key, value, grad, output))
-        weights = _weights(_scores(query[:, part], key[:, part], mask_bias, pair_bias, part), logsumexp[:, part])
+        sums = logsumexp[:, part]
+        weights = _weights(_scores(query[:, part], key[:, part], mask_bias, pair_bias, part), sums)
         of_scores = weights * (g @ v.transpose(-1, -2) - (g * o).sum(-1, keepdim=True))
+        of_scores = torch.where(_nothing(sums), 0.0, of_scores)  # whatever the values are
         of_query[:, part] = _tokens_first(of_scores @ k * scale)
         of_key[:, part] = _tokens_first(of_scores.transpose(-1, -2) @ q * scale)
         of_value[:, part] = _tokens_first(weights.transpose(-1, -2) @ g)
@@ -228,8 +230,12 @@ def _scores(query: Tensor, key: Tensor, mask_bias: Tensor | None, pair_bias: Ten
 
 
 def _weights(scores: Tensor, logsumexp: Tensor) -> Tensor:
-    nothing = (logsumexp == -torch.inf).unsqueeze(-1)
-    return torch.where(nothing, 0.0, torch.exp(scores - logsumexp.unsqueeze(-1)))
+    return torch.where(_nothing(logsumexp), 0.0, torch.exp(scores - logsumexp.unsqueeze(-1)))
+
+
+def _nothing(logsumexp: Tensor) -> Tensor:
+    """Whether a query attends to nothing."""
+    return (logsumexp == -torch.inf).unsqueeze(-1)
 
 
 __all__ = ["Gradients", "evoformer_attention", "evoformer_attention_backward"]

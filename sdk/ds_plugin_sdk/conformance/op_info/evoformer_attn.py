@@ -53,7 +53,7 @@ def _backward(
     weights = torch.where(nothing, 0.0, torch.exp(scores - logsumexp.unsqueeze(-1)))
     of_weights = torch.einsum("bnihd,bnjhd->bnhij", grad, value)
     along = torch.einsum("bnihd,bnihd->bnhi", grad, output).unsqueeze(-1)
-    of_scores = weights * (of_weights - along)
+    of_scores = torch.where(nothing, 0.0, weights * (of_weights - along))
     scale = query.shape[-1] ** -0.5
     return (
         torch.einsum("bnhij,bnjhd->bnihd", of_scores, key) * scale,
