@@ -458,6 +458,45 @@ def training_equals_the_cpu() -> None:
         assert math.isclose(loss, expected, rel_tol=2e-5), (step, expected, loss)
 
 
+def data_moves_between_the_host_and_the_device() -> None:
+    """Of what an optimizer, or a program, holds: it must not be left behind."""
+    model = Small()
+    parameters = list(model.parameters())
+    for device in (f"{NAME}:1", "cpu", NAME):
+        model.to(device)
+        assert [each is kept for each, kept in zip(model.parameters(), parameters, strict=True)] == [True] * len(
+            parameters
+        )
+        assert all(each.device.type == device.partition(":")[0] for each in parameters)
+    tensor = torch.ones(6, device=NAME)
+    part = tensor[2:]
+    part.data = torch.arange(3.0)
+    assert part.device.type == "cpu" and part.tolist() == [0, 1, 2] and tensor.tolist() == [1] * 6
+    part.data = tensor[4:]
+    tensor.fill_(5)
+    assert part.device.type == NAME and part.tolist() == [5, 5]
+
+
+def an_optimizer_may_be_made_before_the_model_moves() -> None:
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    before = model.weight.detach().clone()
+    model.to(NAME)
+    model(torch.ones(2, 3, device=NAME)).sum().backward()
+    optimizer.step()
+    assert torch.allclose(model.weight.cpu(), before - 1)
+
+
+def a_sparse_tensor_is_not_the_data_of_a_dense_one() -> None:
+    tensor = torch.ones(2, device=NAME)
+    try:
+        tensor.data = torch.ones(2).to_sparse()
+    except RuntimeError as error:
+        assert "incompatible tensor type" in str(error)
+    else:
+        raise AssertionError("it took a sparse tensor's data")
+
+
 def autocast_computes_in_bfloat16() -> None:
     layer, x = nn.Linear(8, 8).to(NAME), torch.randn(2, 8, device=NAME)
     with torch.autocast(NAME, dtype=torch.bfloat16):

@@ -87,3 +87,10 @@ def _no_autocast() -> None:
 
 
 below("device.no_autocast", "R1.18", "Autocast changes no type.", _no_autocast, target="cpu")
+
+
+def _new_parameters() -> None:
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+
+
+below("device.new_parameters", "R1.19", "A module that is moved gets new parameters.", _new_parameters)

@@ -354,5 +354,32 @@ def contextual(target: Target, dtype: str) -> None:
     expect_equal(set(product.float().cpu().flatten().tolist()), {4.0}, "that product's values")
 
 
+@check(
+    "runtime.device.moved_module",
+    Clause(
+        "R1.19",
+        "A module that is moved to the device, and back, keeps its parameters, and `tensor.data = other` takes a "
+        "tensor of the host and of the device.",
+        reason="Who holds the parameters, an optimizer or DeepSpeed's expert groups, would train what is no longer in "
+        "the model; `offload_states` and AutoTP assign data of the other kind.",
+    ),
+)
+def moved_module(target: Target) -> None:
+    module = torch.nn.Linear(2, 2)
+    weight = module.weight
+    for device in (target.device, torch.device("cpu")):
+        module.to(device)
+        expect(
+            module.weight is weight, f"module.to({str(device)!r}) made a new parameter", why="an optimizer has the old"
+        )
+        expect_equal(weight.device, device, f"where the parameter is after module.to({str(device)!r})")
+    tensor = torch.zeros(2, device=target.device)
+    for device in (torch.device("cpu"), target.device):
+        tensor.data = torch.ones(3, device=device)
+        expect_equal(
+            (tensor.device, tensor.tolist()), (device, [1.0] * 3), f"data of {str(device)!r} after its assignment"
+        )
+
+
 def _half_dtypes(target: Target) -> list[torch.dtype]:
     return [dtype for dtype in target.dtypes if dtype in (torch.bfloat16, torch.float16)]

@@ -316,6 +316,17 @@ std::vector<Tensor> to_cpu(at::TensorList tensors) {
   return copies;
 }
 
+// Whether `self.data = from` may be done, which torch leaves to the device: here between it and the host too, as for
+// torch's own. Else `module.to(device)` makes new parameters, and who holds the old ones trains what is no longer there.
+bool has_compatible_shallow_copy_type(const Tensor& self, const Tensor& from) {
+  const auto dense = [](c10::DispatchKeySet keys) {
+    return keys.has_any(c10::DispatchKeySet(c10::DispatchKey::Dense)) &&
+           (keys.has_backend(c10::BackendComponent::CPUBit) || keys.has_backend(c10::BackendComponent::PrivateUse1Bit));
+  };
+  return (dense(self.key_set()) && dense(from.key_set())) ||
+         self.unsafeGetTensorImpl()->has_compatible_shallow_copy_type(from.key_set());
+}
+
 at::Scalar local_scalar_dense(const Tensor& self) { return self.cpu().item(); }
 
 }  // namespace
@@ -340,6 +351,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from_and_resize", copy_from_and_resize);
   m.impl("_to_cpu", to_cpu);
   m.impl("_local_scalar_dense", local_scalar_dense);
+  m.impl("_has_compatible_shallow_copy_type", has_compatible_shallow_copy_type);
 }
 
 TORCH_LIBRARY_FRAGMENT(ds_device, m) {
