@@ -17,6 +17,7 @@ from ds_plugin_sdk.bench import (
     adam,
     direct,
     evoformer,
+    fp_quantizer,
     inference,
     lamb,
     ops,
@@ -51,6 +52,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(lamb, "SHAPES", shapes)
     monkeypatch.setattr(transformer, "SIZES", {"small": (1, 8, 32, 2)})
     monkeypatch.setattr(quantizer, "SIZES", {"16 k": 16 << 10})
+    monkeypatch.setattr(fp_quantizer, "SIZES", {"1 k": 1 << 10})
     monkeypatch.setattr(sparse_attention, "LENGTH", 512)
     patterns = {name: sparse_attention.PATTERNS[name] for name in ("bigbird", "local")}
     monkeypatch.setattr(sparse_attention, "PATTERNS", patterns)

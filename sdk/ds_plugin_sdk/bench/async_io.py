@@ -1,31 +1,32 @@
 """Files: ours with io_uring, on threads and in Python, DeepSpeed's own op over libaio, and plain calls.
 
-All write and read the same page-aligned, locked memory past the page cache, on the file system of a folder. Peers take
-turns, so that what else a machine does meets all of them; speeds are medians.
+All write and read page-aligned, locked memory past the page cache, on the file system of a folder; the file is there
+before, so that nobody's time has the allocation of its blocks. Peers take turns, so that what else a machine does meets
+all of them; speeds are medians.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import os
-import statistics
 import tempfile
-import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
+from ds_plugin_sdk.bench.timing import Step, take_turns
 from ds_plugin_sdk.ops import async_io, pin_memory
 
 BLOCKS = tuple(1 << n for n in (17, 20, 23))
 THREADS = (1, 4, 16)
 BACKENDS: tuple[Literal["io_uring", "threads", "python"], ...] = ("io_uring", "threads", "python")
-TURNS = 3
 DEPTH = 16
+_VERBS = ("write", "read")
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,8 @@ class Row:
     Attributes:
         block_kib: size of a request.
         threads: how many the file is divided among.
-        how: io_uring, threads, python; libaio is DeepSpeed's own op; plain is one pwrite or pread after the other.
+        how: io_uring, threads, python; libaio is DeepSpeed's own op; plain is one pwrite or pread after the other
+            on each thread, as by dd.
         write_gb_s: 10^9 bytes a second.
         read_gb_s: the same.
         write_ratio: in multiples of libaio's, or of plain's where there is no libaio.
@@ -51,53 +53,54 @@ class Row:
     read_ratio: float | None
 
 
-Pair = tuple[Callable[[], object], Callable[[], object]]  # writes the file, reads it
+Pair = tuple[Step, Step]  # writes the file, reads it
 
 
 def run(
     folder: Path,
-    size: int = 256 << 20,
+    size: int = 128 << 20,
     blocks: Sequence[int] = BLOCKS,
     threads: Sequence[int] = THREADS,
     *,
     deepspeed: bool = True,
+    seconds: float = 5.0,
+    tell: Callable[[str], object] = lambda line: None,
 ) -> Iterator[Row]:
     """Measure.
 
     Args:
         folder: where the file is made, and removed again.
-        size: its bytes.
+        size: its bytes. Of less than a block for each thread, some threads have nothing to do.
         blocks: sizes of requests in bytes.
         threads: numbers of threads.
-        deepspeed: also DeepSpeed's own op.
+        deepspeed: also DeepSpeed's own op; a warning says why where it cannot be had.
+        seconds: time to spend on a size of blocks and a number of threads; each call has at least five turns.
+        tell: gets a line before what takes minutes.
     """
     memory = pin_memory.empty(size, torch.uint8).fill_(7)
-    own = _deepspeeds_own() if deepspeed else None
+    own = None
+    if deepspeed:
+        tell("loading DeepSpeed's own op, which is compiled where it was not before: minutes, once; --no-deepspeed")
+        own = _Own(memory)
     with tempfile.TemporaryDirectory(dir=folder) as made:
         path = Path(made, "file")
+        _plain(memory, path, BLOCKS[-1], 1)[0]()
         for block in blocks:
             for count in threads:
                 pairs = dict(_ours(memory, path, block, count))
-                if own is not None:
-                    pairs["libaio"] = _handle(own.aio_handle(block, DEPTH, False, True, count), memory, path)
-                if count == 1:
-                    pairs["plain"] = _plain(memory, path, block)
-                yield from _measure(pairs, size, block, count)
+                if own is not None and own.module is not None:
+                    pairs["libaio"] = own.pair(path, block, count)
+                pairs["plain"] = _plain(memory, path, block, count)
+                yield from _measure(pairs, size, block, count, seconds)
 
 
-def _measure(pairs: dict[str, Pair], size: int, block: int, threads: int) -> Iterator[Row]:
-    seconds: dict[str, tuple[list[float], list[float]]] = {how: ([], []) for how in pairs}
-    for _ in range(TURNS):
-        for how, calls in pairs.items():
-            for call, found in zip(calls, seconds[how], strict=True):
-                start = time.perf_counter()
-                call()
-                found.append(time.perf_counter() - start)
-    speeds = {how: [size / 1e9 / statistics.median(each) for each in found] for how, found in seconds.items()}
-    base = speeds.get("libaio") or speeds.get("plain")
+def _measure(pairs: dict[str, Pair], size: int, block: int, threads: int, seconds: float) -> Iterator[Row]:
+    calls = {f"{how} {verb}": call for how, pair in pairs.items() for verb, call in zip(_VERBS, pair, strict=True)}
+    medians = take_turns(calls, seconds)
+    speeds = {how: [size / 1e9 / medians[f"{how} {verb}"] for verb in _VERBS] for how in pairs}
+    base = speeds.get("libaio") or speeds["plain"]
     for how, (write, read) in speeds.items():
-        ratios = (write / base[0], read / base[1]) if base else (None, None)
-        yield Row(block // 1024, threads, how, write, read, *ratios)
+        yield Row(block // 1024, threads, how, write, read, write / base[0], read / base[1])
 
 
 def _ours(memory: torch.Tensor, path: Path, block: int, threads: int) -> Iterator[tuple[str, Pair]]:
@@ -107,9 +110,7 @@ def _ours(memory: torch.Tensor, path: Path, block: int, threads: int) -> Iterato
             yield how, (_call(io, io.write, memory, path), _call(io, io.read, memory, path))
 
 
-def _call(
-    io: async_io.AsyncIO, begin: Callable[[torch.Tensor, Path], None], memory: torch.Tensor, path: Path
-) -> Callable[[], object]:
+def _call(io: async_io.AsyncIO, begin: Callable[[torch.Tensor, Path], None], memory: torch.Tensor, path: Path) -> Step:
     def call() -> None:
         begin(memory, path)
         io.wait()
@@ -117,20 +118,21 @@ def _call(
     return call
 
 
-def _handle(handle: Any, memory: torch.Tensor, path: Path) -> Pair:
-    locked = handle.new_cpu_locked_tensor(memory.numel(), memory).copy_(memory)  # its own: others it copies first
-    return lambda: handle.sync_pwrite(locked, str(path)), lambda: handle.sync_pread(locked, str(path))
-
-
-def _plain(memory: torch.Tensor, path: Path, block: int) -> Pair:
-    """What dd does with ``oflag=direct`` and ``iflag=direct``."""
+def _plain(memory: torch.Tensor, path: Path, block: int, threads: int) -> Pair:
+    """What dd does with ``oflag=direct`` and ``iflag=direct``, on each thread with a part of the file."""
     view = memoryview(memory.numpy().data)
+    share = -(-len(view) // (threads * block)) * block
+
+    def part(descriptor: int, call: Callable[..., int], begin: int) -> None:
+        for start in range(begin, min(begin + share, len(view)), block):
+            piece = view[start : min(start + block, begin + share)]
+            _expect(call(descriptor, [piece], start), len(piece), "a plain call")
 
     def through(flags: int, call: Callable[..., int]) -> None:
         descriptor = os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o600)
         try:
-            for start in range(0, len(view), block):
-                call(descriptor, [view[start : start + block]], start)
+            with ThreadPoolExecutor(threads) as pool:
+                list(pool.map(lambda begin: part(descriptor, call, begin), range(0, len(view), share)))
         finally:
             os.close(descriptor)
 
@@ -140,9 +142,35 @@ def _plain(memory: torch.Tensor, path: Path, block: int) -> Pair:
     )
 
 
-def _deepspeeds_own() -> Any:
-    """DeepSpeed's own op, which it compiles where libaio's headers are installed; else None."""
-    with contextlib.suppress(Exception):
-        builder = importlib.import_module("deepspeed.ops.op_builder.cpu").AsyncIOBuilder()
-        return builder.load(verbose=False) if builder.is_compatible(verbose=False) else None
-    return None
+class _Own:
+    """DeepSpeed's own op, which it compiles where libaio's headers are installed.
+
+    Attributes:
+        module: None, after a warning, where it cannot be had.
+    """
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.module: Any = None
+        try:
+            builder = importlib.import_module("deepspeed.ops.op_builder.cpu").AsyncIOBuilder()
+            if not builder.is_compatible(verbose=False):
+                raise RuntimeError("it does not find libaio: install libaio-dev, or libaio-devel")
+            self.module = builder.load(verbose=False)
+        except Exception as error:
+            warnings.warn(f"DeepSpeed's own op is not compared: {error}", RuntimeWarning, stacklevel=3)
+            return
+        # Its own memory, once for all: what it did not allocate itself, it copies first.
+        self._memory = self.module.aio_handle().new_cpu_locked_tensor(memory.numel(), memory).copy_(memory)
+
+    def pair(self, path: Path, block: int, threads: int) -> Pair:
+        handle = self.module.aio_handle(block, DEPTH, False, True, threads)
+        return (
+            lambda: _expect(handle.sync_pwrite(self._memory, str(path), 0), 1, "DeepSpeed's own op"),
+            lambda: _expect(handle.sync_pread(self._memory, str(path), 0), 1, "DeepSpeed's own op"),
+        )
+
+
+def _expect(found: int, expected: int, who: str) -> None:
+    """Raise rather than give the speed of something that was not done."""
+    if found != expected:
+        raise RuntimeError(f"{who} gave {found} where {expected} was expected")

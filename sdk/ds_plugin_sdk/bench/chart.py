@@ -1,4 +1,4 @@
-"""Charts of the op families: one picture each, for their pages."""
+"""Charts of the op families and of files: one picture each, for their pages."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ds_plugin_sdk.bench import async_io
 from ds_plugin_sdk.bench.ops import Row
 from ds_plugin_sdk.errors import SdkError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_COLOURS = ("#4477aa", "#ee6677", "#ccbb44")
+_COLOURS = ("#4477aa", "#ee6677", "#ccbb44", "#228833", "#aa3377")
 _DPI = 72
 
 
@@ -62,6 +63,54 @@ def draw(family: str, rows: Sequence[Row], folder: Path) -> Path:
     path = folder / f"{family}.png"
     figure.savefig(path, dpi=_DPI)
     return path
+
+
+def draw_files(rows: Sequence[async_io.Row], folder: Path) -> Path:
+    """Draw ``async_io.png``: GB/s over the size of blocks, a panel for each direction and number of threads.
+
+    Args:
+        rows: as `ds_plugin_sdk.bench.async_io.run` gives them.
+        folder: where to; made if it is missing.
+
+    Returns:
+        The picture's path.
+
+    Raises:
+        SdkError: matplotlib is missing.
+    """
+    require_matplotlib()
+    from matplotlib.figure import Figure
+
+    counts = list(dict.fromkeys(row.threads for row in rows))
+    figure = Figure(figsize=(1 + 2.6 * len(counts), 5), layout="constrained")
+    grid = figure.subplots(2, len(counts), sharey=True, squeeze=False)
+    for line, verb in zip(grid, ("write", "read"), strict=True):
+        for axes, count in zip(line, counts, strict=True):
+            _files(axes, [row for row in rows if row.threads == count], verb)
+            axes.set_title(f"{verb}, {count} thread{'s' * (count > 1)}", fontsize=9)
+        line[0].set_ylabel("GB/s", fontsize=8)
+    handles, names = grid[0][0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside lower center", ncols=len(names), fontsize=8)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "async_io.png"
+    figure.savefig(path, dpi=_DPI)
+    return path
+
+
+def _files(axes: Axes, rows: Sequence[async_io.Row], verb: str) -> None:
+    """Bars of each way to do it, at each size of blocks."""
+    hows = list(dict.fromkeys(row.how for row in rows))
+    blocks = list(dict.fromkeys(row.block_kib for row in rows))
+    width = 0.8 / len(hows)
+    for number, (how, colour) in enumerate(zip(hows, _COLOURS, strict=False)):
+        shift = (number + 0.5) * width - 0.4
+        found = [row for row in rows if row.how == how]
+        speeds = [row.write_gb_s if verb == "write" else row.read_gb_s for row in found]
+        axes.bar([blocks.index(row.block_kib) + shift for row in found], speeds, width, color=colour, label=how)
+    labels = [f"{block >> 10} MiB" if block >= 1024 else f"{block} KiB" for block in blocks]
+    axes.set_xticks(range(len(blocks)), labels, fontsize=8)
+    axes.tick_params(axis="y", labelsize=8)
+    axes.grid(axis="y", alpha=0.3)
 
 
 def _label(row: Row) -> str:

@@ -19,7 +19,17 @@ from ds_plugin_sdk.bench.timing import Case, Step, copy_rate, peak_bytes, take_t
 from ds_plugin_sdk.errors import SdkError
 from ds_plugin_sdk.registry import get_accelerator
 
-FAMILIES = ("direct", "adam", "lamb", "transformer", "quantizer", "sparse_attention", "evoformer", "inference")
+FAMILIES = (
+    "direct",
+    "adam",
+    "lamb",
+    "transformer",
+    "quantizer",
+    "fp_quantizer",
+    "sparse_attention",
+    "evoformer",
+    "inference",
+)
 DTYPES = ("float32", "bfloat16")
 MEAN = "geometric mean"
 

@@ -193,14 +193,22 @@ def all_reduce(
 @bench.command("async-io")
 def async_io(
     folder: Path = typer.Option(Path(), help="Where the file is made: on the disk to measure."),
-    mib: int = typer.Option(256, min=1, help="Size of the file."),
+    mib: int = typer.Option(128, min=1, help="Size of the file."),
     deepspeed: bool = typer.Option(True, help="Also DeepSpeed's own op, where libaio is installed; compiled first."),
+    seconds: float = typer.Option(5.0, help="Time to spend on each size of blocks and number of threads."),
+    chart: Path | None = typer.Option(None, help="Draw async_io.png into this folder; needs matplotlib."),
     as_json: bool = _JSON,
 ) -> None:
     """Files: io_uring, threads and Python, DeepSpeed's own op (libaio) and plain calls, past the page cache."""
     from ds_plugin_sdk.bench import async_io as benchmark
+    from ds_plugin_sdk.bench.chart import draw_files, require_matplotlib
 
-    _show("Files", list(benchmark.run(folder, mib << 20, deepspeed=deepspeed)), as_json)
+    if chart is not None:
+        require_matplotlib()
+    rows = list(benchmark.run(folder, mib << 20, deepspeed=deepspeed, seconds=seconds, tell=errors.print))
+    _show("Files", rows, as_json)
+    if chart is not None:
+        draw_files(rows, chart)
 
 
 @bench.command("accuracy")
