@@ -28,6 +28,7 @@ def test_rows_have_names_of_their_own_and_tasks_that_are_there() -> None:
         ("torch.cuda.synchronize()", True),
         ("if accelerator.device_name() != 'cuda':\n    raise ValueError('no')", True),
         ("raise ValueError('no')", False),
+        ("assert backend in ['inductor', 'eager'], 'no'", True),
         ("assert shape == other", False),
     ],
 )
@@ -36,6 +37,26 @@ def test_what_asks_for_cuda_by_its_name_is_deepspeeds_limit(code: str, limit: bo
     file.write_text(code, encoding="utf-8")
     statement = program._statement(file, len(code.splitlines()))
     assert bool(program._CUDA.search(statement)) is limit
+
+
+class InductorError(RuntimeError):
+    """As torch names it."""
+
+
+@pytest.mark.deepspeed
+def test_inductor_where_the_accelerator_names_another_backend_is_deepspeeds_limit() -> None:
+    import deepspeed
+
+    name = "runtime/zero/muon/original_muon.py"
+    code = compile("raise error", str(Path(deepspeed.__file__).parent / name), "exec")
+    for error, backend, limit in (
+        (InductorError(), "aot_eager", f"deepspeed/{name}:1"),
+        (InductorError(), "inductor", ""),
+        (RuntimeError(), "aot_eager", ""),
+    ):
+        with pytest.raises(type(error)) as raised:
+            exec(code, {"error": error})
+        assert program._limit(raised.value, backend).rpartition(":")[0] == limit
 
 
 def test_the_rank_that_failed_is_told_rather_than_the_one_that_waited() -> None:

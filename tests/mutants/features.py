@@ -61,7 +61,7 @@ _op("louder", "F10.1", "The norm's result is a tenth too large.", "layer_norm", 
 @mutant("features.own_parts_kept", "F2.1", "features", only="parallelism/ulysses")
 def own_parts_kept(target: Target) -> Target:
     """`all_to_all_single` keeps the parts."""
-    dist.all_to_all_single = lambda output, source, *rest, **more: output.copy_(source)
+    dist.all_to_all_single = lambda output, input, *rest, **more: output.copy_(input)
     return target
 
 

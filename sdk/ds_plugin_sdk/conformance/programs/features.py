@@ -43,8 +43,8 @@ _LAST_LINES = 30
 # Seconds for which the other ranks may go on when one has ended in failure.
 _GRACE = 10.0
 
-# Code that asks for CUDA by its name.
-_CUDA = re.compile(r"torch\.cuda\b|['\"]cuda['\"]|\bis_cuda\b|ATen/cuda|\bcuda\.h\b")
+# Code that asks for CUDA, or for torch's compiler of CUDA and CPUs, by its name.
+_CUDA = re.compile(r"torch\.cuda\b|['\"](?:cuda|inductor)['\"]|\bis_cuda\b|ATen/cuda|\bcuda\.h\b")
 
 # Where a compiler stopped in DeepSpeed's sources.
 _SOURCE = re.compile(r"(/\S+/deepspeed/ops/csrc/\S+?):(\d+)")
@@ -147,15 +147,24 @@ def _tried(target: Target, task: str, options: Mapping[str, Any]) -> dict[str, A
         return {"result": result, "ops": [[each.name, each.origin] for each in provenance.records()]}
     except BaseException as error:
         failure = f"{type(error).__name__}: {error}"
-        return {"failure": failure, "trace": traceback.format_exc(), "limit": _limit(error)}
+        return {
+            "failure": failure,
+            "trace": traceback.format_exc(),
+            "limit": _limit(error, target.accelerator.get_compile_backend()),
+        }
 
 
-def _limit(error: BaseException) -> str:
-    """The place where DeepSpeed asks for CUDA, or injects layers that do not fit the model, if that is what raised."""
+def _limit(error: BaseException, compile_backend: str = "inductor") -> str:
+    """The place where DeepSpeed asks for CUDA, or injects layers that do not fit the model, if that is what raised.
+
+    So too where it compiles by inductor, as `deepspeed.runtime.compiler.compile` does, for a device whose accelerator
+    names another backend.
+    """
     import deepspeed
 
     root = Path(deepspeed.__file__).parent
     misfit = isinstance(error, OpError) and error.op == "transformer_inference"
+    misfit |= type(error).__name__ == "InductorError" and compile_backend != "inductor"
     for cause in _causes(error):
         for name, number in _SOURCE.findall(str(cause)):
             if _CUDA.search(linecache.getline(name, int(number))):
