@@ -166,6 +166,26 @@ def test_a_builder_that_raises_costs_no_other_line_of_the_report(
     assert ops["fused_lion"]["origin"] == "compiles"
 
 
+def test_the_report_says_that_a_kernel_has_failed_to_compile(
+    sdk: Run, install: Install, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    package = install_broken(install)
+    monkeypatch.setenv("DS_ACCELERATOR", "zap")
+
+    def lion() -> tuple[str, str]:
+        (op,) = (op for op in json.loads(sdk("report", "--json"))["ops"] if op["name"] == "fused_lion")
+        return op["origin"], op["reason"]
+
+    sdk("build", "zap", "--ops", "fused_lion", status=1)
+    origin, reason = lion()
+    assert origin == "failed"
+    said = re.fullmatch(r"the build of [-\d: ]+ failed: (.*); log: (.*); it is tried again at the next use", reason)
+    assert said is not None and "this kernel is not finished" in said[1], reason
+    assert "#error this kernel is not finished" in Path(said[2]).read_text(encoding="utf-8")
+    (tmp_path / "site" / package / "fused_lion.cpp").write_text("void nothing() {}\n", encoding="utf-8")
+    assert lion()[0] == "compiles"
+
+
 @pytest.mark.parametrize(
     "command",
     [["jit"], ["import"], ["ops", "--compile"], ["training", "."], ["losses", "."], ["all-reduce"], ["decode"]],

@@ -26,8 +26,9 @@ class OpStatus:
 
     Attributes:
         name: DeepSpeed's op name.
-        origin: ``prebuilt``, ``cache``, ``compiles`` (at first use), ``reference``, ``combined`` (of several
-            families), ``lent`` (DeepSpeed's own), ``not offered`` or ``broken``.
+        origin: ``prebuilt``, ``cache``, ``compiles`` (at first use), ``failed`` (the latest build),
+            ``reference``, ``combined`` (of several families), ``lent`` (DeepSpeed's own), ``not offered`` or
+            ``broken``.
         provider: distribution that provides it.
         reason: why this and not a better one.
     """
@@ -78,18 +79,26 @@ def status(builder: type[OpBuilder]) -> OpStatus:
     if isinstance(op, NotImplementedBuilder | CombinedOpBuilder | ReferenceOpBuilder):
         return _without_code(op)
     try:
-        spec = op.build_spec()
-        artifact = jit.find(spec)
-        if artifact is not None:
-            return OpStatus(op.name, artifact.origin, op.owner(), artifact.reason)
-        reason = "; ".join(jit.explain(spec))
-        if not settings.compile or not op.is_compatible():
-            return OpStatus(op.name, "reference", op.owner(), op.error_log or reason)
-        return OpStatus(op.name, "compiles", op.owner(), f"at first use: {reason}")
+        origin, reason = _origin(op)
     except SdkError as error:
-        return OpStatus(op.name, "broken", op.owner(), str(error))
+        origin, reason = "broken", str(error)
     except Exception as error:  # the vendor's own code
-        return OpStatus(op.name, "broken", op.owner(), f"its builder raises {type(error).__name__}: {error}")
+        origin, reason = "broken", f"its builder raises {type(error).__name__}: {error}"
+    return OpStatus(op.name, origin, op.owner(), reason)
+
+
+def _origin(op: OpBuilder) -> tuple[str, str]:
+    """Where an op with sources would come from, and why."""
+    spec = op.build_spec()
+    artifact = jit.find(spec)
+    if artifact is not None:
+        return artifact.origin, artifact.reason
+    reason = "; ".join(jit.explain(spec))
+    if not settings.compile or not op.is_compatible():
+        return "reference", op.error_log or reason
+    if failure := jit.failure(spec):
+        return "failed", f"{failure}; it is tried again at the next use"
+    return "compiles", f"at first use: {reason}"
 
 
 def _without_code(op: OpBuilder) -> OpStatus:

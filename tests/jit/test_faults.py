@@ -19,7 +19,7 @@ import pytest
 from small_op import EXPORT, CountingCompiler, Project, Spawn, answer, entry_folder, finish, script
 
 from ds_plugin_sdk.errors import ArtifactError, CompileError, CompileForbiddenError, ToolchainError
-from ds_plugin_sdk.jit import Source, acquire, cache, explain, obtain, store
+from ds_plugin_sdk.jit import Source, acquire, cache, explain, failure, obtain, store
 
 pytestmark = pytest.mark.compiler
 
@@ -198,6 +198,32 @@ def test_what_the_compiler_says(
     log = Path(error.hint.rpartition("log: ")[2])
     assert error.why in log.read_text()
     assert list((cache.root() / "v1" / ".build").iterdir()) == []
+
+
+def test_a_failure_is_known_until_a_file_changes_or_the_op_is_built(project: Project) -> None:
+    header, whole = project.root / "answer.h", "#define ANSWER 40\n"
+    assert failure(project.spec()) == ""
+    header.write_text("#error not finished\n")
+    with pytest.raises(CompileError):
+        acquire(project.spec())
+    said = failure(project.spec())
+    assert "failed: " in said and "not finished" in said
+    assert "not finished" in Path(said.rpartition("log: ")[2]).read_text()
+    header.write_text(whole)
+    assert failure(project.spec()) == ""
+    acquire(project.spec())
+    header.write_text("#error not finished\n")
+    assert failure(project.spec()) == "", "the latest build is no failure"
+
+
+@pytest.mark.parametrize("note", ["", "7", "{}", '{"direct": 1, "headers": {}, "time": "never"}'])
+def test_a_note_of_a_failure_that_cannot_be_read_is_none(project: Project, note: str) -> None:
+    (project.root / "answer.h").write_text("#error not finished\n")
+    with pytest.raises(CompileError):
+        acquire(project.spec())
+    (file,) = (cache.root() / "v1" / ".failed").glob("*.json")
+    file.write_text(note)
+    assert failure(project.spec()) == ""
 
 
 def test_the_command_to_reproduce_works(project: Project, tmp_path: Path) -> None:

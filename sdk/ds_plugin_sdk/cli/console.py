@@ -24,6 +24,7 @@ _COLOURS = {
     "reference": "yellow",
     "absent": "dim",
     "broken": "red",
+    "failed": "red",
     "not offered": "dim",
 }
 

@@ -9,7 +9,7 @@ Nothing here knows accelerators, plugins or DeepSpeed, and only `load` imports t
 """
 
 from ds_plugin_sdk.jit import cache
-from ds_plugin_sdk.jit.acquire import acquire, build_into, explain, find, obtain
+from ds_plugin_sdk.jit.acquire import acquire, build_into, explain, failure, find, obtain
 from ds_plugin_sdk.jit.compiler import Compiler
 from ds_plugin_sdk.jit.load import load
 from ds_plugin_sdk.jit.machine import Machine
@@ -38,6 +38,7 @@ __all__ = [
     "build_into",
     "cache",
     "explain",
+    "failure",
     "find",
     "get_toolchain",
     "load",

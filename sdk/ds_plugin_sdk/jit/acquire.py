@@ -14,7 +14,7 @@ from types import ModuleType
 
 from ds_plugin_sdk.errors import ArtifactError, BuildError, CompileError, CompileForbiddenError, ToolchainError
 from ds_plugin_sdk.jit import compile as compiling
-from ds_plugin_sdk.jit import entry, lock, store
+from ds_plugin_sdk.jit import entry, failures, lock, store
 from ds_plugin_sdk.jit.entry import Search
 from ds_plugin_sdk.jit.load import load
 from ds_plugin_sdk.jit.plan import Plan, Request, differences, make_plan, make_request
@@ -84,6 +84,13 @@ def explain(spec: BuildSpec) -> list[str]:
             return choice.trail
     except BuildError as error:
         return str(error).splitlines()
+
+
+def failure(spec: BuildSpec) -> str:
+    """When and why the latest build of `spec`, as it is now, failed, and where its log is; empty if none did."""
+    with _as_build_errors(spec):
+        choice = _choose(spec)
+        return failures.latest(choice.store, choice.plan) if isinstance(choice.plan, Plan) else ""
 
 
 def build_into(spec: BuildSpec, directory: Path) -> Artifact:
@@ -216,9 +223,10 @@ def _build(plan: Plan, choice: _Choice, start: float) -> Artifact:
             try:
                 made, content = _make(plan, work, reason)
             except CompileError as error:
-                _keep_log(error, work, place, plan)
+                failures.keep(error, work / "entry" / entry.LOG_FILE, place, plan)
                 raise
             path = place.publish(made, home / content)
+            failures.forget(place, plan)
     return _artifact(plan.request, path, "compiled", reason, start)
 
 
@@ -244,12 +252,6 @@ def _why_compiled(choice: _Choice, plan: Plan) -> str:
     old, new = ({**key, "commands": ()} for key in (latest["key"], plan.key))
     changes = differences(old, new) or differences(latest["key"], plan.key)
     return "; ".join([*choice.trail, *(f"rebuilt: {change}" for change in changes)])
-
-
-def _keep_log(error: CompileError, work: Path, place: Store, plan: Plan) -> None:
-    kept = place.keep_log(work / "entry" / entry.LOG_FILE, f"{plan.spec.owner}.{plan.spec.name}")
-    if kept is not None:
-        error.hint = "\n  -> ".join(filter(None, (error.hint, f"log: {kept}")))
 
 
 def _artifact(request: Request, folder: Path, origin: Origin, reason: str, start: float) -> Artifact:

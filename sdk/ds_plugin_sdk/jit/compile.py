@@ -180,6 +180,12 @@ def _own_headers(plan: Plan) -> set[Path]:
     return found
 
 
+def own_headers(plan: Plan) -> dict[str, str]:
+    """SHA-256 of the headers that are found without a compiler, by their paths as keys have them."""
+    write = plan.request.tokens.write
+    return {write(str(path)): sha256 for path, sha256 in sorted(_digests(_own_headers(plan)).items())}
+
+
 def _digests(files: Iterable[Path]) -> dict[Path, str]:
     """SHA-256 of files, by their paths without links."""
     return {Path(os.path.realpath(file)): file_digest(file) for file in files}

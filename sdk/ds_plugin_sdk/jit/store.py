@@ -3,7 +3,7 @@
     <root>/v1/<owner>/<op>/<direct key>/<content key>/{<op>.so, key.json, build.log}
     <root>/v1/.build/      private folders of builds in progress, and of entries on their way out
     <root>/v1/.locks/      see `lock`
-    <root>/v1/.failed/     logs of failed builds
+    <root>/v1/.failed/     see `failures`
 
 An entry is made in ``.build`` and renamed into place: it is there whole or not at all, and two builders who race may
 both continue. Nothing in it changes afterwards but the time stamp of ``key.json``, which says when it was last used.
@@ -114,15 +114,6 @@ class Store:
         with contextlib.suppress(OSError):
             folder.parent.rmdir()  # unless other builds of the same plan are left
         return True
-
-    def keep_log(self, log: Path, name: str) -> Path | None:
-        """Keep the log of a failed build; None if there is no space for it."""
-        kept = self.base / ".failed" / f"{name}.log"
-        try:
-            make_private(kept.parent)
-            return log.replace(kept)
-        except OSError:
-            return None
 
 
 def root() -> Path:

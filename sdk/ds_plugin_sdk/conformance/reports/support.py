@@ -23,6 +23,7 @@ _SOURCES = {
     "deepspeed": "lent",
     "not offered": "not offered",
     "broken": "failed",
+    "failed": "failed",
 }
 
 
