@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,9 @@ from small_op import EXPORT, CountingCompiler, Project, answer, entry_folder, ma
 from ds_plugin_sdk.jit import BuildSpec, Source, acquire, cache, explain, machine, plan, target
 
 pytestmark = pytest.mark.compiler
+
+
+Change = Callable[[Project, Path], object]
 
 
 def key_of(spec: BuildSpec) -> str:
@@ -127,6 +131,60 @@ def test_the_environment_is_part_of_the_key(
     before = key_of(project.spec())
     monkeypatch.setenv(variable, str(tmp_path) if variable == "CPATH" else "-g")
     assert key_of(project.spec()) != before
+
+
+@pytest.mark.parametrize("by", ["LDFLAGS", "link_args"])
+def test_what_only_the_link_depends_on_compiles_nothing_again(
+    project: Project, counting: CountingCompiler, by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = acquire(project.spec())
+    monkeypatch.setenv("LDFLAGS", "-Wl,-soname,ldflags.so" if by == "LDFLAGS" else "")
+    after = acquire(project.spec(link_args=("-Wl,-soname,args.so",) if by == "link_args" else ()))
+    assert (after.origin, counting.count()) == ("compiled", 1)
+    assert after.path != before.path and after.path.read_bytes() != before.path.read_bytes()
+    assert answer(after.path) == 42
+    assert after.key["headers"] == before.key["headers"]
+    assert "The objects are those of an earlier build." in (after.path.parent / "build.log").read_text()
+
+
+def spoil(folder: Path) -> None:
+    with (folder / "answer.cpp.o").open("r+b") as file:
+        file.write(b"x")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda project, _: (project.root / "answer.h").write_text("#define ANSWER 50\n"),
+        lambda project, _: (project.shared / "shared.h").write_text("#define SHARED 12\n"),
+        lambda _, folder: spoil(folder),
+        lambda _, folder: (folder / "answer.cpp.o").unlink(),
+        lambda _, folder: (folder / "key.json").write_text("{}"),
+        lambda _, folder: folder.chmod(0o777),
+        lambda *_: cache.prune(older_than=1e9),
+    ],
+    ids=["own header", "foreign header", "spoiled", "gone", "no key", "open to others", "pruned"],
+)
+def test_objects_of_something_else_are_not_linked(
+    project: Project, counting: CountingCompiler, change: Change, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    acquire(project.spec())
+    (folder,) = (cache.root() / "v1" / ".objects").iterdir()
+    change(project, folder)
+    monkeypatch.setenv("LDFLAGS", "-Wl,-O1")
+    expected = {"#define ANSWER 50\n": 52, "#define ANSWER 40\n": 42}[(project.root / "answer.h").read_text()]
+    expected += 10 * ("12" in (project.shared / "shared.h").read_text())
+    assert answer(acquire(project.spec()).path) == expected
+    assert counting.count() == 2
+
+
+def test_objects_are_kept_for_a_day(project: Project) -> None:
+    acquire(project.spec(cxx_args=("-O1",)))
+    (old,) = (cache.root() / "v1" / ".objects").iterdir()
+    os.utime(old, (time.time() - 25 * 3600,) * 2)
+    acquire(project.spec(cxx_args=("-O2",)))
+    (new,) = (cache.root() / "v1" / ".objects").iterdir()
+    assert new != old
 
 
 def test_the_users_flags_reach_the_compiler(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:

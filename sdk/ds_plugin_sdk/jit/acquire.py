@@ -14,7 +14,7 @@ from types import ModuleType
 
 from ds_plugin_sdk.errors import ArtifactError, BuildError, CompileError, CompileForbiddenError, ToolchainError
 from ds_plugin_sdk.jit import compile as compiling
-from ds_plugin_sdk.jit import entry, failures, lock, store
+from ds_plugin_sdk.jit import entry, failures, lock, objects, store
 from ds_plugin_sdk.jit.entry import Search
 from ds_plugin_sdk.jit.load import load
 from ds_plugin_sdk.jit.plan import Plan, Request, differences, make_plan, make_request
@@ -221,7 +221,7 @@ def _build(plan: Plan, choice: _Choice, start: float) -> Artifact:
         _log.log(level, "op '%s': compiling; %s", spec.name, reason)
         with place.workplace(spec.name) as work:
             try:
-                made, content = _make(plan, work, reason)
+                made, content = _make(plan, work, reason, place)
             except CompileError as error:
                 failures.keep(error, work / "entry" / entry.LOG_FILE, place, plan)
                 raise
@@ -230,17 +230,32 @@ def _build(plan: Plan, choice: _Choice, start: float) -> Artifact:
     return _artifact(plan.request, path, "compiled", reason, start)
 
 
-def _make(plan: Plan, work: Path, reason: str) -> tuple[Path, str]:
-    """Carry out `plan` in `work`. Returns the finished entry's folder, and its content key."""
+def _make(plan: Plan, work: Path, reason: str, place: Store | None = None) -> tuple[Path, str]:
+    """Carry out `plan` in `work`; objects are taken from `place`, and kept there. Returns the finished entry's folder,
+    and its content key.
+    """
     start = time.perf_counter()
     made = work / "entry"
     made.mkdir(mode=0o755)  # an umask of 0 must not make it anybody's
-    headers = entry.describe_headers(compiling.run(plan, work, made / entry.LOG_FILE), plan.request.tokens)
+    headers = _objects_and_link(plan, work, made / entry.LOG_FILE, place)
     (work / plan.spec.library).rename(made / plan.spec.library)
     entry.write(made, plan, headers, seconds=time.perf_counter() - start, reason=reason)
     for file in made.iterdir():
         file.chmod(file.stat().st_mode & ~0o022)  # nor may what is in it be
     return made, entry.content_key(plan.direct, headers)
+
+
+def _objects_and_link(plan: Plan, work: Path, log: Path, place: Store | None) -> list[entry.Header]:
+    """Make the library in `work`, by the linker alone where that will do. Returns the headers."""
+    headers = objects.take(plan, place, work) if place is not None else None
+    if headers is not None:
+        _log.info("op '%s': only the link has changed", plan.spec.name)
+        compiling.relink(plan, work, log)
+        return headers
+    headers = entry.describe_headers(compiling.run(plan, work, log), plan.request.tokens)
+    if place is not None:
+        objects.keep(plan, place, work, headers)
+    return headers
 
 
 def _why_compiled(choice: _Choice, plan: Plan) -> str:

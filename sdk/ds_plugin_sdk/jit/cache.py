@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ds_plugin_sdk.jit import entry
+from ds_plugin_sdk.jit import entry, objects
 from ds_plugin_sdk.jit.entry import KEY_FILE, DamagedError, Record
 from ds_plugin_sdk.jit.plan import differences
 from ds_plugin_sdk.jit.store import Store, root
@@ -59,7 +59,7 @@ def verify() -> list[str]:
 
 
 def prune(*, max_bytes: int | None = None, older_than: float | None = None, everything: bool = False) -> list[Entry]:
-    """Remove entries; processes that use them are not disturbed.
+    """Remove entries, and all object files; processes that use them are not disturbed.
 
     Args:
         max_bytes: remove the least recently used until the cache is no larger than this.
@@ -70,6 +70,7 @@ def prune(*, max_bytes: int | None = None, older_than: float | None = None, ever
         The entries removed.
     """
     store = Store(root())
+    objects.remove(store)
     now = time.time()
     kept = 0
     removed = []

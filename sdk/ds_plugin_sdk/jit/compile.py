@@ -70,6 +70,14 @@ def run(plan: Plan, work: Path, log: Path) -> list[Path]:
     return headers
 
 
+def relink(plan: Plan, work: Path, log: Path) -> None:
+    """Run the last command of `plan` alone, in the folder `work`, where the objects are. Raises as `run`."""
+    with log.open("w", encoding="utf-8") as transcript:
+        transcript.write("The objects are those of an earlier build.\n")
+        _run(plan, plan.link, work, transcript)
+    _check_library(plan, work / plan.spec.library)
+
+
 def failure(plan: Plan, why: str, *, command: Sequence[str] = (), output: str = "") -> CompileError:
     """The error of a failed build, with the hint that suits and the command to reproduce it."""
     hints = [hint for pattern, hint in HINTS if re.search(pattern, f"{why}\n{output}")][:1]

@@ -4,6 +4,7 @@
     <root>/v1/.build/      private folders of builds in progress, and of entries on their way out
     <root>/v1/.locks/      see `lock`
     <root>/v1/.failed/     see `failures`
+    <root>/v1/.objects/    see `objects`
 
 An entry is made in ``.build`` and renamed into place: it is there whole or not at all, and two builders who race may
 both continue. Nothing in it changes afterwards but the time stamp of ``key.json``, which says when it was last used.
