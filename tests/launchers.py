@@ -27,7 +27,7 @@ def launch(launcher: str, ranks: int, program: Path, *arguments: str, **variable
     """
     if launcher == "mpirun" and (shutil.which("mpirun") is None or importlib.util.find_spec("mpi4py") is None):
         pytest.skip("mpirun or mpi4py is not installed")
-    port = _free_port()
+    port = free_port()
     command = [*LAUNCHERS[launcher], str(ranks)]
     command += [sys.executable] if launcher == "mpirun" else ["--master_port", port]
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
@@ -45,7 +45,7 @@ def launch(launcher: str, ranks: int, program: Path, *arguments: str, **variable
     return done.stdout
 
 
-def _free_port() -> str:
+def free_port() -> str:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         return str(server.getsockname()[1])

@@ -1,7 +1,7 @@
 """Collectives of the device: tensors are staged on the host, where torch's gloo does the work.
 
-A vendor replaces this by a backend on their own library; until then it has every collective that torch.distributed
-offers. It is synchronous: when a call returns, its result is there.
+A vendor replaces it method by method with calls of their own library, or as a whole; until then it has every collective
+that torch.distributed offers. It is synchronous: when a call returns, its result is there.
 """
 
 from __future__ import annotations
@@ -23,11 +23,17 @@ Tensors = Any
 Work = Any
 
 
-def register(backend: str, device_type: str) -> None:
-    """Make ``init_process_group(backend)`` and the device's default backend known to torch.distributed."""
+def register(backend: str, device_type: str, group: type[StagedProcessGroup] | None = None) -> None:
+    """Make ``init_process_group(backend)`` and the device's default backend known to torch.distributed.
+
+    Args:
+        backend: the name, as ``zapccl``.
+        device_type: torch's name of the device.
+        group: a vendor's class on `StagedProcessGroup`, whose methods call the vendor's library.
+    """
 
     def create(store: Any, rank: int, size: int, timeout: timedelta) -> StagedProcessGroup:
-        return StagedProcessGroup(store, rank, size, timeout, backend)
+        return (group or StagedProcessGroup)(store, rank, size, timeout, backend)
 
     dist.Backend.register_backend(backend, create, devices=[device_type, "cpu"])
     atexit.register(_destroy, backend)
@@ -56,8 +62,10 @@ class _Received(dist.Work):  # type: ignore[misc]  # torch gives it no type
         return self._source
 
 
-def _done(tensors: list[torch.Tensor]) -> Work:
-    """A collective that is done, with the future that DistributedDataParallel wants."""
+def done(tensors: list[torch.Tensor]) -> Work:
+    """What a collective returns that is done, or is in its devices' current streams, with the future that
+    DistributedDataParallel wants.
+    """
     devices = list({tensor.device for tensor in tensors if tensor.device.type != "cpu"})
     future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(devices=devices)  # type: ignore[arg-type]  # its annotation wants indices
     future.set_result(tensors)
@@ -114,12 +122,12 @@ class StagedProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch give
                 host.div_(self.size()) if host.is_floating_point() else host.floor_divide_(self.size())
             if result is not host and result.data_ptr() != host.data_ptr():
                 result.detach().copy_(host)
-        return _done(results)
+        return done(results)
 
     def _run_each(self, name: str, outputs: list[Tensors], *inputs: Any) -> Work:
         for index, output in enumerate(outputs):
             self._run(name, output, *(value[index] if isinstance(value, (list, tuple)) else value for value in inputs))
-        return _done(_flat(outputs))
+        return done(_flat(outputs))
 
     # ------------------------------------------------------------------ collectives
     def allreduce(self, tensors: Tensors, opts: Any = None) -> Work:
@@ -171,7 +179,7 @@ class StagedProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch give
         self.all_to_all_single(received, sent, counts, sent_counts, opts)
         for output, part in zip(outputs, torch.split(received, counts), strict=True):
             output.detach().copy_(part.view_as(output))
-        return _done(outputs)
+        return done(outputs)
 
     def all_to_all_single(
         self, output: Tensors, input: Tensors, output_splits: list[int], input_splits: list[int], opts: Any = None
@@ -180,7 +188,7 @@ class StagedProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch give
 
     def barrier(self, opts: Any = None) -> Work:
         self._gloo.barrier(opts or c10d.BarrierOptions()).wait()
-        return _done([])
+        return done([])
 
     # Their names before torch 2.13.
     _allgather_base = all_gather_single
@@ -210,7 +218,7 @@ class StagedProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch give
         pass
 
     def _end_coalescing(self, device: torch.device) -> Work:
-        return _done([])
+        return done([])
 
     # ------------------------------------------------------------------ what torch asks a group
     def getBackendName(self) -> str:
