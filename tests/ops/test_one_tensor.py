@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from counted_calls import CountedCalls
-from ds_plugin_sdk import op_builder
 from ds_plugin_sdk.conformance.target import Target
+from ds_plugin_sdk.op_builder.cpu import kernels as kernel_builders
 from ds_plugin_sdk.ops import _library, adagrad, adam, lion
 from ds_plugin_sdk.ops._one_tensor import OneTensor
 
@@ -33,9 +33,12 @@ DTYPES = [
 
 @pytest.fixture
 def kernels(compiled_once: None) -> None:
+    """Taken anew: another test of this process may have loaded kernels of other folders."""
     Target.find("cpu")
-    for family in ("adam", "lion", "adagrad"):
-        op_builder.load_family(family, "cpu")
+    for name in ("CPUAdamBuilder", "CPULionBuilder", "CPUAdagradBuilder"):
+        builder = kernel_builders.BUILDERS[name]()
+        builder.load(verbose=False)
+        builder._library_of_process()
 
 
 def _tensors(lists: int, *shape: int, dtypes: tuple[torch.dtype, ...] = (torch.float32,) * 3) -> list[Tensor]:

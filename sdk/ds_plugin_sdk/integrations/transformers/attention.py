@@ -102,7 +102,7 @@ def attend(
     causal: bool,
 ) -> Tensor:
     """The op, as `ds_plugin_sdk.ops.attention.cached_attention`; a mask says what is causal too."""
-    result: Tensor = ops_for(query.dtype).cached_attention.default(
+    result: Tensor = ops_for(query.dtype).cached_attention(
         query, key, value, keys, values, past, scale, mask, None, 0, causal and mask is None
     )
     return result

@@ -215,13 +215,18 @@ class _RowSnapshot:
         matrices = [place for each in replacements for matrix in each.layer.matrices for place in matrix.held.places]
         norms = [place for each in replacements for norm in each.layer.norms for place in norm.places()]
         self._parameters = Snapshot([*matrices, *norms])
+        # What `DecoderReplacement.attends` asks: most layers share a configuration.
+        self._attentions = [vars(each.attention) for each in replacements]
+        self._configs = [each.config for each in replacements]
+        self._different = list({id(each.config): each for each in replacements}.values())
 
     def holds(self) -> bool:
         return (
             self._watch.holds()
             and self._parameters.holds()
             and all(map(operator.is_, map(dict.get, self._attributes, repeat("forward")), self._replacements))
-            and all(each.attends() for each in self._replacements)
+            and all(map(operator.is_, map(dict.get, self._attentions, repeat("config")), self._configs))
+            and all(each.attends() for each in self._different)
         )
 
 
