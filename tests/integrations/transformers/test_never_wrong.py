@@ -6,6 +6,7 @@ import copy
 import pickle
 import threading
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -626,6 +627,23 @@ def test_a_forward_that_was_taken_and_put_back_counts_as_the_classs_own() -> Non
         attention.forward = attention.forward
         assert len(handle.layers) == 2
         assert_as_plain(model)
+
+
+@pytest.mark.parametrize("name", ["model.layers.1.self_attn.q_proj", "model.layers.1.mlp.act_fn", "lm_head"])
+def test_hooks_in_another_dictionary_count(name: str) -> None:
+    """Hooks are often removed so, all at once."""
+    model = make("llama")
+    module = model.get_submodule(name)
+    with accelerate(model):
+        steps(model, lambda *_: None)
+        unchanged = logits(model)
+        module._forward_hooks = OrderedDict()
+        handle = module.register_forward_hook(lambda module, inputs, output: 3 * output)
+        ours = logits(model)
+    expected = logits(model)
+    handle.remove()
+    assert not torch.allclose(expected, unchanged, atol=0.05)
+    torch.testing.assert_close(ours, expected, rtol=1e-3, atol=1e-3)
 
 
 def test_hooks_on_all_modules_are_called() -> None:

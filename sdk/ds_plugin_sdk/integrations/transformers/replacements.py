@@ -29,7 +29,7 @@ from ds_plugin_sdk.integrations.transformers.attention import (
 )
 from ds_plugin_sdk.integrations.transformers.decoder import Decoder, ops_for
 from ds_plugin_sdk.integrations.transformers.kv_cache import growing_layer
-from ds_plugin_sdk.integrations.transformers.understood import Norm, Snapshot, Watch, hooks_of, is_plain_inference
+from ds_plugin_sdk.integrations.transformers.understood import Norm, Snapshot, Watch, is_plain_inference
 from ds_plugin_sdk.integrations.transformers.weights import Matrix
 
 # What a decoder layer does with these is known; others may be given if they are None. The encoder's mask has no meaning
@@ -210,7 +210,7 @@ class _RowSnapshot:
         self._replacements = replacements
         layers = [each.module for each in replacements]
         # Hooks of the layers themselves are called in between, and may change those that follow.
-        self._watch = Watch.over(*layers, hooks=[found for layer in layers for found in hooks_of(layer)])
+        self._watch = Watch.over(*layers, hooked=layers)
         self._attributes = [vars(layer) for layer in layers]
         matrices = [place for each in replacements for matrix in each.layer.matrices for place in matrix.held.places]
         norms = [place for each in replacements for norm in each.layer.norms for place in norm.places()]

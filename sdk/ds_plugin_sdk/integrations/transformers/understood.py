@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
+from torch.utils.hooks import RemovableHandle
 from transformers import activations
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
@@ -233,15 +234,18 @@ _version, _dtype = operator.attrgetter("_version"), operator.attrgetter("dtype")
 class Watch:
     """Tells whether modules are still what they were found to be."""
 
-    def __init__(self, hooks: Iterable[dict[int, Any]], replaced: Sequence[nn.Module], inner: Iterable[nn.Module] = ()):
+    def __init__(
+        self, replaced: Sequence[nn.Module], inner: Sequence[nn.Module] = (), hooked: Sequence[nn.Module] = ()
+    ) -> None:
         """
         Args:
-            hooks: where there must be none.
             replaced: modules with another forward, which must keep their class.
             inner: modules in them, which are not called any more: they must keep all that their calls depend on.
+            hooked: modules that must have no hooks, as those in `inner`.
         """
-        inner = list(inner)
-        self._hooks = (*hooks, *(found for module in inner for found in hooks_of(module)))
+        self._hooked = [*hooked, *inner]
+        self._everywhere = _GLOBAL_HOOKS if inner else ()
+        self._find_hooks()
         self._modules = [*replaced, *inner]
         self._kinds = [*map(type, self._modules)]
         self._inner = [vars(module) for module in inner]
@@ -252,15 +256,22 @@ class Watch:
     @classmethod
     def alone(cls, module: nn.Module) -> Watch:
         """A module without others in it: its hooks are still called, but may be there to change its parameters."""
-        return cls(hooks_of(module), [module])
+        return cls([module], hooked=[module])
 
     @classmethod
-    def over(cls, *layers: nn.Module, hooks: Iterable[dict[int, Any]] = ()) -> Watch:
-        """Layers with all modules in them; `hooks` of others that must not be there."""
-        return cls((*_GLOBAL_HOOKS, *hooks), layers, [m for layer in layers for m in list(layer.modules())[1:]])
+    def over(cls, *layers: nn.Module, hooked: Sequence[nn.Module] = ()) -> Watch:
+        """Layers with all modules in them; `hooked` as above."""
+        return cls(layers, [m for layer in layers for m in list(layer.modules())[1:]], hooked)
+
+    def _find_hooks(self) -> None:
+        # torch counts the hooks that are registered anywhere.
+        self._registered = RemovableHandle.next_id
+        self._hooks = (*self._everywhere, *(found for module in self._hooked for found in hooks_of(module)))
 
     def holds(self) -> bool:
         """No hooks, no other forward, no other class, no other children, no training mode."""
+        if RemovableHandle.next_id != self._registered:
+            self._find_hooks()  # a module may have got other dictionaries before
         return (
             (not any(self._hooks) or _are_idle(self._hooks))
             and [*map(type, self._modules)] == self._kinds
