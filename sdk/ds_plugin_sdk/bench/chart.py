@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ from ds_plugin_sdk.errors import SdkError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _COLOURS = ("#4477aa", "#ee6677", "#ccbb44", "#228833", "#aa3377")
 _DPI = 72
@@ -23,11 +25,9 @@ def require_matplotlib() -> None:
     Raises:
         SdkError: matplotlib is missing.
     """
-    try:
-        import matplotlib  # noqa: F401  # whether it is there
-    except ImportError as error:
+    if importlib.util.find_spec("matplotlib") is None:
         hint = "pip install 'ds-plugin-sdk[chart]'"
-        raise SdkError("Charts cannot be drawn", why="matplotlib is not installed", hint=hint) from error
+        raise SdkError("Charts cannot be drawn", why="matplotlib is not installed", hint=hint)
 
 
 def draw(family: str, rows: Sequence[Row], folder: Path) -> Path:
@@ -57,12 +57,7 @@ def draw(family: str, rows: Sequence[Row], folder: Path) -> Path:
         _panel(axes, [row for row in rows if (row.dtype, row.threads) == panel], labels, peers)
         axes.set_title(f"{panel[0]}, {panel[1]} thread{'s' * (panel[1] > 1)}", fontsize=9)
     figure.suptitle(f"{family}: speed in multiples of others'", fontsize=10)
-    handles, names = axes.get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside lower center", ncols=len(names), fontsize=8)
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{family}.png"
-    figure.savefig(path, dpi=_DPI)
-    return path
+    return _saved(figure, axes, folder / f"{family}.png")
 
 
 def draw_files(rows: Sequence[async_io.Row], folder: Path) -> Path:
@@ -89,10 +84,14 @@ def draw_files(rows: Sequence[async_io.Row], folder: Path) -> Path:
             _files(axes, [row for row in rows if row.threads == count], verb)
             axes.set_title(f"{verb}, {count} thread{'s' * (count > 1)}", fontsize=9)
         line[0].set_ylabel("GB/s", fontsize=8)
-    handles, names = grid[0][0].get_legend_handles_labels()
+    return _saved(figure, grid[0][0], folder / "async_io.png")
+
+
+def _saved(figure: Figure, axes: Axes, path: Path) -> Path:
+    """The picture, with the legend of one of its panels."""
+    handles, names = axes.get_legend_handles_labels()
     figure.legend(handles, names, loc="outside lower center", ncols=len(names), fontsize=8)
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "async_io.png"
+    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=_DPI)
     return path
 

@@ -489,12 +489,15 @@ def test_lora_of_peft_that_is_merged_into_int8() -> None:
     assert 0 < error < 0.1
 
 
+# torchao uses functions of torch's that torch calls deprecated.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("weights", [None, "int8"])
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_weights_of_torchao(when: str, weights: str | None) -> None:
     """Layers stay of torch's class, and their weights become tensors of a class that multiplies by itself."""
-    quantization = pytest.importorskip("torchao.quantization", reason="torchao comes with the extra `test`")
+    quantization = pytest.importorskip(
+        "torchao.quantization", reason="torchao comes with the extra `test` on x86-64, where it has wheels"
+    )
     model = make("llama")
     unchanged = logits(model)
     handle = accelerate(model, weights=weights) if when == "after" else None

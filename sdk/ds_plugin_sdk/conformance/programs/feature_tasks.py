@@ -59,7 +59,7 @@ def _shared_folder() -> str:
     return str(folder[0])
 
 
-def _model() -> nn.Module:
+def _model() -> nn.Sequential:
     """Linear layers and norms, the same each time, of widths that shards and groups divide."""
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.LayerNorm(_WIDTH), nn.Linear(_WIDTH, _WIDTH), nn.GELU()) for _ in range(3)]
@@ -134,9 +134,10 @@ class _Blocks(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         import deepspeed
 
-        for block in list(self.model)[:-1]:  # type: ignore[call-overload]  # it is a Sequential
+        *blocks, last = self.model
+        for block in blocks:
             x = deepspeed.checkpointing.checkpoint(block, x)
-        result: torch.Tensor = self.model[-1](x)  # type: ignore[index]  # it is a Sequential
+        result: torch.Tensor = last(x)
         return result
 
 
@@ -178,7 +179,7 @@ def pipeline(target: Target, config: Mapping[str, Any]) -> Numbers:
     from deepspeed.pipe import PipelineModule
 
     torch.manual_seed(0)
-    layers = list(_model())  # type: ignore[call-overload]  # it is a Sequential
+    layers = list(_model())
     model = PipelineModule(layers, num_stages=2, loss_fn=small_model.loss_of, partition_method="uniform")
     patch = _merged({"gradient_accumulation_steps": 2, "train_batch_size": 8}, config)
     engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=_config(patch))[0]
