@@ -40,6 +40,8 @@ _EXTREME = (1e-45, 1e-38, 1e-20, 1e4, 1e19, 3e38)
 _UNIT = 2e-6
 _INTEGERS = (-1, 0, 1, 2**31 - 1, 2**31, 2**62, 2**63 - 1)
 _FLOATS = (0.0, -1.0, 1e30, float("nan"))
+# A tensor without elements has as many groups as one asks for; of more, results without a meaning take gigabytes.
+_MOST_OF_NOTHING = 2**16
 # What torch raises of a tensor that no memory can hold.
 _TOO_LARGE = re.compile("allocate memory|integer multiplication overflow")
 
@@ -172,6 +174,8 @@ def _wrong(info: OpInfo, arguments: Arguments, rng: random.Random) -> Edit:
         other = {bool: not value, torch.dtype: torch.int32}.get(type(value), value)
     else:
         other = rng.choice(_INTEGERS if isinstance(value, int) else _FLOATS)
+        if isinstance(other, int) and other > _MOST_OF_NOTHING and not all(map(Tensor.numel, _tensors(arguments))):
+            other = _MOST_OF_NOTHING
     return Edit("wrong", name, f"{name} is {other}", lambda given: other)
 
 
@@ -471,7 +475,7 @@ def _moved(info: OpInfo, arguments: Arguments, expected: Sequence[Tensor], chang
     """How far the formula's results move at most where its arguments change, so many times at random, by as much as an
     op may round them.
     """
-    tensors = [t for value in arguments.values() for t in _flat(value)]
+    tensors = _tensors(arguments)
     if any(t.is_meta for t in tensors):
         return [torch.zeros(each.shape) for each in expected]
     dtypes = {t.dtype for t in tensors if t.is_floating_point()}
@@ -515,7 +519,7 @@ def _overflowed(
     nothing = torch.zeros(ours.shape, dtype=torch.bool)
     if not ours.is_floating_point():
         return nothing
-    sizes = [t.double().abs() for value in arguments.values() for t in _flat(value) if t.is_floating_point()]
+    sizes = [t.double().abs() for t in _tensors(arguments) if t.is_floating_point()]
     given = torch.cat([t.flatten() for t in sizes if not t.is_meta] or [torch.zeros(1, dtype=torch.float64)])
     results = (t.double().abs().nan_to_num(0.0, 0.0, 0.0) for t in expected or () if t.numel() and not t.is_meta)
     result = max((t.max().item() for t in results), default=0.0)
@@ -597,6 +601,10 @@ def _flat(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
     return [each for each in value if isinstance(each, Tensor)] if isinstance(value, list | tuple) else []
+
+
+def _tensors(arguments: Arguments) -> list[Tensor]:
+    return [t for value in arguments.values() for t in _flat(value)]
 
 
 def _map(function: Callable[[Tensor], Tensor], value: Any) -> Any:

@@ -82,9 +82,10 @@ OPS = (
     Op("InferenceBuilder", "transformer_inference", _INFERENCE),
     Op("InferenceCoreBuilder", "inference_core_ops", ("norm", "activation", "linear", "fp6")),
     Op("SpatialInferenceBuilder", "spatial_inference", ("spatial",), kernels=True),
-    # Host memory and files, whatever the device is.
+    # On the host, whatever the device is: memory, files, and calls of several ops.
     Op("AsyncIOBuilder", "async_io", ("async_io",), host=True),
     Op("PinMemoryBuilder", "pin_memory", ("pin_memory",), torch=True),
+    Op("DecoderLayerBuilder", "decoder_layer", ("decoder_layer",), host=True, deepspeed=False),
     # Parts of the above, and a collective that DeepSpeed is given in another way.
     _family("ActivationBuilder", "activation"),
     _family("AllReduceBuilder", "all_reduce"),

@@ -28,7 +28,7 @@ SECONDS = 30  # for those by rotation
 @pytest.fixture(scope="module", autouse=True)
 def one_thread(native: Callable[..., None]) -> Iterator[None]:
     """The native kernels; the models are tiny, and threads would only wait for each other."""
-    native("linear", "attention", "norm", "rotary")
+    native("linear", "attention", "norm", "rotary", "decoder_layer")
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -69,31 +69,31 @@ def test_others_by_rotation() -> None:
 
 
 def test_a_difference_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The comparison itself: an attention that scales wrongly is reported for a family's logits and tokens."""
-    from ds_plugin_sdk.integrations.transformers import replacements
+    """The comparison itself: layers that compute wrongly are reported for a family's logits and tokens."""
+    from ds_plugin_sdk.integrations.transformers.replacements import DecoderReplacement
 
-    right = replacements.attend
-    monkeypatch.setattr(replacements, "attend", lambda *args: right(*args[:6], 1.1 * args[6], *args[7:]))
+    right = DecoderReplacement._run
+    monkeypatch.setattr(DecoderReplacement, "_run", lambda *args: 1.1 * right(*args))
     verdict = sweep.examine(sweep.Family("llama", "causal", "LlamaForCausalLM"))
     assert verdict.verdict == "DIFFERENT"
     assert any("dynamic" in note for note in verdict.notes)
 
 
 def test_an_error_of_one_token_in_bfloat16_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ds_plugin_sdk.integrations.transformers import replacements
+    from ds_plugin_sdk.integrations.transformers.replacements import DecoderReplacement
 
-    right = replacements.attend
+    right = DecoderReplacement._run
 
     def wrong(*args: Any) -> torch.Tensor:
-        attended = right(*args)
-        attended[0, :, 3] += 2 * (attended.dtype == torch.bfloat16)
-        return attended
+        hidden = right(*args)
+        hidden[0, 3] += 2 * (hidden.dtype == torch.bfloat16)
+        return hidden
 
     family = sweep.Family("llama", "causal", "LlamaForCausalLM")
     verdict = sweep.Verdict("llama", "causal", "")
     sweep._compare_roughly(verdict, family)
     assert verdict.verdict == "", verdict
-    monkeypatch.setattr(replacements, "attend", wrong)
+    monkeypatch.setattr(DecoderReplacement, "_run", wrong)
     sweep._compare_roughly(verdict, family)
     assert verdict.verdict == "DIFFERENT"
     assert any("bfloat16" in note for note in verdict.notes)

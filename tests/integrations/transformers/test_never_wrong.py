@@ -58,7 +58,7 @@ pytestmark = pytest.mark.compiler
 @pytest.fixture(scope="module", autouse=True)
 def kernels(native: Callable[..., None]) -> None:
     """The native kernels, and nothing else."""
-    native("linear", "attention", "norm", "rotary")
+    native("linear", "attention", "norm", "rotary", "decoder_layer")
 
 
 def make(name: str) -> Any:

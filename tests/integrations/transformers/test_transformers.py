@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +21,7 @@ with warnings.catch_warnings():
 from ds_plugin_sdk import provenance
 from ds_plugin_sdk.errors import SdkError
 from ds_plugin_sdk.integrations.transformers import accelerate
+from ds_plugin_sdk.ops import decoder_layer
 
 TOKENS = 32
 PADDED = (5, 0, 1, 0)  # on the left, of a batch of four
@@ -41,13 +44,19 @@ MODELS: dict[str, transformers.PreTrainedConfig] = {
 pytestmark = pytest.mark.compiler
 
 
-FAMILIES_OF_OPS = ("linear", "attention", "norm", "rotary")
+FAMILIES_OF_OPS = ("linear", "attention", "norm", "rotary", "decoder_layer")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def kernels(native: Callable[..., None]) -> None:
     """The native kernels, and nothing else."""
     native(*FAMILIES_OF_OPS)
+
+
+@pytest.fixture
+def op_by_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine where the library that calls a layer's ops could not be had."""
+    monkeypatch.setattr(decoder_layer, "call", None)
 
 
 def make(name: str, dtype: torch.dtype = torch.float32) -> transformers.PreTrainedModel:
@@ -86,6 +95,61 @@ def test_same_tokens(name: str) -> None:
     torch.testing.assert_close(torch.stack(ours.logits), torch.stack(plain.logits), rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_a_layer_is_one_call(name: str) -> None:
+    model = make(name)
+    with accelerate(model), CountedCalls() as counted:
+        generate(model)
+    assert counted.calls["decoder_layer"] == counted.calls["cached_attention"] == 3 * TOKENS
+
+
+@pytest.mark.parametrize("weights", [None, "int8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", MODELS)
+def test_one_call_is_its_ops_one_by_one(
+    name: str, dtype: torch.dtype, weights: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make(name, dtype)
+    with accelerate(model, weights=weights):
+        whole = generate(model)
+        monkeypatch.setattr(decoder_layer, "call", None)
+        parts = generate(model)
+    assert torch.equal(torch.stack(whole.logits), torch.stack(parts.logits))
+    for ours, theirs in zip(whole.past_key_values.layers, parts.past_key_values.layers, strict=True):
+        assert torch.equal(ours.keys, theirs.keys)
+        assert torch.equal(ours.values, theirs.values)
+
+
+def test_layers_of_a_step_that_are_given_different_masks() -> None:
+    """Every other layer attends to a window: its mask is not that of the layer before it."""
+    config = transformers.Qwen2Config(
+        **{**_LLAMA, "num_hidden_layers": 4},
+        use_sliding_window=True,
+        sliding_window=6,
+        layer_types=["full_attention", "sliding_attention"] * 2,
+    )
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    model.generation_config.eos_token_id = None
+    plain = generate(model)
+    with accelerate(model) as handle:
+        ours = generate(model)
+        assert len(handle.layers) == 4
+    assert torch.equal(plain.sequences, ours.sequences)
+    torch.testing.assert_close(torch.stack(ours.logits), torch.stack(plain.logits), rtol=1e-3, atol=1e-3)
+
+
+def test_a_step_keeps_no_cache_alive() -> None:
+    model = make("llama")
+    with accelerate(model):
+        cache = generate(model).past_key_values
+        gone = weakref.ref(cache)
+        del cache
+        gc.collect()
+        assert gone() is None
+
+
+@pytest.mark.usefixtures("op_by_op")
 @pytest.mark.parametrize("name", MODELS)
 def test_every_part_is_a_call_of_a_native_op(name: str) -> None:
     model = make(name)

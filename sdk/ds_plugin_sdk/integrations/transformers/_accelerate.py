@@ -33,7 +33,7 @@ from ds_plugin_sdk.integrations.transformers.understood import (
 from ds_plugin_sdk.integrations.transformers.weights import Matrix, Packer, Weights
 from ds_plugin_sdk.registry import load_kernels
 
-_FAMILIES_OF_OPS = ("linear", "attention", "norm", "rotary")
+_FAMILIES_OF_OPS = ("linear", "attention", "norm", "rotary", "decoder_layer")
 
 # Files that do something else for torch's attention by its name.
 _ASKS_FOR_SDPA = re.compile(r"""_attn_implementation\s*(==|!=|in)\s*[^\n]*["']sdpa["']""")

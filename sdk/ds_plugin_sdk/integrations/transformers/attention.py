@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -75,7 +75,7 @@ def attention_forward(
         or not all(value is None or name in IGNORED_ARGUMENTS for name, value in kwargs.items())
         or not is_plain_inference(query)
         or not _fits(module, query, key, value)
-        or not mask_fits(attention_mask, query, key.shape[2])
+        or not mask_fits(attention_mask, query.dtype, query.shape[:3], key.shape[2])
         or (causal and attention_mask is None and query.shape[2] > key.shape[2])
     ):
         return own(
@@ -108,18 +108,18 @@ def attend(
     return result
 
 
-def mask_fits(mask: Tensor | None, query: Tensor, positions: int) -> bool:
-    """Whether a mask is one for these queries and as many positions, in the sense of torch's attention."""
+def mask_fits(mask: Tensor | None, dtype: torch.dtype, queries: Sequence[int], positions: int) -> bool:
+    """Whether a mask is one for queries, ``[batch, heads, tokens]`` of a dtype, and as many positions, in the sense of
+    torch's attention.
+    """
     if mask is None:
         return True
-    if type(mask) is not Tensor or mask.dim() != 4 or mask.dtype not in (torch.bool, query.dtype):
-        return False
-    batch, heads, tokens, last = mask.shape
     return (
-        last == positions
-        and batch in (1, query.shape[0])
-        and heads in (1, query.shape[1])
-        and tokens in (1, query.shape[2])
+        type(mask) is Tensor
+        and mask.dim() == 4
+        and mask.dtype in (torch.bool, dtype)
+        and mask.shape[3] == positions
+        and all(size in (1, wanted) for size, wanted in zip(mask.shape, queries, strict=False))
     )
 
 

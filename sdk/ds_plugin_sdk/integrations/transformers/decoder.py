@@ -1,4 +1,4 @@
-"""A decoder layer as eight calls of ops, whatever model it comes from."""
+"""A decoder layer as eight calls of ops, or as one that makes them, whatever model it comes from."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ds_plugin_sdk.integrations.transformers.understood import Norm
 from ds_plugin_sdk.integrations.transformers.weights import Matrix
+from ds_plugin_sdk.ops import decoder_layer
 from ds_plugin_sdk.ops.linear import ACTIVATIONS, Activation
 
 # As `ds_plugin_sdk.ops.linear` counts them.
@@ -53,6 +54,10 @@ class Decoder:
     norm_first: bool = True
 
     @functools.cached_property
+    def activation_index(self) -> int:
+        return ACTIVATIONS.index(self.activation)
+
+    @functools.cached_property
     def matrices(self) -> tuple[Matrix, ...]:
         return self.qkv, self.output, self.mlp_in, self.mlp_out
 
@@ -81,7 +86,7 @@ def run(ops: Ops, layer: Decoder, hidden: Tensor, angles: tuple[Tensor, Tensor] 
     if not layer.norm_first:
         hidden = norm(ops, layer.attention_norm, hidden)
     normed = norm(ops, layer.mlp_norm, hidden) if layer.norm_first else hidden
-    inner = linear(ops, layer.mlp_in, normed, None, ACTIVATIONS.index(layer.activation), layer.gated)
+    inner = linear(ops, layer.mlp_in, normed, None, layer.activation_index, layer.gated)
     hidden = linear(ops, layer.mlp_out, inner, hidden)
     return hidden if layer.norm_first else norm(ops, layer.mlp_norm, hidden)
 
@@ -131,6 +136,48 @@ def norm(ops: Ops, norm: Norm, input: Tensor) -> Tensor:
         else ops.layer_norm(input, norm.parameters["weight"], norm.parameters["bias"], norm.eps)
     )
     return result
+
+
+def run_whole(
+    layer: Decoder,
+    hidden: Tensor,
+    cache: tuple[Tensor, Tensor, int],
+    mask: Tensor | None,
+    angles: tuple[Tensor, Tensor] | None,
+) -> Tensor:
+    """`run` by one call, where `has_whole`.
+
+    Args:
+        cache: tensors of keys and of values, with room for the new ones, and how many positions they hold.
+        mask: as `ds_plugin_sdk.ops.attention.cached_attention` takes it; causal if None.
+    """
+    query_norm, key_norm = layer.query_norm, layer.key_norm
+    result: Tensor = decoder_layer.call(
+        hidden,
+        *cache,
+        mask,
+        *(angles or (None, None)),
+        *layer.attention_norm.arguments(),
+        *layer.mlp_norm.arguments(),
+        None if query_norm is None else query_norm.parameters["weight"],
+        None if key_norm is None else key_norm.parameters["weight"],
+        0.0 if query_norm is None else query_norm.eps,
+        *layer.qkv.contents,
+        *layer.output.contents,
+        *layer.mlp_in.contents,
+        *layer.mlp_out.contents,
+        layer.heads,
+        layer.scale,
+        layer.activation_index,
+        layer.gated,
+        layer.norm_first,
+    )
+    return result
+
+
+def has_whole(dtype: torch.dtype) -> bool:
+    """Whether `run_whole` serves tensors of a dtype."""
+    return decoder_layer.call is not None and dtype != torch.float64
 
 
 class Ops(NamedTuple):

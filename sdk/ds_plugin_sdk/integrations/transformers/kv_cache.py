@@ -60,18 +60,18 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not t
     def get_seq_length(self) -> int:
         return self._lengths["keys"]
 
-    def make_room(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor, int]:
-        """Tensors large enough for more positions, and how many they hold. `advance` says that they were written."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        past, new = self._lengths["keys"], key_states.shape[2]
-        if past + new > self._rooms["keys"].shape[2]:
-            room = past + new + max(_LEAST_SPARE, past // 2)
-            for name, states in (("keys", key_states), ("values", value_states)):
+    def make_room(self, tokens: int) -> tuple[Tensor, Tensor, int]:
+        """Tensors large enough for so many positions more, and how many they hold, for a layer that is initialized.
+        `advance` says that they were written.
+        """
+        past = self._lengths["keys"]
+        if past + tokens > self._rooms["keys"].shape[2]:
+            room = past + tokens + max(_LEAST_SPARE, past // 2)
+            for name, states in self._rooms.items():
                 batch, heads, _, head_dim = states.shape
                 grown = states.new_zeros((batch, heads, room, head_dim))
                 if past:
-                    grown[:, :, :past] = self._rooms[name][:, :, :past]
+                    grown[:, :, :past] = states[:, :, :past]
                 self._rooms[name] = grown
         return self._rooms["keys"], self._rooms["values"], past
 
@@ -84,7 +84,9 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not t
         if not self.is_plain or type(key_states) is not Tensor or type(value_states) is not Tensor:
             appended: tuple[Tensor, Tensor] = super().update(key_states, value_states, *args, **kwargs)
             return appended
-        keys, values, past = self.make_room(key_states, value_states)
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        keys, values, past = self.make_room(key_states.shape[2])
         total = past + key_states.shape[2]
         keys[:, :, past:total] = key_states
         values[:, :, past:total] = value_states
@@ -92,10 +94,13 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not t
         return keys[:, :, :total], values[:, :, :total]
 
 
-def growing_layer(cache: Cache | None, index: int) -> GrowingLayer | None:
+def may_grow(cache: Cache | None) -> bool:
+    """Whether layers of a cache may be asked for by `growing_layer`."""
+    return cache is not None and not getattr(cache, "offloading", True) and _is_updated_as_written(cache)
+
+
+def growing_layer(cache: Cache, index: int) -> GrowingLayer | None:
     """The layer of a cache, exchanged for one that grows if it is a plain one and still empty; None for other kinds."""
-    if cache is None or getattr(cache, "offloading", True) or not _is_updated_as_written(cache):
-        return None
     while cache.layer_class_to_replicate is DynamicLayer and len(cache.layers) <= index:
         cache.layers.append(GrowingLayer())
     layer: Any = cache.layers[index] if index < len(cache.layers) else None

@@ -6,6 +6,7 @@ hooks registered, weights trained, loaded and moved.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import operator
 import sys
@@ -13,7 +14,7 @@ import threading
 import types
 from collections.abc import Callable, Sequence
 from itertools import repeat
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +24,11 @@ from ds_plugin_sdk.integrations.transformers import decoder
 from ds_plugin_sdk.integrations.transformers.attention import (
     ATTENTION,
     IGNORED_ARGUMENTS,
-    attend,
     attention_forward,
     mask_fits,
 )
-from ds_plugin_sdk.integrations.transformers.decoder import Decoder, ops_for
-from ds_plugin_sdk.integrations.transformers.kv_cache import growing_layer
+from ds_plugin_sdk.integrations.transformers.decoder import Decoder, Ops, ops_for
+from ds_plugin_sdk.integrations.transformers.kv_cache import GrowingLayer, growing_layer, may_grow
 from ds_plugin_sdk.integrations.transformers.understood import Norm, Snapshot, Watch, is_plain_inference
 from ds_plugin_sdk.integrations.transformers.weights import Matrix
 
@@ -137,13 +137,29 @@ def _state_of(embeddings: tuple[Tensor, Tensor], hidden: Tensor, head_dim: int) 
     return embeddings[0]._version, embeddings[1]._version, hidden.shape, hidden.device, head_dim
 
 
+class Given(NamedTuple):
+    """What a layer is given next to the hidden states, as the ops want it.
+
+    Attributes:
+        whole: whether one call may do, `decoder.run_whole`.
+        grows: whether `growing_layer` may be asked for layers of the cache.
+    """
+
+    ops: Ops
+    whole: bool
+    mask: Tensor | None
+    cache: Cache | None
+    grows: bool
+    angles: tuple[Tensor, Tensor] | None
+
+
 class Row:
     """Decoder layers of a model, one after the other, and what they share in a pass.
 
-    In a step of one token the first layer asks whether all are what they were found to be. Those after it rely on that
-    as long as each is given the tensor that the one before it has returned, and is called by the model's own loop: then
-    nothing else has run in between. Asked by each layer, between kernels that read all weights, the same takes several
-    times as long.
+    In a step of one token the first layer asks whether all are what they were found to be, and what its arguments mean.
+    Those after it rely on that as long as each is given the tensor that the one before it has returned, and is called
+    by the model's own loop: then nothing else has run in between. Asked by each layer, between kernels that read all
+    weights, the same takes several times as long.
     """
 
     def __init__(self) -> None:
@@ -156,26 +172,50 @@ class Row:
         """Something may have changed without being seen."""
         self._snapshot = None
 
-    def holds_for(self, replacement: DecoderReplacement, hidden: Tensor) -> bool:
-        """Whether all layers were asked in this step; False if each has to be asked by itself."""
+    def goes_on(self, hidden: object) -> bool:
+        """Whether all layers were asked in this step, and this is the next one; asked by a layer's forward alone."""
         step = self._step
-        if hidden is step.last and step.loop is not None and sys._getframe(step.depth).f_code is step.loop:
+        if hidden is step.last and step.loop is not None and sys._getframe(1 + step.depth).f_code is step.loop:
             return True
-        step.last = None
+        step.end()
+        return False
+
+    def given_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given | None:
+        """What the first layer was given, if a later one of the step is given the same."""
+        step = self._step
+        same = (len(args), *kwargs) == step.names and all(
+            map(operator.is_, (*args[1:], *kwargs.values()), step.arguments)
+        )
+        return step.given if same else None
+
+    def begin(self, replacement: DecoderReplacement, hidden: Tensor) -> bool:
+        """Ask all layers, if this is the first one in a step of one token; False if each has to be asked by itself."""
         if replacement is not self.replacements[0] or hidden.shape[1] != 1:
             return False
-        step.depth, step.loop = _loop_around(replacement.module)
-        if self._snapshot is None and all(each.holds_apart(compare=False) for each in self.replacements):
+        if self._snapshot is None and self._are_alike() and all(each.holds_apart(False) for each in self.replacements):
             self._snapshot = _RowSnapshot(self.replacements)
         elif self._snapshot is not None and not self._snapshot.holds():
             self._snapshot = None
         if self._snapshot is not None:
-            step.last = hidden
+            self._step.last = hidden
         return self._snapshot is not None
 
-    def ran(self, hidden: Tensor, result: Tensor) -> None:
+    def _are_alike(self) -> bool:
+        """Whether all layers understand the same arguments alike."""
+        return len({each.kind() for each in self.replacements}) == 1
+
+    def keep(self, args: tuple[Any, ...], kwargs: dict[str, Any], given: Given) -> None:
+        """For the layers after the first one of a step; asked by its forward alone."""
+        step = self._step
+        if args[0] is step.last and step.given is None:
+            step.names, step.arguments, step.given = (len(args), *kwargs), (*args[1:], *kwargs.values()), given
+            step.depth, step.loop = _loop_around(self.replacements[0].module)
+
+    def ran(self, replacement: DecoderReplacement, hidden: Tensor, result: Tensor) -> None:
         """A layer has made `result` of `hidden`."""
-        if hidden is self._step.last:
+        if replacement is self.replacements[-1]:
+            self._step.end()
+        elif hidden is self._step.last:
             self._step.last = result
 
 
@@ -184,18 +224,27 @@ class _Step(threading.local):
 
     Attributes:
         last: the hidden states, ``[batch, 1, hidden]``, that the next layer is given.
-        depth, loop: where on the stack the code that calls the layers is, and which.
+        depth, loop: how far up from a layer's forward the code is that calls the layers, and which it is.
+        names, arguments: how many arguments the first layer was given, with which names, and what all but `last` were.
+        given: what these mean.
     """
 
     last: Tensor | None = None
     depth: int = 0
     loop: types.CodeType | None = None
+    names: tuple[int | str, ...] = ()
+    arguments: tuple[Any, ...] = ()
+    given: Given | None = None
+
+    def end(self) -> None:
+        """Keep nothing alive."""
+        self.last, self.given, self.arguments = None, None, ()
 
 
 def _loop_around(module: nn.Module) -> tuple[int, types.CodeType | None]:
-    """The code in the file of a layer's class that has called it, and how far up from `Row.holds_for` it is."""
+    """How far up from a layer's forward the code in the file of its class is that has called it, and which it is."""
     file = getattr(sys.modules.get(type(module).__module__), "__file__", None)
-    frame, depth = sys._getframe(1), 0
+    frame, depth = sys._getframe(2), 0  # that which has called `Row.keep`
     while frame.f_back is not None and file is not None:
         frame, depth = frame.f_back, depth + 1
         if frame.f_code.co_filename == file:
@@ -257,6 +306,11 @@ class DecoderReplacement(Replacement):
             and all(norm.serves(self.layer.qkv.dtype) for norm in self.layer.norms)
         )
 
+    def kind(self) -> tuple[Any, ...]:
+        """What the meaning of its arguments depends on."""
+        matrix = self.layer.qkv
+        return type(self.module), matrix.dtype, matrix.device, self.layer.rotary, self.layer.head_dim
+
     def attends(self) -> bool:
         """Whether its attention is ours still."""
         return self.attention.config is self.config and self._options.get("_attn_implementation_internal") == ATTENTION
@@ -267,19 +321,33 @@ class DecoderReplacement(Replacement):
             for matrix in self.layer.matrices:
                 matrix.doubt()
         elif 1 <= len(args) <= 1 + len(self._names):
-            hidden = args[0]
-            named = {**dict(zip(self._names, args[1:], strict=False)), **kwargs} if len(args) > 1 else kwargs
-            if self._serves(hidden, named):
-                embeddings = named.get("position_embeddings")
-                angles = None if embeddings is None else self._row.angles.of(embeddings, hidden, self.layer.head_dim)
-                if (angles is None) != self.layer.rotary:
-                    result = self._run(hidden, named.get("attention_mask"), named.get("past_key_values"), angles)
-                    self._row.ran(hidden, result)
-                    return result
+            goes_on = self._row.goes_on(args[0])
+            given = self._row.given_again(args, kwargs) if goes_on else None
+            if given is None:
+                given = self._understand(args, kwargs, goes_on)
+                if given is not None:
+                    self._row.keep(args, kwargs, given)
+            if given is not None:
+                result = self._run(args[0], given)
+                self._row.ran(self, args[0], result)
+                return result
         return self.own(*args, **kwargs)
 
-    def _serves(self, hidden: Tensor, named: dict[str, Any]) -> bool:
-        """Whether the ops do with these arguments what the layer's own code does, if the embeddings are angles."""
+    def _understand(self, args: tuple[Any, ...], kwargs: dict[str, Any], asked: bool) -> Given | None:
+        """What the arguments mean; None if the ops do not do with them what the layer's own code does."""
+        hidden = args[0]
+        named = {**dict(zip(self._names, args[1:], strict=False)), **kwargs} if len(args) > 1 else kwargs
+        if not self._serves(hidden, named, asked):
+            return None
+        embeddings, cache = named.get("position_embeddings"), named.get("past_key_values")
+        angles = None if embeddings is None else self._row.angles.of(embeddings, hidden, self.layer.head_dim)
+        if (angles is None) == self.layer.rotary:
+            return None
+        dtype, mask = hidden.dtype, named.get("attention_mask")
+        return Given(ops_for(dtype), decoder.has_whole(dtype), mask, cache, may_grow(cache), angles)
+
+    def _serves(self, hidden: Tensor, named: dict[str, Any], asked: bool) -> bool:
+        """Whether the layer is what it was found to be, and knows these arguments, if the embeddings are angles."""
         cache, layer = named.get("past_key_values"), self.layer
         return (
             is_plain_inference(hidden)
@@ -290,45 +358,54 @@ class DecoderReplacement(Replacement):
             # transformers 5.0 tells static caches where to write.
             and (named.get("cache_position") is None or cache is None or type(cache) is DynamicCache)
             and (named.get("position_embeddings") is None) != layer.rotary
-            and (self._row.holds_for(self, hidden) or self.holds_apart(compare=hidden.shape[1] > 1))
+            and (asked or self._row.begin(self, hidden) or self.holds_apart(compare=hidden.shape[1] > 1))
             and hidden.dtype == layer.qkv.dtype
             and hidden.device == layer.qkv.device
         )
 
-    def _run(
-        self,
-        hidden: Tensor,
-        attention_mask: Tensor | None,
-        cache: Cache | None,
-        angles: tuple[Tensor, Tensor] | None,
-    ) -> Tensor:
-        scale, attention = self.layer.scale, self.attention
+    def _run(self, hidden: Tensor, given: Given) -> Tensor:
+        cache, mask = given.cache, given.mask
+        room = growing_layer(cache, self.attention.layer_idx) if cache is not None and given.grows else None
+        if room is None or not self._fits(room, hidden, mask):
+            return decoder.run(given.ops, self.layer, hidden, given.angles, functools.partial(self._attend, given))
+        if given.whole:
+            result = decoder.run_whole(self.layer, hidden, room.make_room(hidden.shape[1]), mask, given.angles)
+        else:
+            attend = functools.partial(self._attend_in_place, given, room)
+            result = decoder.run(given.ops, self.layer, hidden, given.angles, attend)
+        room.advance(hidden.shape[1])
+        return result
 
-        def attend_to_all(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            room = growing_layer(cache, attention.layer_idx)
-            if room is not None and _in_place(attention, attention_mask, query, room.get_seq_length()):
-                keys, values, past = room.make_room(key, value)
-                attended = attend(query, key, value, keys, values, past, scale, attention_mask, True)
-                room.advance(key.shape[2])
-                return attended
-            if cache is not None:
-                key, value = cache.update(key, value, attention.layer_idx)
-            attended, _ = attention_forward(attention, query, key, value, attention_mask, scaling=scale)
-            return attended.transpose(1, 2)
+    def _fits(self, room: GrowingLayer, hidden: Tensor, mask: Tensor | None) -> bool:
+        """Whether the op can append and attend: if no mask says to which, only to all, or to all before a query."""
+        batch, tokens, _ = hidden.shape
+        layer = self.layer
+        if not room.is_initialized:
+            none = hidden.new_empty((batch, layer.kv_heads, 0, layer.head_dim))
+            room.lazy_initialization(none, none)
+        past = room.get_seq_length()
+        if mask is not None:
+            return mask_fits(mask, hidden.dtype, (batch, layer.heads, tokens), past + tokens)
+        return tokens == 1 or (past == 0 and bool(self.attention.is_causal))
 
-        return decoder.run(ops_for(hidden.dtype), self.layer, hidden, angles, attend_to_all)
+    def _attend_in_place(self, given: Given, room: GrowingLayer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        cache, mask = room.make_room(key.shape[2]), given.mask
+        attended: Tensor = given.ops.cached_attention(
+            query, key, value, *cache, self.layer.scale, mask, None, 0, mask is None
+        )
+        return attended
+
+    def _attend(self, given: Given, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        attention, cache = self.attention, given.cache
+        if cache is not None:
+            key, value = cache.update(key, value, attention.layer_idx)
+        attended, _ = attention_forward(attention, query, key, value, given.mask, scaling=self.layer.scale)
+        return attended.transpose(1, 2)
 
 
 def _are_known(named: dict[str, Any]) -> bool:
     """Whether arguments that are not known are None."""
     return all(value is None or name in _KNOWN_ARGUMENTS for name, value in named.items())
-
-
-def _in_place(attention: Any, mask: Tensor | None, query: Tensor, past: int) -> bool:
-    """Whether the op can append and attend: if no mask says which positions, only for all, or all before a query."""
-    if mask is not None:
-        return mask_fits(mask, query, past + query.shape[2])
-    return query.shape[2] == 1 or (past == 0 and bool(attention.is_causal))
 
 
 def _are_angles(embeddings: Any, hidden: Tensor, head_dim: int) -> bool:

@@ -20,6 +20,7 @@ from torch.nn.modules import module as nn_module
 from torch.utils.hooks import RemovableHandle
 from transformers import activations
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.pytorch_utils import Conv1D
 
 from ds_plugin_sdk.ops.linear import Activation
 
@@ -54,9 +55,11 @@ class Norm:
     rms: bool
 
     def places(self) -> list[Place]:
-        return [
-            Place(self.parameters, name, counted=False) for name in (("weight",) if self.rms else ("weight", "bias"))
-        ]
+        return [Place(self.parameters, name, moved=False) for name in (("weight",) if self.rms else ("weight", "bias"))]
+
+    def arguments(self) -> tuple[Tensor | None, Tensor | None, float]:
+        """Weight, bias (None for RMS norm) and eps."""
+        return self.parameters["weight"], None if self.rms else self.parameters["bias"], self.eps
 
     def serves(self, dtype: torch.dtype) -> bool:
         """Whether the parameters are plain ones of the input's dtype."""
@@ -249,7 +252,8 @@ class Watch:
         self._modules = [*replaced, *inner]
         self._kinds = [*map(type, self._modules)]
         self._inner = [vars(module) for module in inner]
-        self._not_training = [vars(module) for module in self._modules] if inner else []
+        asked = self._modules if inner else []
+        self._not_training = [vars(module) for module in asked if not _ignores_training(module)]
         self._children = [module._modules for module in self._modules if module._modules]
         self._known_children = [dict(each) for each in self._children]
 
@@ -285,33 +289,47 @@ class Watch:
         return all("forward" not in vars(module) or _is_forward_of(module, vars(module)["forward"]) for module in inner)
 
 
+def _ignores_training(module: nn.Module) -> bool:
+    """Whether the module does the same in training."""
+    kind = type(module)
+    return kind in (nn.Linear, nn.LayerNorm, Conv1D, *_ACTIVATIONS) or same_code(kind.forward, LlamaRMSNorm.forward)
+
+
 class Place(NamedTuple):
-    """Where a parameter is kept, and whether changes of its numbers matter, as far as torch counts them."""
+    """Where a parameter is kept.
+
+    Attributes:
+        moved: whether it was moved into other memory, where it must stay.
+        counted: whether changes of its numbers matter, as far as torch counts them.
+    """
 
     owner: dict[str, nn.Parameter | None]
     name: str
-    counted: bool
+    moved: bool = True
+    counted: bool = False
 
 
 class Snapshot:
-    """Parameters as they are now; `holds` tells later whether their places have the same ones, in the same memory."""
+    """Parameters as they are now; `holds` tells later whether their places have the same ones, where they were."""
 
     def __init__(self, places: Iterable[Place] = ()) -> None:
         self.places = tuple(places)
         self._owners = [place.owner for place in self.places]
         self._names = [place.name for place in self.places]
         self._all = [*map(dict.get, self._owners, self._names)]
-        self.parameters: list[nn.Parameter] = [parameter for parameter in self._all if parameter is not None]
-        self.addresses = [*map(Tensor.data_ptr, self.parameters)]
-        self._dtypes = [*map(_dtype, self.parameters)]
-        self._counted = [p for p, place in zip(self._all, self.places, strict=True) if p is not None and place.counted]
+        self._some = [parameter for parameter in self._all if parameter is not None]
+        self._dtypes = [*map(_dtype, self._some)]
+        found = [(p, place) for p, place in zip(self._all, self.places, strict=True) if p is not None]
+        self.moved: list[nn.Parameter] = [parameter for parameter, place in found if place.moved]
+        self.addresses = [*map(Tensor.data_ptr, self.moved)]
+        self._counted = [parameter for parameter, place in found if place.counted]
         self._versions = [*map(_version, self._counted)]
 
     def holds(self) -> bool:
         return (
             all(map(operator.is_, map(dict.get, self._owners, self._names), self._all))
-            and [*map(Tensor.data_ptr, self.parameters)] == self.addresses
-            and [*map(_dtype, self.parameters)] == self._dtypes
+            and [*map(Tensor.data_ptr, self.moved)] == self.addresses
+            and [*map(_dtype, self._some)] == self._dtypes
             and [*map(_version, self._counted)] == self._versions
         )
 

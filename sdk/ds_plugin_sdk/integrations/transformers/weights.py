@@ -88,7 +88,7 @@ class Matrix:
         else:
             self.contents = Contents(_move(arena, [_rows(layer) for layer in self.layers], self._set_rows), bias)
         self.held = Snapshot(
-            Place(layer._parameters, name, counted=int8 and name == "weight")  # else their memory is the matrix's
+            Place(layer._parameters, name, counted=int8 and name == "weight")  # else its memory is the matrix's
             for layer in self.layers
             for name in layer._parameters
         )
@@ -278,7 +278,7 @@ def _move(arena: Arena, parts: Sequence[Tensor], set_part: Callable[[int, Tensor
 def _give_back(matrix: Matrix) -> None:
     """Memory of its own for each parameter that was moved and still is where it was moved to."""
     held = matrix.held
-    for parameter, address in zip(held.parameters, held.addresses, strict=True):
+    for parameter, address in zip(held.moved, held.addresses, strict=True):
         if not held.counts(parameter) and parameter.data_ptr() == address:
             parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
 

@@ -1,4 +1,4 @@
-"""Builders of the SDK's host libraries: C functions on host memory, which serve every device and need no torch."""
+"""Builders of the SDK's host libraries: what runs on the host alone, and serves every device."""
 
 from __future__ import annotations
 
