@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-
 # What a layer in one call calls: torch shows a mode the one call only.
 _OF_A_LAYER = {"decoder_layer": 1, "linear": 4, "cached_attention": 1}
 
