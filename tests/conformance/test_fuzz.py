@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -188,3 +189,21 @@ def test_what_the_reference_rejects() -> None:
 def test_no_such_op() -> None:
     with Fuzzer("cpu") as fuzzer, pytest.raises(ConformanceError, match="no op is left"):
         fuzzer.campaign(0, ops=["nonsense"], tell=lambda case, found: None)
+
+
+def test_a_tensor_without_elements_is_not_cut_into_billions_of_groups() -> None:
+    info = op_info.find("quantize")
+    arguments = {"x": torch.ones(1, 0), "groups": 4, "bits": 8, "symmetric": True}
+    edits = [fuzz._wrong(info, arguments, random.Random(seed)) for seed in range(300)]
+    groups = {edit.apply(arguments["groups"]) for edit in edits if edit.argument == "groups"}
+    assert {-1, 0, 1} < groups
+    assert max(groups) <= 1024
+
+
+def test_what_kernel_and_reference_lose_to_an_exponential_is_no_failure() -> None:
+    """e^(score - logsumexp) is beyond float32 and times a gradient of 0: NaN in both, 0 in float64."""
+    target = Target.find("cpu")
+    fuzz.start(target)
+    case = Fuzzed.of("evoformer_attention_backward:float16:1300012:40:3,4")
+    assert {edit.kind for edit in case.edits(case.arguments())} == {"extreme"}
+    assert fuzz.run(target, case).failure == ""

@@ -41,7 +41,7 @@ _UNIT = 2e-6
 _INTEGERS = (-1, 0, 1, 2**31 - 1, 2**31, 2**62, 2**63 - 1)
 _FLOATS = (0.0, -1.0, 1e30, float("nan"))
 # A tensor without elements has as many groups as one asks for; of more, results without a meaning take gigabytes.
-_MOST_OF_NOTHING = 2**16
+_MOST_OF_NOTHING = 2**10
 # What torch raises of a tensor that no memory can hold.
 _TOO_LARGE = re.compile("allocate memory|integer multiplication overflow")
 
@@ -437,7 +437,10 @@ def _wrongs(
             before = _before(info, arguments, i)
             bound = None
             if loose:
-                bound = torch.where(_overflowed(info, arguments, expected, ours.cpu(), theirs), torch.inf, 0.0)
+                left = _overflowed(info, arguments, expected, ours.cpu(), theirs)
+                if "extreme" in kinds:  # an exponential leaves float32 at 88, in the reference's arithmetic too
+                    left |= ~ours.cpu().isfinite() & ~theirs.isfinite()
+                bound = torch.where(left, torch.inf, 0.0)
                 bound = bound if moved is None or moved[i].shape != bound.shape else bound + moved[i]
             yield from _compare(info, where, ours.detach().cpu(), theirs.detach(), wanted, before, bound)
 
