@@ -40,12 +40,15 @@ class DeepSpeedAccelerator(abc.ABC):
     Attributes:
         op_builders: dotted name of the package whose modules define this plugin's op builders; None means that the
             plugin brings no kernels of its own: the SDK's CPU kernels and reference implementations serve.
+        op_info: dotted name of a module that describes ops of the plugin's own, for `sdk conformance`: its ``OPS`` are
+            `ds_plugin_sdk.conformance.op_info.OpInfo`.
         visible_devices_env: environment variable by which a launcher hides devices from a rank.
         exported_envs: prefixes of the environment variables that a launcher should carry to other nodes.
         supports_nvtx_domain: whether `range_push` and `range_pop` understand ``domain=``.
     """
 
     op_builders: ClassVar[str | None] = None
+    op_info: ClassVar[str | None] = None
     visible_devices_env: ClassVar[str | None] = None
     exported_envs: ClassVar[Sequence[str]] = ()
     supports_nvtx_domain: ClassVar[bool] = False

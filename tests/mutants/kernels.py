@@ -28,7 +28,7 @@ def kernel(target: Target, op: str, function: Kernel) -> Target:
     info = op_info.find(op)
     op_builder.load_family(info.family, target.device_type)
     original = getattr(torch.ops.ds_plugin_reference, op).default
-    _register("ds_plugin", op, lambda *arguments: function(original, *arguments))
+    _register("ds_plugin", op, lambda *arguments: function(original, *arguments), target)
     return target
 
 
@@ -38,13 +38,14 @@ def reference_kernel(target: Target, op: str, function: Kernel) -> Target:
     overload = getattr(torch.ops.ds_plugin_reference, op).default
     # The reference itself, below the registration that is to hide it.
     original = functools.partial(overload._op_dk, torch._C.DispatchKey.CompositeExplicitAutograd)
-    _register("ds_plugin_reference", op, lambda *arguments: function(original, *arguments))
+    _register("ds_plugin_reference", op, lambda *arguments: function(original, *arguments), target)
     return target
 
 
-def _register(namespace: str, op: str, function: Kernel) -> None:
+def _register(namespace: str, op: str, function: Kernel, target: Target) -> None:
     library: Any = torch.library.Library(namespace, "IMPL")  # type: ignore[no-untyped-call]  # torch does not say
-    library.impl(op, function, "CPU", allow_override=True)
+    key = "CPU" if target.device_type == "cpu" else "PrivateUse1"
+    library.impl(op, function, key, allow_override=True)
     _registrations.append(library)
 
 

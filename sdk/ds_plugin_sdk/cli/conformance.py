@@ -7,10 +7,11 @@ plugin cannot be had; 3, nothing was checked.
 from __future__ import annotations
 
 import datetime
+import functools
 import json
 import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from ds_plugin_sdk.cli.console import errors, output, table
 from ds_plugin_sdk.conformance.expectations import Expectations
 from ds_plugin_sdk.conformance.outcome import BROKEN, HOLDS, LEVELS, UNUSABLE, Item, Outcome, Report, explain
-from ds_plugin_sdk.conformance.reports import difference, junit, page, summary
+from ds_plugin_sdk.conformance.reports import badge, difference, junit, page, summary
 from ds_plugin_sdk.conformance.reports import support as matrix
 from ds_plugin_sdk.conformance.run import Runner
 from ds_plugin_sdk.conformance.selection import Selection
 from ds_plugin_sdk.errors import ConformanceError
 
 _SHOWN_IN_FULL = 10
+
+# Where to write, if anywhere, and what of the report.
+_File = tuple[Path | None, Callable[[Report], str]]
 
 # A run that is killed loses no more than this.
 _KEEP_SECONDS = 30.0
@@ -44,6 +48,7 @@ def conformance(
     json_: Path | None = typer.Option(None, "--json", help="Write the report as JSON."),
     junit_: Path | None = typer.Option(None, "--junit", help="Write it as JUnit's XML."),
     html: Path | None = typer.Option(None, "--html", help="Write it as one HTML page."),
+    badge_: Path | None = typer.Option(None, "--badge", help="Write a badge for a README, as SVG."),
     expectations: Path | None = typer.Option(
         None, help="The file of expected failures, instead of the plugin's conformance.toml."
     ),
@@ -81,7 +86,13 @@ def conformance(
                 status = (
                     _list(runner, selection)
                     if list_
-                    else _check(runner, selection, expectations, done, json_, junit_, html)
+                    else _check(
+                        runner,
+                        selection,
+                        expectations,
+                        done,
+                        [(json_, _json), (junit_, junit.render), (html, page.render), (badge_, badge.render)],
+                    )
                 )
     except ConformanceError as error:
         errors.print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
@@ -101,10 +112,9 @@ def _check(
     selection: Selection,
     expectations_file: Path | None,
     done: list[Outcome],
-    json_: Path | None,
-    junit_: Path | None,
-    html: Path | None,
+    files: Sequence[_File],
 ) -> int:
+    """Run, write each of `files`, the first from time to time, and print."""
     expectations = Expectations.of(runner.target, expectations_file)
     report = Report(runner.target, started=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"))
     start = time.perf_counter()
@@ -113,20 +123,23 @@ def _check(
     report.problems = expectations.problems(items)
     report.outcomes = list(done)
 
-    def keep() -> None:
+    def write(wanted: Sequence[_File]) -> None:
         report.seconds = time.perf_counter() - start
-        _write(json_, lambda: json.dumps(report.to_dict(), indent=1))
+        for path, render in wanted:
+            _write(path, functools.partial(render, report))
 
     try:
         known = {outcome.item.id for outcome in done}
         left = [item for item in selection.of(items) if item.id not in known]
-        _run(left, lambda item: expectations.judge(runner.run(item)), report, keep)
+        _run(left, lambda item: expectations.judge(runner.run(item)), report, lambda: write(files[:1]))
     finally:  # also what an impatient user has stopped is reported
-        keep()
-        _write(junit_, lambda: junit.render(report))
-        _write(html, lambda: page.render(report))
+        write(files)
         _print(report)
     return report.status
+
+
+def _json(report: Report) -> str:
+    return json.dumps(report.to_dict(), indent=1)
 
 
 def _run(items: list[Item], run: Callable[[Item], Outcome], report: Report, keep: Callable[[], None]) -> None:

@@ -93,8 +93,9 @@ _collective(
 _collective(
     "all_reduce_average",
     "D1.2",
-    "`all_reduce` with AVG gives the mean, or raises where the backend has no AVG; it never gives the sum.",
-    "DeepCompile averages its profiles this way.",
+    "`all_reduce` and `reduce_scatter_tensor` with AVG give the mean, or raise where the backend has no AVG; they "
+    "never give the sum.",
+    "ZeRO averages gradients this way where it may, and DeepCompile its profiles.",
 )
 _collective(
     "all_reduce_dtype",
@@ -118,9 +119,15 @@ _collective(
 _collective(
     "asynchronous",
     "D1.6",
-    "With `async_op=True` a collective gives a work handle; after `wait()` the result is there for the current stream, "
-    "and once synchronized `is_completed()` is True.",
+    "With `async_op=True` every collective that takes it gives a work handle; after `wait()` the result is there for "
+    "the current stream, and once synchronized `is_completed()` is True.",
     "ZeRO starts several and waits later.",
+)
+_collective(
+    "strided",
+    "D1.10",
+    "A collective on a tensor with gaps between its elements fills it, or raises; it never leaves it as it was.",
+    "Views of buckets reach collectives; a copy that is reduced and not copied back trains on local gradients.",
 )
 _collective(
     "reduce",

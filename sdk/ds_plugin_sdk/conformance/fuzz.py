@@ -21,6 +21,7 @@ from torch import Tensor
 from ds_plugin_sdk import op_builder
 from ds_plugin_sdk.conformance import op_info
 from ds_plugin_sdk.conformance.op_info import Make, OpInfo
+from ds_plugin_sdk.conformance.placed import Layout, Placed, same_bits
 from ds_plugin_sdk.conformance.target import Target
 from ds_plugin_sdk.errors import ConformanceError, InvalidTensorError
 from ds_plugin_sdk.ops import _library
@@ -160,7 +161,7 @@ def _layout(name: str, expand: bool, rng: random.Random) -> Edit:
     text = f"{name} with order {order:.3f}, gap {gap}, pad {pad}, shift {shift}"
     text += "" if repeated is None else f", repeated {repeated:.3f}"
     kind = "layout" if repeated is None else "special"
-    return Edit(kind, name, text, lambda given: _Layout(order, gap, pad, shift, repeated))
+    return Edit(kind, name, text, lambda given: Layout(order, gap, pad, shift, repeated))
 
 
 def _wrong(info: OpInfo, arguments: Arguments, rng: random.Random) -> Edit:
@@ -204,80 +205,6 @@ def _wrong_tensors(rng: random.Random) -> Sequence[tuple[Callable[[Tensor], Tens
         (lambda tensor: tensor.to("meta"), "is on the meta device"),
         (lambda tensor: tensor[..., :1].expand(tensor.shape) if tensor.dim() else tensor, "is expanded"),
     )
-
-
-@dataclass(frozen=True)
-class _Layout:
-    """How a tensor lies in a larger piece of memory."""
-
-    order: float
-    gap: int
-    pad: int
-    shift: int
-    repeated: float | None
-
-    def values(self, tensor: Tensor) -> Tensor:
-        """The tensor's values, the same along the dimension that is repeated."""
-        if self.repeated is None or tensor.dim() == 0 or tensor.numel() == 0:
-            return tensor
-        at = int(self.repeated * tensor.dim())
-        return tensor.narrow(at, 0, 1).expand(tensor.shape).contiguous()
-
-    def strides(self, shape: Sequence[int]) -> tuple[list[int], int]:
-        """Strides, and elements of memory from the first to the last."""
-        order = list(range(len(shape)))
-        random.Random(self.order).shuffle(order)
-        if self.order < 0.5:
-            order.sort()
-        strides, step = [0] * len(shape), self.gap
-        repeated = None if self.repeated is None else int(self.repeated * len(shape))
-        for at in reversed(order):
-            if at == repeated:
-                continue
-            strides[at] = step
-            step = step * max(shape[at], 1) + self.pad
-        return strides, 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True) if size > 1)
-
-
-@dataclass(frozen=True)
-class _Placed:
-    """A tensor on a device, the memory that it is part of, and what that held."""
-
-    tensor: Tensor
-    memory: Tensor | None = None
-    before: Tensor | None = None
-
-    @staticmethod
-    def at(tensor: Tensor, layout: _Layout | None, device: torch.device) -> _Placed:
-        if tensor.is_meta:
-            return _Placed(tensor)
-        if layout is None:
-            # An expanded tensor stays one.
-            first = tensor[..., :1].to(device, copy=True) if tensor.dim() and tensor.stride()[-1] == 0 else None
-            return _Placed(tensor.to(device, copy=True) if first is None else first.expand(tensor.shape))
-        strides, elements = layout.strides(tensor.shape)
-        memory = torch.ones(elements + 2 * layout.shift, dtype=torch.float32).to(tensor.dtype).to(device)
-        view = torch.as_strided(memory, tensor.shape, strides, layout.shift)
-        if tensor.numel():
-            (view if layout.repeated is None else _once(view)).copy_(
-                tensor if layout.repeated is None else _once(tensor, view.stride())
-            )
-        return _Placed(view, memory, memory.clone())
-
-    def beyond(self) -> bool:
-        """Whether memory that is no part of the tensor has changed."""
-        if self.memory is None or self.before is None or self.tensor.numel() == 0:
-            return False
-        view = torch.as_strided(self.before, self.tensor.shape, self.tensor.stride(), self.tensor.storage_offset())
-        _once(view).copy_(_once(self.tensor))
-        return not _same(self.before, self.memory)
-
-
-def _once(tensor: Tensor, strides: Sequence[int] | None = None) -> Tensor:
-    """A tensor without what is repeated."""
-    for at, stride in enumerate(tensor.stride() if strides is None else strides):
-        tensor = tensor.narrow(at, 0, 1) if stride == 0 and tensor.shape[at] > 1 else tensor
-    return tensor
 
 
 # ---- running ---------------------------------------------------------------------------------------------------------
@@ -326,14 +253,14 @@ def rejected_by_reference(case: Fuzzed) -> bool:
     return _Run(info, arguments, layouts, torch.device("cpu"), reference=True).kind == "rejected"
 
 
-def _drawn(case: Fuzzed) -> tuple[OpInfo, Arguments, dict[str, _Layout], list[Edit]]:
+def _drawn(case: Fuzzed) -> tuple[OpInfo, Arguments, dict[str, Layout], list[Edit]]:
     """A case's op, its arguments after its edits, where they are to lie, and its edits."""
     arguments = case.arguments()
     edits = case.edits(arguments)
-    layouts: dict[str, _Layout] = {}
+    layouts: dict[str, Layout] = {}
     for edit in edits:
         made = edit.apply(arguments[edit.argument])
-        if isinstance(made, _Layout):
+        if isinstance(made, Layout):
             layouts[edit.argument] = made
         else:
             arguments[edit.argument] = made
@@ -342,7 +269,7 @@ def _drawn(case: Fuzzed) -> tuple[OpInfo, Arguments, dict[str, _Layout], list[Ed
 
 
 def compare(
-    target: Target, info: OpInfo, arguments: Arguments, layouts: Mapping[str, _Layout], kinds: Collection[str]
+    target: Target, info: OpInfo, arguments: Arguments, layouts: Mapping[str, Layout], kinds: Collection[str]
 ) -> tuple[str, bool]:
     """What is wrong with a call, empty if nothing, and whether kernel and reference rejected it.
 
@@ -370,12 +297,12 @@ class _Run:
         self,
         info: OpInfo,
         arguments: Arguments,
-        layouts: Mapping[str, _Layout],
+        layouts: Mapping[str, Layout],
         device: torch.device,
         *,
         reference: bool,
     ) -> None:
-        self.placed: dict[str, list[_Placed]] = {}
+        self.placed: dict[str, list[Placed]] = {}
         self.error, self.results = "", list[tuple[str, Tensor]]()
         self.kind = ""  # of the error
         given = {name: self._place(name, value, layouts.get(name), device) for name, value in arguments.items()}
@@ -392,11 +319,11 @@ class _Run:
             new = [output for output in outputs if id(output) not in known]
             self.results = written + [(f"output {i}", output) for i, output in enumerate(new)]
 
-    def _place(self, name: str, value: Any, layout: _Layout | None, device: torch.device) -> Any:
-        placed: list[_Placed] = []
+    def _place(self, name: str, value: Any, layout: Layout | None, device: torch.device) -> Any:
+        placed: list[Placed] = []
 
         def place(tensor: Tensor) -> Tensor:
-            placed.append(_Placed.at(tensor, layout, device))
+            placed.append(Placed.at(tensor, layout, device))
             return placed[-1].tensor
 
         given = _map(place, value)
@@ -452,7 +379,7 @@ def _touched(who: str, info: OpInfo, arguments: Arguments, made: _Run) -> Iterat
             if each.beyond():
                 yield f"{who} wrote beyond {name}[{i}]"
             kept = name not in info.written or bool(made.error)
-            if kept and not old.is_meta and not _same(each.tensor.detach().cpu(), old):
+            if kept and not old.is_meta and not same_bits(each.tensor.detach().cpu(), old):
                 yield f"{who} modified {name}[{i}]" + (f", and raised {made.error}" if made.error else "")
 
 
@@ -580,7 +507,7 @@ def _compare(
 
 
 # ---- text and tensors ------------------------------------------------------------------------------------------------
-def _text(info: OpInfo, arguments: Arguments, layouts: Mapping[str, _Layout], edits: Sequence[Edit]) -> str:
+def _text(info: OpInfo, arguments: Arguments, layouts: Mapping[str, Layout], edits: Sequence[Edit]) -> str:
     """The call as a reader wants it: shapes, strides, options, edits."""
 
     def tensor(name: str, value: Tensor) -> str:
@@ -618,11 +545,3 @@ def _map(function: Callable[[Tensor], Tensor], value: Any) -> Any:
 
 def _map_last(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     return function(value) if isinstance(value, Tensor) else [*value[:-1], function(value[-1])]
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and torch.equal(_bits(a), _bits(b))
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach()).view(-1).view(torch.uint8)

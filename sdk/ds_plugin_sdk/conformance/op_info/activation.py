@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_plugin_sdk.conformance.op_info.op_info import Kind, Make, OpInfo, Sample
+from ds_plugin_sdk.conformance.op_info.op_info import MANY_COLUMNS, MANY_ROWS, Kind, Make, OpInfo, Sample
 from ds_plugin_sdk.ops import activation as ops
 
 # Around every vector width; more than one share of work.
@@ -51,6 +51,11 @@ def _samples(make: Make) -> Iterator[Sample]:
     yield _sample("llama mlp", "real", "silu", make.normal(3, 22016), None)
 
 
+def _large(make: Make) -> Iterator[Sample]:
+    for shape in ((MANY_ROWS, 2), (3, 2 * MANY_COLUMNS)):
+        yield _sample(f"{list(shape)}", "adversarial", "silu", make.normal(*shape), make.signed(shape[-1]))
+
+
 def _extremes(make: Make) -> Tensor:
     """From the smallest values to such as leave every exponential's range, of either sign; second halves are 1."""
     sizes = torch.tensor([0.0, 1e-7, 1e-3, 0.5, 0.9, 1.0, 4.0, 5.5, 9.0, 20.0, 90.0, 110.0])
@@ -86,6 +91,7 @@ _BIAS = OpInfo(
     # Where GELU is almost zero it is a difference of numbers near 1, times the input.
     atol={torch.float32: 1e-6, torch.bfloat16: 1e-6, torch.float16: 1e-6},
     schema_arguments=_schema_arguments,
+    large=_large,
 )
 
 OPS = (

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ds_plugin_sdk.conformance.op_info.op_info import Kind, Make, OpInfo, Sample
+from ds_plugin_sdk.conformance.op_info.op_info import MANY_COLUMNS, MANY_ROWS, Kind, Make, OpInfo, Sample
 from ds_plugin_sdk.ops.attention import cached_attention
 
 # Rows, heads, heads of keys, new tokens, past ones, size of a head.
@@ -61,24 +62,34 @@ def _formula(
     return keys, values, result
 
 
-def _samples(make: Make) -> Iterator[Sample]:
-    def sample(label: str, kind: Kind, shape: tuple[int, ...], **options: Any) -> Sample:
-        batch, heads, kv_heads, tokens, past, head_dim = shape
-        arguments = {
-            "query": make.normal(batch, heads, tokens, head_dim),
-            "key": make.normal(batch, kv_heads, tokens, head_dim),
-            "value": make.normal(batch, kv_heads, tokens, head_dim),
-            "key_cache": make.normal(batch, kv_heads, past + tokens + 2, head_dim),
-            "value_cache": make.normal(batch, kv_heads, past + tokens + 2, head_dim),
-            "past": past,
-            "scale": head_dim**-0.5,
-            "mask": None,
-            "alibi": None,
-            "window": 0,
-            "causal": True,
-        }
-        return Sample(label, {**arguments, **options}, kind)
+def _sample(make: Make, label: str, kind: Kind, shape: tuple[int, ...], **options: Any) -> Sample:
+    batch, heads, kv_heads, tokens, past, head_dim = shape
+    arguments = {
+        "query": make.normal(batch, heads, tokens, head_dim),
+        "key": make.normal(batch, kv_heads, tokens, head_dim),
+        "value": make.normal(batch, kv_heads, tokens, head_dim),
+        "key_cache": make.normal(batch, kv_heads, past + tokens + 2, head_dim),
+        "value_cache": make.normal(batch, kv_heads, past + tokens + 2, head_dim),
+        "past": past,
+        "scale": head_dim**-0.5,
+        "mask": None,
+        "alibi": None,
+        "window": 0,
+        "causal": True,
+    }
+    return Sample(label, {**arguments, **options}, kind)
 
+
+def _large(make: Make) -> Iterator[Sample]:
+    yield _sample(make, f"{MANY_ROWS} rows", "adversarial", (MANY_ROWS, 1, 1, 1, 2, 4))
+    for tokens in (1, 3):
+        shape = (1, 2, 1, tokens, MANY_COLUMNS, 8)
+        yield _sample(make, f"{tokens} tokens after {MANY_COLUMNS}", "adversarial", shape)
+    yield _sample(make, "1100 tokens", "adversarial", (1, 1, 1, 1100, 0, 8))
+
+
+def _samples(make: Make) -> Iterator[Sample]:
+    sample = functools.partial(_sample, make)
     yield sample("no rows", "empty", (0, 2, 2, 1, 3, 8))
     for shape in (*_SHAPES, *_REAL):
         kind: Kind = "real" if shape in _REAL else "adversarial"
@@ -140,6 +151,7 @@ OPS = (
         random=_random,
         written=("key_cache", "value_cache"),
         schema_arguments=_schema_arguments,
+        large=_large,
         # An infinite slope times the distance 0 is NaN, as is what torch makes of a later key: its score plus -inf.
         finite=("alibi", "query", "key", "value", "key_cache", "value_cache"),
         # Means of values of size one; torch's attention for prompts rounds the weights, too.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_plugin_sdk.conformance.op_info.op_info import Kind, Make, OpInfo, Sample
+from ds_plugin_sdk.conformance.op_info.op_info import MANY_ROWS, Kind, Make, OpInfo, Sample
 from ds_plugin_sdk.ops import evoformer_attn
 
 # Batch, rows, tokens, heads, size of a head.
@@ -90,6 +90,19 @@ def _calls(make: Make) -> Iterator[tuple[str, Kind, dict[str, Any]]]:
     yield "an alignment of 128 tokens", "real", call(_REAL, True, True)
 
 
+# Rows, and tokens, beyond the limits of a launch.
+_LARGE = ((1, MANY_ROWS, 2, 1, 2), (1, 1, 1100, 1, 4))
+
+
+def _large(make: Make) -> Iterator[Sample]:
+    yield from (Sample(f"{shape}", _call(make, shape, True, True), "adversarial") for shape in _LARGE)
+
+
+def _large_backward(make: Make) -> Iterator[Sample]:
+    for shape in _LARGE:
+        yield Sample(f"{shape}", _of_backward(make, _call(make, shape, True, True)), "adversarial")
+
+
 def _forward_samples(make: Make) -> Iterator[Sample]:
     for label, kind, arguments in _calls(make):
         yield Sample(label, arguments, kind)
@@ -144,6 +157,7 @@ OPS = (
         formula=_forward,
         samples=_forward_samples,
         random=_random,
+        large=_large,
         schema_arguments=_schema_arguments,
         # Means of up to 128 values of size one, of scores that are sums of 64 products.
         rtol=_RTOL,
@@ -156,6 +170,7 @@ OPS = (
         formula=_backward,
         samples=_backward_samples,
         random=_random_backward,
+        large=_large_backward,
         schema_arguments=_schema_arguments,
         # Sums of up to 128 terms of size one, and as many rows and heads.
         rtol=_RTOL,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ds_plugin_sdk.conformance.op_info.op_info import Kind, Make, OpInfo, Sample
+from ds_plugin_sdk.conformance.op_info.op_info import MANY_ROWS, Kind, Make, OpInfo, Sample
 from ds_plugin_sdk.ops import fp6
 
 
@@ -60,15 +61,27 @@ def _pack_samples(make: Make) -> Iterator[Sample]:
     yield sample("256 outputs of 64", "real", make.signed(256, 64, scale=2))
 
 
-def _linear_samples(make: Make) -> Iterator[Sample]:
-    def sample(label: str, kind: Kind, *leading: int, inputs: int, outputs: int) -> Sample:
-        packed = {
-            f"weight_{bits}bit": make.integers(0, 256, outputs * inputs * bits // 8, dtype=torch.uint8)
-            for bits in (2, 4)
-        }
-        scales = make.positive(outputs, scale=2**-5)
-        return Sample(label, {"input": make.normal(*leading, inputs), **packed, "scales": scales}, kind)
+def _linear_sample(make: Make, label: str, kind: Kind, *leading: int, inputs: int, outputs: int) -> Sample:
+    packed = {
+        f"weight_{bits}bit": make.integers(0, 256, outputs * inputs * bits // 8, dtype=torch.uint8) for bits in (2, 4)
+    }
+    scales = make.positive(outputs, scale=2**-5)
+    return Sample(label, {"input": make.normal(*leading, inputs), **packed, "scales": scales}, kind)
 
+
+def _large_pack(make: Make) -> Iterator[Sample]:
+    yield Sample(f"{MANY_ROWS} outputs", {"weight": make.signed(MANY_ROWS, 4, scale=2)}, "adversarial")
+    yield Sample("5000 inputs", {"weight": make.signed(3, 5000, scale=2)}, "adversarial")
+
+
+def _large_linear(make: Make) -> Iterator[Sample]:
+    yield _linear_sample(make, f"{MANY_ROWS} tokens", "adversarial", MANY_ROWS, inputs=4, outputs=4)
+    yield _linear_sample(make, f"{MANY_ROWS} outputs", "adversarial", 1, inputs=4, outputs=MANY_ROWS)
+    yield _linear_sample(make, "1100 inputs", "adversarial", 2, inputs=1100, outputs=4)
+
+
+def _linear_samples(make: Make) -> Iterator[Sample]:
+    sample = functools.partial(_linear_sample, make)
     yield sample("no tokens", "empty", 0, inputs=8, outputs=4)
     yield sample("one token", "random", 1, inputs=8, outputs=3)
     yield sample("two dimensions of tokens", "random", 2, 3, inputs=12, outputs=5)
@@ -98,6 +111,7 @@ OPS = (
         formula=_pack,
         samples=_pack_samples,
         random=_random_pack,
+        large=_large_pack,
         dtypes=(torch.float16,),
         nan=False,  # rejected: six bits have none
     ),
@@ -108,6 +122,7 @@ OPS = (
         formula=_linear,
         samples=_linear_samples,
         random=_random_linear,
+        large=_large_linear,
         # Sums of up to 64 products of size 1 in float32.
         atol={torch.float32: 2e-5, torch.bfloat16: 2e-5, torch.float16: 2e-5},
     ),

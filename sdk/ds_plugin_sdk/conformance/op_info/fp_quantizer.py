@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_plugin_sdk.conformance.op_info.op_info import Kind, Make, OpInfo, Sample
+from ds_plugin_sdk.conformance.op_info.op_info import MANY_ROWS, Kind, Make, OpInfo, Sample
 from ds_plugin_sdk.ops import fp_quantizer
 
 # Bits, mantissa's bits, and the largest number, by DeepSpeed's fp_quantize.cpp.
@@ -115,6 +115,22 @@ def _samples_of(make: Make, bits: int, mantissa: int, largest: float) -> Iterato
     yield sample("32 rows of 256", "real", random(32, 256, group_size=128), 128)
 
 
+# Groups and their sizes: many, and long ones.
+_LARGE = ((MANY_ROWS, 8), (3, 5000))
+
+
+def _large_quantize(make: Make) -> Iterator[Sample]:
+    for groups, size in _LARGE:
+        x = _ranged(make.normal(groups, size, scale=0.25), size, 480.0)
+        arguments = {"x": x, "group_size": size, "bits": 8, "mantissa_bits": 3, "noise": None}
+        yield Sample(f"{groups} groups of {size}", arguments, "adversarial")
+
+
+def _large_dequantize(make: Make) -> Iterator[Sample]:
+    for groups, size in _LARGE:
+        yield Sample(f"{groups} groups of {size}", _stored(make, groups, size, 8, 3), "adversarial")
+
+
 def _random_quantize(make: Make) -> Mapping[str, Any]:
     bits, mantissa, largest = make.pick(*_FORMATS)
     groups, group_size = make.size(20), 8 * make.size(30, 1)
@@ -163,6 +179,7 @@ OPS = (
         formula=_quantize,
         samples=_quantize_samples,
         random=_random_quantize,
+        large=_large_quantize,
         schema_arguments=lambda a: (a["x"], a["noise"], a["group_size"], a["bits"], a["mantissa_bits"]),
         levels=True,
         nan=False,  # a NaN's bytes are those of the group's scale, of which there are many; tests/ops has them
@@ -174,5 +191,6 @@ OPS = (
         formula=_dequantize,
         samples=_dequantize_samples,
         random=_random_dequantize,
+        large=_large_dequantize,
     ),
 )

@@ -87,6 +87,14 @@ def _samples(make: Make) -> Iterator[Sample]:
     yield _sample(make, "gpt2 attention", _GPT2_ATTENTION, {}, kind="real")
 
 
+def _large(make: Make) -> Iterator[Sample]:
+    yield _sample(make, "700 tensors", [(1 + i % 5,) for i in range(700)], {})
+    yield _sample(make, "300,001 elements", [(300_001,)], {})
+    yield _sample(make, "a large number added to the divisor", [(17,)], {"eps": 0.5})
+    for step in (256, 100_000, 10_000_000):
+        yield _sample(make, f"step {step}", [(17,)], {"steps": step})
+
+
 def _sample(
     make: Make,
     label: str,
@@ -176,5 +184,6 @@ OPS = (
         random=_random,
         written=("params", "exp_avgs", "exp_avg_sqs", "copies"),
         schema_arguments=_schema_arguments,
+        large=_large,
     ),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ds_plugin_sdk.conformance.op_info.activation import activate
-from ds_plugin_sdk.conformance.op_info.op_info import Make, OpInfo, Sample
+from ds_plugin_sdk.conformance.op_info.op_info import MANY_COLUMNS, MANY_ROWS, Make, OpInfo, Sample
 from ds_plugin_sdk.ops.linear import ACTIVATIONS, Activation, linear, quantize_weight
 
 # Inputs, columns, rows: vector tails; one input and few, and as many as go to a matrix product.
@@ -37,30 +38,39 @@ def _formula(
     return (result if residual is None else result + residual,)
 
 
-def _samples(make: Make) -> Iterator[Sample]:
-    def sample(
-        label: str, kind: Any, shape: tuple[int, int, int], activation: Activation, gated: bool, groups: int
-    ) -> Sample:
-        inputs, columns, rows = shape
-        # Sums of size one, whatever their length.
-        weight = make.normal(rows, columns, scale=max(columns, 1) ** -0.5, dtype=torch.float32)
-        scales = None
-        if groups:
-            weight, scales = quantize_weight(weight, columns // groups)
-        else:
-            weight = weight.to(make.dtype)
-        out = rows // 2 if gated else rows
-        arguments = {
-            "input": make.normal(inputs, columns),
-            "weight": weight,
-            "bias": make.normal(rows),
-            "scales": scales,
-            "residual": make.normal(inputs, out) if gated else None,
-            "activation": activation,
-            "gated": gated,
-        }
-        return Sample(label, arguments, kind)
+def _sample(
+    make: Make, label: str, kind: Any, shape: tuple[int, int, int], activation: Activation, gated: bool, groups: int
+) -> Sample:
+    inputs, columns, rows = shape
+    # Sums of size one, whatever their length.
+    weight = make.normal(rows, columns, scale=max(columns, 1) ** -0.5, dtype=torch.float32)
+    scales = None
+    if groups:
+        weight, scales = quantize_weight(weight, columns // groups)
+    else:
+        weight = weight.to(make.dtype)
+    out = rows // 2 if gated else rows
+    arguments = {
+        "input": make.normal(inputs, columns),
+        "weight": weight,
+        "bias": make.normal(rows),
+        "scales": scales,
+        "residual": make.normal(inputs, out) if gated else None,
+        "activation": activation,
+        "gated": gated,
+    }
+    return Sample(label, arguments, kind)
 
+
+def _large(make: Make) -> Iterator[Sample]:
+    for groups in (0, 1):
+        text = ", int8" if groups else ""
+        for shape in ((MANY_ROWS, 4, 2), (2, MANY_COLUMNS, 4), (1, 4, MANY_ROWS)):
+            yield _sample(make, f"{shape}{text}", "adversarial", shape, "silu", False, groups)
+
+
+def _samples(make: Make) -> Iterator[Sample]:
+    sample = functools.partial(_sample, make)
     yield sample("no inputs", "empty", (0, 16, 4), "identity", False, 0)
     for number, shape in enumerate(_SHAPES):
         activation = ACTIVATIONS[number % len(ACTIVATIONS)]
@@ -108,6 +118,7 @@ OPS = (
         samples=_samples,
         random=_random,
         schema_arguments=_schema_arguments,
+        large=_large,
         finite=("scales",),  # vectors are filled up with zeros
         # Sums are of size one, with terms of either sign; a matrix product rounds them, and its weights, on the way.
         rtol={torch.float32: 1e-5, torch.bfloat16: 2**-6, torch.float16: 2**-9},

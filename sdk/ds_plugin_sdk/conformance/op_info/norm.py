@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ds_plugin_sdk.conformance.op_info.op_info import Kind, Make, OpInfo, Sample
+from ds_plugin_sdk.conformance.op_info.op_info import MANY_COLUMNS, MANY_ROWS, Kind, Make, OpInfo, Sample
 from ds_plugin_sdk.ops import norm
 
 _EPS = 1e-5
@@ -47,16 +48,25 @@ def _sum(input: Tensor, residual: Tensor, input_bias: Tensor | None) -> Tensor:
     return input + residual if input_bias is None else input + residual + input_bias
 
 
+def _sample(make: Make, names: Sequence[str], label: str, kind: Kind, input: Tensor, omit: str = "") -> Sample:
+    """A call of an op with the tensors `names` beside its input."""
+    columns = input.shape[-1]
+    shapes = {name: input.shape if name == "residual" else (columns,) for name in names}
+    tensors = {name: None if name == omit else make.signed(*shape) for name, shape in shapes.items()}
+    return Sample(label, {"input": input, **tensors, "eps": _EPS}, kind)
+
+
+def _large(names: Sequence[str]) -> Callable[[Make], Iterator[Sample]]:
+    def large(make: Make) -> Iterator[Sample]:
+        for shape in ((MANY_ROWS, 3), (3, MANY_COLUMNS)):
+            yield _sample(make, names, f"{list(shape)}", "adversarial", make.normal(*shape))
+
+    return large
+
+
 def _samples(names: Sequence[str]) -> Callable[[Make], Iterator[Sample]]:
-    """Calls of an op with the tensors `names` beside its input."""
-
     def samples(make: Make) -> Iterator[Sample]:
-        def sample(label: str, kind: Kind, input: Tensor, omit: str = "") -> Sample:
-            columns = input.shape[-1]
-            shapes = {name: input.shape if name == "residual" else (columns,) for name in names}
-            tensors = {name: None if name == omit else make.signed(*shape) for name, shape in shapes.items()}
-            return Sample(label, {"input": input, **tensors, "eps": _EPS}, kind)
-
+        sample = functools.partial(_sample, make, names)
         yield sample("no rows", "empty", make.normal(0, 16))
         yield sample("no columns", "empty", make.normal(3, 0))
         for shape in _SHAPES:
@@ -110,6 +120,7 @@ def _info(function: Callable[..., Any], formula: Callable[..., tuple[Any, ...]],
         random=_random(names),
         atol=_ATOL,
         schema_arguments=_with_residual if "input_bias" in names else None,
+        large=_large(names),
     )
 
 

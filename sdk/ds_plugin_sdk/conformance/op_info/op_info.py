@@ -15,6 +15,9 @@ import torch
 from torch import Tensor
 
 Kind = Literal["random", "adversarial", "real", "empty"]
+
+# More rows than the second and third dimension of a grid have blocks; more columns than a block has threads.
+MANY_ROWS, MANY_COLUMNS = 65_541, 5_001
 Choice = TypeVar("Choice")
 
 # A unit in the last place of each dtype, and one more for what float32 arithmetic loses before the rounding.
@@ -40,11 +43,11 @@ class Sample:
 
 @dataclass(frozen=True, eq=False)
 class OpInfo:
-    """One op of the namespace ``ds_plugin``.
+    """One op.
 
     Attributes:
-        name: as in ``torch.ops.ds_plugin.<name>``.
-        family: module of `ds_plugin_sdk.ops`.
+        name: as in ``torch.ops.<namespace>.<name>``; it is part of the ids of the op's cases.
+        family: module of `ds_plugin_sdk.ops`; empty for a vendor's own op, whose `function` loads its kernels.
         function: its Python function; called with a sample's arguments by name.
         formula: what it computes: called with the same arguments, all floating-point tensors in float64. Gives a tuple:
             the new contents of each argument in `written`, then each output; a list of tensors where the op has one.
@@ -66,6 +69,10 @@ class OpInfo:
         finite: names of arguments in which `sdk fuzz` tries neither NaN nor infinity.
         levels: whether a result is rounded to few levels or signs, so that the last bit of a number may decide.
         plain: whether the reference is a call or two of torch's own kernels, so that no other kernel is wanted.
+        large: ``large(make)`` gives calls beyond the limits of a launch: 65,535 rows, 1,024 columns, many tensors.
+        indices: names of integer arguments whose entries say where something lies, so that a large one is out of range.
+        float64: whether it takes float64, for finite differences.
+        namespace: of the torch op.
     """
 
     name: str
@@ -89,11 +96,15 @@ class OpInfo:
     finite: tuple[str, ...] = ()
     levels: bool = False
     plain: bool = False
+    large: Callable[[Make], Iterable[Sample]] = lambda make: ()
+    indices: tuple[str, ...] = ()
+    float64: bool = True
+    namespace: str = "ds_plugin"
 
     @property
     def overload(self) -> Any:
-        """``torch.ops.ds_plugin.<name>.default``."""
-        return getattr(torch.ops.ds_plugin, self.name).default
+        """``torch.ops.<namespace>.<name>.default``."""
+        return getattr(getattr(torch.ops, self.namespace), self.name).default
 
 
 @dataclass(frozen=True)

@@ -95,6 +95,7 @@ def _optimizer(
         numbers=numbers,
         variants=tuple(variants),
         levels=function is lion.lion_,
+        large=lambda make: _large(lists, variants[-1], make),
     )
 
 
@@ -130,7 +131,7 @@ def _samples(lists: Sequence[str], variants: Sequence[Options], make: Make) -> I
     def sample(
         mix: Dtypes, shapes: Sequence[tuple[int, ...]], options: Options, seed: int, label: str, kind: Kind
     ) -> Sample:
-        tensors = random_lists(lists, shapes, mix, seed)
+        tensors = random_lists(lists, shapes, mix, make.generator.initial_seed() + seed)
         return Sample(label, {**dict(zip(lists, tensors, strict=True)), **options}, kind)
 
     yield sample(own, [(0,)], variants[-1], 0, "empty", "empty")
@@ -140,6 +141,23 @@ def _samples(lists: Sequence[str], variants: Sequence[Options], make: Make) -> I
     for mix in mixed:
         yield sample(mix, _TAILS, variants[-1], 0, f"tails, {_mix(mix)}", "adversarial")
     yield sample(own, _GPT2_ATTENTION, variants[-1], 1, "gpt2 attention", "real")
+
+
+def _large(lists: Sequence[str], options: Options, make: Make) -> Iterator[Sample]:
+    """More tensors than a launch has room for, steps far apart, and more elements than a grid has threads."""
+    own = next(mix for mix in DTYPES if mix[0] == make.dtype)
+
+    def sample(label: str, shapes: Sequence[tuple[int, ...]], **changed: Any) -> Sample:
+        tensors = dict(zip(lists, random_lists(lists, shapes, own), strict=True))
+        return Sample(label, {**tensors, **options, **changed}, "adversarial")
+
+    yield sample("700 tensors", [(1 + i % 5,) for i in range(700)])
+    yield sample("2,100,001 elements", [(2_100_001,)])
+    yield sample("a large number added to the divisor", [(17,)], **({"eps": 0.5} if "eps" in options else {}))
+    if "steps" in options:
+        yield sample("steps of 1, 256 and 100,000", [(3,)] * 3, steps=[1, 256, 100_000])
+        for step in (255, 256, 257, 65_536, 100_000, 10_000_000):
+            yield sample(f"step {step}", [(3,)], steps=step)
 
 
 def _random(lists: Sequence[str], variants: Sequence[Options], make: Make) -> Mapping[str, Any]:

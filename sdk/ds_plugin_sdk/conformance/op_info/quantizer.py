@@ -77,12 +77,12 @@ def _swizzle(
     """Group by group, as swizzled_quantize.cu numbers its blocks."""
     partitions = nodes * devices_per_node
     run = groups // (partitions * pipeline)
-    placed: dict[int, Tensor] = {}
+    parts, placed = _groups(x, groups), dict[int, Tensor]()
     for z in range(partitions):
         for y in range(pipeline):
             slot = y * partitions + (z % devices_per_node) * nodes + z // devices_per_node
             for i in range(run):
-                placed[slot * run + i] = _groups(x, groups)[(z * pipeline + y) * run + i]
+                placed[slot * run + i] = parts[(z * pipeline + y) * run + i]
     return _quantize_groups([placed[slot] for slot in range(groups)], bits, symmetric)
 
 
@@ -284,6 +284,58 @@ def _fake_samples(make: Make) -> Iterator[Sample]:
     yield sample("bert attention", make.normal(768, 768, scale=0.02), 12, 8, True, False, "real")
 
 
+# ---- beyond a launch -------------------------------------------------------------------------------------------------
+# Groups and their sizes: many, and long ones.
+_MANY = 65_544
+_LARGE = ((_MANY, 2), (8, 5000))
+
+
+def _large_quantize(make: Make) -> Iterator[Sample]:
+    for groups, size in _LARGE:
+        arguments = {"x": _within(make, groups, size), "groups": groups, "bits": 8, "symmetric": True}
+        yield Sample(f"{groups} groups of {size}", arguments, "adversarial")
+
+
+def _large_swizzle(make: Make) -> Iterator[Sample]:
+    for sample in _large_quantize(make):
+        layout = {"pipeline": 1, "nodes": 2, "devices_per_node": 2}
+        yield Sample(sample.label, {**sample.arguments, **layout}, sample.kind)
+
+
+def _large_dequantize(make: Make) -> Iterator[Sample]:
+    for groups, size in _LARGE:
+        levels, params = _packed(make, groups, size), _params(make, groups, False)
+        arguments = {"levels": levels, "params": params, "bits": 8, "symmetric": False, "dtype": make.dtype}
+        yield Sample(f"{groups} groups of {size}", arguments, "adversarial")
+
+
+def _large_reduce(make: Make) -> Iterator[Sample]:
+    for groups, size in _LARGE:
+        arguments = {
+            "levels": _packed(make, groups * size),
+            "params": _params(make, groups, True),
+            "out_groups": groups // 2,
+            "devices": 2,
+            "bits": 8,
+            "symmetric": True,
+        }
+        yield Sample(f"{groups} groups of {size}", arguments, "adversarial")
+
+
+def _large_range(make: Make) -> Iterator[Sample]:
+    for groups, size in _LARGE:
+        levels = make.integers(0, 256, groups, size, dtype=torch.uint8)
+        scale, minimum = make.positive(groups, 1, scale=50), make.normal(groups, 1)
+        arguments = {"levels": levels, "scale": scale, "minimum": minimum, "group_size": size, "bits": 8}
+        yield Sample(f"{groups} groups of {size}", arguments, "adversarial")
+
+
+def _large_fake(make: Make) -> Iterator[Sample]:
+    for groups, size in _LARGE:
+        arguments = {"x": make.normal(groups, size), "noise": None, "groups": groups, "bits": 8, "symmetric": False}
+        yield Sample(f"{groups} groups of {size}", arguments, "adversarial")
+
+
 # ---- random calls ----------------------------------------------------------------------------------------------------
 def _format(make: Make) -> tuple[int, bool]:
     return make.pick(*_FORMATS)
@@ -365,17 +417,37 @@ def _describe(
     formula: Callable[..., tuple[Tensor, ...]],
     samples: Callable[[Make], Iterator[Sample]],
     random: Callable[[Make], Mapping[str, Any]],
+    large: Callable[[Make], Iterator[Sample]],
 ) -> OpInfo:
     """An op that gives levels and params, whatever its input is: as exact as float32."""
-    return OpInfo(name, "quantizer", function, formula, samples, random, rtol=_EXACT, atol=_EXACT, levels=True)
+    exact = {"rtol": _EXACT, "atol": _EXACT}
+    return OpInfo(name, "quantizer", function, formula, samples, random, **exact, levels=True, large=large)
 
 
 OPS = (
-    _describe("quantize", quantizer.quantize, _quantize, _quantize_samples, _random_quantize),
-    _describe("swizzle_quantize", quantizer.swizzle_quantize, _swizzle, _swizzle_samples, _random_swizzle),
-    _describe("quantized_reduce", quantizer.quantized_reduce, _reduce, _reduce_samples, _random_reduce),
-    OpInfo("dequantize", "quantizer", quantizer.dequantize, _dequantize, _dequantize_samples, _random_dequantize),
-    OpInfo("dequantize_range", "quantizer", quantizer.dequantize_range, _range, _range_samples, _random_range),
+    _describe("quantize", quantizer.quantize, _quantize, _quantize_samples, _random_quantize, _large_quantize),
+    _describe(
+        "swizzle_quantize", quantizer.swizzle_quantize, _swizzle, _swizzle_samples, _random_swizzle, _large_swizzle
+    ),
+    _describe("quantized_reduce", quantizer.quantized_reduce, _reduce, _reduce_samples, _random_reduce, _large_reduce),
+    OpInfo(
+        "dequantize",
+        "quantizer",
+        quantizer.dequantize,
+        _dequantize,
+        _dequantize_samples,
+        _random_dequantize,
+        large=_large_dequantize,
+    ),
+    OpInfo(
+        "dequantize_range",
+        "quantizer",
+        quantizer.dequantize_range,
+        _range,
+        _range_samples,
+        _random_range,
+        large=_large_range,
+    ),
     OpInfo(
         "fake_quantize_",
         "quantizer",
@@ -387,5 +459,6 @@ OPS = (
         # A step of 16 bits: the last bit of a number and its noise may decide.
         atol=dict.fromkeys(_EXACT, 2**-13),
         levels=True,
+        large=_large_fake,
     ),
 )

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_plugin_sdk.conformance.op_info.op_info import Kind, Make, OpInfo, Sample
+from ds_plugin_sdk.conformance.op_info.op_info import MANY_COLUMNS, MANY_ROWS, Kind, Make, OpInfo, Sample
 from ds_plugin_sdk.ops import random_ltd
 
 _EXACT = {torch.float32: 0.0, torch.bfloat16: 0.0, torch.float16: 0.0}
@@ -113,6 +113,50 @@ def _gpt_samples(make: Make) -> Iterator[Sample]:
         yield Sample(label, {"mask": make.normal(batch, 1, sequence, sequence), "reserved": reserved}, kind)
 
 
+# ---- beyond a launch -------------------------------------------------------------------------------------------------
+_LARGE = ((MANY_ROWS, 3, 2, 1), (2, 1500, 1300, 3), (2, 3, 2, MANY_COLUMNS))
+
+
+def _large_sort(make: Make) -> Iterator[Sample]:
+    for batch, sequence, reserved, _ in _LARGE[:2]:
+        indices = _indices(make, 1, batch, reserved, sequence=sequence)
+        yield Sample(f"{batch} rows of {reserved}", {"indices": indices, "seq_len": sequence}, "adversarial")
+
+
+def _large_gather(make: Make) -> Iterator[Sample]:
+    for batch, sequence, reserved, channels in _LARGE:
+        arguments = {
+            "activations": make.normal(batch, sequence, channels),
+            "indices": _indices(make, batch, reserved, sequence=sequence),
+            "batch_first": True,
+        }
+        yield Sample(f"{[batch, sequence, channels]}", arguments, "adversarial")
+
+
+def _large_scatter(make: Make) -> Iterator[Sample]:
+    for batch, sequence, reserved, channels in _LARGE:
+        arguments = {
+            "all_activations": make.normal(batch, sequence, channels),
+            "layer_activations": make.normal(batch, reserved, channels),
+            "indices": _indices(make, batch, reserved, sequence=sequence),
+            "batch_first": True,
+        }
+        yield Sample(f"{[batch, sequence, channels]}", arguments, "adversarial")
+
+
+def _large_bert(make: Make) -> Iterator[Sample]:
+    for batch, sequence, reserved in ((MANY_ROWS, 3, 2), (1, 1200, 1100)):
+        indices = _indices(make, 1, batch, reserved, sequence=sequence)
+        mask = make.normal(batch, 1, sequence, sequence)
+        yield Sample(f"{batch} of {sequence}", {"mask": mask, "indices": indices}, "adversarial")
+
+
+def _large_gpt(make: Make) -> Iterator[Sample]:
+    for batch, sequence, reserved in ((MANY_ROWS, 3, 2), (1, 1200, 1100)):
+        mask = make.normal(batch, 1, sequence, sequence)
+        yield Sample(f"{batch} of {sequence}", {"mask": mask, "reserved": reserved}, "adversarial")
+
+
 # ---- random calls ----------------------------------------------------------------------------------------------------
 def _random_sizes(make: Make) -> tuple[int, int, int]:
     """Batch, sequence, reserved."""
@@ -174,6 +218,8 @@ OPS = (
         formula=_sort,
         samples=_sort_samples,
         random=_random_sort,
+        large=_large_sort,
+        indices=("indices",),
         written=("indices",),
     ),
     OpInfo(
@@ -183,6 +229,8 @@ OPS = (
         formula=_gather,
         samples=_gather_samples,
         random=_random_gather,
+        large=_large_gather,
+        indices=("indices",),
         differentiable=("activations",),
         rtol=_EXACT,
         atol=_EXACT,
@@ -196,6 +244,8 @@ OPS = (
         formula=_scatter,
         samples=_scatter_samples,
         random=_random_scatter,
+        large=_large_scatter,
+        indices=("indices",),
         written=("all_activations",),
         rtol=_EXACT,
         atol=_EXACT,
@@ -207,6 +257,8 @@ OPS = (
         formula=_bert,
         samples=_bert_samples,
         random=_random_bert,
+        large=_large_bert,
+        indices=("indices",),
         rtol=_EXACT,
         atol=_EXACT,
         broadcasts=("indices",),
@@ -219,6 +271,7 @@ OPS = (
         formula=_gpt,
         samples=_gpt_samples,
         random=_random_gpt,
+        large=_large_gpt,
         rtol=_EXACT,
         atol=_EXACT,
         any_dtype=("mask",),

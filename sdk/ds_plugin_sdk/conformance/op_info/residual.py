@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ds_plugin_sdk.conformance.op_info.op_info import Kind, Make, OpInfo, Sample
+from ds_plugin_sdk.conformance.op_info.op_info import MANY_COLUMNS, MANY_ROWS, Kind, Make, OpInfo, Sample
 from ds_plugin_sdk.ops import residual as ops
 
 # Around every vector width; more than one share of work.
@@ -35,13 +36,25 @@ def _residual_add_bias(
 _TERMS = ("attention", "attention_bias", "final_bias")
 
 
-def _residual_samples(make: Make) -> Iterator[Sample]:
-    def sample(label: str, kind: Kind, shape: tuple[int, ...], omit: tuple[str, ...] = (), **options: Any) -> Sample:
-        shapes = {"residual": shape, "hidden": shape, "attention": shape}
-        shapes |= {"attention_bias": shape[-1:], "final_bias": shape[-1:]}
-        tensors = {name: None if name in omit else make.signed(*size) for name, size in shapes.items()}
-        return Sample(label, {**tensors, "scale": 1.0, "scale_attention": False, **options}, kind)
+_LARGE = ((MANY_ROWS, 3), (3, MANY_COLUMNS))
 
+
+def _residual_sample(
+    make: Make, label: str, kind: Kind, shape: tuple[int, ...], omit: tuple[str, ...] = (), **options: Any
+) -> Sample:
+    shapes = {"residual": shape, "hidden": shape, "attention": shape}
+    shapes |= {"attention_bias": shape[-1:], "final_bias": shape[-1:]}
+    tensors = {name: None if name in omit else make.signed(*size) for name, size in shapes.items()}
+    return Sample(label, {**tensors, "scale": 1.0, "scale_attention": False, **options}, kind)
+
+
+def _large_residual(make: Make) -> Iterator[Sample]:
+    for shape in _LARGE:
+        yield _residual_sample(make, f"{list(shape)}", "adversarial", shape, scale=0.5)
+
+
+def _residual_samples(make: Make) -> Iterator[Sample]:
+    sample = functools.partial(_residual_sample, make)
     yield sample("no rows", "empty", (0, 16))
     for shape in _SHAPES:
         yield sample(f"shape {list(shape)}", "adversarial", shape, scale=0.25, scale_attention=True)
@@ -69,11 +82,18 @@ def _moe_res_matmul(output: Tensor, residual: Tensor, coefficients: Tensor) -> t
     return (output * of_output + residual * of_residual,)
 
 
-def _moe_samples(make: Make) -> Iterator[Sample]:
-    def sample(label: str, kind: Kind, shape: tuple[int, ...]) -> Sample:
-        output, residual = make.signed(*shape), make.signed(*shape)
-        return Sample(label, {"output": output, "residual": residual, "coefficients": make.signed(2 * shape[-1])}, kind)
+def _moe_sample(make: Make, label: str, kind: Kind, shape: tuple[int, ...]) -> Sample:
+    output, residual = make.signed(*shape), make.signed(*shape)
+    return Sample(label, {"output": output, "residual": residual, "coefficients": make.signed(2 * shape[-1])}, kind)
 
+
+def _large_moe(make: Make) -> Iterator[Sample]:
+    for shape in _LARGE:
+        yield _moe_sample(make, f"{list(shape)}", "adversarial", shape)
+
+
+def _moe_samples(make: Make) -> Iterator[Sample]:
+    sample = functools.partial(_moe_sample, make)
     yield sample("no rows", "empty", (0, 16))
     for shape in _SHAPES:
         yield sample(f"shape {list(shape)}", "adversarial", shape)
@@ -99,6 +119,12 @@ def _einsum_samples(make: Make) -> Iterator[Sample]:
         yield Sample(f"{s} tokens", arguments, kind)  # type: ignore[arg-type]  # the keys are kinds
 
 
+def _large_einsum(make: Make) -> Iterator[Sample]:
+    for s, e, c, m in ((1500, 2, 3, 5), (3, 2, 3, MANY_COLUMNS), (2, 1500, 2, 2)):
+        arguments = {"dispatch": make.normal(s, e, c), "tokens": make.normal(s, m)}
+        yield Sample(f"{[s, e, c, m]}", arguments, "adversarial")
+
+
 def _random_einsum(make: Make) -> Mapping[str, Any]:
     s, e, c, m = make.size(40), make.size(9), make.size(20), make.size(70)
     return {"dispatch": make.normal(s, e, c), "tokens": make.normal(s, m)}
@@ -118,15 +144,21 @@ def _pad_transform(query: Tensor, key: Tensor, value: Tensor, heads: int, pad: b
     return (results,)
 
 
-def _pad_samples(make: Make) -> Iterator[Sample]:
-    def sample(
-        label: str, kind: Kind, batch: int, queries: int, keys: int, heads: int, head_dim: int, pad: bool
-    ) -> Sample:
-        width = heads * head_dim
-        tensors = {"query": make.normal(batch, queries, width)}
-        tensors |= {name: make.normal(batch, keys, width) for name in ("key", "value")}
-        return Sample(label, {**tensors, "heads": heads, "pad": pad}, kind)
+def _pad_sample(
+    make: Make, label: str, kind: Kind, batch: int, queries: int, keys: int, heads: int, head_dim: int, pad: bool
+) -> Sample:
+    width = heads * head_dim
+    tensors = {"query": make.normal(batch, queries, width)}
+    tensors |= {name: make.normal(batch, keys, width) for name in ("key", "value")}
+    return Sample(label, {**tensors, "heads": heads, "pad": pad}, kind)
 
+
+def _large_pad(make: Make) -> Iterator[Sample]:
+    yield _pad_sample(make, f"{MANY_ROWS} heads", "adversarial", MANY_ROWS // 3, 1, 1, 3, 2, False)
+
+
+def _pad_samples(make: Make) -> Iterator[Sample]:
+    sample = functools.partial(_pad_sample, make)
     yield sample("an empty batch", "empty", 0, 3, 4, 2, 8, False)
     yield sample("not padded", "random", 2, 3, 4, 2, 8, False)
     for head_dim in (1, 31, 32, 40, 64, 128):
@@ -149,6 +181,7 @@ _RESIDUAL = OpInfo(
     formula=_residual_add_bias,
     samples=_residual_samples,
     random=_random_residual,
+    large=_large_residual,
     written=("residual",),
     # A sum of terms of size 2 each.
     atol={torch.float32: 2e-6, torch.bfloat16: 2e-6, torch.float16: 2e-6},
@@ -163,6 +196,7 @@ OPS = (
         formula=_moe_res_matmul,
         samples=_moe_samples,
         random=_random_moe,
+        large=_large_moe,
         written=("output",),
     ),
     OpInfo(
@@ -172,6 +206,7 @@ OPS = (
         formula=_einsum,
         samples=_einsum_samples,
         random=_random_einsum,
+        large=_large_einsum,
         # torch's own matrix product, which may round its sums' parts.
         atol={torch.float32: 2e-5, torch.bfloat16: 2e-3, torch.float16: 2e-3},
         broadcasts=("dispatch", "tokens"),  # capacity and width belong to one of them alone
@@ -184,6 +219,7 @@ OPS = (
         formula=_pad_transform,
         samples=_pad_samples,
         random=_random_pad,
+        large=_large_pad,
         plain=True,
     ),
 )

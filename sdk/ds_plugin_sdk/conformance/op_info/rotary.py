@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_plugin_sdk.conformance.op_info.op_info import Kind, Make, OpInfo, Sample
+from ds_plugin_sdk.conformance.op_info.op_info import MANY_ROWS, Kind, Make, OpInfo, Sample
 from ds_plugin_sdk.ops import rotary as ops
 
 # (batch, heads, tokens, head_dim), rotary_dim: whole heads and parts, around every vector width.
@@ -47,6 +47,12 @@ def _samples(make: Make) -> Iterator[Sample]:
     yield _sample(make, "gpt-j", "real", (2, 16, 9, 256), 64, True)
 
 
+def _large(make: Make) -> Iterator[Sample]:
+    yield _sample(make, f"{MANY_ROWS} tokens", "adversarial", (1, 1, MANY_ROWS, 4), 4, False)
+    yield _sample(make, f"{MANY_ROWS} heads", "adversarial", (1, MANY_ROWS, 1, 4), 4, True)
+    yield _sample(make, "a long head", "adversarial", (1, 2, 3, 2100), 2100, False)
+
+
 def _sample(
     make: Make, label: str, kind: Kind, shape: tuple[int, ...], rotary_dim: int, interleaved: bool, first: int = 1
 ) -> Sample:
@@ -74,6 +80,7 @@ _ROTARY = OpInfo(
     samples=_samples,
     random=_random,
     broadcasts=("input",),  # a head may be longer than what is turned
+    large=_large,
 )
 
 OPS = (_ROTARY, dataclasses.replace(_ROTARY, name="rotary_", function=ops.rotary_, written=("input",)))

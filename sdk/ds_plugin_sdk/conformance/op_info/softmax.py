@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_plugin_sdk.conformance.op_info.op_info import Kind, Make, OpInfo, Sample
+from ds_plugin_sdk.conformance.op_info.op_info import MANY_COLUMNS, MANY_ROWS, Kind, Make, OpInfo, Sample
 from ds_plugin_sdk.ops import softmax as ops
 
 _TAILS = (1, 3, 15, 16, 17, 33, 100)
@@ -47,6 +47,11 @@ def _samples(make: Make) -> Iterator[Sample]:
     yield _sample("large scores", "adversarial", make.normal(1, 2, 3, 40, scale=1e4))
     yield _sample("a prompt of 128", "real", make.normal(2, 12, 128, 128), causal=True, scale=0.125)
     yield _sample("one token of 1000", "real", make.normal(4, 12, 1, 1000), make.normal(4, 1, 1, 1000), scale=0.125)
+
+
+def _large(make: Make) -> Iterator[Sample]:
+    yield _sample(f"{MANY_ROWS} rows", "adversarial", make.normal(3, MANY_ROWS // 9, 3, 2), make.normal(3, 1, 3, 2))
+    yield _sample(f"{MANY_COLUMNS} keys", "adversarial", make.normal(1, 2, 3, MANY_COLUMNS, scale=3.0))
 
 
 def _sample(
@@ -87,6 +92,7 @@ _SOFTMAX = OpInfo(
     # An error of the exponent's argument is relative to the result, and the argument is up to 4e4.
     rtol={torch.float32: 5e-6, torch.bfloat16: 2**-8 + 5e-6, torch.float16: 2**-11 + 5e-6},
     schema_arguments=_schema_arguments,
+    large=_large,
 )
 
 OPS = (_SOFTMAX, dataclasses.replace(_SOFTMAX, name="softmax_", function=ops.softmax_, written=("scores",)))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_plugin_sdk.conformance.op_info.op_info import Kind, Make, OpInfo, Sample
+from ds_plugin_sdk.conformance.op_info.op_info import MANY_COLUMNS, MANY_ROWS, Kind, Make, OpInfo, Sample
 from ds_plugin_sdk.ops import spatial
 
 # The UNet of Stable Diffusion has 320 channels at 64 x 64 and 1280 at 8 x 8.
@@ -33,6 +33,17 @@ def _formula(
     if other is not None:
         sum_ = sum_ + other
     return (sum_ if other_bias is None else sum_ + per_channel(other_bias),)
+
+
+def _large(*names: str) -> Callable[[Make], Iterator[Sample]]:
+    def large(make: Make) -> Iterator[Sample]:
+        for shape in ((1, 3, 257, 257), (2, MANY_COLUMNS, 2, 1), (1, MANY_ROWS, 3)):
+            sizes: dict[str, tuple[int, ...]] = {"activation": shape, "other": shape}
+            channels = shape[1] if len(shape) == 4 else shape[2]
+            tensors: dict[str, Any] = {name: make.positive(*sizes.get(name, (channels,))) for name in names}
+            yield Sample(f"{list(shape)}", tensors, "adversarial")
+
+    return large
 
 
 def _samples(*names: str) -> Callable[[Make], Iterator[Sample]]:
@@ -74,6 +85,7 @@ def _describe(function: Callable[..., Tensor], *names: str) -> OpInfo:
         formula=_formula,
         samples=_samples(*names),
         random=_random(*names),
+        large=_large(*names),
         broadcasts=("activation",) if names == ("activation", "bias") else (),
     )
 

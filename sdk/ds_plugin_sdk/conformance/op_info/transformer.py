@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ds_plugin_sdk.conformance.op_info.activation import activate
-from ds_plugin_sdk.conformance.op_info.op_info import Kind, Make, OpInfo, Sample
+from ds_plugin_sdk.conformance.op_info.op_info import MANY_COLUMNS, MANY_ROWS, Kind, Make, OpInfo, Sample
 from ds_plugin_sdk.ops import _library, _philox, transformer
 
 # Rows and columns around vectors, blocks of random numbers, and parts of sums over rows.
@@ -164,6 +164,16 @@ def _samples(variants: Sequence[Variant]) -> Callable[[Make], Iterator[Sample]]:
     return samples
 
 
+def _large(variant: Variant) -> Callable[[Make], Iterator[Sample]]:
+    """A variant in many rows, and in long ones."""
+
+    def large(make: Make) -> Iterator[Sample]:
+        for shape in ((MANY_ROWS, 3), (3, MANY_COLUMNS)):
+            yield Sample(f"{list(shape)}, {variant[0]}", variant[1](make, shape), "adversarial")
+
+    return large
+
+
 def _sums(p: float, bias: bool, residual: bool, norm: bool = False) -> Callable[[Make, tuple[int, ...]], Tensors]:
     def arguments(make: Make, shape: tuple[int, ...]) -> Tensors:
         columns = shape[-1]
@@ -298,6 +308,7 @@ def _describe(
         gradient_atol=_GRADIENTS,
         broadcasts=("mask", "seed"),
         schema_arguments=_in_order(*schema) if schema else None,
+        large=_large(variants[0]),
     )
 
 

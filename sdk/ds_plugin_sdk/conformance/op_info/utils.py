@@ -23,6 +23,11 @@ def _samples(make: Make) -> Iterator[Sample]:
     yield Sample("gpt2 attention", {"tensors": [make.normal(768), make.normal(768, 2304), make.normal(2304)]}, "real")
 
 
+def _large(make: Make) -> Iterator[Sample]:
+    yield Sample("700 tensors", {"tensors": [make.normal(1 + i % 5) for i in range(700)]}, "adversarial")
+    yield Sample("1,100,001 elements", {"tensors": [make.normal(1_100_001)]}, "adversarial")
+
+
 def _random(make: Make) -> Mapping[str, Any]:
     return {"tensors": [make.normal(*make.shape()) for _ in range(make.size(7, 1))]}
 
@@ -35,6 +40,7 @@ OPS = (
         formula=_flatten,
         samples=_samples,
         random=_random,
+        large=_large,
         rtol=dict.fromkeys((torch.float32, torch.bfloat16, torch.float16), 0.0),
         atol=dict.fromkeys((torch.float32, torch.bfloat16, torch.float16), 0.0),
         any_dtype=("tensors",),

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from ds_plugin_sdk.conformance.ops import every_op, front_ends
+from ds_plugin_sdk.conformance.ops import every_op, front_ends, surroundings
 
-__all__ = ["every_op", "front_ends"]
+__all__ = ["every_op", "front_ends", "surroundings"]

@@ -74,12 +74,14 @@ def all_reduce(it: _Rank, op: str) -> None:
 
 @_task
 def all_reduce_average(it: _Rank) -> None:
-    values = it.tensor(1.0 + it.rank, 4.0)
-    try:
+    values, part = it.tensor(1.0 + it.rank, 4.0), it.tensor(0.0)
+    source = values.clone()
+    with contextlib.suppress(RuntimeError, ValueError):  # gloo has none, and says so
         dist.all_reduce(values, op=dist.ReduceOp.AVG)
-    except (RuntimeError, ValueError):  # gloo has none, and says so
-        return
-    expect_equal(_values(values), [1.5, 4.0], "all_reduce(AVG) of [1, 4] and [2, 4]")
+        expect_equal(_values(values), [1.5, 4.0], "all_reduce(AVG) of [1, 4] and [2, 4]")
+    with contextlib.suppress(RuntimeError, ValueError):
+        dist.reduce_scatter_tensor(part, source, op=dist.ReduceOp.AVG)
+        expect_equal(_values(part), [[1.5], [4.0]][it.rank], "reduce_scatter_tensor(AVG) of [1, 4] and [2, 4]")
 
 
 @_task
@@ -118,6 +120,44 @@ def asynchronous(it: _Rank) -> None:
     expect_equal(_values(first) + _values(second), [3, 30], "two asynchronous all_reduce after wait()")
     it.target.accelerator.synchronize()
     expect_equal([bool(work.is_completed()) for work in works], [True, True], "is_completed() after wait()")
+    gathered, scattered, sent = it.tensor(0.0, 0.0), it.tensor(0.0), it.tensor(0.0, 0.0)
+    parts, exchanged = it.tensor(1.0, 10.0) * (it.rank + 1), it.tensor(1.0, 2.0) + 10 * it.rank
+    named = it.tensor(5.0 + it.rank)
+    calls: dict[str, tuple[Callable[[], Any], torch.Tensor, list[float]]] = {
+        "all_gather_into_tensor": (
+            lambda: dist.all_gather_into_tensor(gathered, it.mine, async_op=True),
+            gathered,
+            [1, 2],
+        ),
+        "reduce_scatter_tensor": (
+            lambda: dist.reduce_scatter_tensor(scattered, parts, async_op=True),
+            scattered,
+            [[3.0], [30.0]][it.rank],
+        ),
+        "all_to_all_single": (
+            lambda: dist.all_to_all_single(sent, exchanged, async_op=True),
+            sent,
+            [[1.0, 11.0], [2.0, 12.0]][it.rank],
+        ),
+        "broadcast": (lambda: dist.broadcast(named, 1, async_op=True), named, [6.0]),
+    }
+    for name, (call, result, expected) in calls.items():
+        work = call()
+        expect(work is not None, f"{name}(async_op=True) gave None", why="expected a work handle")
+        work.wait()
+        expect_equal(_values(result), expected, f"an asynchronous {name} after wait(), on rank {it.rank}")
+
+
+@_task
+def strided(it: _Rank) -> None:
+    memory = it.tensor(1.0, -1.0, 2.0, -1.0) * (it.rank + 1)
+    values = memory[::2]
+    try:
+        dist.all_reduce(values)
+    except (RuntimeError, ValueError):  # it says that it takes dense tensors alone
+        return
+    expect_equal(_values(values), [3.0, 6.0], "all_reduce of [1, 2] and [2, 4] with gaps between them")
+    expect_equal(_values(memory[1::2]), [-1.0 - it.rank] * 2, "what lies in the gaps after all_reduce")
 
 
 @_task

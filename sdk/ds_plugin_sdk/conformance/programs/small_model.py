@@ -31,6 +31,11 @@ def batch(rank: int, micro_step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(_BATCH, _WIDTH, generator=generator), torch.randint(_CLASSES, (_BATCH,), generator=generator)
 
 
+def schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    """The learning rate of each step: another one than that of the step before."""
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step % 3))
+
+
 def loss_of(output: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(output.float(), classes)
 
@@ -51,6 +56,7 @@ def plain_losses(ranks: int, *, accumulation: int = 1, clip: bool = False, empty
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
+    rates = schedule(optimizer)
     losses = []
     for _ in range(STEPS):
         optimizer.zero_grad()
@@ -63,6 +69,7 @@ def plain_losses(ranks: int, *, accumulation: int = 1, clip: bool = False, empty
         if clip:
             nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
+        rates.step()
         losses.append(each[0].item())
     return losses
 

@@ -66,7 +66,12 @@ def _engine(**options: Any) -> Any:
     import deepspeed
 
     model = small_model.make()
-    return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=_config(**options))[0]
+    return deepspeed.initialize(
+        model=model,
+        model_parameters=model.parameters(),
+        lr_scheduler=small_model.schedule,
+        config=_config(**options),
+    )[0]
 
 
 def _train(engine: Any, steps: int = small_model.STEPS) -> list[float]:
@@ -108,7 +113,7 @@ def scale(target: Target, **options: Any) -> dict[str, Any]:
 
 
 def resumed(target: Target, **options: Any) -> dict[str, list[float]]:
-    """Losses after a checkpoint, by the engine that wrote it and by another that read it."""
+    """Losses after a checkpoint: by the engine that wrote it, by another that read it, and by the first, gone back."""
     import torch.distributed as dist
 
     folder: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
@@ -120,7 +125,9 @@ def resumed(target: Target, **options: Any) -> dict[str, list[float]]:
     path, state = second.load_checkpoint(folder[0], tag="here")
     if path is None or state.get("note") != "kept":
         raise RuntimeError(f"load_checkpoint gave {path!r} and {state!r}")
-    return {"went on": _train(first, 3), "resumed": _train(second, 3)}
+    told = {"went on": _train(first, 3), "resumed": _train(second, 3)}
+    first.load_checkpoint(folder[0], tag="here")
+    return {**told, "gone back": _train(first, 3)}
 
 
 def recomputed(target: Target) -> dict[str, list[float]]:

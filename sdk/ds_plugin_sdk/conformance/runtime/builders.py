@@ -64,7 +64,7 @@ def surface(target: Target, builder: str) -> None:
     "runtime.builders.load",
     Clause(
         "R12.3",
-        "`load()` of a builder that is compatible gives the op; of one for an op that is not offered it raises "
+        "`load()` of a builder that is compatible gives the op, each time; of one for an op that is not offered it raises "
         "ValueError, which says which op. DeepSpeed's own builders raise what they always did.",
         reason="DeepSpeed's fallbacks catch ValueError; anything else ends the program.",
     ),
@@ -76,7 +76,9 @@ def load(target: Target, builder: str) -> None:
     if made is None:
         return
     if made.is_compatible(verbose=False):
-        expect(made.load(verbose=False) is not None, f"load() of {builder}, which is compatible, gave None")
+        for which, again in (("", made), (" a second time", made), (" of another builder", _create(target, builder))):
+            given = again.load(verbose=False)
+            expect(given is not None, f"load(){which} of {builder}, which is compatible, gave None")
     elif not op_table.by_builder(builder).optional and not type(made).__module__.startswith("deepspeed."):
         what = f"load() of {builder}, which is not compatible,"
         expect_raises(lambda: made.load(verbose=False), ValueError, what)

@@ -15,6 +15,7 @@ from ds_plugin_sdk.conformance.runtime.support import (
     indexed,
     indices,
     needs_indices,
+    needs_streams,
     needs_two_devices,
     place,
     slow_work,
@@ -223,6 +224,29 @@ def synchronize(target: Target) -> None:
         target.accelerator.synchronize()
         seen = set(host.tolist())
     expect_equal(seen, {7.0}, "values that a non-blocking copy had brought to the host when synchronize() returned")
+
+
+@check(
+    "runtime.device.synchronize_streams",
+    Clause(
+        "R1.20",
+        "`synchronize()` waits for the work of all streams of the current device.",
+        reason="Offload and communication work on side streams when a step ends or a checkpoint is written.",
+    ),
+    needs=needs_streams,
+)
+def synchronize_streams(target: Target) -> None:
+    accelerator = target.accelerator
+    host, values = accelerator.pin_memory(torch.zeros(1 << 10)), torch.zeros(1 << 10, device=target.device)
+    accelerator.synchronize()
+    with slow_work(target) as keep_busy:
+        with accelerator.stream(accelerator.Stream()):
+            keep_busy()
+            values.fill_(7.0)
+            host.copy_(values, non_blocking=True)
+        accelerator.synchronize()
+        seen = set(host.tolist())
+    expect_equal(seen, {7.0}, "values that a side stream had copied to the host when synchronize() returned")
 
 
 @check(

@@ -38,6 +38,10 @@ _COUNTERS = (
 )
 
 
+# Those that rise by a tensor's bytes.
+_BY_DEVICE = tuple(counter for counter in _COUNTERS if counter not in ("total_memory", "available_memory"))
+
+
 def _allocate(target: Target, index: int | None = None) -> torch.Tensor:
     """A tensor of `_SIZE` bytes, each of them written."""
     device = target.device if index is None else target.accelerator.device_name(index)
@@ -295,12 +299,14 @@ def _falls(target: Target) -> list[tuple[int, int]]:
         reason="Each rank logs, and plans by, its own device.",
     ),
     needs=needs_two_devices,
-    cases=lambda target: ({"counter": counter} for counter in ("memory_allocated", "memory_reserved", "stats")),
+    cases=lambda target: ({"counter": counter} for counter in (*_BY_DEVICE, "stats")),
 )
 def index(target: Target, counter: str) -> None:
     accelerator = target.accelerator
     read: Any = _current_bytes(accelerator) if counter == "stats" else getattr(accelerator, counter)
     _settle(target)
+    for index in indices(target):  # so that peaks begin with what is held
+        accelerator.reset_peak_memory_stats(index)
     with current_device_kept(target):
         accelerator.set_device(0)
         before = [read(index) for index in indices(target)]
@@ -338,6 +344,29 @@ def reset_index(target: Target) -> None:
     expect_equal(kept, before[0], "max_memory_allocated(0) after reset_peak_memory_stats(1)")
     current = accelerator.memory_allocated(1)
     expect(abs(reset - current) <= _SLACK, f"max_memory_allocated(1) is {reset} after its reset", why=f"now {current}")
+
+
+@check(
+    "runtime.memory.reset_stats",
+    Clause(
+        "R5.15",
+        "After `reset_peak_memory_stats()` every `.all.peak` of `memory_stats()` is its `.all.current`, with an index "
+        "and without.",
+        reason="DeepSpeed and DeepCompile read the same peaks by both ways.",
+    ),
+)
+def reset_stats(target: Target) -> None:
+    for arguments in ((), *((index,) for index in indices(target))):
+        tensor = _allocate(target, *arguments)
+        del tensor
+        _settle(target)
+        target.accelerator.reset_peak_memory_stats(*arguments)
+        stats = target.accelerator.memory_stats(*arguments)
+        for key, peak in stats.items():
+            current = stats.get(f"{key.removesuffix('.peak')}.current")
+            if key.endswith("_bytes.all.peak") and current is not None:
+                what = f"memory_stats({', '.join(map(str, arguments))})['{key}'] after reset_peak_memory_stats()"
+                expect(abs(peak - current) <= _SLACK, f"{what} is {peak}", why=f"the current value is {current}")
 
 
 @check(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from ds_plugin_sdk.conformance.check import Clause, check, expect, expect_equal
-from ds_plugin_sdk.conformance.runtime.support import expect_raises, expect_type, slow_work
+from ds_plugin_sdk.conformance.runtime.support import expect_raises, expect_type, needs_streams, slow_work
 from ds_plugin_sdk.conformance.target import Target
 
 
@@ -176,6 +178,37 @@ def copies(target: Target) -> None:
         accelerator.synchronize()
         del other
     expect(torch.equal(back, 2 * _host((1024,))), f"what came back begins {back[:4].tolist()}", why="expected 0, 2, 4")
+
+
+@check(
+    "runtime.pinned.copies_in_the_background",
+    Clause(
+        "R7.10",
+        "Non-blocking copies from and to pinned memory leave the host free: they return before the work before them "
+        "is done.",
+        reason="Offload starts the copies of a step while the device computes; one that waits undoes the overlap.",
+    ),
+    needs=lambda target: needs_streams(target) or (None if _pins(target) else "pinning locks no memory"),
+    cases=lambda target: ({"by": by} for by in ("to(device)", "copy_ to the device", "copy_ to the host")),
+)
+def copies_in_the_background(target: Target, by: str) -> None:
+    accelerator = target.accelerator
+    host = accelerator.pin_memory(torch.zeros(1 << 10))
+    there = torch.zeros(1 << 10, device=target.device)
+    copies: dict[str, Callable[[], torch.Tensor]] = {
+        "to(device)": lambda: host.to(target.device, non_blocking=True),
+        "copy_ to the device": lambda: there.copy_(host, non_blocking=True),
+        "copy_ to the host": lambda: host.copy_(there, non_blocking=True),
+    }
+    copies[by]()  # what a first copy does once is no part of this
+    accelerator.synchronize()
+    with slow_work(target) as keep_busy:
+        for _ in range(4):
+            keep_busy()
+        before = accelerator.current_stream().record_event()
+        copies[by]()
+        done = bool(before.query())
+    expect(not done, f"when {by} of pinned memory returned, all work before it was done", why="the host had to wait")
 
 
 @check(

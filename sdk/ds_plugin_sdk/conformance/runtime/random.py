@@ -26,6 +26,12 @@ def _draw(target: Target, index: int | None = None, generator: torch.Generator |
     return values
 
 
+def _draw_both(target: Target) -> list[float]:
+    """Uniform and normal numbers; of the latter an odd count, so that one of a pair may be kept."""
+    normal: list[float] = torch.randn(3, device=target.device).cpu().tolist()
+    return [*normal, *_draw(target)]
+
+
 @check(
     "runtime.random.state_type",
     Clause(
@@ -70,11 +76,14 @@ def seed(target: Target) -> None:
 )
 def restore(target: Target) -> None:
     with random_state_kept(target):
-        state = target.accelerator.get_rng_state()
-        first = _draw(target)
-        expect(_draw(target) != first, "a second draw gives the numbers of the first")
-        target.accelerator.set_rng_state(state)
-        expect_equal(_draw(target), first, "numbers drawn after set_rng_state()")
+        for before in range(3):  # numbers drawn before the state is taken: it counts them
+            for _ in range(before):
+                torch.randn(3, device=target.device)
+            state = target.accelerator.get_rng_state()
+            first = _draw_both(target)
+            expect(_draw_both(target) != first, "a second draw gives the numbers of the first")
+            target.accelerator.set_rng_state(state)
+            expect_equal(_draw_both(target), first, "numbers drawn after set_rng_state()")
 
 
 @check(
@@ -206,10 +215,28 @@ def host_untouched(target: Target) -> None:
     with random_state_kept(target):
         torch.manual_seed(5)
         expected = torch.rand(4).tolist()
-        torch.manual_seed(5)
-        _draw(target)
-        torch.nn.functional.dropout(torch.ones(64, device=target.device), 0.5)
-        expect_equal(torch.rand(4).tolist(), expected, "numbers of the host after a draw on the device")
+        values = torch.ones(64, device=target.device)
+        for what, draw in _draws(target, values).items():
+            torch.manual_seed(5)
+            draw()
+            expect_equal(torch.rand(4).tolist(), expected, f"numbers of the host after {what} on the device")
+
+
+def _draws(target: Target, values: torch.Tensor) -> dict[str, Callable[[], Any]]:
+    """Ways to draw numbers on the device."""
+    device = values.device
+    return {
+        "rand": lambda: torch.rand(8, device=device),
+        "randn": lambda: torch.randn(8, device=device),
+        "randint": lambda: torch.randint(0, 100, (8,), device=device),
+        "randperm": lambda: torch.randperm(8, device=device),
+        "dropout": lambda: torch.nn.functional.dropout(values, 0.5),
+        "bernoulli_": lambda: torch.empty_like(values).bernoulli_(0.5),
+        "normal_": lambda: torch.empty_like(values).normal_(),
+        "uniform_": lambda: torch.empty_like(values).uniform_(),
+        "exponential_": lambda: torch.empty_like(values).exponential_(),
+        "multinomial": lambda: torch.multinomial(values, 4),
+    }
 
 
 @check(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -347,6 +348,25 @@ def event_reuse(target: Target) -> None:
     needs=needs_streams,
 )
 def record_stream(target: Target) -> None:
+    _expect_recorded(target, lambda tensor: tensor)
+
+
+@check(
+    "runtime.streams.record_stream_of_view",
+    Clause(
+        "R4.20",
+        "`record_stream(s)` of a view holds the memory that the view is part of.",
+        reason="ZeRO records slices of its buckets, which begin in the middle of an allocation.",
+    ),
+    needs=needs_streams,
+)
+def record_stream_of_view(target: Target) -> None:
+    _expect_recorded(target, lambda tensor: tensor[tensor.numel() // 2 :])
+    _expect_recorded(target, lambda tensor: tensor.view(4, -1).t())
+
+
+def _expect_recorded(target: Target, part: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """What a stream reads of a tensor, on a part of which it was recorded, outlives the tensor."""
     accelerator = target.accelerator
     elements = MIB // 4
     tensor, side = torch.full((elements,), 1.0, device=target.device), accelerator.Stream()
@@ -355,7 +375,7 @@ def record_stream(target: Target) -> None:
         with accelerator.stream(side):
             keep_busy()
             copied = tensor.clone()
-        tensor.record_stream(side)
+        part(tensor).record_stream(side)
         del tensor
         others = [torch.full((elements,), 9.0, device=target.device) for _ in range(3)]
         side.synchronize()
@@ -477,3 +497,51 @@ def apart(target: Target) -> None:
         f"{4000 * SLOW_SECONDS:.0f} ms",
         why="streams wait for each other",
     )
+
+
+def _waiting_calls(target: Target) -> dict[str, Callable[[Any, Any, torch.Tensor], Any]]:
+    """What DeepSpeed calls between streams, with a busy stream, an event behind its work, and a tensor."""
+    accelerator = target.accelerator
+
+    def enter(busy: Any, event: Any, tensor: torch.Tensor) -> None:
+        with accelerator.stream(busy):
+            tensor.fill_(1.0)
+
+    return {
+        "wait_stream": lambda busy, event, tensor: accelerator.Stream().wait_stream(busy),
+        "current_stream().wait_stream": lambda busy, event, tensor: accelerator.current_stream().wait_stream(busy),
+        "wait_event": lambda busy, event, tensor: accelerator.Stream().wait_event(event),
+        "event.wait": lambda busy, event, tensor: event.wait(),
+        "event.record": lambda busy, event, tensor: accelerator.Event().record(busy),
+        "event.query": lambda busy, event, tensor: event.query(),
+        "query": lambda busy, event, tensor: busy.query(),
+        "record_event": lambda busy, event, tensor: busy.record_event(accelerator.Event()),
+        "record_stream": lambda busy, event, tensor: tensor.record_stream(busy),
+        "stream": enter,
+    }
+
+
+@check(
+    "runtime.streams.host_goes_on",
+    Clause(
+        "R4.21",
+        "The host waits for a stream in no other call than `synchronize`: not when streams wait for each other, not "
+        "when events are recorded or asked, and not when a tensor is recorded or a stream is entered.",
+        reason="The host prepares the next layers meanwhile; an order between streams that stops it serializes all.",
+    ),
+    needs=_needs_both,
+    cases=lambda target: ({"call": call} for call in _waiting_calls(target)),
+)
+def host_goes_on(target: Target, call: str) -> None:
+    accelerator = target.accelerator
+    busy, event = accelerator.Stream(), accelerator.Event()
+    tensor = torch.zeros(1 << 10, device=target.device)
+    accelerator.synchronize()
+    with slow_work(target) as keep_busy:
+        with accelerator.stream(busy):
+            for _ in range(4):
+                keep_busy()
+            event.record()
+        _waiting_calls(target)[call](busy, event, tensor)
+        done = bool(event.query())
+    expect(not done, f"when {call} returned, the busy stream had done its work", why="the host had to wait for it")

@@ -1,0 +1,259 @@
+"""Where and when an op runs: streams, devices, earlier calls, the memory beside its tensors, sizes beyond a launch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ds_plugin_sdk.conformance.check import Clause, ExcusedError, NonconformanceError, check, expect, expect_equal
+from ds_plugin_sdk.conformance.op_info import Make, OpInfo, Sample
+from ds_plugin_sdk.conformance.ops.support import (
+    LAYOUTS,
+    Arguments,
+    call_op,
+    compare,
+    dtype_of,
+    each_op,
+    expect_same,
+    has_kernel,
+    map_last,
+    map_tensors,
+    name_of,
+    on_device,
+    only,
+    ready,
+    run_and_compare,
+    run_placed,
+    samples_of,
+    small_samples,
+    smallest,
+    tensors_of,
+    with_value,
+)
+from ds_plugin_sdk.conformance.runtime.support import (
+    current_device_kept,
+    needs_streams,
+    needs_two_devices,
+    random_state_kept,
+    slow_work,
+)
+from ds_plugin_sdk.conformance.target import Target
+from ds_plugin_sdk.errors import SdkError
+
+
+def _first(target: Target, op: str) -> tuple[OpInfo, Sample]:
+    """An op, ready, and its cheapest call in its first dtype."""
+    info = ready(target, op)
+    return info, smallest(info, name_of(dtype_of(target, info)))
+
+
+def _expect_kernel(target: Target, info: OpInfo) -> None:
+    if not has_kernel(target, info):
+        raise ExcusedError("skipped", "no kernel for this device: torch's ops run in its place")
+
+
+# ---- earlier calls ---------------------------------------------------------------------------------------------------
+@check(
+    "ops.successive",
+    Clause(
+        "O1.6",
+        "What an op gives depends on the values that its tensors have and on the numbers it is given at this call, and "
+        "what an earlier call gave stays as it was.",
+        reason="Weights are updated in place, schedules change the learning rate, and results outlive the next call.",
+    ),
+    cases=each_op,
+)
+def successive(target: Target, op: str) -> None:
+    info, first = _first(target, op)
+    arguments = on_device(target, first.arguments)
+    results = call_op(info, arguments)
+    outputs = [(where, tensor, tensor.clone()) for where, tensor in results if where.startswith("output")]
+    changed = next(each for each in samples_of(info, name_of(dtype_of(target, info)), 1) if each.label == first.label)
+    second = Sample(
+        f"{first.label}, after another call in the same memory",
+        {name: _other_numbers(value) for name, value in changed.arguments.items()},
+        first.kind,
+    )
+    for name, value in second.arguments.items():
+        tensors = tensors_of(arguments[name])
+        for tensor, new in zip(tensors, tensors_of(value), strict=True):
+            tensor.copy_(new)
+        if not tensors:
+            arguments[name] = value
+    compare(info, second, call_op(info, arguments))
+    for where, tensor, before in outputs:
+        expect_same(tensor, before, f"{where} of a call of {op} was changed by the next call")
+
+
+def _other_numbers(value: Any) -> Any:
+    """An argument, its floating-point numbers others."""
+    if isinstance(value, float):
+        return 0.75 * value
+    return tuple(map(_other_numbers, value)) if isinstance(value, tuple) else value
+
+
+# ---- sizes -----------------------------------------------------------------------------------------------------------
+@check(
+    "ops.large",
+    Clause(
+        "O1.7",
+        "An op gives what its formula gives beyond the limits of a launch: with more than 65,535 rows, with more than "
+        "1,024 columns or past positions, with hundreds of tensors, and in its 100,000th step.",
+        reason="Grids, blocks and the arguments of a launch have such limits, and batches and models do not.",
+    ),
+    cases=only(lambda info: any(True for _ in info.large(Make.seeded(info.dtypes[0])))),
+    timeout=180,
+)
+def large(target: Target, op: str) -> None:
+    info = ready(target, op)
+    for sample in info.large(Make.seeded(dtype_of(target, info))):
+        run_and_compare(target, info, sample)
+
+
+# ---- what an op touches ----------------------------------------------------------------------------------------------
+@check(
+    "ops.guards",
+    Clause(
+        "O2.3",
+        "An op neither writes memory before, between or after the elements of its tensors, nor lets it reach results.",
+        reason="Parameters, gradients and states are slices of flat buffers: beside them lie those of others.",
+    ),
+    cases=each_op,
+    timeout=120,
+)
+def guards(target: Target, op: str) -> None:
+    info, least = _first(target, op)
+    samples = {sample.label: sample for sample in small_samples(info, name_of(dtype_of(target, info)))}
+    for sample in {least.label: least, **samples}.values():
+        for label in ("in a flat buffer", "with gaps", "rows apart"):
+            run_placed(target, info, sample, label, LAYOUTS[label])
+
+
+@check(
+    "ops.generators",
+    Clause(
+        "O2.4",
+        "An op leaves torch's generators, the host's and the device's, as they are: it draws by the seed it is given.",
+        reason="The order of the data is drawn on the host, and activation checkpointing restores the device's state.",
+    ),
+    cases=each_op,
+)
+def generators(target: Target, op: str) -> None:
+    info, least = _first(target, op)
+    samples = {sample.label: sample for sample in small_samples(info, name_of(dtype_of(target, info)))}
+    with random_state_kept(target):
+        before = torch.get_rng_state(), target.accelerator.get_rng_state()
+        for sample in {least.label: least, **samples}.values():
+            call_op(info, on_device(target, sample.arguments))
+            for whose, old, new in zip(
+                ("host", "device"), before, (torch.get_rng_state(), target.accelerator.get_rng_state()), strict=True
+            ):
+                expect(torch.equal(old, new), f"{op} on '{sample.label}' changed the generator of the {whose}")
+
+
+# ---- what an op rejects ----------------------------------------------------------------------------------------------
+@check(
+    "ops.rejects.index",
+    Clause(
+        "O3.5",
+        "An op given an index that is out of range raises, at the latest when the device is synchronized.",
+        reason="What lies there is another tensor's; a kernel that reads or writes it says nothing.",
+    ),
+    cases=only(lambda info: bool(info.indices)),
+    isolated=True,  # what a device asserts may leave the process without it
+)
+def rejects_index(target: Target, op: str) -> None:
+    info, sample = _first(target, op)
+    for name in info.indices:
+        wrong = map_last(lambda tensor: with_value(1_000_000, -1, tensor), sample.arguments[name])
+        arguments = on_device(target, {**sample.arguments, name: wrong})
+        try:
+            call_op(info, arguments)
+            target.accelerator.synchronize()
+        except (SdkError, RuntimeError, IndexError, ValueError):
+            continue
+        raise NonconformanceError(f"{op} took {name} with an entry of 1000000", why="it is out of range")
+
+
+# ---- streams and devices ---------------------------------------------------------------------------------------------
+@check(
+    "ops.stream",
+    Clause(
+        "O8.1",
+        "A kernel runs on the current stream: behind slow work on a side stream it reads what was written there before "
+        "it, and what comes after it there sees its results.",
+        reason="ZeRO and offload step and quantize on side streams, without a wait around each op.",
+    ),
+    needs=needs_streams,
+    cases=each_op,
+)
+def stream(target: Target, op: str) -> None:
+    info, sample = _first(target, op)
+    _expect_kernel(target, info)
+    given = on_device(target, sample.arguments)
+    arguments: Arguments = {name: map_tensors(torch.zeros_like, value) for name, value in given.items()}
+    pairs = [pair for name in given for pair in zip(*map(tensors_of, (arguments[name], given[name])), strict=True)]
+    call_op(info, on_device(target, sample.arguments))  # what a first call does once is no part of this
+    side = target.accelerator.Stream()
+    target.accelerator.synchronize()
+    with slow_work(target) as keep_busy:
+        with target.accelerator.stream(side):
+            keep_busy()
+            for tensor, value in pairs:
+                tensor.copy_(value)
+            results = [(where, tensor.clone()) for where, tensor in call_op(info, arguments)]
+            for tensor, _ in pairs:
+                tensor.zero_()
+        side.synchronize()
+    compare(info, Sample(f"{sample.label}, on a side stream", sample.arguments, sample.kind), results)
+
+
+@check(
+    "ops.asynchronous",
+    Clause(
+        "O8.2",
+        "A call of a kernel returns before the work before it is done.",
+        reason="The host prepares the next ops meanwhile; one that waits in each step idles the device.",
+    ),
+    needs=needs_streams,
+    cases=each_op,
+)
+def asynchronous(target: Target, op: str) -> None:
+    info, sample = _first(target, op)
+    _expect_kernel(target, info)
+    arguments = on_device(target, sample.arguments)
+    call_op(info, arguments)
+    target.accelerator.synchronize()
+    with slow_work(target) as keep_busy:
+        for _ in range(4):
+            keep_busy()
+        before = target.accelerator.current_stream().record_event()
+        call_op(info, arguments)
+        waited = bool(before.query())
+    expect(not waited, f"when a call of {op} returned, all work before it was done", why="the host waited")
+
+
+@check(
+    "ops.device",
+    Clause(
+        "O8.3",
+        "On tensors of a device that is not current an op computes on theirs: its results lie there, and the current "
+        "device stays.",
+        reason="Pipeline stages, offloaded states and autograd's threads call ops while another device is current.",
+    ),
+    needs=needs_two_devices,
+    cases=each_op,
+)
+def device(target: Target, op: str) -> None:
+    info, sample = _first(target, op)
+    accelerator = target.accelerator
+    with current_device_kept(target):
+        accelerator.set_device(1)
+        arguments = on_device(target, sample.arguments)
+        accelerator.set_device(0)
+        results = call_op(info, arguments)
+        expect_equal(accelerator.current_device(), 0, f"current_device() after {op} on tensors of device 1")
+        for where, tensor in results:
+            expect_equal(tensor.device.index, 1, f"index of the device of {where} of {op} on tensors of device 1")
+        compare(info, Sample(f"{sample.label}, on device 1", sample.arguments, sample.kind), results)
