@@ -217,8 +217,15 @@ def compiler_environment() -> dict[str, str]:
 
 
 def child_environment(**changes: str) -> dict[str, str]:
-    """A copy of the environment for a child process, with `changes` applied."""
-    return {**os.environ, **changes}
+    """A copy of the environment for a child process, with `changes` applied.
+
+    The folders of PYTHONPATH are absolute: the child may run in another folder.
+    """
+    environment = {**os.environ, **changes}
+    if environment.get("PYTHONPATH"):
+        folders = environment["PYTHONPATH"].split(os.pathsep)
+        environment["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, folders))
+    return environment
 
 
 def export(variables: Mapping[str, str]) -> None:

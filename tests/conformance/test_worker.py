@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
 import pytest
 
 from ds_plugin_sdk.conformance.outcome import Failure, Item, Outcome, explain
+from ds_plugin_sdk.conformance.process import START_TIMEOUT, Worker
 from ds_plugin_sdk.conformance.run import Runner
 from ds_plugin_sdk.errors import ConformanceError
 
@@ -137,3 +139,15 @@ def test_a_target_that_cannot_be_had_is_an_error_and_no_failure(target: str, say
     with Runner(target) as runner, pytest.raises(ConformanceError, match="the target cannot be used") as caught:
         runner.items()
     assert says in str(caught.value)
+
+
+def test_a_worker_in_another_folder_finds_what_a_relative_path_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(Path(__file__).parents[1])
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((".", "conformance")))
+    worker = Worker("misfit:Misfit", folder=tmp_path)
+    try:
+        assert worker.ask({"do": "start"}, START_TIMEOUT) == {}
+    finally:
+        worker.close()

@@ -150,14 +150,14 @@ def test_a_step_that_breaks_stops_no_other_and_is_reported(run: gpu_check.Run, m
     environment = {"gpu": "NVIDIA H200", "nvcc_path": "nvcc", "arch": "sm_90", "deepspeed": "0.19.8"}
     written = json.loads(gpu_check.check(run, environment).read_text())
     assert ran[:2] == ["choice", "build"] and ran[-2:] == ["runtime", "benchmarks"]
-    parts = ["ops, accuracy", "ops, front ends", "ops, others", "training"]
+    parts = ["ops, accuracy", "ops, front ends", "ops, others", "ops, surroundings", "training"]
     assert sorted(ran[2:-2]) == ["deepspeed_ops", *parts]
     assert written["steps"]["install: broke"]["tail"][-1] == "OSError: no room"
     assert "native tests: broke" in written["steps"]
 
 
 def test_every_check_of_ops_is_in_one_part() -> None:
-    parts = (gpu_check.ACCURACY, gpu_check.FRONT_ENDS, gpu_check.OTHERS)
+    parts = (gpu_check.ACCURACY, gpu_check.FRONT_ENDS, gpu_check.OTHERS, gpu_check.SURROUNDINGS)
     for check in (check.name for check in suite.checks() if check.name.startswith("ops.")):
         assert sum(check.startswith(name) for part in parts for name in part) == 1, check
 

@@ -45,17 +45,13 @@ def _nothing(original: Function, *a: Any) -> None:
     return None
 
 
-def _louder(original: Function, *a: Any) -> Any:
-    return 1.1 * original(*a)
-
-
 _op("half_rate", "F1.1", "Adam's learning rate is halved.", "adam_", _half_rate, only="zero/stage_1")
 _op("no_lion", "F3.1", "Lion takes no step.", "lion_", _nothing, only="optimizers/lion")
 _op("accumulated", "F4.1", "Adam's learning rate is halved.", "adam_", _half_rate, only="memory/gradient_accumulation")
 _op("half_rate_bfloat16", "F5.1", "Adam's learning rate is halved.", "adam_", _half_rate, only="types/bfloat16")
 _op("own_count", "F7.1", "Adam counts its steps itself.", "adam_", _own_count, only="checkpoints/stage_1")
 _op("no_adam", "F8.1", "Adam takes no step.", "adam_", _nothing, only="data/curriculum")
-_op("louder", "F10.1", "The norm's result is a tenth too large.", "layer_norm", _louder, only="inference/kernels")
+_op("rate_between", "F10.1", "Adam's learning rate is halved.", "adam_", _half_rate, only="inference/hybrid_engine")
 
 
 @mutant("features.own_parts_kept", "F2.1", "features", only="parallelism/ulysses")

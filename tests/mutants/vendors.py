@@ -453,20 +453,13 @@ member("builders.loads_once", "R12.3", "A second `load()` gives None.", create_o
 
 
 # ---- collectives -----------------------------------------------------------------------------------------------------
-def _dense_only(original: Kernel, tensor: Tensor, *arguments: Any, **keywords: Any) -> Any:
-    return original(tensor.contiguous(), *arguments, **keywords)
-
-
-_function("dense_only", "D1.1", "`all_reduce` works on a contiguous copy.", "all_reduce", _dense_only)
-
-
 def _scatter_average_is_sum(original: Kernel, *tensors: Any, op: Any = dist.ReduceOp.SUM, **more: Any) -> Any:
     return original(*tensors, op=dist.ReduceOp.SUM if op == dist.ReduceOp.AVG else op, **more)
 
 
 _function(
     "scatter_average_is_sum",
-    "D1.9",
+    "D1.2",
     "AVG of `reduce_scatter_tensor` is the sum.",
     "reduce_scatter_tensor",
     _scatter_average_is_sum,
@@ -518,15 +511,6 @@ def fused_adam_always_decoupled(target: Target) -> Target:
         return original(*a[:8], 1, *a[9:])
 
     return module(target, "fused_adam", "multi_tensor_adam", function)
-
-
-@mutant("module.stochastic_is_nearest", "O7.1", "ops", only="/CUDAQuantizer")
-def stochastic_is_nearest(target: Target) -> Target:
-    """Stochastic rounding goes to the nearest level."""
-    import ds_plugin_sdk.integrations.deepspeed.modules.quantizer as functions
-
-    functions.ds_sr_quantize_fp32 = functions.ds_quantize_fp32
-    return target
 
 
 # ---- training --------------------------------------------------------------------------------------------------------

@@ -241,12 +241,13 @@ def deepspeed_ops(run: Run) -> None:
     run.step("DeepSpeed's own ops", command, limit=min(170, run.left(RESERVE)), **alone)
 
 
-# The checks of ops in three parts, side by side; front ends need a process with a CUDA context of its own each.
+# The checks of ops in four parts, side by side; front ends need a process with a CUDA context of its own each.
 ACCURACY, FRONT_ENDS = ("ops.accuracy", "ops.gradients", "ops.gradcheck"), ("ops.front_end",)
 OTHERS = (
     *("ops.strided", "ops.empty", "ops.not_finite", "ops.rejects", "ops.read_only", "ops.opcheck"),
     *("ops.deterministic", "ops.native", "ops.builder_name", "ops.in_place"),
 )
+SURROUNDINGS = ("ops.successive", "ops.large", "ops.guards", "ops.generators", "ops.stream", "ops.async", "ops.device")
 
 
 def only(checks: Sequence[str]) -> tuple[str, ...]:
@@ -258,6 +259,7 @@ CONFORMANCE: dict[str, tuple[tuple[str, ...], float]] = {
     "ops, accuracy": (only(ACCURACY), 200),
     "ops, front ends": (only(FRONT_ENDS), 200),
     "ops, others": (only(OTHERS), 200),
+    "ops, surroundings": (only(SURROUNDINGS), 200),
     "training": (("--level", "training"), 120),
     "runtime": (("--level", "runtime"), 100),
 }

@@ -124,12 +124,6 @@ _collective(
     "ZeRO starts several and waits later.",
 )
 _collective(
-    "strided",
-    "D1.10",
-    "A collective on a tensor with gaps between its elements fills it, or raises; it never leaves it as it was.",
-    "Views of buckets reach collectives; a copy that is reduced and not copied back trains on local gradients.",
-)
-_collective(
     "reduce",
     "D1.7",
     "`reduce` gives the root the sum.",

@@ -58,7 +58,7 @@ def _sample(make: Make, names: Sequence[str], label: str, kind: Kind, input: Ten
 
 def _large(names: Sequence[str]) -> Callable[[Make], Iterator[Sample]]:
     def large(make: Make) -> Iterator[Sample]:
-        for shape in ((MANY_ROWS, 3), (3, MANY_COLUMNS)):
+        for shape in ((MANY_ROWS, 17), (3, MANY_COLUMNS)):
             yield _sample(make, names, f"{list(shape)}", "adversarial", make.normal(*shape))
 
     return large

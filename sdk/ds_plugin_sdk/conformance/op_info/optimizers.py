@@ -73,7 +73,9 @@ def _optimizer(
 
     def formula(**arguments: Any) -> tuple[list[Tensor], ...]:
         tensors = [arguments.pop(name) for name in lists]
-        results = [update(*each, arguments) for each in zip(*tensors, strict=True)]
+        results = [
+            update(*each, {**arguments, **_step_of(arguments, i)}) for i, each in enumerate(zip(*tensors, strict=True))
+        ]
         return tuple([result[i] for result in results] for i in range(len(written)))
 
     def schema_arguments(arguments: Mapping[str, Any]) -> Sequence[Any]:
@@ -95,8 +97,14 @@ def _optimizer(
         numbers=numbers,
         variants=tuple(variants),
         levels=function is lion.lion_,
-        large=lambda make: _large(lists, variants[-1], make),
+        large=lambda make: _large(lists, next(v for v in reversed(variants) if v.get("bias_correction", True)), make),
     )
+
+
+def _step_of(options: Options, parameter: int) -> dict[str, int]:
+    """The step of one parameter, where they have steps of their own."""
+    steps = options.get("steps")
+    return {"steps": steps[parameter]} if isinstance(steps, list) else {}
 
 
 # ---- samples ---------------------------------------------------------------------------------------------------------

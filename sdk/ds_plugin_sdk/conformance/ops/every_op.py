@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -115,25 +116,27 @@ def empty(target: Target, op: str, dtype: str) -> None:
 )
 def not_finite(target: Target, op: str, dtype: str) -> None:
     info = ready(target, op)
-    for name, at, sample in _spoilable(info, dtype):
-        for value in (float("nan"), float("inf")):
-            spoilt = _spoilt(sample.arguments[name], value, at)
-            label = f"{sample.label}, {value} at {at} of {name}"
-            run_and_compare(target, info, Sample(label, {**sample.arguments, name: spoilt}, sample.kind))
+    for name, at, value, sample in _spoilable(info, dtype):
+        spoilt = _spoilt(sample.arguments[name], value, at)
+        label = f"{sample.label}, {value} at {at} of {name}"
+        run_and_compare(target, info, Sample(label, {**sample.arguments, name: spoilt}, sample.kind))
 
 
-def _spoilable(info: OpInfo, dtype: str) -> Iterator[tuple[str, int, Sample]]:
-    """Arguments with positions: in the smallest sample all of a vector's and the last, in each other one of them."""
+def _spoilable(info: OpInfo, dtype: str) -> Iterator[tuple[str, int, float, Sample]]:
+    """Arguments, positions and values: in the smallest sample all positions of a vector, and the last.
+
+    In each other sample NaN, somewhere.
+    """
     least = smallest(info, dtype)
     for name in tensor_names(least, floating=True):
         tensors = tensors_of(least.arguments[name])
-        if name in info.finite:  # what becomes of it depends on where it is
-            yield name, (tensors[-1].numel() + 1) // 2, least
-        else:
-            yield from ((name, at, least) for at in (-1, *range(0, min(tensors[-1].numel(), 16), len(tensors))))
+        size, step = tensors[-1].numel(), len(tensors)
+        # Where what becomes of it depends on the position, there is one that the description stands for.
+        positions = (size // 2,) if name in info.finite else (-1, *range(0, min(size, 16), step))
+        yield from ((name, at, value, least) for at in positions for value in (math.nan, math.inf))
     for number, sample in enumerate(small_samples(info, dtype)):
         names = [name for name in tensor_names(sample, floating=True) if name not in info.finite]
-        yield from ((name, 7 * number, sample) for name in names)
+        yield from ((name, 7 * number, math.nan, sample) for name in names)
 
 
 def _spoilt(argument: Any, value: float, at: int) -> Any:

@@ -269,7 +269,7 @@ def with_value(value: float, at: int, tensor: Tensor) -> Tensor:
     """With a value at one position, counted around."""
     spoilt = tensor.clone()
     if spoilt.numel():
-        spoilt.view(-1)[at % spoilt.numel()] = value
+        spoilt[torch.unravel_index(torch.tensor(at % spoilt.numel()), spoilt.shape)] = value
     return spoilt
 
 

@@ -149,18 +149,6 @@ def asynchronous(it: _Rank) -> None:
 
 
 @_task
-def strided(it: _Rank) -> None:
-    memory = it.tensor(1.0, -1.0, 2.0, -1.0) * (it.rank + 1)
-    values = memory[::2]
-    try:
-        dist.all_reduce(values)
-    except (RuntimeError, ValueError):  # it says that it takes dense tensors alone
-        return
-    expect_equal(_values(values), [3.0, 6.0], "all_reduce of [1, 2] and [2, 4] with gaps between them")
-    expect_equal(_values(memory[1::2]), [-1.0 - it.rank] * 2, "what lies in the gaps after all_reduce")
-
-
-@_task
 def reduce(it: _Rank) -> None:
     for root in range(it.size):
         values = it.mine

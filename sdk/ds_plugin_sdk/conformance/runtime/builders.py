@@ -64,8 +64,8 @@ def surface(target: Target, builder: str) -> None:
     "runtime.builders.load",
     Clause(
         "R12.3",
-        "`load()` of a builder that is compatible gives the op, each time; of one for an op that is not offered it raises "
-        "ValueError, which says which op. DeepSpeed's own builders raise what they always did.",
+        "`load()` of a builder that is compatible gives the op, each time; of one for an op that is not offered it "
+        "raises ValueError, which says which op. DeepSpeed's own builders raise what they always did.",
         reason="DeepSpeed's fallbacks catch ValueError; anything else ends the program.",
     ),
     cases=_cases,
