@@ -76,11 +76,11 @@ def test_its_own_tests_are_green(environment: dict[str, str]) -> None:
     assert "skipped" not in run_its_pytest(environment, "tests")
 
 
-@pytest.mark.timeout(600)
 # Also those that only a kernel of the device's own has.
 CASES = "runtime.streams.wait or ops.accuracy/adam_ or ops.stream/adam_ or ops.asynchronous/adam_ or ops.large/adam_"
 
 
+@pytest.mark.timeout(600)
 def test_its_pytest_run_checks_conformance(environment: dict[str, str]) -> None:
     """Some of each level; all of it is `sdk conformance zap`."""
     said = run_its_pytest(environment, "-vv", "-m", "conformance", "-k", CASES)

@@ -52,8 +52,10 @@ def device_zero(target: Target) -> Target:
 def flatten_in_order(_: Kernel, tensors: list[Tensor]) -> Tensor:
     """A kernel of `flatten` that is right: copies on the current stream, for which the host does not wait."""
     result = torch.empty(sum(t.numel() for t in tensors), dtype=tensors[0].dtype, device=tensors[0].device)
-    for part, tensor in zip(result.split([t.numel() for t in tensors]), tensors, strict=True):
-        part.copy_(tensor.reshape(-1))
+    at = 0
+    for tensor in tensors:
+        result[at : at + tensor.numel()].copy_(tensor.reshape(-1))
+        at += tensor.numel()
     return result
 
 
@@ -373,8 +375,8 @@ def _copies_block() -> None:
 
         return run
 
-    torch.Tensor.copy_ = blocking(copy)  # type: ignore[method-assign, assignment]  # a defect
-    torch.Tensor.to = blocking(to)  # type: ignore[method-assign, assignment]  # a defect
+    torch.Tensor.copy_ = blocking(copy)  # type: ignore[method-assign]  # a defect
+    torch.Tensor.to = blocking(to)  # type: ignore[method-assign]  # a defect
 
 
 below("pinned.copies_block", "R7.10", "Copies from and to pinned memory keep the host waiting.", _copies_block)

@@ -11,6 +11,7 @@ import importlib.util
 import re
 import shlex
 import shutil
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -114,7 +115,11 @@ class CxxToolchain(Toolchain):
 
 
 class SyclToolchain(CxxToolchain):
-    """Intel's DPC++, ``icpx -fsycl``."""
+    """Intel's DPC++, ``icpx -fsycl``.
+
+    Where pip has installed a SYCL runtime, as torch's wheels for Intel's GPUs do, its headers and libraries go before
+    those of the compiler: the process has one runtime, and it is torch's.
+    """
 
     install_hint = "install Intel's oneAPI DPC++/C++ compiler and `source /opt/intel/oneapi/setvars.sh`"
 
@@ -127,11 +132,15 @@ class SyclToolchain(CxxToolchain):
         return {"icpx": self.compiler()}
 
     def flags(self, spec: BuildSpec, machine: Machine) -> list[str]:
-        return ["-fsycl", *super().flags(spec, machine)]
+        headers = Path(sys.prefix, "include")
+        ours = ["-isystem", str(headers)] if (headers / "sycl").is_dir() else []
+        return ["-fsycl", *ours, *super().flags(spec, machine)]
 
     def link_command(self, spec: BuildSpec, machine: Machine) -> list[str]:
+        libraries = Path(sys.prefix, "lib")
+        ours = [f"-L{libraries}", f"-Wl,-rpath,{libraries}"] if (libraries / "libsycl.so").is_file() else []
         program, *rest = super().link_command(spec, machine)
-        return [program, "-fsycl", *rest]
+        return [program, "-fsycl", *rest, *ours]
 
 
 class CudaToolchain(Toolchain):

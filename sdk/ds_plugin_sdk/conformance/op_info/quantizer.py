@@ -422,8 +422,9 @@ def _describe(
     large: Callable[[Make], Iterator[Sample]],
 ) -> OpInfo:
     """An op that gives levels and params, whatever its input is: as exact as float32."""
-    exact = {"rtol": _EXACT, "atol": _EXACT}
-    return OpInfo(name, "quantizer", function, formula, samples, random, **exact, levels=True, large=large)
+    return OpInfo(
+        name, "quantizer", function, formula, samples, random, rtol=_EXACT, atol=_EXACT, levels=True, large=large
+    )
 
 
 OPS = (

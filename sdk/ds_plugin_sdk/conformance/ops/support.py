@@ -105,9 +105,9 @@ def run_placed(target: Target, info: OpInfo, sample: Sample, label: str, layout:
         if (name in info.contiguous and not dense) or (name in info.written and layout.repeated is not None):
             continue
         values[name] = map_tensors(layout.values, values[name])
-        each = {id(t): Placed.at(t, layout, target.device) for t in tensors_of(values[name])}
-        given[name] = map_tensors(lambda t, each=each: each[id(t)].tensor, values[name])
-        placed += [(f"{name}[{i}]", one) for i, one in enumerate(each.values())]
+        each = [Placed.at(t, layout, target.device) for t in tensors_of(values[name])]
+        given[name] = _with_tensors(values[name], iter([one.tensor for one in each]))
+        placed += [(f"{name}[{i}]", one) for i, one in enumerate(each)]
     compare(info, Sample(f"{sample.label}, {label}", values, sample.kind), call_op(info, given))
     for where, one in placed:
         expect(
@@ -204,9 +204,15 @@ def smallest(info: OpInfo, dtype: str) -> Sample:
     return min(itertools.takewhile(lambda sample: sample.kind != "real", samples_of(info, dtype)), key=_elements)
 
 
-def small_samples(info: OpInfo, dtype: str) -> Iterator[Sample]:
-    """Those with elements, but few."""
-    return (sample for sample in samples_of(info, dtype) if sample.kind != "real" and _elements(sample) <= 4096)
+def small_samples(info: OpInfo, dtype: str, most: int = 12) -> list[Sample]:
+    """Some of those with few elements, the smallest among them: of each part of the list."""
+    least = smallest(info, dtype)
+    others = [
+        sample
+        for sample in samples_of(info, dtype)
+        if sample.kind != "real" and sample.label != least.label and _elements(sample) <= 4096
+    ]
+    return [least, *others[:: -(-len(others) // (most - 1)) or 1]]
 
 
 def _elements(sample: Sample) -> int:
@@ -258,6 +264,11 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     if isinstance(value, Tensor):
         return function(value)
     return [map_tensors(function, each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def _with_tensors(value: Any, tensors: Iterator[Tensor]) -> Any:
+    """An argument with other tensors, in their order."""
+    return map_tensors(lambda _: next(tensors), value)
 
 
 def map_last(function: Callable[[Tensor], Tensor], value: Any) -> Any:

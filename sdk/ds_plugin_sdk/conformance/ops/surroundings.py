@@ -123,9 +123,8 @@ def large(target: Target, op: str) -> None:
     timeout=120,
 )
 def guards(target: Target, op: str) -> None:
-    info, least = _first(target, op)
-    samples = {sample.label: sample for sample in small_samples(info, name_of(dtype_of(target, info)))}
-    for sample in {least.label: least, **samples}.values():
+    info = ready(target, op)
+    for sample in small_samples(info, name_of(dtype_of(target, info))):
         for label in ("in a flat buffer", "with gaps", "rows apart"):
             run_placed(target, info, sample, label, LAYOUTS[label])
 
@@ -140,16 +139,14 @@ def guards(target: Target, op: str) -> None:
     cases=each_op,
 )
 def generators(target: Target, op: str) -> None:
-    info, least = _first(target, op)
-    samples = {sample.label: sample for sample in small_samples(info, name_of(dtype_of(target, info)))}
+    info = ready(target, op)
+    states = {"host": torch.get_rng_state, "device": target.accelerator.get_rng_state}
     with random_state_kept(target):
-        before = torch.get_rng_state(), target.accelerator.get_rng_state()
-        for sample in {least.label: least, **samples}.values():
+        before = {whose: read() for whose, read in states.items()}
+        for sample in small_samples(info, name_of(dtype_of(target, info))):
             call_op(info, on_device(target, sample.arguments))
-            for whose, old, new in zip(
-                ("host", "device"), before, (torch.get_rng_state(), target.accelerator.get_rng_state()), strict=True
-            ):
-                expect(torch.equal(old, new), f"{op} on '{sample.label}' changed the generator of the {whose}")
+        for whose, read in states.items():
+            expect(torch.equal(read(), before[whose]), f"calls of {op} changed the generator of the {whose}")
 
 
 # ---- what an op rejects ----------------------------------------------------------------------------------------------
