@@ -20,6 +20,8 @@ __device__ __forceinline__ float widen(BFloat16 x) { return __uint_as_float(stat
 __device__ __forceinline__ float widen(Float16 x) {
 #ifdef DS_KERNELS_CUDA_ON_HOST
   return on_host::widen_float16(x.bits);
+#elif defined(__HIPCC__)
+  return static_cast<float>(__builtin_bit_cast(_Float16, x.bits));
 #else
   float wide;
   asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(x.bits));
@@ -42,6 +44,8 @@ __device__ __forceinline__ void narrow(float x, BFloat16& to) {
 __device__ __forceinline__ void narrow(float x, Float16& to) {
 #ifdef DS_KERNELS_CUDA_ON_HOST
   to.bits = on_host::narrow_float16(x);
+#elif defined(__HIPCC__)
+  to.bits = __builtin_bit_cast(uint16_t, static_cast<_Float16>(x));
 #else
   asm("cvt.rn.f16.f32 %0, %1;" : "=h"(to.bits) : "f"(x));
 #endif
@@ -72,7 +76,7 @@ __device__ __forceinline__ void widen_two(uint32_t pair, float& low, float& high
     low = __uint_as_float(pair << 16);
     high = __uint_as_float(pair & 0xffff0000u);
   } else {
-#ifdef DS_KERNELS_CUDA_ON_HOST
+#if defined(DS_KERNELS_CUDA_ON_HOST) || defined(__HIPCC__)
     low = widen(Float16{static_cast<uint16_t>(pair)});
     high = widen(Float16{static_cast<uint16_t>(pair >> 16)});
 #else

@@ -337,12 +337,19 @@ below(
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
-def _keeping(self: Any, index: int | None = None) -> dict[str, Any]:
-    stats: dict[str, Any] = accelerator_of(self).memory_stats(index)
-    kept = self.__dict__.setdefault("_peaks", {})
-    device = self.current_device() if index is None else index
-    kept[device] = max(kept.get(device, 0), stats["allocated_bytes.all.peak"])
-    return {**stats, "reserved_bytes.all.peak": max(kept[device], stats["reserved_bytes.all.peak"])}
+def _keeping(*counters: str) -> Any:
+    """`memory_stats` whose peaks of some counters are the largest ever."""
+
+    def memory_stats(self: Any, index: int | None = None) -> dict[str, Any]:
+        stats: dict[str, Any] = accelerator_of(self).memory_stats(index)
+        kept = self.__dict__.setdefault("_peaks", {})
+        for counter in counters:
+            key = f"{counter}_bytes.all.peak"
+            place = key, self.current_device() if index is None else index
+            kept[place] = stats[key] = max(kept.get(place, 0), stats[key])
+        return stats
+
+    return memory_stats
 
 
 member(
@@ -350,7 +357,14 @@ member(
     "R5.5",
     "A reset restarts the peak of what is allocated, not of what is reserved.",
     target=SIMULATED,
-    memory_stats=_keeping,
+    memory_stats=_keeping("reserved"),
+)
+member(
+    "memory.active_peak_kept",
+    "R5.15",
+    "A reset restarts two of three peaks.",
+    target=SIMULATED,
+    memory_stats=_keeping("active"),
 )
 member(
     "memory.peak_of_the_current",
