@@ -33,8 +33,24 @@ def test_samples_come_empty_first_and_real_last(op: OpInfo) -> None:
 
 
 @OPS
+def test_every_op_is_tried_beyond_a_launch(op: OpInfo) -> None:
+    """Rows, columns or tensors: some size of each op's is larger than a grid, a block or a launch's arguments."""
+    tensors = [
+        [
+            t
+            for v in sample.arguments.values()
+            for t in (v if isinstance(v, list) else [v])
+            if isinstance(t, torch.Tensor)
+        ]
+        for sample in op.large(Make.seeded(op.dtypes[0]))
+    ]
+    assert any(len(each) > 500 or max(size for t in each for size in (*t.shape, 0)) > 1024 for each in tensors)
+
+
+@OPS
 def test_labels_are_unique(op: OpInfo) -> None:
-    labels = [sample.label for sample in op.samples(Make.seeded(op.dtypes[0]))]
+    made = [*op.samples(Make.seeded(op.dtypes[0])), *op.large(Make.seeded(op.dtypes[0]))]
+    labels = [sample.label for sample in made]
     assert len(labels) == len(set(labels))
 
 
