@@ -506,8 +506,9 @@ class DeepSpeedAccelerator(abc.ABC):
             current_env[variable] = ",".join(map(str, local_accelerator_ids))
 
     def export_envs(self) -> list[str]:
-        """Prefixes of the variables that a launcher carries to other nodes."""
-        return ["DS_PLUGIN", *self.exported_envs]
+        """Prefixes of the variables that a launcher carries to other nodes. The SDK's settings need none: see
+        `ds_plugin_sdk.integrations.deepspeed.launcher`."""
+        return list(self.exported_envs)
 
 
 def installed(module: str) -> bool:

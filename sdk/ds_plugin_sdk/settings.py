@@ -7,6 +7,7 @@ environment of a running process. ``sdk report`` prints the table below with the
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +43,17 @@ def _path(text: str) -> Path:
 
 def _names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _tasks_of_nodes(text: str) -> tuple[int, ...]:
+    """Slurm's notation: ``2(x3),1`` is 2, 2, 2, 1."""
+    counts: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if match is None:
+            raise ValueError("expected tasks of each node, as 2(x3),1")
+        counts += [int(match[1])] * int(match[2] or 1)
+    return tuple(counts)
 
 
 def _words(text: str) -> tuple[str, ...]:
@@ -179,7 +191,17 @@ class Settings:
             size = Setting[int | None](variable, _positive, None, "ranks on this machine").read()
             if size is not None:
                 return size
-        return None
+        return self._tasks_of_slurm_step()
+
+    def _tasks_of_slurm_step(self) -> int | None:
+        """Ranks that ``srun`` started on this machine. One alone may be a launcher or a shell: that counts as none.
+
+        A job's own ``SLURM_NTASKS_PER_NODE`` and ``SLURM_TASKS_PER_NODE`` are no such number: a batch script, which is
+        one process, has them too.
+        """
+        tasks = Setting(SLURM_STEP_TASKS_PER_NODE, _tasks_of_nodes, (), "tasks of each node of the step").read()
+        node = Setting("SLURM_NODEID", int, 0, "index of this node in the step").read()
+        return tasks[node] if node < len(tasks) and tasks[node] > 1 else None
 
     def __iter__(self) -> Iterator[tuple[str, Setting[object]]]:
         for name, value in vars(type(self)).items():
@@ -187,13 +209,18 @@ class Settings:
                 yield name, value
 
 
-# torchrun, DeepSpeed, Open MPI, MVAPICH, Intel MPI and MPICH, in this order.
+SLURM_STEP_TASKS_PER_NODE = "SLURM_STEP_TASKS_PER_NODE"
+
+# torchrun, DeepSpeed, Open MPI, MVAPICH, Intel MPI and MPICH, PALS, Cray's PMI, jsrun, in this order.
 LOCAL_WORLD_SIZE_VARIABLES = (
     "LOCAL_WORLD_SIZE",
     "LOCAL_SIZE",
     "OMPI_COMM_WORLD_LOCAL_SIZE",
     "MV2_COMM_WORLD_LOCAL_SIZE",
     "MPI_LOCALNRANKS",
+    "PALS_LOCAL_SIZE",
+    "PMI_LOCAL_SIZE",
+    "JSM_NAMESPACE_LOCAL_SIZE",
 )
 
 # What compilers themselves read and what changes their output: part of every build's key.
@@ -209,6 +236,25 @@ COMPILER_VARIABLES = (
 )
 
 settings = Settings()
+
+# What a launcher carries to other nodes in any case: the SDK's own, and what a vendor's plugin names like them.
+_CARRIED = ("DS_ACCELERATOR", "DS_PLUGIN", "DS_SIMULATOR_")
+
+# Of one node, of one rank, or of a wheel's build.
+_STAYS = frozenset({"CUDA_VISIBLE_DEVICES", "LOCAL_RANK", "DS_BUILD_OPS"})
+
+
+def for_other_nodes() -> dict[str, str]:
+    """Variables of this process that a job's processes on other nodes need, so that they choose and compile as here.
+
+    With ``DS_PLUGIN_AUTOLOAD=0``, when all is to be as without plugins, these are the SDK's own alone.
+    """
+    shared = {setting.variable for _, setting in settings}.union(COMPILER_VARIABLES) - _STAYS
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(_CARRIED) or (name in shared and settings.autoload)
+    }
 
 
 def compiler_environment() -> dict[str, str]:

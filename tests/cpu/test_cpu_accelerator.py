@@ -13,6 +13,8 @@ import torch
 
 from ds_plugin_cpu import collectives, memory, plugin, report, threads, topology
 from ds_plugin_cpu.accelerator import CPU_Accelerator
+from ds_plugin_sdk.errors import SettingError
+from ds_plugin_sdk.settings import LOCAL_WORLD_SIZE_VARIABLES, SLURM_STEP_TASKS_PER_NODE, settings
 
 
 @pytest.fixture(scope="module")
@@ -142,32 +144,90 @@ def test_numa_nodes_without_cores_do_not_count(tmp_path: Path, monkeypatch: pyte
     assert topology.numa_nodes(tmp_path / "none") == [set(range(8))]
 
 
-@pytest.mark.parametrize(
-    "variable", ["LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"]
-)
-def test_every_launcher_says_how_many_ranks(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in (*LOCAL_WORLD_SIZE_VARIABLES, SLURM_STEP_TASKS_PER_NODE, "SLURM_NODEID"):
+        monkeypatch.delenv(variable, raising=False)
+
+
+@pytest.mark.parametrize("variable", LOCAL_WORLD_SIZE_VARIABLES)
+def test_every_launcher_says_how_many_ranks(variable: str, no_launcher: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(variable, "7")
     assert topology.device_count() == 7
 
 
 @pytest.mark.parametrize(
-    ("cores", "machine", "ranks", "share"),
+    ("tasks", "node", "ranks"),
     [
-        (8, 8, None, 8),  # no launcher: the whole machine
+        ("4", "0", 4),
+        ("2(x3),5", "2", 2),
+        ("2(x3),5", "3", 5),
+        ("1", "0", None),  # a shell, or another launcher
+        ("2", "3", None),
+    ],
+)
+def test_slurm_says_how_many_ranks_each_node_of_a_step_has(
+    tasks: str, node: str, ranks: int | None, no_launcher: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", tasks)
+    monkeypatch.setenv("SLURM_NODEID", node)
+    assert settings.local_world_size() == ranks
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")  # what a launcher inside the step says is nearer
+    assert settings.local_world_size() == 3
+
+
+def test_a_batch_script_of_slurms_is_one_process(no_launcher: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE"):
+        monkeypatch.setenv(variable, "4")
+    assert settings.local_world_size() is None
+
+
+def test_tasks_that_slurm_does_not_write_are_an_error(no_launcher: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "2x3")
+    with pytest.raises(SettingError, match=r"SLURM_STEP_TASKS_PER_NODE='2x3' cannot be used"):
+        settings.local_world_size()
+
+
+@pytest.mark.parametrize(
+    ("cores", "job", "ranks", "share"),
+    [
+        (8, 8, None, 8),  # no launcher: all of them
         (8, 8, 2, 4),  # unbound ranks share
         (4, 8, 2, 4),  # bound ranks own their mask
+        (32, 64, 8, 8),  # bound to a socket, which other ranks have too: Open MPI's default
         (8, 8, 3, 2),
         (2, 2, 4, 1),  # more ranks than cores
     ],
 )
-def test_ranks_share_the_cores(
-    cores: int, machine: int, ranks: int | None, share: int, monkeypatch: pytest.MonkeyPatch
+def test_ranks_share_the_cores_of_their_job(
+    cores: int, job: int, ranks: int | None, share: int, no_launcher: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(topology, "usable_cores", lambda: frozenset(range(cores)))
-    monkeypatch.setattr(os, "cpu_count", lambda: machine)
+    monkeypatch.setattr(topology, "job_cores", lambda: job)
     if ranks is not None:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     assert topology.fair_threads() == share
+
+
+@pytest.mark.parametrize(
+    ("member", "file"),
+    [
+        ("0::/slurm/job_7/step_0/user\n", "slurm/job_7/cpuset.cpus.effective"),
+        ("5:cpu,cpuacct:/a\n4:cpuset:/slurm/job_7\n0::/\n", "cpuset/slurm/job_7/cpuset.effective_cpus"),
+        ("4:cpuset:/docker/9f\n", "cpuset/cpuset.effective_cpus"),  # in a container, which sees its group as the root
+    ],
+)
+def test_a_job_has_the_cores_of_its_control_group(member: str, file: str, tmp_path: Path) -> None:
+    own, groups = tmp_path / "own", tmp_path / "groups"
+    own.write_text(member, encoding="utf-8")
+    assert topology.job_cores(groups, own) == os.cpu_count()
+    (groups / file).parent.mkdir(parents=True)
+    (groups / file).write_text("8-15,40-47\n", encoding="ascii")
+    assert topology.job_cores(groups, own) == 16
+
+
+def test_without_control_groups_a_job_has_the_machine(tmp_path: Path) -> None:
+    assert topology.job_cores(tmp_path, tmp_path / "none") == os.cpu_count()
 
 
 def test_the_user_decides_about_threads(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 from ds_plugin_sdk.settings import settings
 
 _NODES = Path("/sys/devices/system/node")
+_CGROUPS = Path("/sys/fs/cgroup")
+_OWN_CGROUPS = Path("/proc/self/cgroup")
 
 
 def usable_cores() -> frozenset[int]:
@@ -39,12 +41,32 @@ def device_count() -> int:
     return settings.local_world_size() or len(numa_nodes())
 
 
-def fair_threads() -> int:
-    """Threads for this rank so that all ranks of the machine together fill its cores once.
+def job_cores(groups: Path = _CGROUPS, own: Path = _OWN_CGROUPS) -> int:
+    """Cores of all ranks here together: those of this process's control group, or of the machine.
 
-    A launcher that binds each rank to cores of its own leaves masks which together are no larger than the machine;
-    such a mask is this rank's already, and is used whole.
+    Schedulers and containers confine a whole job to a control group; what binds one rank leaves the group as it is.
     """
-    cores, ranks = len(usable_cores()), settings.local_world_size() or 1
-    bound = cores * ranks <= (os.cpu_count() or 1)
-    return cores if bound else max(1, cores // ranks)
+    for line in own.read_text(encoding="utf-8").splitlines() if own.exists() else ():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":  # the second version, which has one tree for all controllers
+            tree, name = groups, "cpuset.cpus.effective"
+        elif "cpuset" in controllers.split(","):
+            tree, name = groups / controllers, "cpuset.effective_cpus"
+        else:
+            continue
+        # In a container the path may be the host's: then the tree's root is the container's group.
+        group = tree / path.lstrip("/")
+        for folder in (group, *group.parents):
+            if (folder / name).exists():
+                return len(parse_core_list((folder / name).read_text(encoding="ascii")))
+            if folder == tree:
+                break
+    return os.cpu_count() or 1
+
+
+def fair_threads() -> int:
+    """Threads for this rank so that all ranks here together fill their cores once; never more than its own cores.
+
+    A rank that a launcher bound to cores of its own uses them all, and ranks that share cores divide them.
+    """
+    return min(len(usable_cores()), max(1, job_cores() // (settings.local_world_size() or 1)))

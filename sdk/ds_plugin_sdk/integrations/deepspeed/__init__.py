@@ -3,6 +3,7 @@
 import_hook     sees DeepSpeed being imported; all that runs at `import torch`
 adopt           makes DeepSpeed use the registry's accelerator
 rebind          lets what DeepSpeed froze at import follow a later change
+launcher        the SDK's settings on every node of a job
 op_table        every op in DeepSpeed's table of ops
 deepspeed_builders  DeepSpeed's own builders for what the SDK has no native code for
 pinned          page-locked memory by DeepSpeed's own allocator

@@ -1,0 +1,34 @@
+"""The SDK's settings on every node of a job.
+
+DeepSpeed's launcher carries the variables that it or the accelerator names, and ``DS_ACCELERATOR`` is not among them. A
+ported accelerator names none of the SDK's, nor does DeepSpeed's own, which is used with ``DS_PLUGIN_AUTOLOAD=0``.
+"""
+
+from __future__ import annotations
+
+import functools
+import shlex
+from typing import Any
+
+from ds_plugin_sdk.settings import for_other_nodes
+
+
+def carry_settings(multinode_runner: Any) -> None:
+    """Let each launcher of several nodes begin with the settings; a ``.deepspeed_env`` may still change them.
+
+    Args:
+        multinode_runner: ``deepspeed.launcher.multinode_runner``.
+    """
+    base, pdsh, slurm = (getattr(multinode_runner, name) for name in ("MultiNodeRunner", "PDSHRunner", "SlurmRunner"))
+    original = base.__init__
+
+    @functools.wraps(original)
+    def begin(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if isinstance(self, slurm):
+            return  # srun's --export=ALL has the whole environment, and its list of variables cuts values at commas
+        # A shell reads pdsh's command alone; add_export()'s double quotes become part of the others' values.
+        quote = shlex.quote if isinstance(self, pdsh) else str
+        self.exports.update({name: quote(value) for name, value in for_other_nodes().items()})
+
+    base.__init__ = begin
