@@ -53,6 +53,12 @@ def test_list_names_the_plugins_and_the_choice(sdk: Run, install: Install) -> No
     assert re.search(r"cpu +ds-plugin-cpu 0.1.0 +available: \d+ device.* <- chosen", text)
     assert re.search(r"zap +ds-plugin-zap 1.0 +absent: no /dev/zap", text)
     assert re.search(r"cpu +chosen +the best available: priority -100", text)
+    assert re.search(r"accelerate \d[\d.]* +follows +where DeepSpeed is asked for", text)
+
+
+def test_list_says_that_other_libraries_are_left_alone(sdk: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DS_PLUGIN_AUTOLOAD", "0")
+    assert re.search(r"accelerate \d[\d.]* +left alone +DS_PLUGIN_AUTOLOAD=0", sdk("list", "--explain"))
 
 
 def test_list_as_json(sdk: Run, install: Install) -> None:

@@ -199,7 +199,9 @@ class Settings:
         A job's own ``SLURM_NTASKS_PER_NODE`` and ``SLURM_TASKS_PER_NODE`` are no such number: a batch script, which is
         one process, has them too.
         """
-        tasks = Setting(SLURM_STEP_TASKS_PER_NODE, _tasks_of_nodes, (), "tasks of each node of the step").read()
+        tasks = Setting[tuple[int, ...]](
+            SLURM_STEP_TASKS_PER_NODE, _tasks_of_nodes, (), "tasks of each node of the step"
+        ).read()
         node = Setting("SLURM_NODEID", int, 0, "index of this node in the step").read()
         return tasks[node] if node < len(tasks) and tasks[node] > 1 else None
 

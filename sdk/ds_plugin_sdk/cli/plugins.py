@@ -6,10 +6,11 @@ import json
 
 import typer
 
-from ds_plugin_sdk import registry
+from ds_plugin_sdk import integrations, registry
 from ds_plugin_sdk.cli.console import output, table
 from ds_plugin_sdk.errors import PluginConflictError, SdkError
-from ds_plugin_sdk.registry import Candidate
+from ds_plugin_sdk.registry import Candidate, Step
+from ds_plugin_sdk.settings import settings
 
 
 def list_plugins(
@@ -25,7 +26,7 @@ def list_plugins(
         decision, problem = registry.Decision(), error
     chosen = decision.chosen.name if decision.chosen is not None else None
     if as_json:
-        steps = [vars(step) for step in decision.steps]
+        steps = [vars(step) for step in [*decision.steps, *_followers()]]
         plugins = [dict(zip(("name", "distribution", "state", "priority"), row, strict=True)) for row in rows]
         output.print_json(json.dumps({"plugins": plugins, "chosen": chosen, "steps": steps}))
     elif not rows:
@@ -40,10 +41,19 @@ def list_plugins(
             table(
                 "Why",
                 ("subject", "verdict", "reason"),
-                [(step.subject, step.verdict, step.reason) for step in decision.steps],
+                [(step.subject, step.verdict, step.reason) for step in [*decision.steps, *_followers()]],
             )
     if problem is not None:
         raise problem
+
+
+def _followers() -> list[Step]:
+    """What becomes of the libraries that start DeepSpeed for the user."""
+    if settings.autoload:
+        verdict, reason = "follows", "where DeepSpeed is asked for, a plugin's accelerator is the device"
+    else:
+        verdict, reason = "left alone", "DS_PLUGIN_AUTOLOAD=0, until set_accelerator() is called"
+    return [Step(f"{name} {version}", verdict, reason) for name, version in integrations.followers().items()]
 
 
 def _row(candidates: list[Candidate]) -> tuple[str, str, str, str]:

@@ -10,6 +10,7 @@ does without being asked never is: one warning, and DeepSpeed chooses its accele
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
 import warnings
 from collections.abc import Callable, Iterator
@@ -46,6 +47,12 @@ def adopt_late(real_accelerator: Any) -> None:
             before = real_accelerator.set_accelerator
             _join(real_accelerator, detect=functools.partial(_detect, real_accelerator))
             rebind.replace(before, real_accelerator.set_accelerator)
+
+
+def in_use() -> Any:
+    """The accelerator that DeepSpeed uses, if it is a plugin's, or else None. Imports DeepSpeed."""
+    importlib.import_module("deepspeed.accelerator.real_accelerator")
+    return registry.current()
 
 
 def when_used(change: Callable[[ModuleType], None], module: ModuleType) -> None:

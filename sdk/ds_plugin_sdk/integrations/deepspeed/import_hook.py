@@ -1,4 +1,4 @@
-"""The one thing that runs at `import torch`: an import hook that waits for DeepSpeed.
+"""The one thing that runs at `import torch`: an import hook that waits for DeepSpeed, and for those who start it.
 
 An error here would break ``import torch`` for everybody on the machine, and so would slowness. So this module imports
 nothing but what Python has loaded already, reads no file, and leaves all work to modules that it names as text and
@@ -19,6 +19,9 @@ from typing import Any
 
 REAL_ACCELERATOR = "deepspeed.accelerator.real_accelerator"
 
+_ACCELERATE = "ds_plugin_sdk.integrations.accelerate"
+_LIGHTNING = "ds_plugin_sdk.integrations.lightning"
+
 # Right after the module on the left was executed, the function on the right is called with it.
 _AFTER = {
     REAL_ACCELERATOR: "ds_plugin_sdk.integrations.deepspeed.adopt:adopt",
@@ -26,6 +29,18 @@ _AFTER = {
     "deepspeed.inference.engine": "ds_plugin_sdk.integrations.deepspeed.injection:explain",
     "deepspeed.launcher.multinode_runner": "ds_plugin_sdk.integrations.deepspeed.launcher:carry_settings",
     "deepspeed.ops.op_builder.all_ops": "ds_plugin_sdk.integrations.deepspeed.op_table:complete",
+    # Those who start DeepSpeed for the user. Lightning's packages have two names each.
+    "accelerate.commands.launch": f"{_ACCELERATE}:follow_in_launch",
+    "accelerate.state": f"{_ACCELERATE}:follow_in_state",
+    "transformers.training_args": f"{_ACCELERATE}:follow_in_trainer",
+    "lightning.fabric.connector": f"{_LIGHTNING}:follow_in_connector",
+    "lightning.fabric.strategies.deepspeed": f"{_LIGHTNING}:follow_in_strategy",
+    "lightning.pytorch.strategies.deepspeed": f"{_LIGHTNING}:follow_in_strategy",
+    "lightning.pytorch.trainer.connectors.accelerator_connector": f"{_LIGHTNING}:follow_in_connector",
+    "lightning_fabric.connector": f"{_LIGHTNING}:follow_in_connector",
+    "lightning_fabric.strategies.deepspeed": f"{_LIGHTNING}:follow_in_strategy",
+    "pytorch_lightning.strategies.deepspeed": f"{_LIGHTNING}:follow_in_strategy",
+    "pytorch_lightning.trainer.connectors.accelerator_connector": f"{_LIGHTNING}:follow_in_connector",
 }
 
 
@@ -94,7 +109,7 @@ def _call(target: str, module: ModuleType) -> None:
     try:
         function = getattr(importlib.import_module(module_name), name)
     except Exception as error:
-        _complain(error, "DeepSpeed will not see any plugin" if adopts else f"{module.__name__} stays DeepSpeed's own")
+        _complain(error, "DeepSpeed will not see any plugin" if adopts else f"{module.__name__} stays as it is")
         return
     try:
         function(module)
