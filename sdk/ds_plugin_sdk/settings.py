@@ -163,6 +163,9 @@ class Settings:
     cpu_keep_memory = Setting[bool](
         "DS_PLUGIN_CPU_KEEP_MEMORY", _flag, True, "0: let the allocator return large blocks to the system at once"
     )
+    cpu_float16 = Setting[bool](
+        "DS_PLUGIN_CPU_FLOAT16", _flag, False, "1: offer float16 on a CPU that does not compute in it; slow"
+    )
     omp_threads = Setting[str | None]("OMP_NUM_THREADS", str, None, "threads, as OpenMP reads it; respected")
 
     # Files

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds_plugin_cpu import collectives, memory, plugin, report, threads, topology
+from ds_plugin_cpu import accelerator, collectives, memory, plugin, report, threads, topology
 from ds_plugin_cpu.accelerator import CPU_Accelerator
 from ds_plugin_sdk.errors import SettingError
 from ds_plugin_sdk.settings import LOCAL_WORLD_SIZE_VARIABLES, SLURM_STEP_TASKS_PER_NODE, settings
@@ -40,6 +40,33 @@ def test_types_are_booleans_and_match_the_list(cpu: CPU_Accelerator) -> None:
     assert cpu.is_bf16_supported() is True
     assert cpu.is_fp16_supported() is torch.ops.mkldnn._is_mkldnn_fp16_supported()
     assert cpu.supported_dtypes()[0] is torch.float32
+
+
+@pytest.fixture
+def without_float16(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A CPU that does not compute in float16."""
+    monkeypatch.setattr(accelerator, "_computes_in_float16", lambda: False)
+    accelerator._warn_of_float16.cache_clear()
+    yield
+    accelerator._warn_of_float16.cache_clear()
+
+
+def test_float16_is_offered_where_the_user_wants_it_though_slow(
+    without_float16: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert CPU_Accelerator().is_fp16_supported() is False
+    monkeypatch.setenv("DS_PLUGIN_CPU_FLOAT16", "1")
+    with pytest.warns(RuntimeWarning, match=r"does not compute in float16.*nine times as long as in float32"):
+        offering = CPU_Accelerator()
+    CPU_Accelerator()  # a second warning would be an error
+    assert offering.is_fp16_supported() is True
+    assert torch.float16 in offering.supported_dtypes()
+
+
+def test_a_cpu_that_computes_in_float16_needs_no_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accelerator, "_computes_in_float16", lambda: True)
+    monkeypatch.setenv("DS_PLUGIN_CPU_FLOAT16", "1")
+    assert CPU_Accelerator().is_fp16_supported() is True  # a warning would be an error
 
 
 def test_it_is_synchronous(cpu: CPU_Accelerator) -> None:

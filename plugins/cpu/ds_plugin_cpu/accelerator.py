@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from typing import Any, ClassVar
 
 import torch
 
 from ds_plugin_cpu import collectives, memory, threads, topology
 from ds_plugin_sdk.accelerator import DeepSpeedAccelerator
+from ds_plugin_sdk.settings import settings
 
 _CPU = torch.device("cpu")
 _TENSOR_TYPES = {
@@ -45,6 +47,8 @@ class CPU_Accelerator(DeepSpeedAccelerator):
         self._communication_backend_name, _ = collectives.choose()
         super().__init__()
         collectives.warn_of_ipex()
+        if settings.cpu_float16 and not _computes_in_float16():
+            _warn_of_float16()
         threads.apply()
         memory.keep_large_blocks()
 
@@ -139,14 +143,15 @@ class CPU_Accelerator(DeepSpeedAccelerator):
 
     # ------------------------------------------------------------------ data types
     def supported_dtypes(self) -> list[torch.dtype]:
-        """float32, bfloat16 (every op of torch has it on a CPU), and float16 where oneDNN computes in it."""
-        return [torch.float32, torch.bfloat16, *([torch.float16] if _computes_in_float16() else [])]
+        """float32, bfloat16 (every op of torch has it on a CPU), and float16 where `is_fp16_supported`."""
+        return [torch.float32, torch.bfloat16, *([torch.float16] if self.is_fp16_supported() else [])]
 
     def is_bf16_supported(self) -> bool:
         return True
 
     def is_fp16_supported(self) -> bool:
-        return _computes_in_float16()
+        """Where oneDNN computes in it, and where the user wants it nevertheless."""
+        return _computes_in_float16() or settings.cpu_float16
 
     def _tensor_type(self, dtype: torch.dtype) -> Any:
         return _TENSOR_TYPES[dtype]
@@ -173,3 +178,13 @@ class CPU_Accelerator(DeepSpeedAccelerator):
 @functools.cache
 def _computes_in_float16() -> bool:
     return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+
+
+@functools.cache
+def _warn_of_float16() -> None:
+    warnings.warn(
+        "ds-plugin-cpu: this CPU does not compute in float16; DS_PLUGIN_CPU_FLOAT16=1 offers it nevertheless, to try a "
+        "configuration: a step of a small GPT took nine times as long as in float32, on a CPU with AVX2",
+        RuntimeWarning,
+        stacklevel=3,
+    )
