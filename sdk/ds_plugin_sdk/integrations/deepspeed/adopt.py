@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from ds_plugin_sdk import op_builder, registry
-from ds_plugin_sdk.accelerator import DeepSpeedAccelerator
+from ds_plugin_sdk.accelerator import DeepSpeedAccelerator, installed
 from ds_plugin_sdk.errors import SdkError
 from ds_plugin_sdk.integrations.deepspeed import deepspeed_builders, drift, gloo, pinned, rebind
 from ds_plugin_sdk.ported_accelerator import written_for_deepspeed
@@ -50,7 +50,9 @@ def adopt_late(real_accelerator: Any) -> None:
 
 
 def in_use() -> Any:
-    """The accelerator that DeepSpeed uses, if it is a plugin's, or else None. Imports DeepSpeed."""
+    """The accelerator that DeepSpeed uses, if it is a plugin's, or else None. Imports DeepSpeed where it is installed."""
+    if not installed("deepspeed"):
+        return None
     importlib.import_module("deepspeed.accelerator.real_accelerator")
     return registry.current()
 
