@@ -50,7 +50,7 @@ def adopt_late(real_accelerator: Any) -> None:
 
 
 def in_use() -> Any:
-    """The accelerator that DeepSpeed uses, if it is a plugin's, or else None. Imports DeepSpeed where it is installed."""
+    """The accelerator that DeepSpeed uses, if it is a plugin's, or else None. Imports DeepSpeed if there is one."""
     if not installed("deepspeed"):
         return None
     importlib.import_module("deepspeed.accelerator.real_accelerator")
