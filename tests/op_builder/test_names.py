@@ -66,6 +66,6 @@ def test_a_kernel_that_does_not_compile_is_no_conformance(target: Target) -> Non
 def test_an_op_of_a_family_without_a_kernel_is_named(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """The library of ``fused_adagrad`` loads and registers nothing."""
     # In this process the SDK's own kernels may be registered for the CPU.
-    monkeypatch.setattr(every_op, "_dispatch_key", lambda device_type: "PrivateUse1")
+    monkeypatch.setattr(every_op, "dispatch_key", lambda device_type: "PrivateUse1")
     with pytest.raises(NonconformanceError, match="adagrad_ has no kernel for PrivateUse1"):
         every_op.native(target, "FusedAdagradBuilder", "adagrad_")
