@@ -358,6 +358,7 @@ def reset_index(target: Target) -> None:
 def reset_stats(target: Target) -> None:
     for arguments in ((), *((index,) for index in indices(target))):
         tensor = _allocate(target, *arguments)
+        target.accelerator.memory_stats(*arguments)  # read meanwhile, as logs do
         del tensor
         _settle(target)
         target.accelerator.reset_peak_memory_stats(*arguments)
