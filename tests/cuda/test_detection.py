@@ -5,11 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+import torch
 
 from ds_plugin_cuda import detect, plugin
-from ds_plugin_sdk import nvml
+from ds_plugin_sdk import TorchAccelerator, nvml
 from ds_plugin_sdk.nvml import Driver, Gpu
 from ds_plugin_sdk.settings import child_environment
 
@@ -117,6 +119,34 @@ def test_what_is_missing_is_said(
     probe = detect.judge(driver, variable, cuda)
     assert probe.state == state
     assert text in probe.detail
+
+
+def test_a_device_that_poses_as_cuda_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Extensions put their device's module in the place of torch.cuda, so that programs for CUDA run on it.
+
+    The probe asks the driver. And the device's own accelerator asks torch for the device by its name.
+    """
+
+    def no_driver() -> Driver:
+        raise nvml.NvmlError("there is no NVIDIA driver", absent=True)
+
+    posing = ModuleType("torch.zapp")
+    vars(posing).update(is_available=lambda: True, device_count=lambda: 8, current_device=lambda: 5, Stream=None)
+    monkeypatch.setattr(nvml, "ask", no_driver)
+    monkeypatch.setattr(torch, "cuda", posing)
+    probe = detect.probe()
+    assert (probe.state, probe.detail) == ("absent", "there is no NVIDIA driver")
+
+    class Accelerator(TorchAccelerator):
+        device_type = "zapp"
+        communication_backend = "gloo"
+        synchronous = True
+        dtypes = (torch.float32,)
+
+    monkeypatch.setattr(torch, "get_device_module", lambda device: {"zapp": posing}[device])
+    accelerator = Accelerator()
+    assert accelerator.device_name() == accelerator._name == "zapp"
+    assert (accelerator.device_count(), accelerator.current_device()) == (8, 5)
 
 
 def test_the_probe_of_this_machine_has_a_reason() -> None:
