@@ -41,6 +41,22 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
             del sys.modules[module]
 
 
+@pytest.fixture
+def sdk(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """``sdk("report", "--json", status=0)`` runs the command in this process, and gives its output and messages."""
+    from ds_plugin_sdk.cli import main
+
+    def run(*arguments: str, status: int = 0) -> str:
+        monkeypatch.setattr(sys, "argv", ["sdk", *arguments])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        text = "".join(capsys.readouterr())
+        assert (stop.value.code or 0) == status, text
+        return text
+
+    return run
+
+
 @pytest.fixture(scope="session")
 def kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One cache for all tests that need native code and are not about caches, so that each op is compiled once."""

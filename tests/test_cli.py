@@ -7,36 +7,18 @@ import re
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 import pytest
 
 from broken_plugin import install_broken
 from ds_plugin_sdk import __version__, report
-from ds_plugin_sdk.cli import main
 from plugin_site import Install
 
 pytestmark = pytest.mark.compiler
 
-
-class Run(Protocol):
-    def __call__(self, *arguments: str, status: int = 0) -> str: ...
-
-
-@pytest.fixture
-def sdk(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """``sdk ARGUMENTS`` in this process: its output and messages."""
-
-    def run(*arguments: str, status: int = 0) -> str:
-        monkeypatch.setattr(sys, "argv", ["sdk", *arguments])
-        with pytest.raises(SystemExit) as stop:
-            main()
-        text = "".join(capsys.readouterr())
-        assert (stop.value.code or 0) == status, text
-        return text
-
-    return run
+Run = Callable[..., str]
 
 
 def test_the_command_is_installed_under_both_names() -> None:

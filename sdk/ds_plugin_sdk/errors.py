@@ -14,6 +14,7 @@
     │   ├── CompileError                            the compiler or linker failed
     │   ├── CompileForbiddenError                   settings forbid compiling, and nothing prebuilt or cached fits
     │   └── ArtifactError                           a binary is damaged, foreign, or cannot be loaded
+    ├── HostfileError               (ValueError)    a hostfile cannot be used
     ├── ScaffoldError                               a project cannot be generated
     ├── ConformanceError                            the conformance suite cannot run, or its expectations cannot be read
     ├── CollectiveError             (RuntimeError)  a rank has ended, or does not join a collective
@@ -119,6 +120,10 @@ class CompileForbiddenError(BuildError):
 
 class ArtifactError(BuildError):
     """A binary is damaged, belongs to another machine, or cannot be loaded."""
+
+
+class HostfileError(SdkError, ValueError):
+    """A hostfile cannot be read, or has something else than hosts and their slots."""
 
 
 class ScaffoldError(SdkError):

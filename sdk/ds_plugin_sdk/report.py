@@ -52,7 +52,7 @@ class Facts:
 
 def collect() -> Facts:
     """The facts of this machine and environment; a part that fails says so in its own place."""
-    facts = Facts(versions=_versions(), compilers=_compilers(), settings=_settings())
+    facts = Facts(versions=versions(), compilers=_compilers(), settings=_settings())
     try:
         decision = registry.preview()
     except SdkError as error:
@@ -178,7 +178,8 @@ def _deepspeeds_own(device_type: str) -> dict[str, bool]:
     return {name: compatible for name, compatible in found.items() if not op_table.by_builder(name).optional}
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Of Python, the SDK, torch, DeepSpeed and the installed plugins; and the machine's architecture."""
     found = {"python": platform.python_version(), "machine": platform.machine()}
     wanted = ["ds-plugin-sdk", "torch", "deepspeed"]
     wanted += [candidate.distribution for group in registry.scan().values() for candidate in group]

@@ -183,6 +183,7 @@ class Settings:
 
     # What launchers say
     local_rank = Setting[int]("LOCAL_RANK", int, 0, "index of this process among those of the machine")
+    master_port = Setting[int]("MASTER_PORT", _positive, 29500, "port at which the ranks of a run meet")
 
     def build_op(self, build_var: str) -> bool | None:
         """``DS_BUILD_<OP>``: whether this op goes into the wheel; None when the variable is unset."""

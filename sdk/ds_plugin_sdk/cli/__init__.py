@@ -13,6 +13,7 @@ from ds_plugin_sdk.cli.cache import cache
 from ds_plugin_sdk.cli.conformance import conformance
 from ds_plugin_sdk.cli.console import errors
 from ds_plugin_sdk.cli.contract import contract
+from ds_plugin_sdk.cli.doctor import doctor
 from ds_plugin_sdk.cli.fuzz import fuzz
 from ds_plugin_sdk.cli.new_plugin import new_plugin
 from ds_plugin_sdk.cli.plugins import list_plugins
@@ -28,6 +29,7 @@ app = typer.Typer(
 )
 app.command("list")(list_plugins)
 app.command("report")(report)
+app.command("doctor")(doctor)
 app.command("build")(build)
 app.command("new-plugin")(new_plugin)
 app.add_typer(cache, name="cache")

@@ -14,6 +14,9 @@ errors = Console(stderr=True)
 _ANY_WIDTH = 1000
 
 _COLOURS = {
+    "ok": "green",
+    "warning": "yellow",
+    "fails": "red",
     "available": "green",
     "chosen": "green",
     "prebuilt": "green",

@@ -12,7 +12,7 @@ from ds_plugin_sdk.jit.entry import KEY_FILE, DamagedError, Record
 from ds_plugin_sdk.jit.plan import differences
 from ds_plugin_sdk.jit.store import Store, root
 
-__all__ = ["Entry", "entries", "prune", "root", "verify", "why"]
+__all__ = ["Entry", "entries", "prune", "root", "unusable", "verify", "why"]
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,12 @@ def entries(op: str = "*") -> list[Entry]:
     """Every build in the cache (of one op), the newest first."""
     found = [entry_at for folder in Store(root()).entries(op=op) if (entry_at := _describe(folder))]
     return sorted(found, key=lambda item: item.created, reverse=True)
+
+
+def unusable() -> str:
+    """Why nothing can be built into the cache; empty if it can."""
+    store = Store(root())
+    return store.unusable(store.base)
 
 
 def verify() -> list[str]:

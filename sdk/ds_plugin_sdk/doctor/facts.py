@@ -1,0 +1,128 @@
+"""What a run will find on this machine. Compiles nothing, writes nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import shutil
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ds_plugin_sdk import jit, op_builder, registry, report
+from ds_plugin_sdk.errors import SdkError
+from ds_plugin_sdk.op_builder import CombinedOpBuilder, LentOpBuilder, OpBuilder, ReferenceOpBuilder
+from ds_plugin_sdk.settings import settings
+
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """A machine, as one of its processes sees it. Plain values: it travels as JSON.
+
+    Attributes:
+        versions: of Python and of the packages that matter, ``not installed`` among them.
+        plugin: name of the plugin that DeepSpeed would use; empty if none.
+        plugin_why: the last step of that choice, or the error.
+        kernels: names of the plugin's native ops by where each would come from, as `report.OpStatus.origin` has it.
+        kernels_why: of each origin the first op's reason.
+        fallback: whether an op without native kernel may use its reference implementation.
+        cache: the folder of compiled kernels.
+        cache_why: why nothing can be built into it; empty if it can.
+        port: the port at which the ranks are to meet.
+        port_why: why nothing can listen there; empty if it can.
+        open_files: how many files a process may open; None without limit.
+        locked_memory: bytes that a process may lock; None without limit.
+        memory: bytes of the machine.
+        shared_memory: bytes of ``/dev/shm``, and those that are free; None if it is not there or cannot be written.
+        clock: seconds since the epoch, at the end of the examination.
+    """
+
+    versions: dict[str, str]
+    plugin: str
+    plugin_why: str
+    kernels: dict[str, list[str]]
+    kernels_why: dict[str, str]
+    fallback: bool
+    cache: str
+    cache_why: str
+    port: int
+    port_why: str
+    open_files: int | None
+    locked_memory: int | None
+    memory: int
+    shared_memory: tuple[int, int] | None
+    clock: float
+
+
+def examine(port: int) -> Facts:
+    """This machine's facts; `port` is where the ranks of the run are to meet."""
+    plugin, why = _chosen()
+    native = list(_native(plugin)) if plugin is not None else []
+    kernels: dict[str, list[str]] = {}
+    reasons: dict[str, str] = {}
+    for status in native:
+        kernels.setdefault(status.origin, []).append(status.name)
+        reasons.setdefault(status.origin, status.reason)
+    return Facts(
+        versions=report.versions(),
+        plugin=plugin.name if plugin is not None else "",
+        plugin_why=why,
+        kernels=kernels,
+        kernels_why=reasons,
+        fallback=settings.fallback,
+        cache=str(jit.cache.root()),
+        cache_why=jit.cache.unusable(),
+        port=port,
+        port_why=_port_why(port),
+        open_files=_limit(resource.RLIMIT_NOFILE),
+        locked_memory=_limit(resource.RLIMIT_MEMLOCK),
+        memory=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        shared_memory=_shared_memory(),
+        clock=time.time(),
+    )
+
+
+def _chosen() -> tuple[registry.Candidate | None, str]:
+    try:
+        decision = registry.preview()
+    except SdkError as error:
+        return None, str(error)
+    reason = str(decision.steps[-1]) if decision.steps else "no plugin is installed"
+    return decision.chosen, reason
+
+
+def _native(plugin: registry.Candidate) -> Iterator[report.OpStatus]:
+    """The plugin's ops that have native code, each with its source."""
+    accelerator = registry.load(plugin)
+    without: tuple[type[OpBuilder], ...] = (ReferenceOpBuilder, CombinedOpBuilder, LentOpBuilder)
+    for builder in op_builder.builders(accelerator.op_builders, accelerator.device_name()).values():
+        if not issubclass(builder, without):
+            yield report.status(builder)
+
+
+def _port_why(port: int) -> str:
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch's store does
+        try:
+            listener.bind(("", port))
+        except OSError as error:
+            return str(error.strerror)
+    return ""
+
+
+def _limit(kind: int) -> int | None:
+    limit = resource.getrlimit(kind)[0]
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
+def _shared_memory() -> tuple[int, int] | None:
+    with contextlib.suppress(OSError):
+        if os.access(_SHARED_MEMORY, os.W_OK | os.X_OK):
+            usage = shutil.disk_usage(_SHARED_MEMORY)
+            return usage.total, usage.free
+    return None

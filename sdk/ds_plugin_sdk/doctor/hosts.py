@@ -1,0 +1,136 @@
+"""Asking the hosts of a hostfile, by ssh, as DeepSpeed's launcher will reach them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from ds_plugin_sdk import registry
+from ds_plugin_sdk.doctor.facts import Facts
+from ds_plugin_sdk.errors import HostfileError, SdkError
+from ds_plugin_sdk.settings import child_environment
+
+_AT_ONCE = 32
+
+# What DeepSpeed's launcher carries to other hosts whatever the accelerator is (deepspeed/launcher/runner.py).
+_EXPORTED = ("MLFLOW", "PYTHON", "MV2", "UCX")
+
+
+@dataclass(frozen=True)
+class Heard:
+    """A host's answer, and by how many seconds its clock is ahead of ours at least; negative: behind."""
+
+    facts: Facts
+    clock_off: float = 0.0
+
+
+@dataclass(frozen=True)
+class Silent:
+    """A host without a usable answer: why, and what to do."""
+
+    why: str
+    next: str
+
+
+def read_hostfile(path: Path) -> dict[str, int]:
+    """Ranks of each host of a hostfile, ``name slots=N`` a line, as DeepSpeed reads it.
+
+    Raises:
+        HostfileError: there is no such file, a line is something else, a host is there twice, or there is none.
+    """
+    hint = "a line for each host, such as `worker-1 slots=4`; DeepSpeed's launcher reads no other"
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise HostfileError(f"the hostfile {path} cannot be read", why=str(error.strerror), hint=hint) from error
+    slots: dict[str, int] = {}
+    for number, line in enumerate(map(str.strip, lines), start=1):
+        if not line or line.startswith("#"):
+            continue
+        found = re.match(r"(\S+)\s+slots=(\d+)", line)
+        if found is None or found[1] in slots:
+            why = f"'{line}' is no host and its slots" if found is None else f"{found[1]} is there twice"
+            raise HostfileError(f"line {number} of {path} cannot be used", why=why, hint=hint)
+        slots[found[1]] = int(found[2])
+    if not slots:
+        raise HostfileError(f"the hostfile {path} has no host", hint=hint)
+    return slots
+
+
+def ask_all(hosts: Iterable[str], port: int, ssh: Sequence[str], timeout: float) -> dict[str, Heard | Silent]:
+    """Ask each host, some at once, for no longer than `timeout` seconds each."""
+    remote = _command(port)
+    names = list(hosts)
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        return dict(zip(names, pool.map(lambda host: _ask(host, remote, ssh, timeout), names), strict=True))
+
+
+def _command(port: int) -> str:
+    """What a host's shell is to run: this Python, at the same path, with what the launcher would export."""
+    prefixes = (*_EXPORTED, *_exported_by_plugin())
+    environment = {name: value for name, value in child_environment().items() if name.startswith(prefixes)}
+    words = ["env", *(f"{name}={value}" for name, value in sorted(environment.items()))]
+    return shlex.join([*words, sys.executable, "-m", "ds_plugin_sdk.cli", "doctor", "--facts", "--port", str(port)])
+
+
+def _exported_by_plugin() -> list[str]:
+    try:
+        chosen = registry.preview().chosen
+    except SdkError:
+        chosen = None
+    return ["DS_PLUGIN"] if chosen is None else registry.load(chosen).export_envs()
+
+
+def _ask(host: str, remote: str, ssh: Sequence[str], timeout: float) -> Heard | Silent:
+    command = [*ssh, "-o", "BatchMode=yes", "-o", f"ConnectTimeout={max(1, int(timeout / 2))}", host, remote]
+    began = time.time()
+    try:
+        # A session of its own, so that a helper which ssh has started ends with it.
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+    except OSError as error:
+        return Silent(f"{command[0]}: {error.strerror}", "install an ssh client, or name one by --ssh")
+    try:
+        text, said = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        return Silent(f"no answer in {timeout:g} s", f"is it up? Try `{ssh[0]} {host} true`, and --timeout")
+    ended = time.time()
+    return _read(text, ended, began) if process.returncode == 0 else _refusal(host, process.returncode, said, ssh[0])
+
+
+def _read(text: str, ended: float, began: float) -> Heard | Silent:
+    line = next((line for line in reversed(text.splitlines()) if line.startswith("{")), "")
+    try:
+        facts = Facts(**json.loads(line))
+    except (TypeError, ValueError):
+        return Silent(
+            "its answer cannot be read", "the same ds-plugin-sdk on all hosts; a shell that starts up silently"
+        )
+    # The host looked at its clock between the two times.
+    return Heard(facts, max(facts.clock - ended, 0.0) + min(facts.clock - began, 0.0))
+
+
+def _refusal(host: str, status: int, said: str, ssh: str) -> Silent:
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    why = lines[-1] if lines else f"exit status {status}"
+    if status == 255:  # ssh's own
+        return Silent(why, f"`{ssh} {host} true` must work without a password and without a question")
+    return Silent(why, f"the same environment on all hosts, at the same path: {sys.executable} with ds-plugin-sdk")
