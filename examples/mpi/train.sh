@@ -1,0 +1,43 @@
+#!/bin/bash
+# Ranks by mpirun of Open MPI, MPICH or Intel MPI, whichever is first in PATH: train.sh HOSTFILE [arguments of train.py ...]
+# The hostfile is DeepSpeed's: a line `worker-1 slots=4` for each host. Each MPI gets it in its own form.
+set -euo pipefail
+root=$(cd "$(dirname "$0")/../.." && pwd)
+hostfile=${1:?a hostfile}
+shift
+
+hosts=$(sed -E 's/#.*//; /^\s*$/d' "$hostfile")
+ranks=$(awk '{ split($2, slots, "="); sum += slots[2] } END { print sum }' <<< "$hosts")
+slots=$(awk '{ split($2, slots, "="); print slots[2]; exit }' <<< "$hosts")
+MASTER_ADDR=${MASTER_ADDR:-$(awk '{ print $1; exit }' <<< "$hosts")}
+export MASTER_ADDR MASTER_PORT=${MASTER_PORT:-29500}
+
+# What the other hosts are to have of this environment; mpirun carries nothing by itself.
+carried=()
+for name in PATH LD_LIBRARY_PATH PYTHONPATH MASTER_ADDR MASTER_PORT OMP_NUM_THREADS "${!DS_PLUGIN@}" "${!HF_@}"; do
+    if [ -n "${!name:-}" ]; then carried+=("$name"); fi
+done
+
+command=(python -u "$root/examples/ranks.py" "$root/examples/tiny_gpt/train.py" "$@")
+version=$(mpirun --version 2>&1 || true)
+case $version in
+    *"Open MPI"* | *OpenRTE* | *PRTE*)
+        # Bound to its share of the cores, a rank takes all of them; unbound ranks take a fair share each.
+        exec mpirun -np "$ranks" --hostfile "$hostfile" --map-by slot --bind-to none \
+            "${carried[@]/#/-x}" "${command[@]}"
+        ;;
+    *Intel*)
+        exec mpirun -n "$ranks" -ppn "$slots" -hosts "$(awk '{ print $1 }' <<< "$hosts" | paste -sd,)" \
+            -genvlist "$(IFS=,; echo "${carried[*]}")" "${command[@]}"
+        ;;
+    *HYDRA* | *MPICH*)
+        machines=$(mktemp)
+        trap 'rm -f "$machines"' EXIT
+        awk '{ split($2, slots, "="); print $1 ":" slots[2] }' <<< "$hosts" > "$machines"
+        mpirun -n "$ranks" -f "$machines" -genvlist "$(IFS=,; echo "${carried[*]}")" "${command[@]}"
+        ;;
+    *)
+        echo "no mpirun of Open MPI, MPICH or Intel MPI in PATH; it says: ${version%%$'\n'*}" >&2
+        exit 1
+        ;;
+esac

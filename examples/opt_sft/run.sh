@@ -1,0 +1,18 @@
+#!/bin/bash
+# The three stages, each from the one before: run.sh [OUT] [arguments of train.py ...]
+# LAUNCHER has the launcher's arguments: LAUNCHER="--hostfile hosts" run.sh
+set -euo pipefail
+here=$(cd "$(dirname "$0")" && pwd)
+out=${1:-out/opt_sft}
+shift || true
+read -ra launcher <<< "${LAUNCHER:---num_accelerators 2}"
+
+stage() {
+    echo "--- $*"
+    deepspeed "${launcher[@]}" "$here/train.py" "$@"
+}
+
+stage --config "$here/zero3.json" --data text --out "$out/1-text" "$@"
+stage --config "$here/offload_cpu.json" --data answers --model "$out/1-text" --out "$out/2-answers" "$@"
+stage --config "$here/offload_nvme.json" --data names --model "$out/2-answers" --out "$out/3-lora" \
+    --lora 8 --gradient-checkpointing "$@"
