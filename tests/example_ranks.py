@@ -19,7 +19,7 @@ _forks = multiprocessing.get_context("forkserver")
 _forks.set_forkserver_preload(["deepspeed", "transformers", "matplotlib.figure"])
 
 
-def run(script: str, *arguments: object, log: Path, ranks: int = 1, timeout: float = 240) -> str:
+def run(script: str, *arguments: object, log: Path, ranks: int = 1, timeout: float = 800) -> str:
     """What a script of ``examples`` prints in as many ranks of this machine; the test fails if a rank does."""
     environment = {**os.environ, "WORLD_SIZE": str(ranks), "LOCAL_SIZE": str(ranks), "MASTER_PORT": free_port()}
     words = [str(EXAMPLES / script), *map(str, arguments)]

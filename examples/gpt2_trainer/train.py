@@ -22,7 +22,7 @@ from transformers import ByT5Tokenizer, GPT2Config, GPT2LMHeadModel, Trainer, Tr
 
 
 class Windows(Dataset):
-    """The language's reference as bytes, in pieces of `length` tokens; the first `held_out` of one in ten, or all others."""
+    """The language's reference as bytes, in pieces of `length` tokens: `held_out` of one in ten, or all others."""
 
     def __init__(self, tokenizer: ByT5Tokenizer, length: int, *, held_out: int = 0) -> None:
         text = "\n".join(topics[name] for name in sorted(topics))

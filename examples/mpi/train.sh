@@ -13,9 +13,9 @@ MASTER_ADDR=${MASTER_ADDR:-$(awk '{ print $1; exit }' <<< "$hosts")}
 export MASTER_ADDR MASTER_PORT=${MASTER_PORT:-29500}
 
 # What the other hosts are to have of this environment; mpirun carries nothing by itself.
-carried=()
+carried=() exports=()
 for name in PATH LD_LIBRARY_PATH PYTHONPATH MASTER_ADDR MASTER_PORT OMP_NUM_THREADS "${!DS_PLUGIN@}" "${!HF_@}"; do
-    if [ -n "${!name:-}" ]; then carried+=("$name"); fi
+    if [ -n "${!name:-}" ]; then carried+=("$name") exports+=(-x "$name"); fi
 done
 
 command=(python -u "$root/examples/ranks.py" "$root/examples/tiny_gpt/train.py" "$@")
@@ -24,7 +24,7 @@ case $version in
     *"Open MPI"* | *OpenRTE* | *PRTE*)
         # Bound to its share of the cores, a rank takes all of them; unbound ranks take a fair share each.
         exec mpirun -np "$ranks" --hostfile "$hostfile" --map-by slot --bind-to none \
-            "${carried[@]/#/-x}" "${command[@]}"
+            "${exports[@]}" "${command[@]}"
         ;;
     *Intel*)
         exec mpirun -n "$ranks" -ppn "$slots" -hosts "$(awk '{ print $1 }' <<< "$hosts" | paste -sd,)" \

@@ -13,6 +13,6 @@ stage() {
 }
 
 stage --config "$here/zero3.json" --data text --out "$out/1-text" "$@"
-stage --config "$here/offload_cpu.json" --data answers --model "$out/1-text" --out "$out/2-answers" "$@"
-stage --config "$here/offload_nvme.json" --data names --model "$out/2-answers" --out "$out/3-lora" \
+stage --config "$here/offload.json" --data answers --model "$out/1-text" --out "$out/2-answers" "$@"
+stage --config "$here/zero3.json" --data names --model "$out/2-answers" --out "$out/3-lora" \
     --lora 8 --gradient-checkpointing "$@"
