@@ -18,7 +18,7 @@ from pathlib import Path
 from ds_plugin_sdk import registry
 from ds_plugin_sdk.doctor.facts import Facts
 from ds_plugin_sdk.errors import HostfileError, SdkError
-from ds_plugin_sdk.settings import child_environment
+from ds_plugin_sdk.settings import child_environment, for_other_nodes
 
 _AT_ONCE = 32
 
@@ -79,7 +79,7 @@ def _command(port: int) -> str:
     """What a host's shell is to run: this Python, at the same path, with what the launcher would export."""
     prefixes = (*_EXPORTED, *_exported_by_plugin())
     environment = {name: value for name, value in child_environment().items() if name.startswith(prefixes)}
-    words = ["env", *(f"{name}={value}" for name, value in sorted(environment.items()))]
+    words = ["env", *(f"{name}={value}" for name, value in sorted((environment | for_other_nodes()).items()))]
     return shlex.join([*words, sys.executable, "-m", "ds_plugin_sdk.cli", "doctor", "--facts", "--port", str(port)])
 
 
@@ -88,7 +88,7 @@ def _exported_by_plugin() -> list[str]:
         chosen = registry.preview().chosen
     except SdkError:
         chosen = None
-    return ["DS_PLUGIN"] if chosen is None else registry.load(chosen).export_envs()
+    return [] if chosen is None else registry.load(chosen).export_envs()
 
 
 def _ask(host: str, remote: str, ssh: Sequence[str], timeout: float) -> Heard | Silent:
