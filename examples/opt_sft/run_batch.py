@@ -11,6 +11,7 @@ each batch, results.csv and results.png. The exit status is 1 unless all batches
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import os
 import re
@@ -78,12 +79,13 @@ def run(hostfile: Path, port: int, args: argparse.Namespace) -> Result:
         # A session of its own: what the launcher starts can be ended with it.
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
         try:
-            status = process.wait(args.timeout)
-        except subprocess.TimeoutExpired:
-            status = None
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(args.timeout)
+            said = log.read_text(encoding="utf-8")  # now: the launcher will have something to say of being ended
+            status = process.poll()
         finally:
             end(process)
-    result = judge(hostfile.name, status, log.read_text(encoding="utf-8"), time.monotonic() - started, args)
+    result = judge(hostfile.name, status, said, time.monotonic() - started, args)
     print(f"{result.batch}: {result.verdict} after {result.seconds:.0f} s   {result.why}", flush=True)
     return result
 

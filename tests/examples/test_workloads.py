@@ -178,7 +178,7 @@ case "$2" in
     *good) echo "throughput: 25.50 samples/s" ;;
     *slow) echo "throughput: 5.00 samples/s" ;;
     *wrong) echo "ValueError: Hostfile contains a bad entry: a slot=2" >&2; echo "bye" >&2; exit 1 ;;
-    *stuck) echo "waiting for worker-1"; sleep 600 & wait ;;
+    *stuck) trap 'echo "ended by a signal"; exit 1' TERM; echo "waiting for worker-1"; sleep 600 & wait ;;
 esac
 """
 
