@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import random
+import warnings
 from dataclasses import dataclass
 from textwrap import shorten
 from typing import Any
@@ -55,11 +56,13 @@ def load(kind: str) -> list[Example]:
 def documentation() -> dict[str, str]:
     """The documentation strings of the public functions and classes of `MODULES`, by dotted name."""
     names: dict[str, str] = {}  # by what is said, for many have one name in several modules
-    for module in MODULES:
-        for name, value in sorted(vars(importlib.import_module(module)).items()):
-            said = inspect.getdoc(value) if callable(value) and not name.startswith("_") else None
-            if said:
-                names.setdefault(said, f"{module}.{name}")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # what is deprecated has documentation, too
+        for module in MODULES:
+            for name, value in sorted(vars(importlib.import_module(module)).items()):
+                said = inspect.getdoc(value) if callable(value) and not name.startswith("_") else None
+                if said:
+                    names.setdefault(said, f"{module}.{name}")
     return {name: said for said, name in names.items()}
 
 
