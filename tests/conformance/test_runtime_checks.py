@@ -110,7 +110,7 @@ def test_an_error_of_another_type_is_a_failure() -> None:
 
 def test_plain_losses_fall_and_depend_on_what_is_asked() -> None:
     losses = small_model.plain_losses(2)
-    assert losses[-1] < 0.3 * losses[0]
+    assert losses[-1] < 0.5 * losses[0]
     assert losses != small_model.plain_losses(1)
     assert losses != small_model.plain_losses(2, accumulation=3)
     assert losses != small_model.plain_losses(2, clip=True)

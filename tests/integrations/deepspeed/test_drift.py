@@ -57,7 +57,7 @@ def test_the_difference_to_deepspeed_0_19_8(python: Python) -> None:
         ),
         taken_over,
     )
-    assert set(of("only the SDK")) == {"amp", "exported_envs", "op_builders", "visible_devices_env"}
+    assert set(of("only the SDK")) == {"amp", "exported_envs", "op_builders", "op_info", "visible_devices_env"}
     assert of("signature") == {}
     abstract_here = {each["name"] for each in contract["differences"] if each["ours"] == "abstract"}
     assert abstract_here == set()

@@ -443,7 +443,7 @@ def test_deepspeeds_front_ends_agree_with_float64(origin: str, python: Python, k
 def test_ds_report_lists_our_ops(python: Python) -> None:
     done = python("import sys; sys.argv = ['ds_report']\nfrom deepspeed.env_report import cli_main; cli_main()")
     table = dict(re.findall(r"^(\w+) \.+ .*?(\[OKAY\]|\[NO\])(?:\x1b\[0m)?\s*$", done.stdout, re.MULTILINE))
-    listed = {op.name for op in op_table.OPS if op.families and (op.kernels or op.deepspeed)}
+    listed = {op.name for op in op_table.OPS if op.families and (op.kernels or op.host or op.deepspeed)}
     assert set(FUNCTIONS) <= listed
     deepspeeds_own = {"deepspeed_ccl_comm", "deepspeed_shm_comm", "ninja"}
     others = {name: says for name, says in table.items() if name not in listed | deepspeeds_own}
