@@ -22,7 +22,7 @@ if [ "${WHEELS:-0}" = 1 ]; then
     pip wheel --wheel-dir "$DS_HOME/wheels" --requirement "$DS_HOME/requirements.txt"
     pip wheel --wheel-dir "$DS_HOME/wheels" --no-deps "$repository"
     DS_BUILD_OPS=1 pip wheel --wheel-dir "$DS_HOME/wheels" --no-build-isolation --no-deps "$repository/plugins/$plugin"
-    echo "on a node: pip install --no-index --find-links wheels 'ds-plugin-sdk[demo]' ds-plugin-$plugin"
+    echo "on a node: PIP_NO_INDEX=1 PIP_FIND_LINKS=wheels pip install 'ds-plugin-sdk[demo]' ds-plugin-$plugin"
 fi
 
 sdk doctor

@@ -149,6 +149,15 @@ def test_a_step_keeps_no_cache_alive() -> None:
         assert gone() is None
 
 
+def test_a_step_that_has_ended_vouches_for_no_layer() -> None:
+    """Also where the next step's first layer is asked and then left to its own code."""
+    model = make("llama")
+    with accelerate(model):
+        generate(model)
+        row = model.model.layers[0].forward._row
+        assert (row._step.last, row._step.loop, row._step.given) == (None, None, None)
+
+
 @pytest.mark.usefixtures("op_by_op")
 @pytest.mark.parametrize("name", MODELS)
 def test_every_part_is_a_call_of_a_native_op(name: str) -> None:

@@ -51,8 +51,6 @@ from ds_plugin_sdk.conformance.target import Target
 from ds_plugin_sdk.errors import InvalidTensorError
 from ds_plugin_sdk.op_builder import op_table
 
-Arguments = dict[str, Any]
-
 
 # ---- numbers ---------------------------------------------------------------------------------------------------------
 @check(

@@ -33,6 +33,7 @@ from ds_plugin_sdk.conformance.ops.support import (
 )
 from ds_plugin_sdk.conformance.runtime.support import (
     current_device_kept,
+    host_waits,
     needs_streams,
     needs_two_devices,
     random_state_kept,
@@ -220,15 +221,8 @@ def asynchronous(target: Target, op: str) -> None:
     info, sample = _first(target, op)
     _expect_kernel(target, info)
     arguments = on_device(target, sample.arguments)
-    call_op(info, arguments)
-    target.accelerator.synchronize()
-    with slow_work(target) as keep_busy:
-        for _ in range(4):
-            keep_busy()
-        before = target.accelerator.current_stream().record_event()
-        call_op(info, arguments)
-        waited = bool(before.query())
-    expect(not waited, f"when a call of {op} returned, all work before it was done", why="the host waited")
+    waits = host_waits(target, lambda: call_op(info, arguments))
+    expect(not waits, f"when a call of {op} returned, all work before it was done", why="the host waited")
 
 
 @check(

@@ -89,6 +89,21 @@ def slow_work(target: Target) -> Iterator[Callable[[], None]]:
         target.accelerator.synchronize()
 
 
+def host_waits(target: Target, call: Callable[[], object]) -> bool:
+    """Whether a call returns only when the work before it on the current stream is done.
+
+    It is made once before: what a first call does once is no part of this.
+    """
+    call()
+    target.accelerator.synchronize()
+    with slow_work(target) as keep_busy:
+        for _ in range(4):
+            keep_busy()
+        before = target.accelerator.current_stream().record_event()
+        call()
+        return bool(before.query())
+
+
 def _delayed(target: Target, stack: contextlib.ExitStack) -> Callable[[], None] | None:
     if privateuse1.installed_name() != target.device_type:
         return None

@@ -238,7 +238,7 @@ class _Step(threading.local):
 
     def end(self) -> None:
         """Keep nothing alive."""
-        self.last, self.given, self.arguments = None, None, ()
+        self.last, self.loop, self.given, self.arguments = None, None, None, ()
 
 
 def _loop_around(module: nn.Module) -> tuple[int, types.CodeType | None]:
