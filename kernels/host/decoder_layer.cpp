@@ -4,6 +4,12 @@
 // take longer than the ops of a small model.
 #include <ds_kernels/arguments.h>
 
+#include <stdexcept>
+#include <string>
+
+// torch 2.13 and later have it: the message of the last error. Releases before print that.
+extern "C" __attribute__((weak)) const char* torch_exception_get_what_without_backtrace();
+
 namespace ds_kernels {
 namespace {
 
@@ -11,7 +17,10 @@ using torch::stable::detail::from;
 
 // Calls an op with a stack of its arguments; its result is in the stack's first place.
 void call(const char* op, StableIValue* stack) {
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(op, "", stack, TORCH_ABI_VERSION));
+  if (torch_call_dispatcher(op, "", stack, TORCH_ABI_VERSION) == 0) return;
+  throw std::runtime_error(torch_exception_get_what_without_backtrace
+                               ? torch_exception_get_what_without_backtrace()
+                               : std::string(op) + " failed; torch has printed why");
 }
 
 Tensor result_of(const char* op, StableIValue* stack) {

@@ -737,6 +737,24 @@ def test_a_layer_whose_weights_are_of_several_dtypes_runs_its_own_code() -> None
             logits(model)
 
 
+def test_a_bias_of_one_element_is_for_all_and_one_that_comes_later_an_error_that_names_it() -> None:
+    model = make("gpt2")
+    bias = model.transformer.h[1].mlp.c_proj.bias
+    its_own, for_all = bias.data, torch.ones(1)
+    bias.data = for_all
+    with accelerate(model) as handle:
+        assert handle.layers == ["transformer.h.0"]
+        assert_as_plain(model)
+    bias.data = its_own
+    with accelerate(model) as handle:
+        bias.data = its_own.clone()
+        assert_as_plain(model)
+        assert handle.layers == ["transformer.h.0", "transformer.h.1"]
+        bias.data = for_all
+        with pytest.raises(RuntimeError, match=r"ds_plugin::linear: bias has shape \[1\]; expected \[\d+\]"):
+            logits(model)
+
+
 def test_weights_in_a_larger_buffer_stay_there() -> None:
     """ZeRO keeps all parameters in one buffer, and its optimizer writes there."""
     model = make("llama")

@@ -87,12 +87,13 @@ class Matrix:
             self._samples = [_sample(_weight(layer)) for layer in self.layers]
         else:
             self.contents = Contents(_move(arena, [_rows(layer) for layer in self.layers], self._set_rows), bias)
-        self.held = Snapshot(
-            Place(layer._parameters, name, counted=int8 and name == "weight")  # else its memory is the matrix's
-            for layer in self.layers
-            for name in layer._parameters
-        )
+        self.held = Snapshot(self._place(layer, name) for layer in self.layers for name in layer._parameters)
         self._doubted = False
+
+    def _place(self, layer: nn.Module, name: str) -> Place:
+        """The one bias of one layer is read where it is; int8 weights are copies; all else was moved."""
+        is_weight = name == "weight"
+        return Place(layer._parameters, name, moved=is_weight or len(self.layers) > 1, counted=is_weight and self._int8)
 
     def doubt(self) -> None:
         """The parameters may have been changed without torch's counting it, through ``.data``."""
@@ -235,10 +236,13 @@ def _check_parameters(layer: nn.Module) -> None:
     check_parameter(layer._parameters.get("weight"), "its weight")
     if "bias" not in layer._parameters:
         raise NotUnderstoodError("its bias is no parameter")
-    if layer._parameters["bias"] is not None:
-        check_parameter(layer._parameters["bias"], "its bias")
     if _weight(layer).dim() != 2 or _weight(layer).numel() == 0:
         raise NotUnderstoodError(f"its weight is {list(_weight(layer).shape)}")
+    bias = layer._parameters["bias"]
+    if bias is not None:
+        check_parameter(bias, "its bias")
+        if bias.shape != _rows(layer).shape[:1]:
+            raise NotUnderstoodError(f"its bias is {list(bias.shape)}")
 
 
 def _check_memory(parameter: nn.Parameter) -> None:
