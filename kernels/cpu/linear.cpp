@@ -38,7 +38,7 @@ DS_KERNELS_INLINE Real activate_by(Number, Real x) {
 // From input `m` on.
 inline const float* inputs_from(const float* input, const Dots& dots, int64_t m) { return input + m * dots.columns; }
 inline ShortInputs inputs_from(const ShortInputs& input, const Dots& dots, int64_t m) {
-  return {input.values + m * dots.columns, input.scales + m * dots.groups};
+  return {input.values + m * dots.columns, input.scales + m * dots.groups, input.eights + m * dots.groups};
 }
 
 // `rows` rows, at most kRows, with all inputs, the widest tiles first. Not inline, see finish().
@@ -173,7 +173,14 @@ struct LinearWiden {
   }
 };
 
-bool shorten_inputs(const LinearTask& task, int16_t* values, float* scales) {
+// -8 times the sum.
+int32_t eights_of(const int16_t* values, int64_t count) {
+  int32_t sum = 0;
+  for (int64_t i = 0; i < count; ++i) sum += values[i];
+  return -8 * sum;
+}
+
+bool shorten_inputs(const LinearTask& task, int16_t* values, float* scales, int32_t* eights) {
   const int64_t width = task.columns / task.groups;
 #ifdef __AVX512F__
   if (!__builtin_cpu_supports("avx512vnni")) return false;
@@ -182,6 +189,7 @@ bool shorten_inputs(const LinearTask& task, int16_t* values, float* scales) {
   for (int64_t group = 0; group < task.inputs * task.groups; ++group) {
     scales[group] = shorten(task.widened + group * width, values + group * width, width);
     if (scales[group] != scales[group]) return false;
+    if (task.int4) eights[group] = eights_of(values + group * width, width);
   }
   return true;
 }
@@ -208,6 +216,16 @@ inline bool narrows_by_instruction() { return false; }
 inline void scale_vectors(const int8_t*, BFloat16*, int64_t, float) {}
 #endif
 
+// `count` int4 weights, whole blocks, times their scale.
+template <class Element>
+void scale_pairs(const Int4Pair* from, Element* to, int64_t count, float scale) {
+  for (int64_t i = 0; i < count; i += kInt4Block) {
+    int8_t wide[kInt4Block];
+    unpack(from + i / 2, wide);
+    scale_weights(wide, to + i, kInt4Block, scale);
+  }
+}
+
 template <class Element>
 struct LinearDequantize {
   static void run(const QuantizedRows& rows, int64_t begin, int64_t end) {
@@ -216,9 +234,13 @@ struct LinearDequantize {
     for (int64_t row = begin; row < end; ++row) {
       for (int64_t group = 0; group < rows.groups; ++group) {
         const int64_t first = row * rows.columns + group * width;
-        const int8_t* from = rows.weight + first;
         auto* to = static_cast<Element*>(rows.to) + first;
         const float scale = rows.scales[row * rows.groups + group];
+        if (rows.int4) {
+          scale_pairs(static_cast<const Int4Pair*>(rows.weight) + first / 2, to, width, scale);
+          continue;
+        }
+        const int8_t* from = static_cast<const int8_t*>(rows.weight) + first;
         if constexpr (std::is_same_v<Element, BFloat16>) {
           if (by_instruction) {
             scale_vectors(from, to, width, scale);
@@ -257,9 +279,12 @@ struct LinearFinishing {
 template <class Element>
 using QuantizedLinear = Linear<Element, int8_t>;
 template <class Element>
+using Int4Linear = Linear<Element, Int4Pair>;
+template <class Element>
 using FloatLinear = Linear<Element, Element>;
 
-LinearLoop choose_linear(Dtype dtype, bool quantized) {
+LinearLoop choose_linear(Dtype dtype, bool quantized, bool int4) {
+  if (int4) return by_dtype<Int4Linear>(dtype);
   return quantized ? by_dtype<QuantizedLinear>(dtype) : by_dtype<FloatLinear>(dtype);
 }
 

@@ -9,27 +9,37 @@ namespace ds_kernels::cpu {
 
 namespace {
 
-// From this many inputs on torch's product is faster; for bfloat16 weights sooner where the CPU has AMX.
+// From this many inputs on torch's product is faster: for bfloat16 weights sooner where the CPU has AMX, for 16-bit
+// floats later where it has no instructions for them.
 constexpr int64_t kManyInputs = 24;
 constexpr int64_t kManyInputsForTiles = 8;
-// How much of int8 weights is dequantized at a time for that product: what then still is in the second cache.
+constexpr int64_t kManyInputsToWiden = 128;
+// How much of the weights is widened at a time for that product: what then still is in the second cache.
 constexpr int64_t kBlockBytes = 1 << 20;
 constexpr int64_t kLeastBlock = 64;
 // Outputs of one share: at least a few cache lines of them.
 constexpr int64_t kShare = 16;
 
-// Whether the CPU has AMX for bfloat16.
-bool multiplies_tiles() {
 #if defined(__x86_64__)
-  unsigned a, b, c, d;  // GCC before 11 cannot be asked for AMX by name
-  static const bool has = __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 22 & 1);
-  return has;
-#else
-  return false;
-#endif
+// Of the CPU's features, those in EDX of leaf 7: GCC before 11 cannot be asked for them by name.
+bool has_feature(int bit) {
+  static const unsigned features = [] {
+    unsigned a, b, c, d;
+    return __get_cpuid_count(7, 0, &a, &b, &c, &d) ? d : 0u;
+  }();
+  return features >> bit & 1;
 }
+// Whether the CPU has AMX for bfloat16, and instructions for products of 16-bit floats.
+bool multiplies_tiles() { return has_feature(22); }
+bool multiplies(Dtype dtype) {
+  return dtype == Dtype::BFloat16 ? multiplies_tiles() || __builtin_cpu_supports("avx512bf16") : has_feature(23);
+}
+#else
+bool multiplies_tiles() { return false; }
+bool multiplies(Dtype) { return true; }  // unknown: torch decides
+#endif
 
-// A layer with its inputs in floats and, for int8 weights, in 16 bits.
+// A layer with its inputs in floats and, for quantized weights, in 16 bits.
 class PreparedLayer {
  public:
   PreparedLayer(const LinearLoops& loops, const LinearLayer& layer, Dtype dtype)
@@ -41,8 +51,9 @@ class PreparedLayer {
     if (!layer.scales) return;
     shorts_.resize(layer.inputs * layer.columns);
     short_scales_.resize(layer.inputs * layer.groups);
-    if (loops.shorten(task_, shorts_.data(), short_scales_.data())) {
-      task_.shorts = {shorts_.data(), short_scales_.data()};
+    eights_.resize(layer.inputs * layer.groups);
+    if (loops.shorten(task_, shorts_.data(), short_scales_.data(), eights_.data())) {
+      task_.shorts = {shorts_.data(), short_scales_.data(), eights_.data()};
     }
   }
 
@@ -51,6 +62,7 @@ class PreparedLayer {
  private:
   std::vector<float> widened_, short_scales_;
   std::vector<int16_t> shorts_;
+  std::vector<int32_t> eights_;
   LinearTask task_;
 };
 
@@ -60,18 +72,22 @@ struct Linear : Device {
 
   bool takes(const LinearLayer& layer, Dtype dtype) const {
     const bool tiles = dtype == Dtype::BFloat16 && !layer.scales && multiplies_tiles();
-    return layer.inputs < (tiles ? kManyInputsForTiles : kManyInputs) || layer.columns == 0;
+    const int64_t many = tiles ? kManyInputsForTiles : widens(dtype) ? kManyInputsToWiden : kManyInputs;
+    return layer.inputs < many || layer.columns == 0;
   }
 
   void run(const char* op, const LinearLayer& layer, Dtype dtype) const {
     const LinearLoops& loops = loops_for<LinearLoops>(op);
     const PreparedLayer prepared(loops, layer, dtype);
-    const LinearLoop loop = loops.linear(dtype, layer.scales != nullptr);
+    const LinearLoop loop = loops.linear(dtype, layer.scales != nullptr, layer.int4);
     const int64_t work = kShare * layer.columns * (layer.gated ? 2 : 1);
     parallel_for(0, (layer.outputs + kShare - 1) / kShare, grain_of(work), [&](int64_t begin, int64_t end) {
       loop(prepared.task(), begin * kShare, std::min(end * kShare, layer.outputs));
     });
   }
+
+  // Without the instructions torch's product of 16-bit floats takes two to three times as long as that of floats.
+  bool widens(Dtype dtype) const { return dtype != Dtype::Float32 && !multiplies(dtype); }
 
   int64_t rows_at_once(int64_t rows, int64_t columns, Dtype dtype) const {
     const int64_t fit = kBlockBytes / (columns * size_of(dtype));

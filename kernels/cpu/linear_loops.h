@@ -8,7 +8,7 @@ namespace ds_kernels::cpu {
 // A linear layer on a few inputs.
 struct LinearTask : LinearLayer {
   const float* widened;  // the inputs in floats
-  ShortInputs shorts;    // the same in 16 bits, for int8 weights; null where they are not to be used
+  ShortInputs shorts;    // the same in 16 bits, for quantized weights; null where they are not to be used
 };
 
 // Computes outputs [begin, end) of every input.
@@ -18,10 +18,10 @@ using LinearLoop = void (*)(const LinearTask& task, int64_t begin, int64_t end);
 using WidenLoop = void (*)(const void* from, float* to, int64_t count);
 
 // The inputs of a task in 16 bits; false if they cannot be had here, or have an element that is not finite.
-using ShortenLoop = bool (*)(const LinearTask& task, int16_t* values, float* scales);
+using ShortenLoop = bool (*)(const LinearTask& task, int16_t* values, float* scales, int32_t* eights);
 
 struct LinearLoops {
-  LinearLoop (*linear)(Dtype dtype, bool quantized);
+  LinearLoop (*linear)(Dtype dtype, bool quantized, bool int4);
   WidenLoop (*widen)(Dtype dtype);
   ShortenLoop shorten;
 };

@@ -136,11 +136,25 @@ __global__ void dequantize_kernel(const QuantizedRows q, const unsigned blocks_o
   const auto [row, column] = Place(blocks_of_row, count);
   if (column >= q.columns) return;
   float weight[count];
-  load_weights<count>(q.weight + row * q.columns + column, weight);
+  load_weights<count>(static_cast<const int8_t*>(q.weight) + row * q.columns + column, weight);
   const float scale = q.scales[row * q.groups + column / (q.columns / q.groups)];
 #pragma unroll
   for (int j = 0; j < count; ++j) weight[j] *= scale;
   store<count>(static_cast<Element*>(q.to) + row * q.columns + column, weight);
+}
+
+// A thread has a word of four weights, 16 columns apart.
+template <class Element>
+__global__ void dequantize_int4_kernel(const QuantizedRows q, const unsigned blocks_of_row) {
+  const auto [row, word] = Place(blocks_of_row, 1);
+  if (word >= q.columns / 4) return;
+  const auto* bytes = static_cast<const uint8_t*>(q.weight) + row * (q.columns / 2) + 2 * word;
+  const unsigned bits = bytes[0] | bytes[1] << 8;  // a view may begin at any byte
+  const int64_t column = word / 16 * kInt4Block + word % 16;
+  const float scale = q.scales[row * q.groups + column / (q.columns / q.groups)];
+  auto* to = static_cast<Element*>(q.to) + row * q.columns + column;
+#pragma unroll
+  for (int k = 0; k < 4; ++k) narrow(scale * (static_cast<int>(bits >> 4 * k & 15) - 8), to[16 * k]);
 }
 
 template <class Element>
@@ -190,6 +204,11 @@ void compute(const QuantizedRows& q, Dtype dtype, const Stream& stream) {
   const bool packed = width % count == 0 && is_aligned(q.weight) && is_aligned(q.to);
   with_element(dtype, [&](auto element) {
     using Element = decltype(element);
+    if (q.int4) {
+      const Share share(q.columns / 4);
+      return launch(stream, dequantize_int4_kernel<Element>, share.blocks(stream, q.rows), share.threads, q,
+                    share.blocks_of_row);
+    }
     const Share share(packed ? q.columns / count : q.columns);
     const auto kernel = packed ? dequantize_kernel<Element, true> : dequantize_kernel<Element, false>;
     launch(stream, kernel, share.blocks(stream, q.rows), share.threads, q, share.blocks_of_row);

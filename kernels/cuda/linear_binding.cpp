@@ -13,9 +13,13 @@ constexpr int64_t kFewInputs = 4, kFewInputsOfInt8 = 16;
 struct Linear : Device {
   using Device::Device;
 
+  // int4 weights are made floats for any number of inputs.
   bool takes(const LinearLayer& layer, Dtype) const {
-    return layer.inputs <= (layer.scales ? kFewInputsOfInt8 : kFewInputs) && layer.columns < (int64_t{1} << 32);
+    return !layer.int4 && layer.inputs <= (layer.scales ? kFewInputsOfInt8 : kFewInputs) &&
+           layer.columns < (int64_t{1} << 32);
   }
+
+  bool widens(Dtype) const { return false; }
 
   int64_t rows_at_once(int64_t rows, int64_t, Dtype) const { return rows; }
 };

@@ -61,22 +61,40 @@ double activated(Activation activation, double x) {
   return activation == Activation::Relu ? std::max(x, 0.0) : activation == Activation::Silu ? x / (1 + std::exp(-x)) : x;
 }
 
-void test_linear(const LinearLoops& loops, Dtype dtype, Shape s, bool quantized, bool gated, Activation activation) {
+// Levels from -8 to 7 as pairs: column c of a block of 64 is in bits 4 (c / 16) and up of the block's word c % 16.
+std::vector<Int4Pair> pairs_of(std::vector<int8_t>& levels) {
+  std::vector<Int4Pair> pairs(levels.size() / 2);
+  for (size_t i = 0; i < levels.size(); ++i) {
+    levels[i] = static_cast<int8_t>((levels[i] & 15) - 8);
+    const size_t column = i % kInt4Block, bit = 4 * (column / 16);
+    Int4Pair& pair = pairs[i / kInt4Block * 32 + 2 * (column % 16) + bit / 8];
+    pair.bits = static_cast<uint8_t>(pair.bits | (levels[i] + 8) << bit % 8);
+  }
+  return pairs;
+}
+
+// `bits` of a weight: 4, 8, or 0 if weights are of the dtype.
+void test_linear(const LinearLoops& loops, Dtype dtype, Shape s, int bits, bool gated, Activation activation) {
+  const bool quantized = bits != 0;
   const int64_t rows = gated ? 2 * s.outputs : s.outputs;
   Elements x = numbers(dtype, s.inputs * s.columns, 1), w = numbers(dtype, rows * s.columns, 2);
   Elements bias = numbers(dtype, rows, 3), residual = numbers(dtype, s.inputs * s.outputs, 4);
   Elements output(dtype, s.inputs * s.outputs);
   std::vector<int8_t> q = bytes(rows * s.columns);
+  const std::vector<Int4Pair> pairs = bits == 4 ? pairs_of(q) : std::vector<Int4Pair>{};
   std::vector<float> scales(rows * s.groups), wide(s.inputs * s.columns), short_scales(s.inputs * s.groups);
   for (size_t i = 0; i < scales.size(); ++i) scales[i] = (1 + i % 5) / 128.f;
   std::vector<int16_t> shorts(s.inputs * s.columns);
+  std::vector<int32_t> eights(s.inputs * s.groups);
   loops.widen(dtype)(x.data(), wide.data(), s.inputs * s.columns);
   LinearTask task{};
   task.inputs = s.inputs;
   task.columns = task.stride = s.columns;
   task.outputs = s.outputs;
   task.widened = wide.data();
-  task.weight = quantized ? static_cast<const void*>(q.data()) : w.data();
+  task.weight = bits == 4 ? pairs.data() : bits == 8 ? static_cast<const void*>(q.data()) : w.data();
+  task.int4 = bits == 4;
+  if (task.int4) task.stride /= 2;
   task.scales = quantized ? scales.data() : nullptr;
   task.groups = quantized ? s.groups : 1;
   task.bias = bias.data();
@@ -84,15 +102,16 @@ void test_linear(const LinearLoops& loops, Dtype dtype, Shape s, bool quantized,
   task.output = output.data();
   task.activation = activation;
   task.gated = gated;
-  if (quantized && loops.shorten(task, shorts.data(), short_scales.data())) {
+  if (quantized && loops.shorten(task, shorts.data(), short_scales.data(), eights.data())) {
     for (size_t i = 0; i < shorts.size(); ++i) {
       const double value = shorts[i] * double{short_scales[i / (s.columns / s.groups)]};
       CHECK(value == wide[i], "in 16 bits element %zu is %g, expected %g", i, value, wide[i]);  // few digits are exact
     }
-    task.shorts = {shorts.data(), short_scales.data()};
+    task.shorts = {shorts.data(), short_scales.data(), eights.data()};
   }
-  loops.linear(dtype, quantized)(task, 0, s.outputs / 2);
-  loops.linear(dtype, quantized)(task, s.outputs / 2, s.outputs);
+  const LinearLoop loop = loops.linear(dtype, quantized, task.int4);
+  loop(task, 0, s.outputs / 2);
+  loop(task, s.outputs / 2, s.outputs);
   const auto sum = [&](int64_t m, int64_t row) {
     double result = bias[row];
     for (int64_t c = 0; c < s.columns; ++c) {
@@ -113,11 +132,12 @@ void test_linear(const LinearLoops& loops, Dtype dtype, Shape s, bool quantized,
 void test_linear_layers() {
   in_all_dtypes_of<LinearLoops>([](const LinearLoops& loops, Dtype dtype) {
     for (const Shape s : {Shape{1, 1, 1, 1}, {1, 64, 8, 2}, {1, 65, 9, 5}, {1, 64, 261, 2}, {2, 96, 17, 3}, {3, 33, 66, 3},
-                          {5, 128, 5, 1}, {9, 40, 130, 4}, {4, 192, 16, 3}}) {
-      for (const bool quantized : {false, true}) {
-        test_linear(loops, dtype, s, quantized, false, Activation::Identity);
-        test_linear(loops, dtype, s, quantized, true, Activation::Silu);
-        test_linear(loops, dtype, s, quantized, false, Activation::Relu);
+                          {5, 128, 5, 1}, {9, 40, 130, 4}, {4, 192, 16, 3}, {1, 256, 19, 2}}) {
+      for (const int bits : {0, 4, 8}) {
+        if (bits == 4 && s.columns / s.groups % kInt4Block != 0) continue;
+        test_linear(loops, dtype, s, bits, false, Activation::Identity);
+        test_linear(loops, dtype, s, bits, true, Activation::Silu);
+        test_linear(loops, dtype, s, bits, false, Activation::Relu);
       }
     }
   });
@@ -126,16 +146,21 @@ void test_linear_layers() {
 void test_dequantizing() {
   in_all_dtypes<QuantizedRows>([](AtLevel compute, Dtype dtype) {
     for (const Shape s : {Shape{0, 1, 1, 1}, {0, 33, 5, 3}, {0, 96, 3, 3}, {0, 128, 4, 1}, {0, 256, 2, 2}}) {
-      const std::vector<int8_t> weight = bytes(s.outputs * s.columns);
-      std::vector<float> scales(s.outputs * s.groups);
-      for (size_t i = 0; i < scales.size(); ++i) scales[i] = (1 + i % 7) / 300.f;
-      Elements wide(dtype, weight.size());
-      const QuantizedRows rows{weight.data(), scales.data(), wide.data(), s.outputs, s.columns, s.groups};
-      compute(rows, dtype);
-      const int64_t width = s.columns / s.groups;
-      for (size_t i = 0; i < weight.size(); ++i) {
-        const double exact = static_cast<double>(weight[i]) * scales[i / width];
-        close("dequantized", wide, i, exact, std::abs(exact) * 6e-8);  // the product's own rounding to a float
+      for (const bool int4 : {false, true}) {
+        if (int4 && s.columns / s.groups % kInt4Block != 0) continue;
+        std::vector<int8_t> weight = bytes(s.outputs * s.columns);
+        const std::vector<Int4Pair> pairs = int4 ? pairs_of(weight) : std::vector<Int4Pair>{};
+        const void* from = int4 ? static_cast<const void*>(pairs.data()) : weight.data();
+        std::vector<float> scales(s.outputs * s.groups);
+        for (size_t i = 0; i < scales.size(); ++i) scales[i] = (1 + i % 7) / 300.f;
+        Elements wide(dtype, weight.size());
+        const QuantizedRows rows{from, scales.data(), wide.data(), s.outputs, s.columns, s.groups, int4};
+        compute(rows, dtype);
+        const int64_t width = s.columns / s.groups;
+        for (size_t i = 0; i < weight.size(); ++i) {
+          const double exact = static_cast<double>(weight[i]) * scales[i / width];
+          close("dequantized", wide, i, exact, std::abs(exact) * 6e-8);  // the product's own rounding to a float
+        }
       }
     }
   });
@@ -171,6 +196,7 @@ void test_shortening() {
     std::vector<float> x(128, 0.f);
     std::vector<int16_t> shorts(128);
     float scales[2];
+    int32_t eights[2];
     LinearTask task{};
     task.inputs = 1;
     task.columns = 128;
@@ -178,14 +204,14 @@ void test_shortening() {
     task.widened = x.data();
     for (const float top : {0.f, 1e-45f, 1.1754944e-38f, 0.99f, 1.f, 3.4028235e38f}) {
       x[3] = -top;
-      if (!loops.shorten(task, shorts.data(), scales)) return;  // not on this CPU
+      if (!loops.shorten(task, shorts.data(), scales, eights)) return;  // not on this CPU
       const double error = std::abs(shorts[3] * double{scales[0]} + top);
       CHECK(error <= top / 32768.0 || top < 1e-30f, "%g is off by %g", top, error);
       CHECK(shorts[100] == 0 && std::isfinite(scales[1]), "a group of zeros has scale %g", scales[1]);
     }
     for (const float broken : {HUGE_VALF, NAN}) {
       x[3] = broken;
-      CHECK(!loops.shorten(task, shorts.data(), scales), "%g was put into 16 bits", broken);
+      CHECK(!loops.shorten(task, shorts.data(), scales, eights), "%g was put into 16 bits", broken);
     }
   });
 }

@@ -1,9 +1,10 @@
-"""Linear layers against float64: by our own loops and by torch's product, floating-point weights and int8."""
+"""Linear layers against float64: by our own loops and by torch's product, weights in floating point, int8 and int4."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import product
+from typing import Literal
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ EPS = {torch.float32: 2**-23, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 SUMS = 2**-17
 SHORT_INPUTS = 2**-15
 # One input, tiles of two and four, more than one block of them, and as many as go to torch.
-INPUTS = (1, 2, 3, 7, 9, 40)
+INPUTS = (1, 2, 3, 7, 9, 130)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -43,12 +44,13 @@ def check(
     activation: str,
     gated: bool,
     group: int,
+    bits: Literal[4, 8] = 8,
 ) -> None:
     """Compare with the formula in float64; `group` columns share a scale, none if 0."""
     scales = None
     matrix = weight.double()
     if group:
-        weight, scales = quantize_weight(weight, group)
+        weight, scales = quantize_weight(weight, group, bits)
         matrix = dequantize_weight(weight, scales.double(), torch.float64)
     actual = linear(input, weight, bias, scales=scales, activation=activation, gated=gated, residual=residual).double()
     x = input.double()
@@ -92,20 +94,57 @@ def test_equals_the_formula(inputs: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("inputs", INPUTS)
+def test_int4_weights(inputs: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(inputs)
+    cases = product(((64, 64), (256, 64), (256, 256), (1024, 128)), (2, 18, 131), ("identity", "silu"), (False, True))
+    for number, ((columns, group), outputs, activation, gated) in enumerate(cases):
+        rows = 2 * outputs if gated else outputs
+        input = torch.randn(inputs, columns, generator=generator).to(dtype)
+        weight = torch.randn(rows, columns, generator=generator) / columns**0.5
+        bias = torch.randn(rows, generator=generator).to(dtype) if number % 2 else None
+        residual = torch.randn(inputs, outputs, generator=generator).to(dtype) if number % 3 else None
+        check(input, weight, bias, residual, activation, gated, group, 4)
+
+
+def test_int4_weights_at_their_limits() -> None:
+    """All at -8 or 7, and inputs at the largest of 16 bits, in a group of 4096: sums of 32 bits must not overflow."""
+    input = torch.full((2, 4096), 32767.0, dtype=torch.float32).bfloat16()
+    for level in (-8, 7):
+        pairs = torch.full((3, 2048), 17 * (level + 8), dtype=torch.uint8)
+        result = linear(input, pairs, scales=torch.ones(3, 1))
+        assert torch.equal(result, torch.full((2, 3), float(input[0, 0]) * level * 4096).bfloat16())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_prompt_of_16_bit_floats_in_several_blocks(dtype: torch.dtype) -> None:
+    """Without instructions for their products, kernels widen a MiB of weights at a time: here three blocks."""
+    input, weight = torch.randn(2, 65, 1024).to(dtype), (torch.randn(600, 1024) / 32).to(dtype)
+    bias, residual = torch.randn(600).to(dtype), torch.randn(2, 65, 300).to(dtype)
+    check(input.view(130, 1024), weight, bias, None, "identity", False, 0)
+    check(input.view(130, 1024), weight, bias, residual.view(130, 300), "silu", True, 0)
+    folded = linear(input, weight, bias)
+    assert torch.equal(folded.view(130, 600), linear(input.view(130, 1024), weight, bias))
+    assert torch.equal(
+        folded, linear(input.transpose(0, 1).contiguous().transpose(0, 1), weight.t().contiguous().t(), bias)
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("columns", "rows", "group"), [(2048, 600, 128), (4200, 150, 100)])
 def test_prompts_on_int8_weights_of_several_blocks(columns: int, rows: int, group: int, dtype: torch.dtype) -> None:
     """Kernels dequantize a MiB of weights at a time, and no less than 64 rows: here two to four blocks and a rest."""
     generator = torch.Generator().manual_seed(columns)
-    input = torch.randn(40, columns, generator=generator).to(dtype)
+    input = torch.randn(130, columns, generator=generator).to(dtype)
     # Of sizes that tell the rows of one block from those of the next.
     weight = torch.randn(rows, columns, generator=generator) / columns**0.5 * torch.logspace(0, -2, rows).unsqueeze(1)
     bias = torch.randn(rows, generator=generator).to(dtype)
-    residual = torch.randn(40, rows // 2, generator=generator).to(dtype)
+    residual = torch.randn(130, rows // 2, generator=generator).to(dtype)
     check(input, weight, None, None, "identity", False, group)
     check(input, weight, bias, residual, "silu", True, group)
     quantized, scales = quantize_weight(weight, group)
-    folded = linear(input.view(2, 20, columns), quantized, bias, scales=scales)
-    assert torch.equal(folded.view(40, rows), linear(input, quantized, bias, scales=scales))
+    folded = linear(input.view(2, 65, columns), quantized, bias, scales=scales)
+    assert torch.equal(folded.view(130, rows), linear(input, quantized, bias, scales=scales))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -133,14 +172,14 @@ def test_no_columns_and_no_rows() -> None:
     assert linear(torch.randn(2, 8), torch.randn(0, 8)).shape == (2, 0)
 
 
-@pytest.mark.parametrize("inputs", [1, 40])
+@pytest.mark.parametrize("inputs", [1, 130])
 @pytest.mark.parametrize("broken", [torch.nan, torch.inf])
-@pytest.mark.parametrize("quantized", [False, True])
-def test_what_is_not_finite_spreads(broken: float, inputs: int, quantized: bool) -> None:
+@pytest.mark.parametrize("bits", [None, 8, 4])
+def test_what_is_not_finite_spreads(broken: float, inputs: int, bits: Literal[4, 8] | None) -> None:
     input = torch.ones(inputs, 64, dtype=torch.bfloat16)
     input[0, 5] = broken
     weight = torch.ones(3, 64)
-    matrix, scales = quantize_weight(weight, 32) if quantized else (weight.bfloat16(), None)
+    matrix, scales = quantize_weight(weight, 64, bits) if bits else (weight.bfloat16(), None)
     result = linear(input, matrix, scales=scales)
     assert not result[0].isfinite().any()
     assert result[1:].isfinite().all()
@@ -183,6 +222,30 @@ def test_quantize_weight() -> None:
         quantize_weight(weight, 7)
 
 
+def test_quantize_weight_to_int4() -> None:
+    weight = torch.randn(5, 256)
+    weight[2, 64:128] = 0
+    weight[3, :64] = torch.linspace(-1, 1, 64)
+    pairs, scales = quantize_weight(weight, 64, 4)
+    assert pairs.dtype == torch.uint8
+    assert pairs.shape == (5, 128)
+    matrix = dequantize_weight(pairs, scales)
+    error = (matrix - weight).abs().unflatten(1, (4, 64)).amax(2)
+    assert bool((error <= scales.abs() * 1.0001).all())
+    largest = weight.unflatten(1, (4, 64)).abs().amax(2)
+    torch.testing.assert_close(matrix.unflatten(1, (4, 64)).abs().amax(2), largest)
+    # Column c of a block of 64 is in word c % 16, from bit 4 * (c // 16) up.
+    ones = torch.zeros(1, 64)
+    ones[0, 0], ones[0, 37] = -8, 5
+    words = quantize_weight(ones, 64, 4)[0].view(1, 16, 2).to(torch.int32)
+    assert (words[0, :, 0] + 256 * words[0, :, 1]).tolist() == [0x8880, 0x8888, 0x8888, 0x8888, 0x8888, 0x8D88] + [
+        0x8888
+    ] * 10
+    for group in (32, 96):
+        with pytest.raises(InvalidTensorError, match="multiple of 64"):
+            quantize_weight(weight, group, 4)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize(
     ("change", "message"),
@@ -191,6 +254,15 @@ def test_quantize_weight() -> None:
         ({"weight": torch.zeros(4, 8, dtype=torch.int8)}, "scales"),
         ({"scales": torch.zeros(4, 1)}, "scales|weight"),
         ({"weight": torch.zeros(4, 8, dtype=torch.int8), "scales": torch.zeros(4, 3)}, "divisor"),
+        ({"weight": torch.zeros(4, 8, dtype=torch.uint8), "scales": torch.zeros(4, 1)}, "int4 pairs"),
+        (
+            {
+                "input": torch.zeros(2, 96),
+                "weight": torch.zeros(4, 48, dtype=torch.uint8),
+                "scales": torch.zeros(4, 1),
+            },
+            "multiple of 64",
+        ),
         ({"bias": torch.zeros(3)}, "bias"),
         ({"residual": torch.zeros(2, 5)}, "residual"),
         ({"residual": torch.zeros(2, 4, dtype=torch.bfloat16)}, "residual"),

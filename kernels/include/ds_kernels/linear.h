@@ -3,7 +3,7 @@
 //
 //   y = activation(W x + b) + residual            gated:  y = h1 activation(h2) + residual,  [h1; h2] = W x + b
 //
-// Weights are floats of any storage type, or int8 with a scale for each group of columns; sums are floats.
+// Weights are floats of any storage type, or int8 or int4 with a scale for each group of columns; sums are floats.
 #pragma once
 
 #include <ds_kernels/activation.h>
@@ -12,13 +12,21 @@ namespace ds_kernels {
 
 // ---- what is asked of a device -----------------------------------------------------------------------------------
 
-// A layer on some inputs. All but int8 weights and scales are of one dtype; absent ones are null.
+// Two weights of 4 bits, each plus 8. Of each 64 columns of a row the 16 little-endian 16-bit words have columns j,
+// 16 + j, 32 + j and 48 + j, from the lowest bits up: a vector of words becomes 16-bit integers by shifts and masks.
+struct Int4Pair {
+  uint8_t bits;
+};
+constexpr int64_t kInt4Block = 64;  // columns; a group has whole blocks
+
+// A layer on some inputs. All but quantized weights and scales are of one dtype; absent ones are null.
 struct LinearLayer {
   int64_t inputs, columns, outputs;
   const void* input;     // [inputs, columns]
   const void* weight;    // [rows, columns], rows being outputs, or twice as many if gated
-  int64_t stride;        // of a row of weights, in elements
-  const float* scales;   // [rows, groups] for int8 weights, else null
+  int64_t stride;        // of a row of weights, in elements, or in pairs
+  bool int4;             // weights are Int4Pair
+  const float* scales;   // [rows, groups] for int8 and int4 weights, else null
   int64_t groups;        // 1 without scales
   const void* bias;      // [rows]
   const void* residual;  // [inputs, outputs]
@@ -33,12 +41,13 @@ struct LinearFinish {
   const void* sums;
 };
 
-// Contiguous int8 weights to be made floats: to = weight * scale of its group.
+// Contiguous int8 or int4 weights to be made floats: to = weight * scale of its group.
 struct QuantizedRows {
-  const int8_t* weight;  // [rows, columns]
+  const void* weight;    // [rows, columns]
   const float* scales;   // [rows, groups]
   void* to;              // [rows, columns]
   int64_t rows, columns, groups;
+  bool int4;
 };
 
 // ---- on CPUs -----------------------------------------------------------------------------------------------------
@@ -67,7 +76,7 @@ DS_KERNELS_INLINE void prefetch(const Element* from) {
 // Rows of weights with inputs that share their columns.
 struct Dots {
   int64_t columns;
-  int64_t stride;         // from one row of weights to the next, in elements
+  int64_t stride;         // from one row of weights to the next, in elements, or in pairs
   int64_t groups;         // of columns that share a scale; one if there are no scales
   int64_t scales_stride;  // from one row's scales to the next's, in elements
 };
@@ -128,7 +137,42 @@ DS_KERNELS_INLINE void dot_tile(const Dots& dots, const Weight* weight, const fl
   }
 }
 
-// ---- int8 weights with inputs in 16 bits ------------------------------------------------------------------------
+// The 64 weights of a block.
+DS_KERNELS_INLINE void unpack(const Int4Pair* from, int8_t* to) {
+  for (int j = 0; j < 16; ++j) {
+    to[j] = static_cast<int8_t>((from[2 * j].bits & 15) - 8);
+    to[16 + j] = static_cast<int8_t>((from[2 * j].bits >> 4) - 8);
+    to[32 + j] = static_cast<int8_t>((from[2 * j + 1].bits & 15) - 8);
+    to[48 + j] = static_cast<int8_t>((from[2 * j + 1].bits >> 4) - 8);
+  }
+}
+
+// As above, for int4 weights.
+template <int rows, int inputs>
+DS_KERNELS_INLINE void dot_tile(const Dots& dots, const Int4Pair* weight, const float* scales, const float* input,
+                                float* sums, int64_t sums_stride) {
+  const int64_t width = dots.columns / dots.groups;
+  const Dots block{dots.columns, kInt4Block, 1, 0};
+  Floats total[rows][inputs] = {};
+  for (int64_t group = 0; group < dots.groups; ++group) {
+    Floats part[rows][inputs] = {};
+    for (int64_t i = group * width; i < (group + 1) * width; i += kInt4Block) {
+      int8_t wide[rows][kInt4Block];
+      for (int r = 0; r < rows; ++r) unpack(weight + r * dots.stride + i / 2, wide[r]);
+      for (int64_t k = 0; k < kInt4Block; k += kLanes) {
+        add_products(part, PlainVector{}, block, wide[0] + k, input + i + k);
+      }
+    }
+    for (int r = 0; r < rows; ++r) {
+      for (int m = 0; m < inputs; ++m) total[r][m] += scales[r * dots.scales_stride + group] * part[r][m];
+    }
+  }
+  for (int m = 0; m < inputs; ++m) {
+    for (int r = 0; r < rows; ++r) sums[m * sums_stride + r] = sum_of(total[r][m]);
+  }
+}
+
+// ---- int8 and int4 weights with inputs in 16 bits ----------------------------------------------------------------
 //
 // AVX2 and AVX512-VNNI multiply and add pairs of 16-bit integers: a third of the instructions that floats take. Inputs
 // that were 16-bit floats lose next to nothing: a group's scale is a power of two, so what is at least 2^-7 of the
@@ -138,6 +182,7 @@ DS_KERNELS_INLINE void dot_tile(const Dots& dots, const Weight* weight, const fl
 struct ShortInputs {
   const int16_t* values;  // [inputs, columns]
   const float* scales;    // [inputs, groups]
+  const int32_t* eights;  // [inputs, groups]: -8 times the sum of each group, which takes the 8 out of int4 weights
 };
 
 // Columns of one instruction.
@@ -163,6 +208,21 @@ DS_KERNELS_INLINE ShortVector add_pairs(ShortVector sums, ShortVector a, ShortVe
 }
 
 DS_KERNELS_INLINE Floats floats_of(ShortVector sums) { return (Floats)_mm512_maskz_cvtepi32_ps(0xffff, sums); }
+
+// `first` in the first lane of 32 bits, zeros in all others.
+DS_KERNELS_INLINE ShortVector starting_at(int32_t first) { return _mm512_maskz_set1_epi32(1, first); }
+
+// The weights of a block, each plus 8.
+constexpr int kPieces = 2;
+DS_KERNELS_INLINE void unpack(const Int4Pair* from, ShortVector (&to)[kPieces]) {
+  __m256i words;
+  __builtin_memcpy(&words, from, sizeof words);
+  const __m512i twice = _mm512_maskz_broadcast_i64x4(0xff, words), mask = _mm512_set1_epi16(15);
+  // 32 words with shifts of 0 and 4 in the halves, then of 8 and 12.
+  const __m512i low = _mm512_mask_srli_epi16(twice, 0xffff0000u, twice, 4);
+  to[0] = _mm512_and_si512(low, mask);
+  to[1] = _mm512_and_si512(_mm512_maskz_srli_epi16(0xffffffffu, low, 8), mask);
+}
 #elif defined(__AVX2__)
 constexpr bool kShortInputs = true;
 typedef __m256i ShortVector;
@@ -179,6 +239,21 @@ DS_KERNELS_INLINE ShortVector add_pairs(ShortVector sums, ShortVector a, ShortVe
 }
 
 DS_KERNELS_INLINE Floats floats_of(ShortVector sums) { return (Floats)_mm256_cvtepi32_ps(sums); }
+
+// `first` in the first lane of 32 bits, zeros in all others.
+DS_KERNELS_INLINE ShortVector starting_at(int32_t first) { return _mm256_setr_epi32(first, 0, 0, 0, 0, 0, 0, 0); }
+
+// The weights of a block, each plus 8.
+constexpr int kPieces = 4;
+DS_KERNELS_INLINE void unpack(const Int4Pair* from, ShortVector (&to)[kPieces]) {
+  __m256i words;
+  __builtin_memcpy(&words, from, sizeof words);
+  const __m256i mask = _mm256_set1_epi16(15);
+  to[0] = _mm256_and_si256(words, mask);
+  to[1] = _mm256_and_si256(_mm256_srli_epi16(words, 4), mask);
+  to[2] = _mm256_and_si256(_mm256_srli_epi16(words, 8), mask);
+  to[3] = _mm256_srli_epi16(words, 12);
+}
 #else
 constexpr bool kShortInputs = false;
 #endif
@@ -217,6 +292,53 @@ DS_KERNELS_INLINE void dot_tile(const Dots& dots, const int8_t* weight, const fl
       for (int64_t k = i; k < i + line; k += kShortStep) add_products(part, dots, weight + k, input.values + k);
     }
     for (; i < end; i += kShortStep) add_products(part, dots, weight + i, input.values + i);
+    DS_KERNELS_UNROLL
+    for (int r = 0; r < rows; ++r) {
+      DS_KERNELS_UNROLL
+      for (int m = 0; m < inputs; ++m) {
+        const float scale = scales[r * dots.scales_stride + group] * input.scales[m * groups + group];
+        total[r][m] += scale * floats_of(part[r][m]);
+      }
+    }
+  }
+  DS_KERNELS_UNROLL
+  for (int m = 0; m < inputs; ++m) {
+    DS_KERNELS_UNROLL
+    for (int r = 0; r < rows; ++r) sums[m * sums_stride + r] = sum_of(total[r][m]);
+  }
+}
+
+// As above, for int4 weights.
+template <int rows, int inputs>
+DS_KERNELS_INLINE void dot_tile(const Dots& dots, const Int4Pair* weight, const float* scales, const ShortInputs& input,
+                                float* sums, int64_t sums_stride) {
+  const int64_t groups = dots.groups, width = dots.columns / groups;
+  Floats total[rows][inputs] = {};
+  for (int64_t group = 0; group < groups; ++group) {
+    ShortVector part[rows][inputs];
+    DS_KERNELS_UNROLL
+    for (int r = 0; r < rows; ++r) {
+      DS_KERNELS_UNROLL
+      for (int m = 0; m < inputs; ++m) part[r][m] = starting_at(input.eights[m * groups + group]);
+    }
+    for (int64_t i = group * width; i < (group + 1) * width; i += kInt4Block) {
+      ShortVector pieces[rows][kPieces];
+      DS_KERNELS_UNROLL
+      for (int r = 0; r < rows; ++r) {
+        prefetch(weight + r * dots.stride + i / 2);
+        unpack(weight + r * dots.stride + i / 2, pieces[r]);
+      }
+      DS_KERNELS_UNROLL
+      for (int k = 0; k < kPieces; ++k) {
+        DS_KERNELS_UNROLL
+        for (int m = 0; m < inputs; ++m) {
+          ShortVector values;
+          __builtin_memcpy(&values, input.values + m * dots.columns + i + k * kShortStep, sizeof values);
+          DS_KERNELS_UNROLL
+          for (int r = 0; r < rows; ++r) part[r][m] = add_pairs(part[r][m], pieces[r][k], values);
+        }
+      }
+    }
     DS_KERNELS_UNROLL
     for (int r = 0; r < rows; ++r) {
       DS_KERNELS_UNROLL

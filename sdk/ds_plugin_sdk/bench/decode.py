@@ -68,7 +68,6 @@ def run(shape: Shape = "llama", compiled: bool = True, ctranslate2: bool = True)
         ctranslate2: compare with CTranslate2 in int8 too, if it is installed.
     """
     model = _model(shape)
-    weights = sum(module.weight.numel() for module in model.modules() if _is_read(module))
     rate = _read_rate()
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):  # a converter prints
         speeds = _in_rounds(_implementations(model, shape, compiled, Path(folder) if ctranslate2 else None))
@@ -77,7 +76,7 @@ def run(shape: Shape = "llama", compiled: bool = True, ctranslate2: bool = True)
     rows = []
     for name, speed in speeds.items():
         step = statistics.median(speed.steps)
-        fraction = weights * (1 if "int8" in name else 2) / step / rate
+        fraction = _bytes_read(model, name) / step / rate
         rows.append(Row(title, name, PROMPT / speed.prompt, 1 / step, plain / step, fraction))
     return rows
 
@@ -92,6 +91,7 @@ def _implementations(model: Any, shape: Shape, compiled: bool, folder: Path | No
         measures["CTranslate2, int8"] = _ctranslate2(model, shape, folder)
     measures["ours, bfloat16"] = lambda: _ours(model, None)
     measures["ours, int8"] = lambda: _ours(model, "int8")
+    measures["ours, int4"] = lambda: _ours(model, "int4")
     return measures
 
 
@@ -131,9 +131,12 @@ def _model(shape: Shape) -> Any:
         return transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16).eval()
 
 
-def _is_read(module: torch.nn.Module) -> bool:
-    """Whether each step reads all of a module's weight: linear layers, by either of transformers' names."""
-    return type(module).__name__ in ("Linear", "Conv1D")
+def _bytes_read(model: Any, implementation: str) -> float:
+    """The weights that each step reads whole: of linear layers, by either of transformers' names."""
+    itemsize = 0.5 if "int4" in implementation else 1 if "int8" in implementation else 2
+    layers = [module for module in model.modules() if type(module).__name__ in ("Linear", "Conv1D")]
+    # The layer that makes logits has 8 bits where others have 4.
+    return sum(layer.weight.numel() * (max(itemsize, 1) if layer is model.lm_head else itemsize) for layer in layers)
 
 
 def _dynamic(model: Any) -> Any:

@@ -1,6 +1,8 @@
-"""Linear layers for inference, with weights in floating point or in int8: ``ds_plugin::linear``."""
+"""Linear layers for inference, with weights in floating point, int8 or int4: ``ds_plugin::linear``."""
 
 from __future__ import annotations
+
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -10,6 +12,9 @@ from ds_plugin_sdk.ops import _library
 from ds_plugin_sdk.ops._activations import ACTIVATIONS, Activation, activate, check_activation, number_of
 from ds_plugin_sdk.ops._checks import DTYPES, CheckError
 from ds_plugin_sdk.ops._references import working
+
+# Columns of int4 weights that are packed together.
+_INT4_BLOCK = 64
 
 
 def linear(
@@ -29,10 +34,12 @@ def linear(
 
     Args:
         input: ``[..., in]``: float32, bfloat16, float16 (float64: reference only).
-        weight: ``[out, in]`` (``[2 * out, in]`` if gated): the dtype of input, or int8.
+        weight: ``[out, in]`` (``[2 * out, in]`` if gated): the dtype of input, or int8; or uint8, ``[out, in / 2]``,
+            two weights of 4 bits in each, as `quantize_weight` packs them.
         bias: as many elements as `weight` has rows, the dtype of input.
-        scales: ``[rows, groups]``, float32, for int8 weights only: weight ``[r, c]`` stands for
-            ``weight[r, c] * scales[r, c // (in / groups)]``, see `quantize_weight`.
+        scales: ``[rows, groups]``, float32, for weights in 8 or 4 bits only: weight ``[r, c]`` stands for
+            ``weight[r, c] * scales[r, c // (in / groups)]``, see `quantize_weight`. In 4 bits ``in / groups`` is a
+            multiple of 64.
         activation: of the sum with the bias: ``gelu`` is that with the error function, ``gelu_tanh`` its approximation.
         residual: ``[..., out]``, added last, the dtype of input.
 
@@ -47,35 +54,63 @@ def linear(
     return result
 
 
-def quantize_weight(weight: Tensor, group_size: int = 128) -> tuple[Tensor, Tensor]:
-    """Weights in int8 with a scale for each group of columns of each row, symmetric: ``scale = max |w| / 127``.
+def quantize_weight(weight: Tensor, group_size: int = 128, bits: Literal[4, 8] = 8) -> tuple[Tensor, Tensor]:
+    """Weights in int8 or int4 with a scale for each group of columns of each row, symmetric.
+
+    In 8 bits ``scale = max |w| / 127``, and no weight moves by more than half a scale. In 4 bits the weight of the
+    largest size is at -8, ``scale = w / -8``: those near to its opposite, which would be 8, are at 7 and move by up to
+    a scale, all others by half of one. The scale's own rounding adds to that.
 
     Args:
         weight: ``[rows, in]``, any floating-point dtype.
-        group_size: columns that share a scale; must divide `in`.
+        group_size: columns that share a scale; must divide `in`, and in 4 bits be a multiple of 64.
+        bits: of a weight.
 
     Returns:
-        The weights, int8, ``[rows, in]``, rounded to nearest even; the scales, float32, ``[rows, in / group_size]``.
-        What `linear` makes of them differs from `weight` by at most half a scale (and the scale's own rounding).
+        The weights, rounded to nearest even, int8 ``[rows, in]``; in 4 bits uint8 ``[rows, in / 2]``: of each 64
+        columns, words of 16 bits, little-endian, have columns j, 16 + j, 32 + j and 48 + j, each plus 8, from the
+        lowest bits up. The scales, float32, ``[rows, in / group_size]``.
 
     Raises:
-        InvalidTensorError: `weight` is no matrix, or the group size does not divide its columns.
+        InvalidTensorError: `weight` is no matrix, or the group size does not fit.
     """
-    if weight.dim() != 2 or group_size <= 0 or weight.shape[1] % group_size:
+    multiple = _INT4_BLOCK if bits == 4 else 1
+    if weight.dim() != 2 or group_size <= 0 or weight.shape[1] % group_size or group_size % multiple:
+        expected = f"a multiple of {multiple} that divides its columns" if bits == 4 else "a divisor of its columns"
         raise _library.invalid(
             "quantize_weight",
-            f"weight is {list(weight.shape)}, group_size {group_size}; expected a matrix, and a divisor of its columns",
+            f"weight is {list(weight.shape)}, group_size {group_size}; expected a matrix, and {expected}",
         )
     rows, columns = weight.shape
     groups = weight.detach().to(torch.float32).reshape(rows, columns // group_size, group_size)
-    scales = groups.abs().amax(dim=2) / 127
-    steps = groups / torch.where(scales == 0, 1.0, scales).unsqueeze(2)
-    return steps.round().clamp(-127, 127).to(torch.int8).flatten(1), scales
+    if bits == 8:
+        scales = groups.abs().amax(dim=2) / 127
+        return _steps(groups, scales).clamp(-127, 127).to(torch.int8).flatten(1), scales
+    largest = groups.gather(2, groups.abs().argmax(dim=2, keepdim=True)).squeeze(2)
+    scales = largest / -8
+    return _pack(_steps(groups, scales).clamp(-8, 7).flatten(1)), scales
+
+
+def _steps(groups: Tensor, scales: Tensor) -> Tensor:
+    return (groups / torch.where(scales == 0, 1.0, scales).unsqueeze(2)).round()
+
+
+def _pack(steps: Tensor) -> Tensor:
+    rows, columns = steps.shape
+    parts = (steps + 8).to(torch.uint8).reshape(rows, columns // _INT4_BLOCK, 4, _INT4_BLOCK // 4)
+    return torch.stack((parts[:, :, 0] | parts[:, :, 1] << 4, parts[:, :, 2] | parts[:, :, 3] << 4), dim=3).flatten(1)
+
+
+def _unpack(pairs: Tensor) -> Tensor:
+    words = pairs.reshape(pairs.shape[0], 2 * pairs.shape[1] // _INT4_BLOCK, _INT4_BLOCK // 4, 2)
+    first, second = words[..., 0], words[..., 1]
+    return torch.stack((first & 15, first >> 4, second & 15, second >> 4), dim=2).flatten(1).to(torch.int8) - 8
 
 
 def dequantize_weight(weight: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """What int8 weights with their scales stand for, ``[rows, in]``; arguments as in `linear`."""
-    groups = weight.to(scales.dtype).reshape(*scales.shape, weight.shape[1] // scales.shape[1])
+    """What weights in 8 or 4 bits with their scales stand for, ``[rows, in]``; arguments as in `linear`."""
+    steps = _unpack(weight) if weight.dtype == torch.uint8 else weight
+    groups = steps.to(scales.dtype).reshape(*scales.shape, steps.shape[1] // scales.shape[1])
     return (groups * scales.unsqueeze(2)).flatten(1).to(dtype)
 
 
@@ -90,8 +125,10 @@ def _check(
 ) -> None:
     if input.dtype not in DTYPES:
         raise CheckError(f"input is {input.dtype}; expected float32, bfloat16 or float16")
-    if weight.dim() != 2 or input.dim() == 0 or input.shape[-1] != weight.shape[1]:
-        raise CheckError(f"input is {list(input.shape)}, weight {list(weight.shape)}; expected [..., in] and [out, in]")
+    in_a_byte = 2 if weight.dtype == torch.uint8 else 1
+    if weight.dim() != 2 or input.dim() == 0 or input.shape[-1] != weight.shape[1] * in_a_byte:
+        sizes = f"input is {list(input.shape)}, weight {list(weight.shape)}"
+        raise CheckError(f"{sizes}; expected [..., in] and [out, in], or [out, in / 2] of int4 pairs")
     rows = weight.shape[0]
     if gated and rows % 2:
         raise CheckError(f"weight has {rows} rows; expected an even number for two halves")
@@ -107,15 +144,22 @@ def _check(
 
 
 def _check_scales(weight: Tensor, scales: Tensor | None, dtype: torch.dtype) -> None:
-    if weight.dtype != torch.int8:
+    if weight.dtype not in (torch.int8, torch.uint8):
         if scales is not None or weight.dtype != dtype:
-            raise CheckError(f"weight is {weight.dtype}; expected {dtype}, or int8 with scales")
+            raise CheckError(f"weight is {weight.dtype}; expected {dtype}, or int8 or int4 pairs with scales")
         return
     rows, columns = weight.shape
+    kind, multiple = ("int8", 1)
+    if weight.dtype == torch.uint8:
+        columns, kind, multiple = 2 * columns, "int4 pairs", _INT4_BLOCK
     if scales is None or scales.dim() != 2 or scales.shape[0] != rows or scales.dtype != torch.float32:
-        raise CheckError(f"weight is int8; expected scales in float32, [{rows}, groups]")
+        raise CheckError(f"weight is {kind}; expected scales in float32, [{rows}, groups]")
     if scales.shape[1] == 0 or columns % scales.shape[1]:
         raise CheckError(f"scales has {scales.shape[1]} groups; expected a divisor of {columns} columns")
+    if columns // scales.shape[1] % multiple:
+        raise CheckError(
+            f"scales has {scales.shape[1]} groups of {columns} int4 columns; expected a multiple of {multiple} in each"
+        )
 
 
 def _columns(weight: Tensor, gated: bool) -> int:

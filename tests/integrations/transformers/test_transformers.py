@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -199,7 +199,46 @@ def test_int8(name: str) -> None:
     assert float((ours.argmax(-1) == plain.argmax(-1)).float().mean()) >= 0.75
 
 
-@pytest.mark.parametrize("weights", [None, "int8"])
+def test_int4() -> None:
+    """Of rows that are whole blocks of 64; the layer that makes logits is in 8 bits."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=96, hidden_size=128, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4
+    )
+    model = transformers.LlamaForCausalLM(config).eval()
+    tokens = torch.arange(24).view(2, 12)
+    with torch.no_grad():
+        plain = model(tokens).logits
+        with accelerate(model, weights="int4") as handle:
+            ours = model(tokens).logits
+            contents = {
+                name: matrix.contents.weight.dtype
+                for replacement in handle._found.replacements.values()
+                for name, matrix in _matrices(replacement)
+            }
+            model.lm_head.weight *= 2  # as it is followed in int8
+            torch.testing.assert_close(model(tokens).logits, 2 * ours, rtol=1e-3, atol=1e-3)
+    # Down projections have rows of 160.
+    assert contents == {
+        "qkv": torch.uint8,
+        "output": torch.uint8,
+        "mlp_in": torch.uint8,
+        "mlp_out": torch.int8,
+        "alone": torch.int8,
+    }
+    error = (ours - plain).norm() / plain.norm()
+    assert 0.02 < float(error) < 0.3, float(error)
+
+
+def _matrices(replacement: Any) -> Iterator[tuple[str, Any]]:
+    if hasattr(replacement, "layer"):
+        for name in ("qkv", "output", "mlp_in", "mlp_out"):
+            yield name, getattr(replacement.layer, name)
+    elif hasattr(replacement, "matrix"):
+        yield "alone", replacement.matrix
+
+
+@pytest.mark.parametrize("weights", [None, "int8", "int4"])
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_off_again(name: str, weights: Any) -> None:
     model = make(name)

@@ -9,7 +9,8 @@ namespace ds_kernels {
 
 // Asks its Device, see binding.h, for LinearLayer, LinearFinish and QuantizedRows. It also has
 //   bool takes(const LinearLayer& layer, Dtype dtype) const;  // whether its own kernel is the way to do it
-//   // How many rows are to be dequantized at a time, for torch's product with them.
+//   bool widens(Dtype dtype) const;  // whether torch's product is faster with floats than with these
+//   // How many rows are to be widened at a time, for torch's product with them.
 //   int64_t rows_at_once(int64_t rows, int64_t columns, Dtype dtype) const;
 template <class Device>
 struct LinearOps {
@@ -36,15 +37,16 @@ struct LinearOps {
          bool gated)
         : device_(device), arguments_(arguments), input_(input), weight_(weight), bias_(bias) {
       layer_.inputs = rows_of(op(), "input", input);
-      DS_KERNELS_CHECK(weight.dim() == 2 && weight.size(1) == input.size(input.dim() - 1), op(), "input is ",
+      layer_.int4 = code_of(weight) == aoti_torch_dtype_uint8();
+      layer_.columns = input.size(input.dim() - 1);
+      DS_KERNELS_CHECK(weight.dim() == 2 && weight.size(1) * (layer_.int4 ? 2 : 1) == layer_.columns, op(), "input is ",
                        text_of(input.sizes()), ", weight ", text_of(weight.sizes()),
-                       "; expected [..., in] and [out, in]");
+                       "; expected [..., in] and [out, in], or [out, in / 2] of int4 pairs");
       DS_KERNELS_CHECK(activation >= 0 && activation < kActivations, op(), "activation is ", activation,
                        "; expected 0 to ", int64_t{kActivations - 1});
       rows_ = weight.size(0);
       DS_KERNELS_CHECK(!gated || rows_ % 2 == 0, op(), "weight has ", rows_,
                        " rows; expected an even number for two halves");
-      layer_.columns = weight.size(1);
       layer_.outputs = gated ? rows_ / 2 : rows_;
       layer_.activation = static_cast<Activation>(activation);
       layer_.gated = gated;
@@ -64,20 +66,24 @@ struct LinearOps {
 
     void take_weight(const OptionalTensor& scales) {
       arguments_.check_device("weight", weight_);
-      quantized_ = code_of(weight_) == aoti_torch_dtype_int8();
+      quantized_ = layer_.int4 || code_of(weight_) == aoti_torch_dtype_int8();
       layer_.groups = 1;
       if (!quantized_) {
-        DS_KERNELS_CHECK(!scales, op(), "scales are given; expected none, for weight is not int8");
+        DS_KERNELS_CHECK(!scales, op(), "scales are given; expected none, for weight is neither int8 nor int4 pairs");
         arguments_.check("weight", weight_, weight_.sizes());
         return;
       }
       DS_KERNELS_CHECK(
           scales && scales->dim() == 2 && scales->size(0) == rows_ && code_of(*scales) == aoti_torch_dtype_float32(),
-          op(), "weight is int8; expected scales in float32, [", rows_, ", groups]");
+          op(), "weight is ", layer_.int4 ? "int4 pairs" : "int8", "; expected scales in float32, [", rows_,
+          ", groups]");
       arguments_.check_device("scales", *scales);
       layer_.groups = scales->size(1);
       DS_KERNELS_CHECK(layer_.groups > 0 && layer_.columns % layer_.groups == 0, op(), "scales has ", layer_.groups,
                        " groups; expected a divisor of ", layer_.columns, " columns");
+      DS_KERNELS_CHECK(!layer_.int4 || layer_.columns / layer_.groups % kInt4Block == 0, op(), "scales has ",
+                       layer_.groups, " groups of ", layer_.columns, " int4 columns; expected groups of a multiple of ",
+                       kInt4Block);
       scales_ = torch::stable::contiguous(*scales);
       layer_.scales = static_cast<const float*>(scales_->data_ptr());
     }
@@ -94,7 +100,8 @@ struct LinearOps {
     }
 
     Tensor many() {
-      Tensor sums = quantized_ ? quantized_product() : product(weight_, bias_);
+      const bool widens = device_.widens(arguments_.dtype());
+      Tensor sums = quantized_ || widens ? widened_product(widens) : product(input_, weight_, bias_);
       if (!sums.is_contiguous()) sums = torch::stable::contiguous(sums);
       if (layer_.activation == Activation::Identity && !layer_.gated && !layer_.residual) return sums;
       Tensor output = layer_.gated ? new_tensor(input_, shape()) : sums;
@@ -104,43 +111,55 @@ struct LinearOps {
     }
 
     // What `torch.nn.functional.linear` gives.
-    Tensor product(const Tensor& weight, const OptionalTensor& bias) const {
+    static Tensor product(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
       using torch::stable::detail::from;
-      StableIValue stack[] = {from(input_), from(weight), from(bias)};
+      StableIValue stack[] = {from(input), from(weight), from(bias)};
       STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::linear", "", stack, TORCH_ABI_VERSION));
       return torch::stable::detail::to<Tensor>(stack[0]);
     }
 
-    // The product with int8 weights, which are dequantized block by block into the same memory.
-    Tensor quantized_product() {
-      weight_ = torch::stable::contiguous(weight_);
-      const int64_t block = device_.rows_at_once(rows_, layer_.columns, arguments_.dtype());
-      const int64_t wide_shape[] = {block, layer_.columns};
-      Tensor wide = new_tensor(input_, {wide_shape, 2});
-      if (block == rows_) {
-        dequantize(0, rows_, wide);
-        return product(wide, bias_);
-      }
+    // The same with weights that are made floats, or of the input's dtype, block by block in the same memory.
+    Tensor widened_product(bool to_floats) {
+      if (quantized_) weight_ = torch::stable::contiguous(weight_);
+      const Dtype wide = to_floats ? Dtype::Float32 : arguments_.dtype();
+      const int64_t most = device_.rows_at_once(rows_, layer_.columns, wide);
+      const int64_t wide_shape[] = {most, layer_.columns};
+      Tensor block = to_floats ? new_float_tensor(input_, {wide_shape, 2}) : new_tensor(input_, {wide_shape, 2});
+      const Tensor input = to_floats ? floats_of(input_) : input_;
+      OptionalTensor bias;
+      if (bias_) bias = to_floats ? floats_of(*bias_) : *bias_;
+      if (most == rows_ && !to_floats) return product(input, widened(0, rows_, block, wide), bias);
       std::vector<int64_t> sums_shape(shape_);
       sums_shape.back() = rows_;
       Tensor sums = new_tensor(input_, {sums_shape.data(), sums_shape.size()});
-      for (int64_t first = 0; first < rows_; first += block) {
-        const int64_t count = std::min(block, rows_ - first);
-        dequantize(first, count, wide);
-        OptionalTensor bias;
-        if (bias_) bias = torch::stable::narrow(*bias_, 0, first, count);
+      for (int64_t first = 0; first < rows_; first += most) {
+        const int64_t count = std::min(most, rows_ - first);
+        OptionalTensor part_of_bias;
+        if (bias) part_of_bias = torch::stable::narrow(*bias, 0, first, count);
         Tensor part = torch::stable::narrow(sums, input_.dim() - 1, first, count);
-        torch::stable::copy_(part, product(torch::stable::narrow(wide, 0, 0, count), bias));
+        torch::stable::copy_(part, product(input, widened(first, count, block, wide), part_of_bias));
       }
       return sums;
     }
 
-    // `count` rows of weights from `first` on.
-    void dequantize(int64_t first, int64_t count, const Tensor& to) const {
-      const int8_t* weight = static_cast<const int8_t*>(weight_.data_ptr()) + first * layer_.columns;
-      const float* scales = layer_.scales + first * layer_.groups;
-      const QuantizedRows rows{weight, scales, to.data_ptr(), count, layer_.columns, layer_.groups};
-      device_.run(op(), rows, arguments_.dtype());
+    static Tensor floats_of(const Tensor& tensor) {
+      Tensor floats = new_float_tensor(tensor, tensor.sizes());
+      torch::stable::copy_(floats, tensor);
+      return floats;
+    }
+
+    // `count` rows of weights from `first` on, in the block.
+    Tensor widened(int64_t first, int64_t count, Tensor& block, Dtype wide) {
+      Tensor to = torch::stable::narrow(block, 0, 0, count);
+      if (quantized_) {
+        const uint8_t* weight = static_cast<const uint8_t*>(weight_.data_ptr()) + first * weight_.size(1);
+        const float* scales = layer_.scales + first * layer_.groups;
+        const QuantizedRows rows{weight, scales, to.data_ptr(), count, layer_.columns, layer_.groups, layer_.int4};
+        device_.run(op(), rows, wide);
+      } else {
+        torch::stable::copy_(to, torch::stable::narrow(weight_, 0, first, count));
+      }
+      return to;
     }
 
     const Device& device_;

@@ -1,10 +1,10 @@
-"""Linear layers with floating-point and int8 weights."""
+"""Linear layers with floating-point, int8 and int4 weights."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -14,7 +14,8 @@ from ds_plugin_sdk.conformance.op_info.op_info import MANY_COLUMNS, MANY_ROWS, M
 from ds_plugin_sdk.ops.linear import ACTIVATIONS, Activation, linear, quantize_weight
 
 # Inputs, columns, rows: vector tails; one input and few, and as many as go to a matrix product.
-_SHAPES = ((1, 16, 2), (2, 33, 18), (3, 100, 130), (7, 64, 66), (40, 96, 34))
+_SHAPES = ((1, 16, 2), (2, 33, 18), (3, 100, 130), (7, 64, 66), (130, 96, 34))
+_INT4_SHAPES = ((1, 128, 2), (3, 192, 130), (7, 64, 66), (130, 256, 34))
 _REAL = ((1, 1024, 3072), (4, 1024, 1024))
 
 
@@ -27,9 +28,9 @@ def _formula(
     activation: Activation,
     gated: bool,
 ) -> tuple[Tensor]:
-    matrix = weight.to(torch.float64)
+    matrix = (_int4(weight) if weight.dtype == torch.uint8 else weight).to(torch.float64)
     if scales is not None:
-        matrix = matrix * scales.repeat_interleave(weight.shape[1] // scales.shape[1], dim=1)
+        matrix = matrix * scales.repeat_interleave(matrix.shape[1] // scales.shape[1], dim=1)
     hidden = input.to(torch.float64) @ matrix.T
     if bias is not None:
         hidden = hidden + bias
@@ -38,15 +39,29 @@ def _formula(
     return (result if residual is None else result + residual,)
 
 
+def _int4(pairs: Tensor) -> Tensor:
+    """Column c of a block of 64 is in bits 4 (c // 16) and up of the block's word c % 16, plus 8."""
+    words = pairs.to(torch.int32).reshape(pairs.shape[0], pairs.shape[1] // 32, 16, 2)
+    bits = words[..., 0] + 256 * words[..., 1]
+    return torch.stack([(bits >> shift) % 16 - 8 for shift in (0, 4, 8, 12)], dim=2).flatten(1)
+
+
 def _sample(
-    make: Make, label: str, kind: Any, shape: tuple[int, int, int], activation: Activation, gated: bool, groups: int
+    make: Make,
+    label: str,
+    kind: Any,
+    shape: tuple[int, int, int],
+    activation: Activation,
+    gated: bool,
+    groups: int,
+    bits: Literal[4, 8] = 8,
 ) -> Sample:
     inputs, columns, rows = shape
     # Sums of size one, whatever their length.
     weight = make.normal(rows, columns, scale=max(columns, 1) ** -0.5, dtype=torch.float32)
     scales = None
     if groups:
-        weight, scales = quantize_weight(weight, columns // groups)
+        weight, scales = quantize_weight(weight, columns // groups, bits)
     else:
         weight = weight.to(make.dtype)
     out = rows // 2 if gated else rows
@@ -78,20 +93,28 @@ def _samples(make: Make) -> Iterator[Sample]:
         yield sample(f"{shape}, {activation}", "adversarial", shape, activation, False, 0)
         yield sample(f"{shape}, gated {activation}", "adversarial", shape, activation, True, 0)
         yield sample(f"{shape}, int8, {activation}", "adversarial", shape, activation, False, groups)
+    for number, shape in enumerate(_INT4_SHAPES):
+        label, activation = f"{shape}, int4", ACTIVATIONS[number % len(ACTIVATIONS)]
+        yield sample(label, "adversarial", shape, activation, number % 2 == 1, shape[1] // 64, 4)
     for shape in _REAL:
         yield sample(f"{shape}", "real", shape, "gelu_tanh", False, 0)
         yield sample(f"{shape}, int8", "real", shape, "silu", True, shape[1] // 128)
+        yield sample(f"{shape}, int4", "real", shape, "silu", True, shape[1] // 128, 4)
 
 
 def _random(make: Make) -> Mapping[str, Any]:
     columns, gated = make.size(1100), make.chance()
+    bits: Literal[4, 8] = make.pick(4, 8)
+    if bits == 4:
+        columns = columns // 64 * 64
     rows = make.size(400) * (2 if gated else 1)
     leading = (*make.shape(make.pick(1, 2), elements=60)[:-1], make.size(40))
     weight = make.normal(rows, columns, scale=max(columns, 1) ** -0.5, dtype=torch.float32)
     scales: Tensor | None = None
-    groups = make.pick(*(size for size in (1, 2, 3, 8, 16, 32, 128, max(columns, 1)) if columns % size == 0))
+    sizes = (64, 128, max(columns, 64)) if bits == 4 else (1, 2, 3, 8, 16, 32, 128, max(columns, 1))
+    group = make.pick(*(size for size in sizes if columns % size == 0))
     if columns and make.chance():
-        weight, scales = quantize_weight(weight, groups)
+        weight, scales = quantize_weight(weight, group, bits)
     out = rows // 2 if gated else rows
     return {
         "input": make.normal(*leading, columns),

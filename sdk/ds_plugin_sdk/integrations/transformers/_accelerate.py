@@ -8,6 +8,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import get_args
 
 import transformers
 from torch import nn
@@ -30,7 +31,7 @@ from ds_plugin_sdk.integrations.transformers.understood import (
     name_of,
     norm_of,
 )
-from ds_plugin_sdk.integrations.transformers.weights import Matrix, Packer, Weights
+from ds_plugin_sdk.integrations.transformers.weights import Matrix, Packer, Quantized, Weights
 from ds_plugin_sdk.registry import load_kernels
 
 _FAMILIES_OF_OPS = ("linear", "attention", "norm", "rotary", "decoder_layer")
@@ -137,9 +138,10 @@ def accelerate(model: transformers.PreTrainedModel, weights: Weights = None) -> 
 
     Args:
         model: on its device or devices, in float32, bfloat16 or float16, in eval mode.
-        weights: ``"int8"`` to read linear layers' weights in 8 bits with a scale for each 128 of a row, or fewer. The
+        weights: ``"int8"`` to read linear layers' weights in 8 bits with a scale for each 128 of a row, or fewer;
+            ``"int4"`` for 4 bits, but 8 for the layer that makes logits, and for rows that are no multiple of 64. The
             model's own parameters stay as they are, so that `Accelerated.remove` can bring them back: memory grows by
-            half (bfloat16). None keeps their dtype; parameters are moved into one block of memory.
+            half (bfloat16), or a quarter. None keeps their dtype; parameters are moved into one block of memory.
 
     Returns:
         A handle to undo it; printed, it says what was replaced and what was left and why.
@@ -147,9 +149,9 @@ def accelerate(model: transformers.PreTrainedModel, weights: Weights = None) -> 
     Raises:
         SdkError: the model is accelerated already, or `weights` is something else.
     """
-    if weights not in (None, "int8"):
+    if weights not in (None, *get_args(Quantized)):
         raise SdkError(
-            f"weights is {weights!r}", why="weights are kept as they are, or quantized", hint='None or "int8"'
+            f"weights is {weights!r}", why="weights are kept as they are, or quantized", hint='None, "int8" or "int4"'
         )
     if any(is_replaced(module) for module in model.modules()):
         raise SdkError("the model is accelerated already", why="accelerate() was called on it", hint="call remove()")
@@ -168,7 +170,8 @@ def accelerate(model: transformers.PreTrainedModel, weights: Weights = None) -> 
 
 
 # ---------------------------------------------------------------------- layers
-def _find_layers(model: nn.Module, packer: Packer, found: _Found) -> None:
+def _find_layers(model: transformers.PreTrainedModel, packer: Packer, found: _Found) -> None:
+    head = model.get_output_embeddings()
     done: set[nn.Module] = set()
     rows: dict[str, Row] = defaultdict(Row)  # by what they are in
     for name, module in model.named_modules():
@@ -180,7 +183,7 @@ def _find_layers(model: nn.Module, packer: Packer, found: _Found) -> None:
                 found.replacements[name] = _decoder(module, attention, packer, rows[name.rpartition(".")[0]])
                 done.update(module.modules())
             elif isinstance(module, nn.Linear | Conv1D):
-                matrix = Matrix(module)
+                matrix = Matrix(module, sensitive=module is head)
                 packer.add(matrix)
                 found.replacements[name] = LinearReplacement(module, matrix)
             elif isinstance(module, nn.LayerNorm) or "RMSNorm" in type(module).__name__:

@@ -24,18 +24,20 @@ from ds_plugin_sdk.integrations.transformers.understood import (
 )
 from ds_plugin_sdk.ops.linear import quantize_weight
 
-Weights = Literal["int8"] | None
+Quantized = Literal["int8", "int4"]
+Weights = Quantized | None
 
 _MADV_HUGEPAGE = 14
 _ALIGNMENT = 64
 _MOST_GROUP = 128
+_LEAST_INT4_GROUP = 64
 _SAMPLES = 256
 
 _packing = threading.Lock()
 
 
 class Contents(NamedTuple):
-    """What a product reads: `weight` ``[out, in]``, `bias` ``[out]`` or None, `scales` of int8 weights, else None."""
+    """What a product reads: `weight` ``[out, in]``, `bias` ``[out]`` or None, `scales` if it is quantized."""
 
     weight: Tensor
     bias: Tensor | None
@@ -45,19 +47,24 @@ class Contents(NamedTuple):
 class Matrix:
     """The weights of one linear layer, or of several with the same input, one after the other.
 
-    Parameters are moved into the matrix, not copied, so that whatever changes them changes the matrix. Only int8
+    Parameters are moved into the matrix, not copied, so that whatever changes them changes the matrix. Only quantized
     weights are copies; `follow` makes them again when the parameters have changed.
+
+    Args:
+        layers: plain linear layers.
+        sensitive: 8 bits are the least, as for the layer that makes logits.
 
     Raises:
         NotUnderstoodError: a layer is no plain linear layer, or its parameters cannot be moved.
     """
 
-    def __init__(self, *layers: nn.Module) -> None:
+    def __init__(self, *layers: nn.Module, sensitive: bool = False) -> None:
         self.layers = layers
+        self._sensitive = sensitive
         self.contents: Contents
         self.dtype: torch.dtype  # of the parameters when `contents` were made, as is the device
         self.device: torch.device
-        self._int8 = False
+        self._weights: Weights = None
         self.held = Snapshot()  # of the parameters when `contents` were made
         self._doubted = False
         self._samples: list[Tensor] = []
@@ -72,17 +79,22 @@ class Matrix:
         found = [layer._parameters[name] for layer in self.layers for name in ("weight", "bias")]
         return [parameter for parameter in found if parameter is not None]
 
-    def bytes(self, int8: bool) -> int:
+    def bytes(self, weights: Weights) -> int:
         """Of an arena, which its weights and biases need."""
-        itemsize = self.dtype.itemsize
+        itemsize, bits = self.dtype.itemsize, self._bits(weights) or 8 * self.dtype.itemsize
         rows = sum(_rows(layer).shape[0] for layer in self.layers)
-        return padded(rows * _rows(self.layers[0]).shape[1] * (1 if int8 else itemsize)) + padded(rows * itemsize)
+        return padded(rows * _rows(self.layers[0]).shape[1] * bits // 8) + padded(rows * itemsize)
 
-    def pack(self, arena: Arena, int8: bool) -> None:
-        """Move the parameters into the arena; if `int8`, the biases, and copies of the weights."""
-        self._int8 = int8
+    def _bits(self, weights: Weights) -> Literal[4, 8] | None:
+        """Of a quantized weight. Columns that are no whole blocks of int4 weights take 8."""
+        in_blocks = _rows(self.layers[0]).shape[1] % _LEAST_INT4_GROUP == 0
+        return None if weights is None else 4 if weights == "int4" and in_blocks and not self._sensitive else 8
+
+    def pack(self, arena: Arena, weights: Weights) -> None:
+        """Move the parameters into the arena; if quantized, the biases, and copies of the weights."""
+        self._weights = weights
         bias = self._move_biases(arena)
-        if int8:
+        if weights:
             self.contents = self._quantize(arena, bias)
             self._samples = [_sample(_weight(layer)) for layer in self.layers]
         else:
@@ -91,13 +103,13 @@ class Matrix:
         self._doubted = False
 
     def _place(self, layer: nn.Module, name: str) -> Place:
-        """The one bias of one layer is read where it is; int8 weights are copies; all else was moved."""
-        is_weight = name == "weight"
-        return Place(layer._parameters, name, moved=is_weight or len(self.layers) > 1, counted=is_weight and self._int8)
+        """The one bias of one layer is read where it is; quantized weights are copies; all else was moved."""
+        weight = name == "weight"
+        return Place(layer._parameters, name, weight or len(self.layers) > 1, weight and self._weights is not None)
 
     def doubt(self) -> None:
         """The parameters may have been changed without torch's counting it, through ``.data``."""
-        self._doubted = self._int8
+        self._doubted = self._weights is not None
 
     def follow(self, compare: bool) -> bool:
         """Make sure that the contents are those of the parameters; False if they cannot be.
@@ -105,7 +117,7 @@ class Matrix:
         Args:
             compare: look at a sample of the parameters too, for changes that torch does not count: through ``.data``.
         """
-        if not self._doubted and self.held.holds() and not (compare and self._int8 and self._differs()):
+        if not self._doubted and self.held.holds() and not (compare and self._weights and self._differs()):
             return True
         return self._pack_again()
 
@@ -116,7 +128,7 @@ class Matrix:
             except NotUnderstoodError:
                 return False
             with torch.inference_mode(False), torch.no_grad():
-                self.pack(Arena(self.bytes(self._int8), self.device), self._int8)
+                self.pack(Arena(self.bytes(self._weights), self.device), self._weights)
         return True
 
     def _check(self) -> None:
@@ -141,9 +153,12 @@ class Matrix:
     def _quantize(self, arena: Arena, bias: Tensor | None) -> Contents:
         whole = torch.cat([_rows(layer) for layer in self.layers])
         columns = whole.shape[1]
-        group = next(size for size in range(min(_MOST_GROUP, columns), 0, -1) if columns % size == 0)
-        weight, scales = quantize_weight(whole, group)
-        return Contents(arena.empty(weight.shape, torch.int8).copy_(weight), bias, scales)
+        bits = self._bits(self._weights) or 8
+        least = _LEAST_INT4_GROUP if bits == 4 else 1
+        sizes = range(min(_MOST_GROUP, columns), 0, -1)
+        group = next(size for size in sizes if columns % size == 0 and size % least == 0)
+        weight, scales = quantize_weight(whole, group, bits)
+        return Contents(arena.empty(weight.shape, weight.dtype).copy_(weight), bias, scales)
 
     def _set_rows(self, index: int, rows: Tensor) -> None:
         _weight(self.layers[index]).data = rows.t() if type(self.layers[index]) is Conv1D else rows
@@ -205,7 +220,7 @@ class Packer:
     """Collects matrices; `pack` then fills them all, with one arena for each device."""
 
     def __init__(self, weights: Weights) -> None:
-        self._int8 = weights == "int8"
+        self._weights = weights
         self._matrices: list[Matrix] = []
         self._claimed: set[int] = set()
 
@@ -226,9 +241,9 @@ class Packer:
         with torch.inference_mode(False), torch.no_grad(), _packing:
             for device in {matrix.device for matrix in self._matrices}:
                 matrices = [matrix for matrix in self._matrices if matrix.device == device]
-                arena = Arena(sum(matrix.bytes(self._int8) for matrix in matrices), device)
+                arena = Arena(sum(matrix.bytes(self._weights) for matrix in matrices), device)
                 for matrix in matrices:
-                    matrix.pack(arena, self._int8)
+                    matrix.pack(arena, self._weights)
         return [functools.partial(_give_back, matrix) for matrix in self._matrices]
 
 
@@ -287,4 +302,4 @@ def _give_back(matrix: Matrix) -> None:
             parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
 
 
-__all__ = ["Arena", "Contents", "Matrix", "Packer", "Weights", "padded"]
+__all__ = ["Arena", "Contents", "Matrix", "Packer", "Quantized", "Weights", "padded"]
