@@ -87,6 +87,23 @@ def test_a_peer_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert all(row.write_ratio == 1 for row in rows if row.how == "plain")
 
 
+def test_json_stands_alone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """DeepSpeed, whose op is a peer, writes its log to standard output."""
+
+    def run(*settings: object, **more: object) -> list[async_io.Row]:
+        sys.stdout.write("[WARNING] please install the libaio-dev package with apt\n")
+        return [async_io.Row(128, 1, "plain", 1.0, 2.0, None, None)]
+
+    monkeypatch.setattr(async_io, "run", run)
+    monkeypatch.setattr(sys, "argv", ["sdk", "bench", "async-io", "--json"])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert not stop.value.code
+    said = capsys.readouterr()
+    assert [row["how"] for row in json.loads(said.out)] == ["plain"]
+    assert "[WARNING]" in said.err
+
+
 def test_the_command_ends(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     options = ["--folder", str(tmp_path), "--mib", "1", "--no-deepspeed", "--seconds", "0", "--json"]
     monkeypatch.setattr(sys, "argv", ["sdk", "bench", "async-io", *options])

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,29 @@ from typing import Any
 import typer
 
 from ds_plugin_sdk.accelerator import installed
-from ds_plugin_sdk.cli.console import errors, output, table
+from ds_plugin_sdk.cli.console import errors, output, results_alone, table
 from ds_plugin_sdk.errors import SdkError
 
 bench = typer.Typer(name="bench", help="Measure, side by side with the peers, medians.", no_args_is_help=True)
 
 _JSON = typer.Option(False, "--json", help="Print JSON.")
+
+Benchmark = Callable[..., None]
+
+
+def _command(name: str) -> Callable[[Benchmark], Benchmark]:
+    """Declare a command of `bench`, whose standard output has nothing of what the peers print."""
+
+    def declare(function: Benchmark) -> Benchmark:
+        @bench.command(name)
+        @functools.wraps(function)
+        def run(*arguments: Any, **options: Any) -> None:
+            with results_alone():
+                function(*arguments, **options)
+
+        return function
+
+    return declare
 
 
 def _show(title: str, rows: Sequence[Any], as_json: bool) -> None:
@@ -54,7 +72,7 @@ def _number(value: object) -> str:
     return "" if value is None else str(value)
 
 
-@bench.command("jit")
+@_command("jit")
 def jit(
     deepspeed: bool = typer.Option(True, help="Also time DeepSpeed's own build of its op (about a minute)."),
     as_json: bool = _JSON,
@@ -67,7 +85,7 @@ def jit(
     _show("JIT", benchmark.run(deepspeed=deepspeed), as_json)
 
 
-@bench.command("import")
+@_command("import")
 def import_cost(as_json: bool = _JSON) -> None:
     """What the SDK adds to `import torch` and `import deepspeed`."""
     _need("deepspeed", "'ds-plugin-sdk[deepspeed]'")
@@ -76,7 +94,7 @@ def import_cost(as_json: bool = _JSON) -> None:
     _show("Import", benchmark.run(), as_json)
 
 
-@bench.command("accelerator")
+@_command("accelerator")
 def accelerator(as_json: bool = _JSON) -> None:
     """What DeepSpeed asks of an accelerator: microseconds a call, DeepSpeed's own beside the plugin's."""
     _need("deepspeed", "'ds-plugin-sdk[deepspeed]'")
@@ -85,7 +103,7 @@ def accelerator(as_json: bool = _JSON) -> None:
     _show("Accelerator, microseconds a call", benchmark.run(), as_json)
 
 
-@bench.command("ops")
+@_command("ops")
 def ops(
     family: list[str] = typer.Option([], help="Only this family; may be repeated. All of them otherwise."),
     threads: list[int] = typer.Option([1], help="torch's threads; may be repeated."),
@@ -121,7 +139,7 @@ def _columns(row: dict[str, Any]) -> dict[str, Any]:
     return {**{name: value for name, value in row.items() if name != "times"}, **times}
 
 
-@bench.command("decode")
+@_command("decode")
 def decode(
     shape: str = typer.Option("llama", help="gpt2 or llama: GPT-2 medium's shape, or a LLaMA of that size."),
     compiled: bool = typer.Option(True, help="Compare with torch.compile too (a minute)."),
@@ -134,7 +152,7 @@ def decode(
     _show("Decode", benchmark.run("gpt2" if shape == "gpt2" else "llama", compiled=compiled), as_json)
 
 
-@bench.command("training")
+@_command("training")
 def training(
     example: Path = typer.Argument(help="The folder of the demo: examples/tiny_gpt of the repository."),
     steps: int = typer.Option(60, help="Steps of each run; the tolerance is for up to 60."),
@@ -163,7 +181,7 @@ def training(
     raise typer.Exit(int(not agree))
 
 
-@bench.command("losses")
+@_command("losses")
 def losses(
     project: Path = typer.Argument(help="The folder of a plugin that `sdk new-plugin` made, installed here."),
     as_json: bool = _JSON,
@@ -177,7 +195,7 @@ def losses(
     raise typer.Exit(int(not all(row.agrees for row in rows)))
 
 
-@bench.command("all-reduce")
+@_command("all-reduce")
 def all_reduce(
     ranks: int = typer.Option(2, help="Processes on this machine, one thread each."),
     own: bool = typer.Option(False, help="Measure DeepSpeed's own op in place of the CPU plugin's."),
@@ -190,7 +208,7 @@ def all_reduce(
     _show("All-reduce", benchmark.run(ranks, own), as_json)
 
 
-@bench.command("async-io")
+@_command("async-io")
 def async_io(
     folder: Path = typer.Option(Path(), help="Where the file is made: on the disk to measure."),
     mib: int = typer.Option(128, min=1, help="Size of the file."),
@@ -211,7 +229,7 @@ def async_io(
         draw_files(rows, chart)
 
 
-@bench.command("accuracy")
+@_command("accuracy")
 def accuracy(as_json: bool = _JSON) -> None:
     """Worst error of each optimizer kernel against float64 formulas."""
     from ds_plugin_sdk.bench import accuracy as benchmark

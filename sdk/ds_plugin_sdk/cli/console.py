@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import sys
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -32,6 +34,17 @@ _COLOURS = {
 }
 
 
+@contextlib.contextmanager
+def results_alone() -> Iterator[None]:
+    """Keep standard output for `output` and `table`: what libraries print meanwhile goes to standard error."""
+    output.file = sys.stdout
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        output.file = None  # type: ignore[assignment]  # as it was made: whatever sys.stdout is
+
+
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """Print a table; cells are text, never markup, and a known verdict at a cell's start gives it a colour.
 
@@ -45,7 +58,7 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) 
     if output.is_terminal:
         output.print(view)
     else:
-        Console(width=_ANY_WIDTH, soft_wrap=True).print(view, crop=False)
+        Console(file=output.file, width=_ANY_WIDTH, soft_wrap=True).print(view, crop=False)
 
 
 def _cell(value: str) -> Text:
