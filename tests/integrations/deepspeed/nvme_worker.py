@@ -1,8 +1,9 @@
 """Trains a small model by ZeRO-3 under unmodified DeepSpeed, its states in memory or on NVMe, and prints the losses.
 
-    nvme_worker.py DEVICE OFFLOAD FOLDER STEPS [checkpoint] [resume] [killed]
+    nvme_worker.py DEVICE OFFLOAD FOLDER STEPS [checkpoint] [resume] [completed] [killed]
 
-Killed: the process ends itself by SIGKILL in its last step, while parameters or states are on their way to the disk.
+Completed: what DeepSpeed does not read of a checkpoint is read here. Killed: the process ends itself by SIGKILL in its
+last step, while parameters or states are on their way to the disk.
 """
 
 from __future__ import annotations
@@ -75,6 +76,22 @@ def config() -> dict[str, object]:
     }
 
 
+def complete() -> None:
+    """Read Adam's steps and moments, and tensors of less than a MiB, from the checkpoint, which has them all."""
+    (file,) = checkpoints.glob("*/*_optim_states.pt")
+    saved = torch.load(file, weights_only=False)["optimizer_state_dict"]
+    zero = engine.optimizer
+    for index, weights in enumerate(zero.fp32_partitioned_groups_flat):
+        state = zero.optimizer.state[weights] = saved["optimizer_state_dict"]["state"][index]
+        if zero._swappable_optimizer_subgroup(index):
+            # DeepSpeed has copied their files to where it will look for the moments of this optimizer, if it has any.
+            for moment in ("exp_avg", "exp_avg_sq"):
+                state[moment] = torch.empty(zero.fp16_partitioned_groups_flat_numel[index])
+        else:
+            weights.data.copy_(saved["fp32_flat_groups"][index])
+            zero._reassign_or_swap_out_partitioned_parameters(index)
+
+
 for function in moved:
     counted(function)
 torch.manual_seed(0)
@@ -87,6 +104,8 @@ done = 0
 if "resume" in words:
     _, state = engine.load_checkpoint(str(checkpoints))
     done = state["done"]
+if "completed" in words:
+    complete()
 losses = []
 for step in range(done, int(steps)):
     generator = torch.Generator().manual_seed(step)

@@ -55,12 +55,11 @@ def test_training_on_nvme_is_training_in_memory(device: str, in_memory: dict[str
 
 @pytest.mark.slow
 def test_a_killed_run_resumes_from_its_checkpoint(in_memory: dict[str, Any], tmp_path: Path) -> None:
-    """What it left of its swap files does no harm.
+    """What it left of its swap files does no harm, and the checkpoint has all that is needed for the very same losses.
 
-    The losses are those of a run that was not killed but for what DeepSpeed does not restore from NVMe: the number of
-    Adam's steps, and tensors of less than a MiB.
+    DeepSpeed does not read all of it: neither Adam's steps and moments nor tensors of less than a MiB.
     """
     train("cpu", "nvme", tmp_path / "swap", 3, "checkpoint", "killed", ends_by=-signal.SIGKILL)
     assert any((tmp_path / "swap").rglob("*.tensor.swp"))
-    resumed = train("cpu", "nvme", tmp_path / "swap", 4, "resume")
-    assert resumed["losses"] == pytest.approx(in_memory["losses"][2:], rel=5e-3)
+    resumed = train("cpu", "nvme", tmp_path / "swap", 4, "resume", "completed")
+    assert resumed["losses"] == in_memory["losses"][2:]
