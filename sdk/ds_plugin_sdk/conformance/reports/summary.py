@@ -19,12 +19,15 @@ class Table:
 
 
 def matrix(report: Report) -> Table:
-    """How many cases ended how, by level and by what they are about."""
+    """How many cases ended how, and how long they took: by level and by what they are about, and of each level."""
     ends = list(report.counts)
     groups: dict[tuple[str, str], list[Outcome]] = {}
+    levels: dict[tuple[str, str], list[Outcome]] = {}
     for outcome in report.outcomes:
         groups.setdefault((outcome.item.level, outcome.item.subject), []).append(outcome)
-    rows = [[*key, *_counted(group, ends), _seconds(group)] for key, group in groups.items()]
+        levels.setdefault((outcome.item.level, "all"), []).append(outcome)
+    parts = {**groups, **levels} if len(levels) > 1 else groups
+    rows = [[*key, *_counted(part, ends), _seconds(part)] for key, part in parts.items()]
     rows.append(["", "all", *_counted(report.outcomes, ends), f"{report.seconds:.1f}"])
     return Table(f"Conformance of {report.target}", ["level", "subject", *ends, "seconds"], rows)
 

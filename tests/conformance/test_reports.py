@@ -1,4 +1,4 @@
-"""The badge of a report."""
+"""What reports show: the badge, and the table of the terminal and the page."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 import pytest
 
 from ds_plugin_sdk.conformance.outcome import Item, Outcome, Report, Verdict
-from ds_plugin_sdk.conformance.reports import badge
+from ds_plugin_sdk.conformance.reports import badge, summary
 
 
 def report_of(*verdicts: Verdict) -> Report:
@@ -29,3 +29,17 @@ def test_it_says_what_holds(verdicts: tuple[Verdict, ...], message: str, colour:
     svg = ElementTree.fromstring(text)
     assert svg.get("aria-label") == f"DeepSpeed conformance: {message}"
     assert f'fill="{colour}"' in text
+
+
+def test_each_level_has_its_sum_where_there_are_several() -> None:
+    one, other = (Item(f"{level}.x", f"{level}.x", level, {}, "R1.1", "", "") for level in ("runtime", "training"))
+    outcomes = [Outcome(one, "passed", 1.5), Outcome(one, "failed", 1.0), Outcome(other, "passed", 4.0)]
+    report = Report("zap", outcomes=outcomes, seconds=7.0)
+    rows = [*summary.matrix(report).rows]
+    assert rows[2:] == [
+        ["runtime", "all", "1", "1", "2.5"],
+        ["training", "all", "1", "", "4.0"],
+        ["", "all", "2", "1", "7.0"],
+    ]
+    alone = Report("zap", outcomes=outcomes[:2], seconds=7.0)
+    assert [row[:2] for row in summary.matrix(alone).rows] == [["runtime", "x"], ["", "all"]]
