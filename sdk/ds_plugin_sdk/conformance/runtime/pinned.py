@@ -20,7 +20,7 @@ def _needs_pinning(target: Target) -> str | None:
 
 
 def _needs(member: str, target: Target) -> str | None:
-    return None if hasattr(target.accelerator, member) else f"written before {member}() was in the contract"
+    return None if hasattr(target.accelerator, member) else f"the accelerator has no {member}() of its own"
 
 
 def _host(shape: tuple[int, ...] = (3, 5)) -> torch.Tensor:

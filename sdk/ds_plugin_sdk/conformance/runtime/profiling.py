@@ -89,7 +89,7 @@ def graphs(target: Target) -> None:
     needs=lambda target: (
         None
         if hasattr(target.accelerator, "is_current_stream_capturing")
-        else "written before is_current_stream_capturing() was in the contract"
+        else "the accelerator has no is_current_stream_capturing() of its own"
     ),
 )
 def capturing(target: Target) -> None:
