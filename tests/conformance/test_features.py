@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from ds_plugin_sdk.conformance import features
-from ds_plugin_sdk.conformance.check import ExcusedError, NonconformanceError
+from ds_plugin_sdk.conformance import features, worker
+from ds_plugin_sdk.conformance.check import Case, Check, Clause, ExcusedError, NonconformanceError
 from ds_plugin_sdk.conformance.outcome import Item, Outcome, Report
+from ds_plugin_sdk.conformance.process import START_TIMEOUT
 from ds_plugin_sdk.conformance.programs import feature_tasks
 from ds_plugin_sdk.conformance.programs import features as program
 from ds_plugin_sdk.conformance.reports import support
@@ -79,6 +81,27 @@ def test_other_numbers_than_the_hosts_fail(found: list[float]) -> None:
     with pytest.raises(NonconformanceError, match="the host has"):
         features._expect_same({"losses": found}, {"losses": [1.0, 2.0]}, 1e-3)
     features._expect_same({"losses": [1.0, 2.001]}, {"losses": [1.0, 2.0]}, 1e-3)
+
+
+def test_a_case_that_may_take_longer_gives_its_ranks_as_much_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On an emulated device, or a busy machine: ``--timeout``."""
+    asked: list[tuple[float, float]] = []
+
+    class Program:
+        def ask(self, request: dict[str, Any], timeout: float) -> list[Any]:
+            asked.append((request["seconds"], timeout - request["seconds"]))
+            return []
+
+    server = features._Server("cpu")
+    monkeypatch.setattr(server, "_worker", Program())
+    ran = Check(
+        "features.x", Clause("F1.1", "", ""), lambda target: server.run(features.Run("train"), {}, 120.0),
+        lambda target: [{}], lambda target: None, isolated=False, timeout=600.0,
+    )  # fmt: skip
+    for timeout in (600.0, 1800.0, 60.0):
+        assert worker._run(Case(ran), Target.find("cpu"), timeout)["verdict"] == "passed"
+    monkeypatch.undo()
+    assert asked == [(120.0, START_TIMEOUT), (360.0, START_TIMEOUT), (120.0, START_TIMEOUT)]
 
 
 @pytest.mark.deepspeed

@@ -30,6 +30,7 @@ from typing import Any
 import torch
 
 from ds_plugin_sdk.conformance.check import Clause, ExcusedError, NonconformanceError, check, expect, tell
+from ds_plugin_sdk.conformance.patience import allowed
 from ds_plugin_sdk.conformance.process import START_TIMEOUT, Worker, WorkerError
 from ds_plugin_sdk.conformance.runtime.support import indexed
 from ds_plugin_sdk.conformance.target import Target
@@ -372,9 +373,10 @@ class _Server:
         if self._worker is None:
             self._folder = tempfile.TemporaryDirectory(prefix="conformance-")
             self._worker = Worker(self._target, _PROGRAM, environment=_compilers(self._folder.name))
+        seconds = allowed(seconds)
         request = {"task": run.task, "options": options, "ranks": run.ranks, "seconds": seconds}
         try:
-            answer: list[dict[str, Any]] = self._worker.ask(request, START_TIMEOUT)
+            answer: list[dict[str, Any]] = self._worker.ask(request, START_TIMEOUT + seconds)
         except WorkerError as error:
             self.close()
             raise NonconformanceError(f"the program of the features: {error.what}", why=error.output) from None

@@ -84,7 +84,8 @@ class Runner:
             self._used = True
             if item.isolated and self._ahead:
                 self._next = self._start()
-            answer = worker.ask({"do": "run", "check": item.check, "parameters": item.parameters}, item.timeout)
+            request = {"do": "run", "check": item.check, "parameters": item.parameters, "timeout": item.timeout}
+            answer = worker.ask(request, item.timeout)
             if answer["failure"] is not None:
                 answer["failure"] = Failure(**{**answer["failure"], "output": worker.output()})
             return Outcome(item, **answer)

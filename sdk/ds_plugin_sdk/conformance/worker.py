@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from ds_plugin_sdk.conformance import environment, fuzz, suite
+from ds_plugin_sdk.conformance import environment, fuzz, patience, suite
 from ds_plugin_sdk.conformance.check import Case, Check, ExcusedError, NonconformanceError, take_told
 from ds_plugin_sdk.conformance.outcome import Failure, Item, Verdict
 from ds_plugin_sdk.conformance.target import Target
@@ -59,7 +59,7 @@ def _serve(name: str, connection: Connection) -> None:
         "start fuzz": lambda request: fuzz.start(target),
         "fuzz": lambda request: _fuzz(target, request["case"]),
         "fuzz reference": lambda request: fuzz.rejected_by_reference(fuzz.Fuzzed.of(request["case"])),
-        "run": lambda request: _run(Case(checks[request["check"]], request["parameters"]), target),
+        "run": lambda request: _run(Case(checks[request["check"]], request["parameters"]), target, request["timeout"]),
     }
     while True:
         request = json.loads(connection.recv_bytes())
@@ -95,8 +95,9 @@ def _item(check: Check, parameters: Mapping[str, str], skip: str = "", broken: F
     )
 
 
-def _run(case: Case, target: Target) -> Any:
+def _run(case: Case, target: Target, timeout: float) -> Any:
     """Run a case: its verdict, its time, what it told, and why it failed or is excused."""
+    patience.allow(timeout / case.check.timeout)
     gc.collect()
     torch.manual_seed(0)
     verdict: Verdict = "passed"

@@ -18,6 +18,7 @@ from pathlib import Path
 from ds_plugin_sdk.conformance.check import Clause, ExcusedError, Parameters, check, expect, tell
 from ds_plugin_sdk.conformance.deepspeed.known import Known
 from ds_plugin_sdk.conformance.deepspeed.session import Result, Session
+from ds_plugin_sdk.conformance.patience import allowed
 from ds_plugin_sdk.conformance.target import Target
 from ds_plugin_sdk.settings import settings
 
@@ -73,7 +74,7 @@ def _session(target: Target, folder: Path) -> Session:
 )
 def tests(target: Target, file: str) -> None:
     assert settings.deepspeed_tests is not None
-    results = _session(target, settings.deepspeed_tests).run(file, _FILE_SECONDS)
+    results = _session(target, settings.deepspeed_tests).run(file, allowed(_FILE_SECONDS))
     tell(tests={case: dataclasses.astuple(result) for case, result in results.items()})
     known = Known.read()
     bad = {case: result for case, result in results.items() if result.outcome in _BAD}

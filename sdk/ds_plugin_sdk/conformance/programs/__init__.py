@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import IO, TYPE_CHECKING, Any
 
+from ds_plugin_sdk.conformance.patience import allowed
 from ds_plugin_sdk.settings import child_environment
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def run(
         program: its module's name.
         target: handed to it by name.
         arguments: further ones.
-        timeout: seconds; then every rank is killed.
+        timeout: seconds, if the case has its check's own time; then every rank is killed.
         ranks: how many processes.
         environment: variables to set, beside those of a launcher.
 
@@ -99,7 +100,7 @@ def run_to_the_end(
             )
             for rank in range(ranks)
         ]
-        codes = _wait(processes, processes if until is None else [processes[until]], timeout)
+        codes = _wait(processes, processes if until is None else [processes[until]], allowed(timeout))
         return [(code, *_read(file)) for code, file in zip(codes, files, strict=True)]
 
 
@@ -170,7 +171,7 @@ def failure_of(outcomes: Sequence[Outcome], timeout: float) -> NonconformanceErr
     rank = min(failed, key=lambda rank: (outcomes[rank][0] or 0) <= 0)
     code, results, output = outcomes[rank]
     who = f"rank {rank} of {len(outcomes)}" if len(outcomes) > 1 else "the process"
-    how = f"did not end within {timeout:g} s" if code is None else f"ended with status {code}"
+    how = f"did not end within {allowed(timeout):g} s" if code is None else f"ended with status {code}"
     said = [result["failure"] for result in results if isinstance(result, dict) and "failure" in result]
     return NonconformanceError(said[-1] if said else f"{who} {how}", why=f"{who} printed last:\n{output}")
 
