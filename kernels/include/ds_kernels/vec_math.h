@@ -10,6 +10,7 @@
 // NaN gives NaN; infinities and signed zeros give what C's functions give. Polynomials are minimax fits of our own.
 #pragma once
 
+#include <cstddef>
 #include <utility>
 
 #include <ds_kernels/vec.h>
