@@ -98,6 +98,8 @@ def test_a_known_defect_must_be_there() -> None:
         str(dataclasses.replace(defect, line="no such line"))
 
 
-def test_a_page_has_a_row_for_each_launcher() -> None:
-    page = program.page([program.Outcome(case, "1", said(), {}, "", 1.0) for case in CASES])
-    assert page.count("\n| ") == len(CASES) + 2
+def test_a_page_has_a_row_for_each_launcher_and_keeps_those_that_were_not_started() -> None:
+    whole = program.page([program.Outcome(case, "1.5", said(), {}, "", 1.0) for case in CASES])
+    assert whole.count("\n| ") == len(CASES) + 2
+    again = program.page([program.Outcome(CASES[3], "2.5", said(), {}, "", 1.0)], whole)
+    assert again == whole.replace(f"| {program.title(CASES[3])} | 1.5", f"| {program.title(CASES[3])} | 2.5")

@@ -33,7 +33,7 @@ from ds_plugin_sdk import provenance
 
 FOLDER = REPOSITORY / "build" / "clusters"
 PLUGIN = "ds_plugin_cpu.accelerator"
-SECONDS = 300  # for a job that runs to its end
+SECONDS = 600  # for a job
 # What a user has set where he starts the launcher; a shell, a list and an export option must leave it as it is.
 SETTINGS = {
     "DS_ACCELERATOR": "cpu",
@@ -133,7 +133,9 @@ class Outcome:
         """Whether it is as it has to be, and in words."""
         unexpected = [f"{check}: {what}" for check, what in self.wrong.items() if check not in self.case.defects]
         mended = [
-            f"{check} is right now: {defect}" for check, defect in self.case.defects.items() if check not in self.wrong
+            f"{check} is right now: {defect}"
+            for check, defect in self.case.defects.items()
+            if check not in self.wrong and "ranks" not in self.wrong  # without ranks nothing was looked at
         ]
         known = [str(defect) for check, defect in self.case.defects.items() if check in self.wrong]
         return not (unexpected or mended), "; ".join(dict.fromkeys(unexpected + mended + known)) or "ok"
@@ -164,7 +166,7 @@ def measure(case: Case, cluster: Cluster) -> Outcome:
     killed = sum(case.ranks[:-1])  # the first of the last node
     named, ended = "", 0.0
     if len(ranks) == sum(case.ranks):  # else losing one says nothing
-        job = cluster.run([*command, *case.program, str(lost), "--kill", str(killed)], environment, lost, 100)
+        job = cluster.run([*command, *case.program, str(lost), "--kill", str(killed)], environment, lost, SECONDS)
         named, ended = name_of(killed, job.output), job.seconds
         wrong.update(judge_loss(job, named))
     return Outcome(case, version[0] if version else "?", ranks, wrong, named, ended)
@@ -273,10 +275,17 @@ Not run here:
 COLUMNS = "launcher", "version", "ranks", "threads", "cores", "plugin", "settings", "compiled", "after a loss", "result"
 
 
+def title(case: Case) -> str:
+    """The first cell of a launcher's row: what a user types is set as code."""
+    command, comma, rest = case.name.partition(",")
+    words, of, mpi = command.partition(" of ")
+    return f"`{words}`{of}{mpi}{comma}{rest}"
+
+
 def row(outcome: Outcome) -> list[str]:
     """A row of the table."""
     case, ranks, wrong = outcome.case, outcome.ranks, outcome.wrong
-    name = case.name if " of " in case.name else f"`{case.name}`"
+    name = title(case)
     result = outcome.result()[1]
     if not ranks:
         return [name, outcome.version, *["-"] * 7, result]
@@ -295,14 +304,16 @@ def row(outcome: Outcome) -> list[str]:
     ]
 
 
-def page(outcomes: list[Outcome]) -> str:
-    """The documentation's page."""
-    rows = [list(COLUMNS), ["---"] * len(COLUMNS), *map(row, outcomes)]
-    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("deepspeed", "torch"))
+def page(outcomes: list[Outcome], before: str = "") -> str:
+    """The documentation's page; rows of launchers that have no outcome now are taken from the page as it was."""
+    rows = dict(re.findall(r"^\| (.*?) \|(.*)\|$", before, re.MULTILINE))
+    rows.update((cells[0], " " + " | ".join(cells[1:]) + " ") for cells in map(row, outcomes))
+    lines = [" | ".join(COLUMNS), " | ".join(["---"] * len(COLUMNS))]
+    lines += [f"{name} |{rows[name]}".rstrip() for name in map(title, CASES) if name in rows]
     return PAGE.format(
-        versions=versions,
+        versions=", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("deepspeed", "torch")),
         cores=os.cpu_count(),
-        table="\n".join(f"| {' | '.join(cells)} |" for cells in rows),
+        table="\n".join(f"| {line} |" for line in lines),
         not_run="\n".join(f"- {name}: {why};" for name, why in NOT_RUN.items())[:-1] + ".",
     )
 
@@ -310,7 +321,7 @@ def page(outcomes: list[Outcome]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[""], metavar="PART", help="launchers with this in their names")
-    parser.add_argument("--table", type=Path, help="the page to write the table into")
+    parser.add_argument("--table", type=Path, help="the page whose rows of these launchers are written")
     options = parser.parse_args()
     # The first process of its namespaces gets no signal that it does not handle.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
@@ -320,9 +331,10 @@ def main() -> None:
         if any(part in case.name for part in options.only):
             outcomes.append(measure(case, cluster))
             print(" | ".join(row(outcomes[-1])), flush=True)
+            if options.table is not None:
+                before = options.table.read_text(encoding="utf-8") if options.table.exists() else ""
+                options.table.write_text(page(outcomes, before), encoding="utf-8")
     failed = [outcome.case.name for outcome in outcomes if not outcome.result()[0]]
-    if options.table is not None:
-        options.table.write_text(page(outcomes), encoding="utf-8")
     print(f"{len(outcomes) - len(failed)} passed, {len(failed)} failed")
     sys.exit(1 if failed else 0)
 

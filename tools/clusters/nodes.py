@@ -152,7 +152,7 @@ def _connect(nodes: list[Node]) -> None:
             node.run("ip", "link", "set", interface, "up")
 
 
-def _wait(what: str, succeeds: Callable[[], object], seconds: float = 60) -> None:
+def _wait(what: str, succeeds: Callable[[], object], seconds: float = 300) -> None:
     end = time.monotonic() + seconds
     while True:
         try:
