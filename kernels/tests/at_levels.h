@@ -3,8 +3,13 @@
 
 #include <ds_kernels/slices.h>
 
+#include <cxxabi.h>
+
+#include <cstdlib>
 #include <memory>
+#include <string>
 #include <thread>
+#include <typeinfo>
 #include <vector>
 
 #include "check.h"
@@ -57,6 +62,18 @@ class Shares final : public Threads {
   mutable std::vector<std::unique_ptr<char[]>> memory_;
 };
 
+// Counts a run of a kind of work: "NormRows at avx2".
+template <class Work>
+void count_run(Level level) {
+#define DS_KERNELS_NAME(level) #level,
+  static const char* const names[] = {DS_KERNELS_CPU_LEVELS(DS_KERNELS_NAME)};
+#undef DS_KERNELS_NAME
+  const std::unique_ptr<char, decltype(&std::free)> whole(
+      abi::__cxa_demangle(typeid(Work).name(), nullptr, nullptr, nullptr), std::free);
+  const std::string name(whole.get());
+  ++runs[name.substr(name.rfind(':') + 1) + " at " + names[static_cast<size_t>(level)]];
+}
+
 // Does any work at one level.
 struct AtLevel {
   Level level;
@@ -66,7 +83,9 @@ struct AtLevel {
     for (const auto& [each, compute] : all_compute<Work>()) {
       if (each != level) continue;
       CHECK(compute, "level %d lacks a kind of work", int(level));
-      if (compute) compute(work, dtype, threads);
+      if (!compute) continue;
+      compute(work, dtype, threads);
+      count_run<Work>(level);
     }
   }
 };
@@ -90,6 +109,7 @@ void at_all_levels_of(Test test) {
   for (const auto& [level, loops] : all_loops<Loops>()) {
     if (!loops || !runs_here(level)) continue;
     ++tested;
+    count_run<Loops>(level);
     test(loops(), static_cast<int>(level));
   }
   CHECK(tested > 0, "no level was built that runs here");
