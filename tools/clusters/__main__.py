@@ -248,8 +248,9 @@ PAGE = """# Launchers
 
 The launchers with which DeepSpeed is started, on two nodes that are namespaces of one machine, each with its own name,
 network, `/dev/shm`, sshd and slurmd, as `make test-clusters ARGS='--table docs/launchers.md'` found them when it wrote
-this page. {versions}; {cores} cores, which both nodes see. The command needs root, and installs Debian's packages for
-sshd, pdsh, munge and Slurm; the MPIs come from PyPI. All that it has started is gone when it ends.
+this page: {versions}, {cores} cores, which both nodes see.
+The command needs root, and installs Debian's packages for sshd, pdsh, munge and Slurm; the MPIs come from PyPI. All
+that it has started is gone when it ends.
 
 Each launcher runs a program twice. The first time its ranks train some steps and say where they are and what they have:
 

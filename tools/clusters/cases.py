@@ -234,7 +234,7 @@ CASES = (
 
 # What has no row, and why.
 NOT_RUN = {
-    "deepspeed --launcher mvapich": "asks for MVAPICH2-GDR, which no package registry has",
-    "deepspeed --elastic_training": "DeepSpeed 0.19 has no such option any more, nor the elasticity package",
-    "jsrun, PALS": "part of their vendors' machines",
+    "`deepspeed --launcher mvapich`": "asks for MVAPICH2-GDR, which no package registry has",
+    "`deepspeed --elastic_training`": "DeepSpeed 0.19 has no such option any more, nor the elasticity package",
+    "`jsrun`, PALS": "part of their vendors' machines",
 }
