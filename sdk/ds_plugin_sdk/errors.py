@@ -15,6 +15,7 @@
     │   ├── CompileForbiddenError                   settings forbid compiling, and nothing prebuilt or cached fits
     │   └── ArtifactError                           a binary is damaged, foreign, or cannot be loaded
     ├── HostfileError               (ValueError)    a hostfile cannot be used
+    ├── SourceError                 (ValueError)    a source cannot be read, or is not Python
     ├── ScaffoldError                               a project cannot be generated
     ├── ConformanceError                            the conformance suite cannot run, or its expectations cannot be read
     ├── CollectiveError             (RuntimeError)  a rank has ended, or does not join a collective
@@ -124,6 +125,10 @@ class ArtifactError(BuildError):
 
 class HostfileError(SdkError, ValueError):
     """A hostfile cannot be read, or has something else than hosts and their slots."""
+
+
+class SourceError(SdkError, ValueError):
+    """A source cannot be read, or is not Python."""
 
 
 class ScaffoldError(SdkError):

@@ -10,6 +10,7 @@ from ds_plugin_sdk import __version__
 from ds_plugin_sdk.cli.bench import bench
 from ds_plugin_sdk.cli.build import build
 from ds_plugin_sdk.cli.cache import cache
+from ds_plugin_sdk.cli.check import check
 from ds_plugin_sdk.cli.conformance import conformance
 from ds_plugin_sdk.cli.console import errors
 from ds_plugin_sdk.cli.contract import contract
@@ -30,6 +31,7 @@ app = typer.Typer(
 app.command("list")(list_plugins)
 app.command("report")(report)
 app.command("doctor")(doctor)
+app.command("check")(check)
 app.command("build")(build)
 app.command("new-plugin")(new_plugin)
 app.add_typer(cache, name="cache")
