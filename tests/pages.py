@@ -41,6 +41,20 @@ def files(page: Path) -> dict[str, str]:
     return found
 
 
+def blocks(page: Path) -> list[tuple[str, str]]:
+    """Every block of a page in its order, each with its language; indented ones, which are typed, have none."""
+    found = re.finditer(r"(?ms)^```(\w+)\n(.*?)^```$|(?<=\n\n)((?:^ {4}[^\n]*\n)+)", page.read_text(encoding="utf-8"))
+    return [(block[1] or "", block[2] or block[3]) for block in found]
+
+
+def reads(shown: str, printed: str) -> bool:
+    """Whether a program prints what a page shows: `...` stands for anything, and columns may be wider or narrower."""
+    expected, text = ("".join(f"{' '.join(line.split())}\n" for line in part.splitlines()) for part in (shown, printed))
+    parts = re.split(r"(?m)(^\.\.\.\n|\.\.\.)", expected)
+    pattern = "".join({"...\n": r"(?s:.*\n)?", "...": r"(?s:.*)"}.get(part, re.escape(part)) for part in parts)
+    return re.fullmatch(pattern, text) is not None
+
+
 def put(page: Path, project: Path, driver: Path) -> None:
     """Write a page's files into a project. The driver is in a folder of the test's, not in /opt."""
     for path, text in files(page).items():

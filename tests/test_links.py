@@ -17,7 +17,7 @@ PAGES = sorted(
     {
         *ROOT.glob("*.md"),
         *READMES,
-        *(file for folder in ("docs", "examples", "benchmarks", ".github") for file in (ROOT / folder).rglob("*.md")),
+        *(file for folder in ("docs", "examples", "kernels", ".github") for file in (ROOT / folder).rglob("*.md")),
     }
 )
 

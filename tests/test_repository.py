@@ -141,7 +141,7 @@ def steps(name: str) -> Iterator[dict[str, Any]]:
 
 
 def test_there_are_workflows() -> None:
-    assert [file.name for file in WORKFLOWS] == ["ci.yml", "release.yml", "wheels.yml"]
+    assert [file.name for file in WORKFLOWS] == ["ci.yml", "docs.yml", "release.yml", "wheels.yml"]
 
 
 @pytest.mark.parametrize("file", WORKFLOWS, ids=lambda file: file.stem)
@@ -149,8 +149,12 @@ def test_a_workflow_may_read_and_no_more_unless_a_job_says_so(file: Path) -> Non
     stated = workflow(file.name)
     assert stated["permissions"] == {"contents": "read"}
     more = {name: job["permissions"] for name, job in stated["jobs"].items() if "permissions" in job}
-    # Trusted publishing exchanges the job's identity for an upload token.
-    assert more == ({"publish": {"id-token": "write"}} if file.name == "release.yml" else {})
+    # Trusted publishing exchanges the job's identity for an upload token; Pages ask for it too.
+    expected = {
+        "docs.yml": {"deploy": {"pages": "write", "id-token": "write"}},
+        "release.yml": {"publish": {"id-token": "write"}},
+    }
+    assert more == expected.get(file.name, {})
 
 
 @pytest.mark.parametrize("file", WORKFLOWS, ids=lambda file: file.stem)
@@ -182,6 +186,7 @@ def test_a_job_needs_jobs_that_exist_and_ends_in_time(file: Path) -> None:
 def test_workflows_that_a_newer_push_makes_useless_are_cancelled_but_no_release() -> None:
     groups = {file.name: workflow(file.name)["concurrency"] for file in WORKFLOWS}
     assert all(
-        "github.event_name == 'pull_request'" in groups[name]["cancel-in-progress"] for name in ("ci.yml", "wheels.yml")
+        "github.event_name == 'pull_request'" in groups[name]["cancel-in-progress"]
+        for name in ("ci.yml", "docs.yml", "wheels.yml")
     )
     assert groups["release.yml"]["cancel-in-progress"] is False

@@ -47,6 +47,7 @@ class Format(NamedTuple):
 
     @property
     def bias(self) -> int:
+        """What is taken from a stored exponent, as in IEEE 754."""
         return (1 << (self.exponent - 1)) - 1
 
     @property

@@ -26,14 +26,16 @@ def include_dir() -> str:
 
 
 class RuntimeBuilder(CppOpBuilder):
-    """Builds a device runtime: the functions of ``runtime.h``. It is a builder like those of a vendor's ops::
+    """Builds a device runtime: the functions of ``runtime.h``.
 
-    class ZapRuntime(RuntimeBuilder):
-        def sources(self):
-            return [self.kernel_path("csrc/runtime/memory.cpp"), ...]
+    It is a builder like those of a vendor's ops::
 
-        def libraries_args(self):
-            return ["zaprt"]
+        class ZapRuntime(RuntimeBuilder):
+            def sources(self):
+                return [self.kernel_path("csrc/runtime/memory.cpp"), ...]
+
+            def libraries_args(self):
+                return ["zaprt"]
     """
 
     NAME = "device_runtime"

@@ -222,24 +222,31 @@ class StagedProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch give
 
     # ------------------------------------------------------------------ what torch asks a group
     def getBackendName(self) -> str:
+        """The name that the group was registered by."""
         return self._backend
 
     def getRank(self) -> int:
+        """The rank of this process."""
         return int(self.rank())
 
     def getSize(self) -> int:
+        """How many ranks there are."""
         return int(self.size())
 
     def setGroupName(self, name: str) -> None:
+        """Keep the name that torch.distributed gives the group."""
         self._name = name
 
     def getGroupName(self) -> str:
+        """The group's name."""
         return self._name
 
     def setGroupDesc(self, description: str) -> None:
+        """Keep the description that torch.distributed gives the group."""
         self._description = description
 
     def getGroupDesc(self) -> str:
+        """The group's description."""
         return self._description
 
     def shutdown(self) -> None:

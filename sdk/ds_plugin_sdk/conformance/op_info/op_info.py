@@ -123,6 +123,7 @@ class Make:
 
     @staticmethod
     def seeded(dtype: torch.dtype, seed: int = 0) -> Make:
+        """Tensors of `dtype` that are the same for the same seed."""
         return Make(dtype, torch.Generator().manual_seed(seed))
 
     def normal(self, *shape: int, scale: float = 1.0, dtype: torch.dtype | None = None) -> Tensor:

@@ -53,12 +53,6 @@ class Accelerated:
     """A model that runs on the SDK's ops until `remove` is called, or the ``with`` block ends.
 
     Printed, it is a report: which layers run whole on our ops, which parts of others, and what was left and why.
-
-    Attributes:
-        layers: names of decoder layers that run whole.
-        attention: names of models whose attention runs on our op; empty for the model itself.
-        linear, norms: names of layers that are replaced alone.
-        left: name -> why, for layers that stay the model's own code.
     """
 
     def __init__(self, model: transformers.PreTrainedModel, found: _Found, undo: list[Callable[[], None]]) -> None:
@@ -73,22 +67,27 @@ class Accelerated:
 
     @property
     def layers(self) -> list[str]:
+        """Names of decoder layers that run whole."""
         return self._replaced(DecoderReplacement)
 
     @property
     def linear(self) -> list[str]:
+        """Names of linear layers that are replaced alone."""
         return self._replaced(LinearReplacement)
 
     @property
     def norms(self) -> list[str]:
+        """Names of norms that are replaced alone."""
         return self._replaced(NormReplacement)
 
     @property
     def attention(self) -> list[str]:
+        """Names of models whose attention runs on our op; empty for the model itself."""
         return [name for name, config in self._found.attentions.items() if config._attn_implementation == ATTENTION]
 
     @property
     def left(self) -> dict[str, str]:
+        """Name -> why, for layers that stay the model's own code."""
         found = {name: f"{kind}: {why}" for name, (kind, why) in self._found.left.items()}
         for name, replacement in self._found.replacements.items():
             if self._undo and not (is_replaced(replacement.module) and replacement.holds()):
