@@ -42,7 +42,9 @@ help:
 	@echo 'make wheels        what a release publishes, into dist: sdists, and wheels with binaries tagged manylinux'
 	@echo 'make cuda-compile  the wheel with every CUDA kernel for every architecture: nvcc, no GPU; a long while'
 	@echo 'make cuda-volta    every CUDA kernel for sm_70, by clang-14: a minute or two'
+	@echo 'make docs          the site of docs/ and the other pages, into build/docs/html: an error where a link leads nowhere'
 	@echo 'make architecture  draw the picture of docs/architecture.md from the code'
+	@echo 'make command-page  docs/reference/cli.md, from the commands themselves'
 	@echo 'make transformers-families  docs/transformers-families.md: every family, plain against accelerated; 15 minutes'
 	@echo 'make bench         the training step against the accelerator that DeepSpeed brings along'
 	@echo 'make gpu-wheels    packages for a GPU machine without a network, into build/gpu-wheels'
@@ -286,9 +288,27 @@ cuda-volta: $(READY)
 	        -c "$$source" -o "build/cuda-12/$$(basename "$$source" .cu).cubin"; \
 	done
 
+# --- Pages --------------------------------------------------------------------------------------------------------
+
+DOCS_READY := .venv/docs.stamp
+
+$(DOCS_READY): $(TORCH_READY) pyproject.toml
+	@$(PIP) install --editable '.[docs]'
+	@touch $@
+
+# Without DeepSpeed: the reference is read from the SDK's docstrings.
+.PHONY: docs
+docs: $(DOCS_READY)
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet -c docs -d build/docs/doctrees -b html . build/docs/html
+	@echo 'make docs: build/docs/html/index.html'
+
 .PHONY: architecture
 architecture: $(READY)
 	$(BIN)/python tools/architecture.py
+
+.PHONY: command-page
+command-page: $(READY)
+	$(BIN)/python tools/command_page.py
 
 # NAMES=... compares these alone and writes no page.
 .PHONY: transformers-families
