@@ -46,12 +46,13 @@ copybutton_prompt_text = r"\$ |>>> "
 copybutton_prompt_is_regexp = True
 
 default_role = "literal"  # single backticks in docstrings
+napoleon_use_ivar = True
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_preserve_defaults = True
 
 NAVIGATION = {
-    "Start": ["tutorials/train", "tutorials/device-agnostic", "/README", "/examples/README"],
+    "Start": ["tutorials/train", "tutorials/device-agnostic", "In short </README>", "/examples/README"],
     "Bring a device": [
         "writing-a-plugin",
         "torch-backend",

@@ -46,6 +46,8 @@ def found(text: str) -> list[str]:
         ("a.device.type == 'cuda'", ["a.device.type == 'cuda'"]),
         ("init_process_group(backend='nccl')", ["'nccl'"]),
         ("os.environ['CUDA_VISIBLE_DEVICES']", ["'CUDA_VISIBLE_DEVICES'"]),
+        ("os.environ.get('CUDA_VISIBLE_DEVICES')", ["'CUDA_VISIBLE_DEVICES'"]),
+        ("options = {'device': 'cuda', 'size': 3}", ["'cuda'"]),
         ("set_default_tensor_type('torch.cuda.FloatTensor')", ["'torch.cuda.FloatTensor'"]),
         ("d = 'cuda' if torch.cuda.is_available() else 'cpu'", ["'cuda' if torch.cuda.is_available() else 'cpu'"]),
         (
@@ -68,6 +70,10 @@ def test_what_is_bound_to_cuda_is_found(text: str, codes: list[str]) -> None:
         "add_argument(choices=['cpu', 'cuda'])",
         "a.device.type in ('cuda', 'xpu')",
         "{'cuda': None}[device.type]",
+        "{'cuda': 'nccl', 'xpu': 'xccl'}[device.type]",
+        "states['cuda'] = 1",
+        "table.get('cuda', {})",
+        "getattr(torch.version, 'cuda', None)",
         "DataLoader(data, pin_memory=True)",
         "torch.backends.cuda.matmul.allow_tf32 = True",
         '"""On cuda and nccl."""',
@@ -135,9 +141,9 @@ def test_the_command_prints_findings_and_fails(sdk: Run, tmp_path: Path) -> None
     assert text == (
         f"{source}:2:1: x.cuda()  # raises without CUDA\n"
         "  -> .to(get_accelerator().current_device_name())\n"
-        "1 places in 1 of 2 files are bound to CUDA.\n"
+        "Places bound to CUDA: 1, in 1 of 2 files.\n"
     )
-    assert sdk("check", str(tmp_path / "pkg" / "clean.py")) == "0 places in 0 of 1 files are bound to CUDA.\n"
+    assert sdk("check", str(tmp_path / "pkg" / "clean.py")) == "Places bound to CUDA: 0, in 0 of 1 files.\n"
 
 
 def test_the_command_prints_json(sdk: Run, tmp_path: Path) -> None:

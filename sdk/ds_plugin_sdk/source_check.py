@@ -22,8 +22,25 @@ from ds_plugin_sdk.errors import SourceError
 
 _IGNORED = re.compile(r"#\s*ignore-cuda\b")
 
-# Names of devices and collectives: a list with one of them beside "cuda" or "nccl" offers a choice.
-_OTHERS = {"cpu", "mps", "xpu", "npu", "hpu", "mlu", "musa", "sdaa", "tpu", "gloo", "mpi", "ccl", "xccl", "hccl", "ucc"}
+# Names of devices and collectives: a list or table with one of them beside "cuda" or "nccl" offers a choice.
+_OTHERS = {
+    "cpu",
+    "rocm",
+    "mps",
+    "xpu",
+    "npu",
+    "hpu",
+    "mlu",
+    "musa",
+    "sdaa",
+    "tpu",
+    "gloo",
+    "mpi",
+    "ccl",
+    "xccl",
+    "hccl",
+    "ucc",
+}
 
 
 class Advice(NamedTuple):
@@ -238,11 +255,18 @@ class _Reader(ast.NodeVisitor):
             and not _asks_the_accelerator(function.value)
         ):
             self._add(node, _METHODS[function.attr])
-            self.visit(function.value)
-            for argument in (*node.args, *node.keywords):
+            function = function.value
+        self.visit(function)
+        names = _is_lookup(node.func)  # of an entry or an attribute, not of a device
+        for argument in (*node.args, *node.keywords):
+            if not (names and _names_device(argument)):
                 self.visit(argument)
-        else:
-            self.generic_visit(node)
+
+    def visit_Subscript(self, node: ast.Subscript) -> None:
+        """An entry of a table by device."""
+        self.visit(node.value)
+        if not _names_device(node.slice):
+            self.visit(node.slice)
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
         dotted = self._dotted(node)
@@ -259,8 +283,7 @@ class _Reader(ast.NodeVisitor):
             self._add(node, _advice(dotted), dotted)
 
     def visit_Compare(self, node: ast.Compare) -> None:
-        sides = (node.left, *node.comparators)
-        if any(_is_device(_strings(side)) for side in sides if isinstance(side, ast.Constant)):
+        if any(_names_device(side) for side in (node.left, *node.comparators)):
             self._add(node, _COMPARED)
         else:
             self.generic_visit(node)
@@ -272,9 +295,11 @@ class _Reader(ast.NodeVisitor):
     visit_Tuple = visit_Set = visit_List  # noqa: N815  # ast's names
 
     def visit_Dict(self, node: ast.Dict) -> None:
-        """A table by device is a choice; its keys say nothing of this program's device."""
+        """Keys name entries; what stands beside other devices' is a choice."""
+        texts = {part.value for part in (*node.keys, *node.values) if isinstance(part, ast.Constant)}
         for value in node.values:
-            self.visit(value)
+            if _OTHERS.isdisjoint(texts) or not isinstance(value, ast.Constant):
+                self.visit(value)
 
     def visit_JoinedStr(self, node: ast.JoinedStr) -> None:
         first = node.values[0] if node.values else None
@@ -326,6 +351,18 @@ def _advice(dotted: str) -> Advice:
 def _asks_the_accelerator(node: ast.expr) -> bool:
     """`get_accelerator().pin_memory(x)`, or the same of a name for it."""
     return "accelerator" in ast.unparse(node).lower()
+
+
+def _is_lookup(function: ast.expr) -> bool:
+    """`table.get("cuda")`, `getattr(torch.version, "cuda")`."""
+    names = ("get", "pop", "setdefault")
+    return (isinstance(function, ast.Attribute) and function.attr in names) or (
+        isinstance(function, ast.Name) and function.id in ("getattr", "hasattr")
+    )
+
+
+def _names_device(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str) and _is_device([node.value])
 
 
 def _strings(node: ast.expr) -> list[str]:

@@ -25,6 +25,6 @@ def check(
             typer.echo(f"{found.file}:{found.line}:{found.column}: {found.code}  # {found.meaning}")
             typer.echo(f"  -> {found.instead}")
         files, count = len({finding.file for finding in findings}), len(source_check.python_files(sources))
-        typer.echo(f"{len(findings)} places in {files} of {count} files are bound to CUDA.")
+        typer.echo(f"Places bound to CUDA: {len(findings)}, in {files} of {count} files.")
     if findings:
         raise typer.Exit(1)
