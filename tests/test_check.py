@@ -115,9 +115,7 @@ def test_advice_is_for_members_that_exist() -> None:
     assert not [name for name in members if not hasattr(TorchAccelerator, name)]
     functions = set(re.findall(r"torch\.accelerator\.(\w+)", text))
     assert len(functions) > 10
-    # Since torch 2.12.
-    newer = {"get_memory_info"} if torch.__version__ < "2.12" else set()
-    assert not [name for name in functions - newer if not hasattr(torch.accelerator, name)]
+    assert not [name for name in functions if not hasattr(torch.accelerator, name)]
 
 
 def test_what_the_advice_says_of_torch_without_cuda_is_so() -> None:
