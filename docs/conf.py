@@ -36,6 +36,7 @@ html_theme = "furo"
 html_title = f"{project} {release}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_search_scorer = str(ROOT / "docs" / "_static" / "scorer.js")
 html_additional_pages = {"index": "redirect.html"}  # the front page is at docs/, as in the repository
 html_copy_source = False
 html_show_sphinx = False
