@@ -1,0 +1,162 @@
+"""The last layer of a language model and its loss in one, without its outputs in memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from ds_plugin_sdk.ops import linear_cross_entropy as ops
+
+_REDUCTIONS = ("mean", "sum")
+
+
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float = 0.0,
+) -> Tensor:
+    """``cross_entropy(linear(input, linear_weight, linear_bias), target)``, some rows at a time.
+
+    The arguments are those of `torch.nn.functional.linear_cross_entropy`; the formula is that of
+    `ds_plugin_sdk.ops.cross_entropy.cross_entropy_`. Gradients are computed in the forward pass already, of those that
+    need one, and kept until the backward pass: weights need not be there any more then. Where gradients are not
+    recorded, the loss alone is computed. Differentiable once.
+
+    Under `torch.autocast` products are in its dtype, as torch's linear has it. The loss is float32.
+
+    Args:
+        input: ``[..., H]``, any strides: float32, bfloat16, float16, float64.
+        linear_weight: ``[columns, H]``, the dtype of input, any under autocast; it may be that of an embedding.
+        target: int64, the shape of input but for the last dimension: columns, or `ignore_index`.
+        linear_bias: ``[columns]``.
+        reduction: ``mean`` over the rows that are not ignored, or ``sum``. The mean of none is NaN, as torch's is, and
+            its gradients are 0.
+        ignore_index: such rows do not count.
+        label_smoothing: share of the target that is spread over all columns.
+        z_loss: factor of the mean, or sum, of ``logsumexp(logits)^2``.
+        softcap: logits become ``softcap tanh(logits / softcap)`` first; 0 for none.
+
+    Returns:
+        One number, float32 (float64 for float64 tensors).
+
+    Raises:
+        InvalidTensorError: shapes, dtypes, devices or options do not fit, or a target is no column.
+        ValueError: another reduction.
+    """
+    _check_reduction("linear_cross_entropy", reduction)
+    rows = math.prod(input.shape[:-1])
+    cast = _autocast_to(input)
+    loss = ops.linear_cross_entropy(
+        cast(input).reshape(rows, input.shape[-1]),
+        cast(linear_weight),
+        target.reshape(rows) if target.shape == input.shape[:-1] else target,
+        None if linear_bias is None else cast(linear_bias),
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        softcap=softcap,
+    )
+    if reduction == "sum":
+        return loss
+    counted = (target != ignore_index).sum()
+    return torch.where(counted == 0, torch.nan, loss / counted.clamp(min=1))
+
+
+def _check_reduction(name: str, reduction: str) -> None:
+    if reduction not in _REDUCTIONS:
+        raise ValueError(f"{name}: reduction={reduction!r}; expected 'mean' or 'sum'")
+
+
+def _autocast_to(input: Tensor) -> Callable[[Tensor], Tensor]:
+    """What torch's linear does to its arguments at the moment."""
+    device_type = input.device.type
+    if input.dtype == torch.float64 or not torch.is_autocast_enabled(device_type):
+        return lambda tensor: tensor
+    dtype = torch.get_autocast_dtype(device_type)
+    return lambda tensor: tensor.to(dtype)
+
+
+class LinearCrossEntropyLoss(nn.Module):
+    """A linear layer without outputs, and the loss of what they would be: `linear_cross_entropy`.
+
+    Its parameters have the names, shapes and first values of `torch.nn.Linear`'s, so that state dicts fit. To share an
+    embedding's weight, assign it: ``loss.weight = embedding.weight``. They are the module's own, so that DeepSpeed's
+    ZeRO 3 gathers them for its forward pass; its backward pass does not read them.
+
+    Args:
+        in_features: H.
+        num_classes: columns.
+        bias: whether the layer has one.
+        device, dtype: of the parameters.
+        reduction, ignore_index, label_smoothing, z_loss, softcap: as in `linear_cross_entropy`.
+
+    Raises:
+        ValueError: another reduction.
+    """
+
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        num_classes: int,
+        *,
+        bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        reduction: str = "mean",
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        softcap: float = 0.0,
+    ) -> None:
+        super().__init__()
+        _check_reduction("LinearCrossEntropyLoss", reduction)
+        self.reduction = reduction
+        self.ignore_index = ignore_index
+        self.label_smoothing = label_smoothing
+        self.z_loss = z_loss
+        self.softcap = softcap
+        self.weight = nn.Parameter(torch.empty(num_classes, in_features, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(num_classes, device=device, dtype=dtype)) if bias else None
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Uniform within ``1 / sqrt(H)``, as in `torch.nn.Linear`."""
+        bound = self.weight.shape[1] ** -0.5 if self.weight.shape[1] else 0.0
+        for parameter in self.parameters(recurse=False):
+            parameter.uniform_(-bound, bound)
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        """The loss; arguments and errors as in `linear_cross_entropy`."""
+        return linear_cross_entropy(
+            input,
+            self.weight,
+            target,
+            linear_bias=self.bias,
+            reduction=self.reduction,
+            ignore_index=self.ignore_index,
+            label_smoothing=self.label_smoothing,
+            z_loss=self.z_loss,
+            softcap=self.softcap,
+        )
+
+    def extra_repr(self) -> str:
+        """What `print` shows of the module."""
+        columns, features = self.weight.shape
+        return (
+            f"in_features={features}, num_classes={columns}, bias={self.bias is not None}, "
+            f"reduction={self.reduction!r}, ignore_index={self.ignore_index}, label_smoothing={self.label_smoothing}, "
+            f"z_loss={self.z_loss}, softcap={self.softcap}"
+        )

@@ -1,0 +1,207 @@
+"""Cross entropy of a linear layer's outputs, which are never held: ``ds_plugin::linear_cross_entropy``.
+
+The last layer of a language model gives a number for each token and each word of its vocabulary. They, what the loss
+keeps of them and their gradient are most of the memory that a small model's training takes. Here they exist for some
+tokens at a time: the loss of a chunk of tokens and its gradients are computed one after the other in the forward pass,
+and the backward pass multiplies these by the number that it is given.
+
+The products are the device's own, by torch; between them stands ``ds_plugin::cross_entropy_``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_plugin_sdk.errors import SdkError
+from ds_plugin_sdk.ops import _library
+from ds_plugin_sdk.ops._checks import CheckError, check_first, check_other
+from ds_plugin_sdk.ops._references import working
+from ds_plugin_sdk.ops.cross_entropy import check_options, check_range, check_target
+
+# Logits at a time: as few as leave products of so few rows as fast as those of many.
+_LOGITS = 1 << 23
+_ROWS = 128
+
+
+def linear_cross_entropy(
+    input: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float = 0.0,
+) -> Tensor:
+    """The sum of the losses of all rows of ``input @ weight.T + bias``, as `cross_entropy_` has them.
+
+    Differentiable once, by input, weight and bias. Gradients are computed here already, of those that need one; float32
+    numbers until they are rounded, and so are losses.
+
+    Args:
+        input: ``[rows, H]``: float32, bfloat16, float16, float64.
+        weight: ``[columns, H]``, the dtype of input.
+        target: int64 ``[rows]``: columns, or `ignore_index`. Rows that are ignored have a loss and gradients of 0; on
+            the CPU no time is spent on them.
+        bias: ``[columns]``, the dtype of input.
+
+    The rest is as in `cross_entropy_`.
+
+    Returns:
+        One number, float32 (float64 for float64 tensors).
+
+    Raises:
+        InvalidTensorError: shapes, dtypes, devices or options do not fit, or a target is no column.
+    """
+    tensors = (input, weight, bias)
+    gradients = [torch.is_grad_enabled() and tensor is not None and tensor.requires_grad for tensor in tensors]
+    loss: Tensor = _library.call(
+        "linear_cross_entropy",
+        *(input, weight, target, bias, ignore_index, label_smoothing, z_loss, softcap, *gradients),
+    )[0]
+    return loss
+
+
+def _check(
+    input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, label_smoothing: float, softcap: float
+) -> None:
+    check_first("input", input)
+    if input.dim() != 2:
+        raise CheckError(f"input has shape {list(input.shape)}; expected [rows, H]")
+    if weight.dim() != 2:
+        raise CheckError(f"weight has shape {list(weight.shape)}; expected [columns, {input.shape[1]}]")
+    check_other("weight", weight, input, (weight.shape[0], input.shape[1]))
+    check_other("bias", bias, input, weight.shape[:1])
+    check_target(target, input, input.shape[0])
+    check_options(label_smoothing, softcap)
+
+
+def _kept(input: Tensor) -> torch.dtype:
+    """The dtype of gradients between the passes: in float16 only what the loss is scaled by brings them into range."""
+    return torch.float32 if input.dtype == torch.float16 else input.dtype
+
+
+def _new_results(
+    input: Tensor, weight: Tensor, input_gradient: bool, weight_gradient: bool, bias_gradient: bool
+) -> tuple[Tensor, ...]:
+    kept = _kept(input)
+    return (
+        input.new_empty((), dtype=working(input)),
+        input.new_empty(input.shape if input_gradient else 0, dtype=kept),
+        weight.new_empty(weight.shape if weight_gradient else 0, dtype=kept),
+        weight.new_empty(weight.shape[:1] if bias_gradient else 0, dtype=kept),
+    )
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    gradients = output[1:]
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*gradients)
+    ctx.save_for_backward(*gradients)
+    ctx.dtype, ctx.wanted = inputs[0].dtype, inputs[-3:]
+
+
+def _derive(ctx: Any, grad_loss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    if torch.is_grad_enabled():
+        raise SdkError(
+            "no derivative of a gradient",
+            op="linear_cross_entropy",
+            why="its gradients are computed in the forward pass (create_graph=True was asked for)",
+            hint="torch.nn.functional.linear and cross_entropy have second derivatives",
+        )
+    input, weight, bias = (
+        (gradient * grad_loss).to(ctx.dtype) if wanted and grad_loss is not None else None
+        for gradient, wanted in zip(ctx.saved_tensors, ctx.wanted, strict=True)
+    )
+    return input, weight, None, bias, *(None,) * 7
+
+
+@_library.op(
+    "linear_cross_entropy(Tensor input, Tensor weight, Tensor target, Tensor? bias, int ignore_index, "
+    "float label_smoothing, float z_loss, float softcap, bool input_gradient, bool weight_gradient, "
+    "bool bias_gradient) -> (Tensor, Tensor, Tensor, Tensor)",
+    check=_check,
+    outputs=_new_results,
+    autograd=_library.Autograd(_derive, _save),
+)
+def linear_cross_entropy_reference(
+    input: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float,
+    input_gradient: bool,
+    weight_gradient: bool,
+    bias_gradient: bool,
+) -> tuple[Tensor, ...]:
+    """``ds_plugin::linear_cross_entropy``, on any device: loss and gradients; of those not wanted, no elements."""
+    columns = weight.shape[0]
+    if input.device.type == "cpu":
+        check_range(target, columns, ignore_index)
+    results = _new_results(input, weight, input_gradient, weight_gradient, bias_gradient)
+    # Sums over chunks are not rounded in between.
+    loss, of_input, of_weight, of_bias = (each.to(working(input)).zero_() for each in results)
+    dtype = _product_dtype(input)
+    weight = weight.to(dtype)
+    bias = None if bias is None else bias.to(dtype)
+    counted = _counted(target, ignore_index)
+    rows = input.shape[0] if counted is None else len(counted)
+    size = -(-rows // max(1, -(-rows // max(_ROWS, _LOGITS // max(columns, 1)))))
+    memory = input.new_empty(size * columns, dtype=dtype)
+    for begin in range(0, rows, max(size, 1)):
+        end = min(begin + size, rows)
+        of_chunk: slice | Tensor = slice(begin, end) if counted is None else counted[begin:end]
+        x = input[of_chunk].to(dtype)
+        logits = memory[: (end - begin) * columns].view(end - begin, columns)
+        if bias is None:
+            torch.mm(x, weight.t(), out=logits)
+        else:
+            torch.addmm(bias, x, weight.t(), out=logits)
+        losses = _library.call(
+            "cross_entropy_",
+            *(logits, target[of_chunk], ignore_index, label_smoothing, z_loss, softcap),
+            input_gradient or weight_gradient or bias_gradient,
+        )
+        loss += losses.sum()
+        if input_gradient:
+            of_input[of_chunk] = (logits @ weight).to(of_input.dtype)
+        if weight_gradient:
+            _add_product(of_weight, logits.t(), x)
+        if bias_gradient:
+            of_bias += logits.sum(dim=0, dtype=of_bias.dtype)
+    return loss, *(each.to(_kept(input)) for each in (of_input, of_weight, of_bias))
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    else:
+        total += a @ b
+
+
+def _counted(target: Tensor, ignore_index: int) -> Tensor | None:
+    """The rows that are not ignored; None for all, or where the host would wait for the device to know them."""
+    if target.device.type != "cpu":
+        return None
+    counted = target.ne(ignore_index).nonzero().squeeze(1)
+    return None if len(counted) == len(target) else counted
+
+
+def _product_dtype(input: Tensor) -> torch.dtype:
+    """The dtype to multiply in: 16 bits where the device has instructions for them, else float32."""
+    if input.device.type == "cpu" and input.element_size() == 2:
+        mkldnn = torch.ops.mkldnn
+        bfloat16 = input.dtype == torch.bfloat16
+        has = mkldnn._is_mkldnn_bf16_supported() if bfloat16 else mkldnn._is_mkldnn_fp16_supported()
+        return input.dtype if has else torch.float32
+    return input.dtype
+
+
+__all__ = ["linear_cross_entropy"]
