@@ -150,6 +150,7 @@ OPS = {
     "quantizer": "quantize",
     "random_ltd": "token_gather",
     "attention": "cached_attention",
+    "cross_entropy": "cross_entropy_",
     "linear": "linear",
 }
 

@@ -14,6 +14,7 @@ FAMILIES = (
     "adagrad",
     "adam",
     "attention",
+    "cross_entropy",
     "evoformer_attn",
     "fp_quantizer",
     "lamb",

@@ -8,7 +8,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import get_args
+from typing import Literal, get_args
 
 import transformers
 from torch import nn
@@ -17,6 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from ds_plugin_sdk.errors import SdkError
 from ds_plugin_sdk.integrations.transformers import families
 from ds_plugin_sdk.integrations.transformers.attention import ATTENTION, register_attention
+from ds_plugin_sdk.integrations.transformers.loss import LossReplacement
 from ds_plugin_sdk.integrations.transformers.replacements import (
     DecoderReplacement,
     LinearReplacement,
@@ -81,6 +82,11 @@ class Accelerated:
         return self._replaced(NormReplacement)
 
     @property
+    def loss(self) -> list[str]:
+        """Names of models whose loss in training is computed without logits; empty for the model itself."""
+        return self._replaced(LossReplacement)
+
+    @property
     def attention(self) -> list[str]:
         """Names of models whose attention runs on our op; empty for the model itself."""
         return [name for name, config in self._found.attentions.items() if config._attn_implementation == ATTENTION]
@@ -105,12 +111,13 @@ class Accelerated:
         if not self._undo:
             return f"{self._title} is not accelerated any more"
         lines = [f"{self._title} on the SDK's ops:"]
-        attention = [name or "the whole model" for name in self.attention]
+        attention, loss = ([name or "the whole model" for name in names] for names in (self.attention, self.loss))
         for title, names in (
             ("whole layers", self.layers),
             ("attention", attention),
             ("linear layers", self.linear),
             ("norms", self.norms),
+            *((("chunked loss", loss),) if loss else ()),
         ):
             lines.append(f"  {title:<14}{len(names):>4}  {', '.join(_patterns(names))}".rstrip())
         reasons: dict[str, list[str]] = defaultdict(list)
@@ -127,13 +134,15 @@ class Accelerated:
         self.remove()
 
 
-def accelerate(model: transformers.PreTrainedModel, weights: Weights = None) -> Accelerated:
+def accelerate(
+    model: transformers.PreTrainedModel, weights: Weights = None, *, loss: Literal["chunked"] | None = None
+) -> Accelerated:
     """Run a model's inference on the SDK's ops: native kernels, or reference implementations where there are none.
 
     Only what is known for certain is replaced: plain layers without hooks, whose code and parameters are known. All
     else, and every call with gradients, autocast, dropout or arguments that are not known here, runs the model's own
-    code. Wrap your own loops in ``torch.no_grad()``; ``generate`` does so itself. Greedy tokens in float32 are those of
-    the plain model; 16-bit results differ in rounding.
+    code, but for the loss in training if that is asked for. Wrap your own loops in ``torch.no_grad()``; ``generate``
+    does so itself. Greedy tokens in float32 are those of the plain model; 16-bit results differ in rounding.
 
     Args:
         model: on its device or devices, in float32, bfloat16 or float16, in eval mode.
@@ -141,17 +150,22 @@ def accelerate(model: transformers.PreTrainedModel, weights: Weights = None) -> 
             ``"int4"`` for 4 bits, but 8 for the layer that makes logits, and for rows that are no multiple of 64. The
             model's own parameters stay as they are, so that `Accelerated.remove` can bring them back: memory grows by
             half (bfloat16), or a quarter. None keeps their dtype; parameters are moved into one block of memory.
+        loss: ``"chunked"`` to compute the loss of a causal language model in training, where labels are given and
+            gradients recorded, some tokens at a time (`ds_plugin_sdk.nn.linear_cross_entropy`). Such a call returns no
+            logits: they are None, or not in the tuple.
 
     Returns:
         A handle to undo it; printed, it says what was replaced and what was left and why.
 
     Raises:
-        SdkError: the model is accelerated already, or `weights` is something else.
+        SdkError: the model is accelerated already, or `weights` or `loss` is something else.
     """
     if weights not in (None, *get_args(Quantized)):
         raise SdkError(
             f"weights is {weights!r}", why="weights are kept as they are, or quantized", hint='None, "int8" or "int4"'
         )
+    if loss not in (None, "chunked"):
+        raise SdkError(f"loss is {loss!r}", why="a loss is the model's own, or chunked", hint='None or "chunked"')
     if any(is_replaced(module) for module in model.modules()):
         raise SdkError("the model is accelerated already", why="accelerate() was called on it", hint="call remove()")
     for device in {parameter.device.type for parameter in model.parameters() if not parameter.is_meta}:
@@ -161,6 +175,8 @@ def accelerate(model: transformers.PreTrainedModel, weights: Weights = None) -> 
     found, packer = _Found(), Packer(weights)
     undo = _use_attention(model, found)
     _find_layers(model, packer, found)
+    if loss is not None:
+        _find_loss(model, found)
     undo += packer.pack()
     for replacement in found.replacements.values():
         replacement.put_on()
@@ -189,6 +205,13 @@ def _find_layers(model: transformers.PreTrainedModel, packer: Packer, found: _Fo
                 found.replacements[name] = NormReplacement(module, norm_of(module))
         except NotUnderstoodError as why:
             found.left[name] = (name_of(module), str(why))
+
+
+def _find_loss(model: transformers.PreTrainedModel, found: _Found) -> None:
+    try:
+        found.replacements[""] = LossReplacement(model)
+    except NotUnderstoodError as why:
+        found.left["loss"] = (name_of(model), str(why))
 
 
 def _decoder(module: nn.Module, attention: nn.Module, packer: Packer, row: Row) -> DecoderReplacement:

@@ -6,6 +6,7 @@ reason, and stays the model's own code.
 
 from __future__ import annotations
 
+import dis
 import functools
 import operator
 import types
@@ -217,7 +218,8 @@ def _shape_of(code: types.CodeType) -> tuple[Any, ...]:
 
 
 def _constants(function: types.FunctionType) -> tuple[Any, ...]:
-    return tuple(c for c in function.__code__.co_consts if c is not None and c != function.__doc__)
+    """Those that the code uses: a docstring, which transformers' decorators also change, is none of them."""
+    return tuple(each.argval for each in dis.get_instructions(function) if each.opcode in dis.hasconst)
 
 
 def check_code(module: nn.Module, *known: type[nn.Module]) -> None:

@@ -1,0 +1,261 @@
+"""The loss of transformers' models in training without logits: the plain one with its gradients, or their own code."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+with warnings.catch_warnings():
+    # transformers' own dependencies warn of each other's releases.
+    warnings.simplefilter("ignore")
+    import transformers
+
+from ds_plugin_sdk.errors import SdkError
+from ds_plugin_sdk.integrations.transformers import Accelerated, accelerate, loss
+
+_SIZES = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 160}
+_LLAMA = {**_SIZES, "intermediate_size": 48, "num_key_value_heads": 2, "initializer_range": 0.2}
+MODELS: dict[str, transformers.PreTrainedConfig] = {
+    "gpt2": transformers.GPT2Config(
+        n_embd=32,
+        n_layer=1,
+        n_head=4,
+        vocab_size=160,
+        initializer_range=0.2,
+        bos_token_id=1,
+        eos_token_id=2,
+        resid_pdrop=0,
+        attn_pdrop=0,
+        embd_pdrop=0,
+    ),
+    "llama": transformers.LlamaConfig(**_LLAMA),
+    "llama, tied": transformers.LlamaConfig(**_LLAMA, tie_word_embeddings=True),
+    "mistral": transformers.MistralConfig(**_LLAMA),
+    "qwen2": transformers.Qwen2Config(**_LLAMA),
+    "qwen3": transformers.Qwen3Config(**_LLAMA, head_dim=8),
+    "opt": transformers.OPTConfig(**_SIZES, ffn_dim=48, init_std=0.2, word_embed_proj_dim=32, dropout=0),
+}
+
+pytestmark = [
+    pytest.mark.compiler,
+    pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning"),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels(native: Callable[..., None]) -> None:
+    native("linear", "attention", "norm", "rotary", "decoder_layer", "cross_entropy")
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
+    """The shape of the hidden states of each chunked loss."""
+    seen: list[torch.Size] = []
+
+    def counted(input: Tensor, *args: Any, **options: Any) -> Tensor:
+        seen.append(input.shape)
+        return original(input, *args, **options)
+
+    original = loss.linear_cross_entropy
+    monkeypatch.setattr(loss, "linear_cross_entropy", counted)
+    return seen
+
+
+def make(name: str = "llama", dtype: torch.dtype = torch.float32) -> transformers.PreTrainedModel:
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(MODELS[name]).to(dtype).train()
+
+
+def batch() -> dict[str, Tensor]:
+    ids = torch.randint(3, 160, (3, 9), generator=torch.Generator().manual_seed(1))
+    labels = ids.clone()
+    labels[:, :3] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def step(model: transformers.PreTrainedModel, **arguments: Any) -> tuple[Any, list[Tensor]]:
+    output = model(**{**batch(), **arguments})
+    found = torch.autograd.grad(output[0], list(model.parameters()))
+    return output, list(found)
+
+
+def assert_same(found: tuple[Any, list[Tensor]], expected: tuple[Any, list[Tensor]], tolerance: float = 2e-6) -> None:
+    torch.testing.assert_close(found[0][0], expected[0][0], rtol=tolerance, atol=0)
+    for a, b in zip(found[1], expected[1], strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=10 * tolerance * float(b.abs().max().clamp(min=1e-2)))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_loss_and_gradients_are_the_plain_models(name: str, calls: list[torch.Size]) -> None:
+    expected = step(make(name))
+    model = make(name)
+    with accelerate(model, loss="chunked") as handle:
+        assert handle.loss == [""] and "chunked loss" in str(handle)
+        found = step(model)
+        assert calls == [(3, 9, 32)]
+        assert_same(found, expected)
+        assert found[0].logits is None and "logits" not in found[0]
+        assert found[0].keys() == expected[0].keys() - {"logits"}
+    assert step(model)[0].logits is not None and len(calls) == 1
+    assert "forward" not in vars(model) and "forward" not in vars(model.lm_head)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"num_items_in_batch": torch.tensor(11)},
+        {"num_items_in_batch": 7},
+        {"ignore_index": 5},
+        {"shift_labels": torch.randint(0, 160, (3, 9), generator=torch.Generator().manual_seed(2))},
+        {"output_hidden_states": True},
+        {"attention_mask": torch.tensor([[0, 0, *[1] * 7], [1] * 9, [1] * 9])},
+    ],
+    ids=lambda arguments: next(iter(arguments)),
+)
+def test_arguments_of_the_loss_mean_what_they_mean(arguments: dict[str, Any], calls: list[torch.Size]) -> None:
+    labels = {"labels": torch.tensor([[9, 5, 9] * 3] * 3)} if "ignore_index" in arguments else {}
+    expected = step(make(), **arguments, **labels)
+    model = make()
+    accelerate(model, loss="chunked")
+    assert_same(step(model, **arguments, **labels), expected)
+    assert len(calls) == 1
+
+
+def test_a_tuple_has_no_logits() -> None:
+    model = make()
+    expected = model(**batch(), return_dict=False, use_cache=False)
+    accelerate(model, loss="chunked")
+    found = model(**batch(), return_dict=False, use_cache=False)
+    assert len(expected) == 2 and len(found) == 1
+    torch.testing.assert_close(found[0], expected[0])
+
+
+def test_16_bits_and_autocast(calls: list[torch.Size]) -> None:
+    expected = step(make())
+    model = make(dtype=torch.bfloat16)
+    accelerate(model, loss="chunked")
+    output, gradients = step(model)
+    torch.testing.assert_close(output.loss, expected[0].loss, rtol=2e-2, atol=0)
+    assert output.loss.dtype == torch.float32 and {each.dtype for each in gradients} == {torch.bfloat16}
+    model = make()
+    accelerate(model, loss="chunked")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output, gradients = step(model)
+    torch.testing.assert_close(output.loss, expected[0].loss, rtol=2e-2, atol=0)
+    assert {each.dtype for each in gradients} == {torch.float32} and len(calls) == 2
+
+
+def test_with_checkpointing(calls: list[torch.Size]) -> None:
+    expected = step(make())
+    model = make()
+    accelerate(model, loss="chunked")
+    model.gradient_checkpointing_enable()
+    assert_same(step(model), expected)
+    assert len(calls) == 1
+
+
+# ---- the model's own code --------------------------------------------------------------------------------------------
+class _Head(nn.Linear):
+    pass
+
+
+def _with_hook(model: transformers.PreTrainedModel) -> None:
+    model.lm_head.register_forward_hook(lambda module, args, output: None)
+
+
+def _with_other_head(model: transformers.PreTrainedModel) -> None:
+    model.lm_head.__class__ = _Head
+
+
+def _with_other_loss(model: transformers.PreTrainedModel) -> None:
+    model.loss_function = lambda logits, labels, **_: logits.float().square().mean()
+
+
+def _with_other_forward(model: transformers.PreTrainedModel) -> None:
+    forward = model.lm_head.forward
+    model.lm_head.forward = lambda input: forward(input) * 2
+
+
+def _in_evaluation(model: transformers.PreTrainedModel) -> None:
+    model.eval()
+
+
+def _nothing(model: transformers.PreTrainedModel) -> None:
+    pass
+
+
+OWN = {
+    "a hook on the last layer": (_with_hook, {}),
+    "another last layer": (_with_other_head, {}),
+    "another loss": (_with_other_loss, {}),
+    "evaluation": (_in_evaluation, {}),
+    "few logits": (_nothing, {"logits_to_keep": 9}),
+    "float64": (lambda model: model.double(), {}),
+}
+
+
+@pytest.mark.parametrize(("change", "arguments"), OWN.values(), ids=OWN)
+@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+def test_what_is_not_known_runs_the_models_own_code(
+    before: bool,
+    change: Callable[[transformers.PreTrainedModel], None],
+    arguments: dict[str, Any],
+    calls: list[torch.Size],
+) -> None:
+    model, plain = make(), make()
+    change(plain)
+    if before:
+        change(model)
+    accelerate(model, loss="chunked")
+    if not before:
+        change(model)
+    found, expected = step(model, **arguments), step(plain, **arguments)
+    assert not calls and found[0].logits is not None
+    assert_same(found, expected)
+
+
+def test_a_forward_of_the_last_layers_own_is_left(calls: list[torch.Size]) -> None:
+    model, plain = make(), make()
+    for each in (model, plain):
+        _with_other_forward(each)
+    handle = accelerate(model, loss="chunked")
+    assert handle.left["loss"].endswith("Linear has another forward")
+    assert_same(step(model), step(plain))
+    assert not calls
+
+
+def test_without_gradients_or_labels_there_are_logits(calls: list[torch.Size]) -> None:
+    model = make()
+    accelerate(model, loss="chunked")
+    with torch.no_grad():
+        assert model(**batch()).logits.shape == (3, 9, 160)
+    assert model(batch()["input_ids"]).logits.shape == (3, 9, 160)
+    assert not calls
+
+
+def test_a_model_of_another_code_says_so() -> None:
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(transformers.Gemma2Config(**_LLAMA, head_dim=8))
+    handle = accelerate(model, loss="chunked")
+    assert handle.loss == [] and handle.left["loss"].endswith("the code of Gemma2ForCausalLM is not known")
+
+
+def test_an_error_leaves_the_model_as_it_was(calls: list[torch.Size]) -> None:
+    model = make()
+    accelerate(model, loss="chunked")
+    labels = torch.full((3, 9), 160)
+    with pytest.raises(SdkError, match="target has an entry 160"):
+        model(batch()["input_ids"], labels=labels)
+    assert_same(step(model), step(make()))
+    assert len(calls) == 2 and "_loss_function" not in vars(model)
+
+
+def test_another_word_is_an_error() -> None:
+    with pytest.raises(SdkError, match="loss is 'fused'"):
+        accelerate(make(), loss="fused")
+    assert isinstance(accelerate(make()), Accelerated)
