@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ds_plugin_sdk.bench import accelerator, all_reduce, losses, training
+from ds_plugin_sdk.bench import accelerator, all_reduce, losses, step, training
 from ds_plugin_sdk.bench.timing import in_turns
 
 
@@ -91,3 +91,16 @@ def test_the_members_of_two_accelerators_are_timed_side_by_side() -> None:
     assert row.plugin_us >= 2000 > row.deepspeed_us
     assert row.times > 10
     assert accelerator._row("other()", operator.methodcaller("other"), Fast(), Slow(), turns=3) is None
+
+
+@pytest.mark.compiler
+def test_a_training_step_is_measured_beside_the_models_own_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(step.SHAPES, "15m", step._Sizes(16, 1, 2, 32))
+    told: list[str] = []
+    eager, ours = step.run(vocabularies=(3000,), tokens=512, turns=2, compile=False, tell=told.append)
+    assert (eager.what, eager.times, eager.share) == ("eager", 1, 1)
+    assert ours.what == step.OURS and ours.lowest <= ours.times <= ours.highest
+    assert len(told) == 2 * (1 + 2)
+    logits = 512 * 3000 * 4 / 2**20
+    assert eager.loss_mib > 2 * logits > ours.loss_mib
+    assert step.agreement(3, vocabulary=100, tokens=16).largest < 1e-5

@@ -1,8 +1,10 @@
-// The loops of the inference ops, at every level, dtype and around every vector width, against their formulas in double.
+// The loops of ops on rows, at every level, dtype and around every vector width, against their formulas in double.
+#include <array>
 #include <functional>
 #include <random>
 
 #include <ds_kernels/activation.h>
+#include <ds_kernels/cross_entropy.h>
 #include <ds_kernels/norm.h>
 #include <ds_kernels/residual.h>
 #include <ds_kernels/rotary.h>
@@ -221,10 +223,68 @@ void test_residuals() {
   });
 }
 
+void check_cross_entropy(cpu::AtLevel compute, Dtype dtype, int64_t columns, bool options) {
+  constexpr int64_t kIgnored = -100;
+  const double smoothing = options ? 0.25 : 0, z_loss = options ? 0.125 : 0, cap = options ? 1.5 : 0;
+  const int64_t target[kRows] = {columns - 1, kIgnored, columns / 2};
+  Elements logits = numbers(dtype, kRows * columns, 1), kept = logits;
+  const Elements before = logits;
+  float loss[kRows], again[kRows];
+  CrossEntropyRows rows{logits.data(), target, loss, kRows, columns, kIgnored, float(smoothing), float(z_loss),
+                        float(cap), true};
+  compute(rows, dtype);
+  rows.logits = kept.data(), rows.loss = again, rows.gradient = false;
+  compute(rows, dtype);
+  for (int row = 0; row < kRows; ++row) {
+    const bool counts = target[row] != kIgnored;
+    std::vector<double> y(columns);
+    double sum = 0, mean = 0;
+    for (int64_t i = 0; i < columns; ++i) {
+      const double x = before[row * columns + i];
+      sum += std::exp(y[i] = cap > 0 ? cap * std::tanh(x / cap) : x);
+      mean += y[i] / columns;
+    }
+    const double l = std::log(sum), of_target = counts ? y[target[row]] : 0;
+    const double expected = counts ? l - (1 - smoothing) * of_target - smoothing * mean + z_loss * l * l : 0;
+    CHECK(std::abs(loss[row] - expected) <= 4e-6 * (1 + std::abs(expected)), "the loss of row %d of %d columns is %.9g, "
+          "expected %.9g", row, int(columns), loss[row], expected);
+    CHECK(loss[row] == again[row], "the loss of row %d of %d columns alone", row, int(columns));
+    for (int64_t i = 0; i < columns; ++i) {
+      const double there = i == target[row] ? 1 - smoothing : 0, slope = cap > 0 ? 1 - y[i] * y[i] / cap / cap : 1;
+      const double of_y = std::exp(y[i] - l) * (1 + 2 * z_loss * l) - smoothing / columns - there;
+      close("the gradient of logits", logits, row * columns + i, counts ? of_y * slope : 0);
+      CHECK(kept[row * columns + i] == before[row * columns + i], "logits stay, element %d", int(i));
+    }
+  }
+}
+
+void test_cross_entropy() {
+  in_all_cases<CrossEntropyRows>([](cpu::AtLevel compute, Dtype dtype, int64_t columns) {
+    for (const bool options : {false, true}) check_cross_entropy(compute, dtype, columns, options);
+  });
+}
+
+// The first target that is neither a column nor ignored.
+void test_targets() {
+  cpu::at_all_levels<TargetCheck>([](cpu::AtLevel compute) {
+    const int64_t target[] = {0, 9, -1, 10, -2};
+    for (const auto& [columns, ignored, first] : {std::array<int64_t, 3>{10, -1, 3}, {11, -1, 4}, {10, 7, 2}}) {
+      const int64_t* wrong = nullptr;
+      compute(TargetCheck{target, 5, columns, ignored, &wrong}, kAnyDtype);
+      CHECK(wrong == target + first, "%d columns", int(columns));
+      wrong = nullptr;
+      compute(TargetCheck{target, first, columns, ignored, &wrong}, kAnyDtype);
+      CHECK(!wrong, "%d columns, those before", int(columns));
+    }
+  });
+}
+
 }  // namespace
 
 int main() {
   test_norms();
+  test_cross_entropy();
+  test_targets();
   test_softmax();
   test_softmax_without_keys();
   test_activations();

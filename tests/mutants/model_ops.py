@@ -94,6 +94,50 @@ def norm_residual_forgotten(target: Target) -> Target:
     )
 
 
+# ---- cross entropy ---------------------------------------------------------------------------------------------------
+@mutant("cross_entropy.not_smoothed", "O1.1", "ops", only="/cross_entropy_/")
+def cross_entropy_not_smoothed(target: Target) -> Target:
+    """Labels are not smoothed."""
+    return kernel(target, "cross_entropy_", lambda original, *a: original(*a[:3], 0.0, *a[4:]))
+
+
+@mutant("cross_entropy.ignored_rows_learn", "O1.1", "ops", only="/cross_entropy_/")
+def cross_entropy_ignored(target: Target) -> Target:
+    """Rows that are to be ignored have their logits for a gradient."""
+
+    def function(original: Kernel, logits: Tensor, labels: Tensor, ignore_index: int, *rest: Any) -> Tensor:
+        counted = labels != ignore_index
+        part, losses = logits[counted], torch.zeros(len(logits))
+        losses[counted] = original(part, labels[counted], ignore_index, *rest)
+        logits[counted] = part
+        return losses
+
+    return kernel(target, "cross_entropy_", function)
+
+
+@mutant("cross_entropy.target_not_checked", "O3.5", "ops", only="/cross_entropy_")
+def cross_entropy_not_checked(target: Target) -> Target:
+    """A target beyond the columns is taken for the last one."""
+
+    def function(original: Kernel, logits: Tensor, labels: Tensor, *rest: Any) -> Tensor:
+        losses: Tensor = original(logits, labels.clamp(max=logits.shape[1] - 1), *rest)
+        return losses
+
+    return kernel(target, "cross_entropy_", function)
+
+
+@mutant("linear_cross_entropy.last_chunk", "O4.1", "ops", only="linear_cross_entropy/")
+def linear_cross_entropy_last(target: Target) -> Target:
+    """The weight's gradient is that of the second half of the rows."""
+
+    def function(original: Kernel, input: Tensor, weight: Tensor, labels: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        half = len(input) // 2
+        loss, of_input, _, of_bias = original(input, weight, labels, *rest)
+        return loss, of_input, original(input[half:], weight, labels[half:], *rest)[2], of_bias
+
+    return kernel(target, "linear_cross_entropy", function)
+
+
 # ---- softmax ---------------------------------------------------------------------------------------------------------
 @mutant("softmax.mask_ignored", "O1.1", "ops", only="/softmax/")
 def softmax_mask_ignored(target: Target) -> Target:

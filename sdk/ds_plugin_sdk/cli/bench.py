@@ -181,6 +181,42 @@ def training(
     raise typer.Exit(int(not agree))
 
 
+@_command("step")
+def step(
+    shape: str = typer.Option("15m", help="15m or 110m: the LLaMA's shape, by its parameters with 32,000 words."),
+    vocabulary: list[int] = typer.Option([32_000, 128_256], help="Words; may be repeated."),
+    dtype: str = typer.Option("float32", help="float32 or bfloat16."),
+    tokens: int = typer.Option(512, min=4, help="Tokens of a batch."),
+    turns: int = typer.Option(5, min=1, help="Steps of each kind."),
+    compiled: bool = typer.Option(True, help="Compare with torch.compile too (minutes)."),
+    agreement: int = typer.Option(200, min=0, help="Steps of a small model whose losses are compared; 0 for none."),
+    as_json: bool = _JSON,
+) -> None:
+    """A training step of transformers' LLaMA with a chunked loss, beside its own code, eager and compiled."""
+    _need("transformers", "transformers")
+    from ds_plugin_sdk.bench import step as benchmark
+
+    rows = list(
+        benchmark.run(
+            "110m" if shape == "110m" else "15m",
+            vocabularies=tuple(vocabulary),
+            dtype=dtype,
+            tokens=tokens,
+            turns=turns,
+            compile=compiled,
+            tell=errors.print,
+        )
+    )
+    losses = [benchmark.agreement(agreement, dtype=dtype)] if agreement else []
+    if as_json:
+        found = {"steps": [asdict(row) for row in rows], "losses": [asdict(row) for row in losses]}
+        output.print_json(json.dumps(found))
+        return
+    _show(f"Training step, {shape}, {dtype}, {tokens} tokens", rows, False)
+    if losses:
+        _show("Losses with logits and without", losses, False)
+
+
 @_command("losses")
 def losses(
     project: Path = typer.Argument(help="The folder of a plugin that `sdk new-plugin` made, installed here."),
