@@ -8,6 +8,7 @@ that of the last layer and the loss alone, forward and backward.
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -45,9 +46,10 @@ class Row:
     Attributes:
         vocabulary: words.
         what: whose code.
-        seconds: of a step, median.
+        seconds: of a step, median; wall time.
         times: eager's time over it, the median of the turns.
         lowest, highest: of the turns.
+        cpu_times: eager's CPU time over its own, likewise. With one thread it says more on a busy machine.
         loss_mib: the most memory that torch held in the last layer and the loss, forward and backward, beyond what it
             held before.
         share: of eager's.
@@ -59,6 +61,7 @@ class Row:
     times: float
     lowest: float
     highest: float
+    cpu_times: float
     loss_mib: float
     share: float
 
@@ -174,26 +177,29 @@ def _rows(
         OURS: (model, lambda: accelerate(model, loss="chunked")),
     }
 
-    def measure(name: str) -> float:
+    def measure(name: str) -> tuple[float, float]:
         call, context = calls[name]
         with context():
-            seconds = timing.once(lambda: _step(call, optimizer, ids))
-        tell(f"{vocabulary} words, {name}: {seconds:.2f} s")
-        return seconds
+            wall, cpu = time.perf_counter(), time.process_time()
+            _step(call, optimizer, ids)
+            wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+        tell(f"{vocabulary} words, {name}: {wall:.2f} s, {cpu:.2f} s of CPU")
+        return wall, cpu
 
     measures = {name: lambda name=name: measure(name) for name in calls}
     timing.in_turns(measures, 1)  # compiles, and makes what stays
     found = timing.in_turns(measures, turns)
     peaks = _peaks(vocabulary, sizes.hidden, dtype, tokens, compile)
     for name, times in found.items():
-        ratios = [a / b for a, b in zip(found["eager"], times, strict=True)]
+        wall, cpu = ([a[clock] / b[clock] for a, b in zip(found["eager"], times, strict=True)] for clock in (0, 1))
         yield Row(
             vocabulary,
             name,
-            statistics.median(times),
-            statistics.median(ratios),
-            min(ratios),
-            max(ratios),
+            statistics.median(seconds for seconds, _ in times),
+            statistics.median(wall),
+            min(wall),
+            max(wall),
+            statistics.median(cpu),
             peaks[name] / 2**20,
             peaks[name] / peaks["eager"],
         )

@@ -96,11 +96,6 @@ def _repeats(step: Step) -> int:
     return max(1, int(_TURN / max(_seconds(step, 1), 1e-7)))
 
 
-def once(step: Step) -> float:
-    """Seconds of one call."""
-    return _seconds(step, 1)
-
-
 def _seconds(step: Step, repeats: int) -> float:
     start = time.perf_counter()
     for _ in range(repeats):

@@ -147,12 +147,16 @@ def linear_cross_entropy_reference(
         check_range(target, columns, ignore_index)
     results = _new_results(input, weight, input_gradient, weight_gradient, bias_gradient)
     # Sums over chunks are not rounded in between.
-    loss, of_input, of_weight, of_bias = (each.to(working(input)).zero_() for each in results)
+    loss, of_input, of_weight, of_bias = (each.to(working(input)) for each in results)
+    for each in (loss, of_input, of_bias):
+        each.zero_()
     dtype = _product_dtype(input)
     weight = weight.to(dtype)
     bias = None if bias is None else bias.to(dtype)
     counted = _counted(target, ignore_index)
     rows = input.shape[0] if counted is None else len(counted)
+    if rows == 0:
+        of_weight.zero_()  # otherwise the first product is written over what is there
     size = -(-rows // max(1, -(-rows // max(_ROWS, _LOGITS // max(columns, 1)))))
     memory = input.new_empty(size * columns, dtype=dtype)
     for begin in range(0, rows, max(size, 1)):
@@ -173,17 +177,20 @@ def linear_cross_entropy_reference(
         if input_gradient:
             of_input[of_chunk] = (logits @ weight).to(of_input.dtype)
         if weight_gradient:
-            _add_product(of_weight, logits.t(), x)
+            _add_product(of_weight, logits.t(), x, keep=begin > 0)
         if bias_gradient:
             of_bias += logits.sum(dim=0, dtype=of_bias.dtype)
     return loss, *(each.to(_kept(input)) for each in (of_input, of_weight, of_bias))
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+def _add_product(total: Tensor, a: Tensor, b: Tensor, keep: bool) -> None:
+    """Add ``a @ b`` to a sum, or make it the sum."""
     if total.dtype == a.dtype:
-        total.addmm_(a, b)
-    else:
+        total.addmm_(a, b, beta=int(keep))
+    elif keep:
         total += a @ b
+    else:
+        total.copy_(a @ b)
 
 
 def _counted(target: Tensor, ignore_index: int) -> Tensor | None:
