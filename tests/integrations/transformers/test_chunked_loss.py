@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -157,6 +158,36 @@ def test_with_checkpointing(calls: list[torch.Size]) -> None:
     model.gradient_checkpointing_enable()
     assert_same(step(model), expected)
     assert len(calls) == 1
+
+
+def test_the_trainer_and_generation_know_the_arguments(calls: list[torch.Size], tmp_path: Path) -> None:
+    """The one drops what a model does not take from batches, the other rejects it."""
+    data = [{name: value[row] for name, value in batch().items()} for row in range(3)]
+
+    def losses(model: transformers.PreTrainedModel) -> list[float]:
+        arguments = transformers.TrainingArguments(
+            output_dir=str(tmp_path),
+            max_steps=3,
+            per_device_train_batch_size=1,
+            gradient_accumulation_steps=2,
+            logging_steps=1,
+            report_to=[],
+            save_strategy="no",
+            use_cpu=True,
+            disable_tqdm=True,
+        )
+        trainer = transformers.Trainer(model=model, args=arguments, train_dataset=data)
+        trainer.train()
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    expected = losses(make())
+    model = make()
+    accelerate(model, loss="chunked")
+    assert losses(model) == pytest.approx(expected, rel=1e-3) and len(expected) == 3
+    assert len(calls) == 5  # two for each step, but one for the third batch's
+    model.eval()
+    ids = batch()["input_ids"]
+    assert model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=2, min_new_tokens=2).shape == (3, 11)
 
 
 # ---- the model's own code --------------------------------------------------------------------------------------------

@@ -41,8 +41,9 @@ class LossReplacement(Replacement):
     def __init__(self, model: transformers.PreTrainedModel) -> None:
         super().__init__(model)
         self._model = model
-        self._signature = inspect.signature(type(model).forward)
         self._check()
+        # transformers asks which arguments a model takes.
+        self.__signature__ = inspect.signature(model.forward)
 
     def holds(self) -> bool:
         try:
@@ -85,7 +86,7 @@ class LossReplacement(Replacement):
         if not model.training or not torch.is_grad_enabled() or torch.compiler.is_compiling() or torch._C._is_tracing():
             return None
         try:
-            named = self._signature.bind(model, *args, **kwargs).arguments
+            named = self.__signature__.bind(*args, **kwargs).arguments
         except TypeError:
             return None  # the model's own code says what is wrong
         keep = named.get("logits_to_keep", 0)
