@@ -85,16 +85,21 @@ def _kept(input: Tensor) -> torch.dtype:
     return torch.float32 if input.dtype == torch.float16 else input.dtype
 
 
+def _new_gradients(
+    input: Tensor, weight: Tensor, dtype: torch.dtype, input_gradient: bool, weight_gradient: bool, bias_gradient: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        input.new_empty(input.shape if input_gradient else 0, dtype=dtype),
+        weight.new_empty(weight.shape if weight_gradient else 0, dtype=dtype),
+        weight.new_empty(weight.shape[:1] if bias_gradient else 0, dtype=dtype),
+    )
+
+
 def _new_results(
     input: Tensor, weight: Tensor, input_gradient: bool, weight_gradient: bool, bias_gradient: bool
 ) -> tuple[Tensor, ...]:
-    kept = _kept(input)
-    return (
-        input.new_empty((), dtype=working(input)),
-        input.new_empty(input.shape if input_gradient else 0, dtype=kept),
-        weight.new_empty(weight.shape if weight_gradient else 0, dtype=kept),
-        weight.new_empty(weight.shape[:1] if bias_gradient else 0, dtype=kept),
-    )
+    gradients = _new_gradients(input, weight, _kept(input), input_gradient, weight_gradient, bias_gradient)
+    return input.new_empty((), dtype=working(input)), *gradients
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -145,42 +150,42 @@ def linear_cross_entropy_reference(
     columns = weight.shape[0]
     if input.device.type == "cpu":
         check_range(target, columns, ignore_index)
-    results = _new_results(input, weight, input_gradient, weight_gradient, bias_gradient)
-    # Sums over chunks are not rounded in between.
-    loss, of_input, of_weight, of_bias = (each.to(working(input)) for each in results)
-    for each in (loss, of_input, of_bias):
+    wanted = input_gradient, weight_gradient, bias_gradient
+    dtype, exact = _product_dtype(input), working(input)  # of products, and of sums, which are rounded at their end
+    loss = input.new_zeros((), dtype=exact)
+    of_input, of_weight, of_bias = _new_gradients(input, weight, exact, *wanted)
+    for each in (of_input, of_bias):
         each.zero_()
-    dtype = _product_dtype(input)
-    weight = weight.to(dtype)
-    bias = None if bias is None else bias.to(dtype)
+    w, b = weight.to(dtype), None if bias is None else bias.to(dtype)
     counted = _counted(target, ignore_index)
-    rows = input.shape[0] if counted is None else len(counted)
-    if rows == 0:
-        of_weight.zero_()  # otherwise the first product is written over what is there
-    size = -(-rows // max(1, -(-rows // max(_ROWS, _LOGITS // max(columns, 1)))))
-    memory = input.new_empty(size * columns, dtype=dtype)
-    for begin in range(0, rows, max(size, 1)):
-        end = min(begin + size, rows)
-        of_chunk: slice | Tensor = slice(begin, end) if counted is None else counted[begin:end]
-        x = input[of_chunk].to(dtype)
-        logits = memory[: (end - begin) * columns].view(end - begin, columns)
-        if bias is None:
-            torch.mm(x, weight.t(), out=logits)
-        else:
-            torch.addmm(bias, x, weight.t(), out=logits)
-        losses = _library.call(
-            "cross_entropy_",
-            *(logits, target[of_chunk], ignore_index, label_smoothing, z_loss, softcap),
-            input_gradient or weight_gradient or bias_gradient,
-        )
-        loss += losses.sum()
+    chunks = _chunks(len(target) if counted is None else len(counted), columns)
+    memory = input.new_empty(max((chunk.stop - chunk.start for chunk in chunks), default=0), columns, dtype=dtype)
+    for chunk in chunks:
+        rows = chunk if counted is None else counted[chunk]
+        x = input[rows].to(dtype)
+        logits = _product(x, w.t(), b, memory[: len(x)])
+        options = ignore_index, label_smoothing, z_loss, softcap
+        loss += _library.call("cross_entropy_", logits, target[rows], *options, any(wanted)).sum()
         if input_gradient:
-            of_input[of_chunk] = (logits @ weight).to(of_input.dtype)
+            of_input[rows] = (logits @ w).to(exact)
         if weight_gradient:
-            _add_product(of_weight, logits.t(), x, keep=begin > 0)
+            _add_product(of_weight, logits.t(), x, keep=chunk.start > 0)
         if bias_gradient:
-            of_bias += logits.sum(dim=0, dtype=of_bias.dtype)
+            of_bias += logits.sum(dim=0, dtype=exact)
+    if not chunks:
+        of_weight.zero_()
     return loss, *(each.to(_kept(input)) for each in (of_input, of_weight, of_bias))
+
+
+def _chunks(rows: int, columns: int) -> list[slice]:
+    """Parts of so many rows, as equal as can be."""
+    parts = -(-rows // max(_ROWS, _LOGITS // max(columns, 1)))
+    size = -(-rows // max(parts, 1))
+    return [slice(begin, min(begin + size, rows)) for begin in range(0, rows, max(size, 1))]
+
+
+def _product(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+    return torch.mm(a, b, out=out) if bias is None else torch.addmm(bias, a, b, out=out)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor, keep: bool) -> None:
