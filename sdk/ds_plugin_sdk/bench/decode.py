@@ -136,7 +136,8 @@ def _bytes_read(model: Any, implementation: str) -> float:
     itemsize = 0.5 if "int4" in implementation else 1 if "int8" in implementation else 2
     layers = [module for module in model.modules() if type(module).__name__ in ("Linear", "Conv1D")]
     # The layer that makes logits has 8 bits where others have 4.
-    return sum(layer.weight.numel() * (max(itemsize, 1) if layer is model.lm_head else itemsize) for layer in layers)
+    read = sum(layer.weight.numel() * (max(itemsize, 1) if layer is model.lm_head else itemsize) for layer in layers)
+    return float(read)
 
 
 def _dynamic(model: Any) -> Any:
