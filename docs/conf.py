@@ -64,7 +64,7 @@ NAVIGATION = {
         "cuda",
         "/kernels/README",
     ],
-    "Run it": ["operations", "troubleshooting", "transformers", "ops/README"],
+    "Run it": ["operations", "launchers", "troubleshooting", "transformers", "ops/README"],
     "Check it": ["conformance", "contract", "support", "deepspeed-tests", "conformance-in-tree"],
     "Reference": ["reference/README"],
     "About": [
