@@ -7,19 +7,22 @@
 namespace ds_kernels::cpu {
 namespace {
 
-// The gradient of a row's logits. `y` is the row as floats, bounded by the soft cap.
+// Writes the gradient of a row over its logits. `y` is the row as floats, bounded by the soft cap.
 template <class Element>
 void write_gradient(const CrossEntropyRows& r, Element* logits, const float* y, int64_t target, float top,
                     float factor) {
-  const float everywhere = r.label_smoothing / static_cast<float>(r.columns), cap = r.softcap;
-  const auto gradient = [=](auto at, float there) {
-    const auto of_y = exponential(at - top) * factor - everywhere - there;
-    return cap == 0 ? of_y : of_y * (1.f - at * at / (cap * cap));
+  const float everywhere = r.label_smoothing / static_cast<float>(r.columns);
+  const float per_cap = r.softcap == 0 ? 0.f : 1.f / r.softcap;
+  const auto gradient = [=](Floats at, Floats x, float there) {
+    const Floats of_y = exponential(at - top) * factor - everywhere - there;
+    return per_cap == 0 ? of_y : of_y * bounded_slope(x * per_cap);
   };
+  const Floats of_target =
+      gradient(Floats{} + y[target], PartVector{1}.load(logits + target), 1.f - r.label_smoothing);
   for_each_vector(r.columns, [=](int64_t i, auto memory) {
-    memory.store(logits + i, gradient(load_again(memory, y + i), 0.f));
+    memory.store(logits + i, gradient(load_again(memory, y + i), load_again(memory, logits + i), 0.f));
   });
-  PartVector{1}.store(logits + target, Floats{} + gradient(y[target], 1.f - r.label_smoothing));
+  PartVector{1}.store(logits + target, of_target);
 }
 
 // The loss of a row. `y` has room for it as floats.

@@ -53,11 +53,12 @@ __global__ void __launch_bounds__(kMaxRowThreads) cross_entropy_kernel(const Cro
   if (!r.gradient) return;
   const float factor = (1.f + 2.f * r.z_loss * logsumexp) / sums.first;
   row.for_each([=](int64_t i, float(&y)[pack]) {
-    float gradient[pack];
+    float x[pack], gradient[pack];
+    load<pack>(logits + i, x);
 #pragma unroll
     for (int j = 0; j < pack; ++j) {
       gradient[j] = expf(y[j] - top) * factor - everywhere - (i + j == target ? there : 0.f);
-      if (cap != 0) gradient[j] *= 1.f - y[j] * y[j] * per_cap * per_cap;
+      if (cap != 0) gradient[j] *= bounded_slope(x[j] * per_cap);
     }
     store<pack>(logits + i, gradient);
   });

@@ -113,8 +113,7 @@ def cross_entropy_reference(
     if logits.shape[1] == 0:  # all targets are ignored
         return logits.new_zeros(logits.shape[0], dtype=working(logits))
     x = logits.to(working(logits))
-    bent = torch.tanh(x / softcap) if softcap else x
-    y = softcap * bent if softcap else x
+    y = softcap * torch.tanh(x / softcap) if softcap else x
     top = y.amax(dim=1, keepdim=True)
     e = torch.exp(y - top)
     total = e.sum(dim=1, keepdim=True)
@@ -127,7 +126,9 @@ def cross_entropy_reference(
         grad = e * ((1 + 2 * z_loss * logsumexp) / total) - label_smoothing / logits.shape[1]
         grad.scatter_add_(1, chosen, torch.full_like(total, label_smoothing - 1))
         if softcap:
-            grad *= 1 - bent * bent
+            # The derivative of tanh: 1 - tanh^2 would lose all digits where tanh is near 1.
+            falling = torch.exp(-2 / softcap * x.abs())
+            grad *= 4 * falling / (1 + falling) ** 2
         logits.copy_(grad.masked_fill_(ignored, 0))
     return losses.masked_fill_(ignored, 0).squeeze(1)
 
