@@ -310,7 +310,8 @@ def page(outcomes: list[Outcome], before: str = "") -> str:
     rows = dict(re.findall(r"^\| (.*?) \|(.*)\|$", before, re.MULTILINE))
     rows.update((cells[0], " " + " | ".join(cells[1:]) + " ") for cells in map(row, outcomes))
     lines = [" | ".join(COLUMNS), " | ".join(["---"] * len(COLUMNS))]
-    lines += [f"{name} |{rows[name]}".rstrip() for name in map(title, CASES) if name in rows]
+    not_yet = " - |" * (len(COLUMNS) - 2) + " not run yet"
+    lines += [f"{name} |{rows.get(name, not_yet)}".rstrip() for name in map(title, CASES)]
     return PAGE.format(
         versions=", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("deepspeed", "torch")),
         cores=os.cpu_count(),

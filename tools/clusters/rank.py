@@ -38,12 +38,13 @@ def main() -> None:
         (options.folder / f"rank-{rank}.json").write_text(json.dumps(seen(losses, options.local_rank)), "utf-8")
         torch.distributed.destroy_process_group()
         return
+    for _ in range(STEPS):
+        next(steps)
+    if rank == options.kill:
+        os.kill(os.getpid(), signal.SIGKILL)
     end = time.monotonic() + PATIENCE
-    for done, _ in enumerate(steps):
-        if rank == options.kill and done == STEPS:
-            os.kill(os.getpid(), signal.SIGKILL)
-        if time.monotonic() > end:
-            return
+    while time.monotonic() < end:
+        next(steps)
 
 
 def training() -> Iterator[float]:
