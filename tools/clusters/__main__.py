@@ -266,7 +266,8 @@ either job: no process, no file in `/dev/shm` or `/tmp`.
 
 {table}
 
-Where DeepSpeed or torch does not do what it should, the row has the line that does not, and fails as soon as it does.
+Where DeepSpeed or torch does not do what it should, the row has the line that does not. A row fails as soon as what it
+says of others is no longer so.
 
 Not run here:
 
