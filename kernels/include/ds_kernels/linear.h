@@ -113,6 +113,15 @@ DS_KERNELS_INLINE void add_columns(Floats (&sums)[rows][inputs], const Dots& dot
   if (i < width) add_products(sums, PartVector{width - i}, dots, weight + i, input + i);
 }
 
+template <int rows, int inputs>
+DS_KERNELS_INLINE void put_sums(const Floats (&total)[rows][inputs], float* sums, int64_t sums_stride) {
+  DS_KERNELS_UNROLL
+  for (int m = 0; m < inputs; ++m) {
+    DS_KERNELS_UNROLL
+    for (int r = 0; r < rows; ++r) sums[m * sums_stride + r] = sum_of(total[r][m]);
+  }
+}
+
 // `sums[input * sums_stride + row]` for `rows` rows of weights and `inputs` inputs: the sums of one tile stay in
 // registers, and each weight is widened once for all inputs.
 template <int rows, int inputs, class Weight>
@@ -130,11 +139,7 @@ DS_KERNELS_INLINE void dot_tile(const Dots& dots, const Weight* weight, const fl
       for (int m = 0; m < inputs; ++m) total[r][m] += scale * part[r][m];
     }
   }
-  DS_KERNELS_UNROLL
-  for (int m = 0; m < inputs; ++m) {
-    DS_KERNELS_UNROLL
-    for (int r = 0; r < rows; ++r) sums[m * sums_stride + r] = sum_of(total[r][m]);
-  }
+  put_sums(total, sums, sums_stride);
 }
 
 // The 64 weights of a block.
@@ -167,9 +172,7 @@ DS_KERNELS_INLINE void dot_tile(const Dots& dots, const Int4Pair* weight, const 
       for (int m = 0; m < inputs; ++m) total[r][m] += scales[r * dots.scales_stride + group] * part[r][m];
     }
   }
-  for (int m = 0; m < inputs; ++m) {
-    for (int r = 0; r < rows; ++r) sums[m * sums_stride + r] = sum_of(total[r][m]);
-  }
+  put_sums(total, sums, sums_stride);
 }
 
 // ---- int8 and int4 weights with inputs in 16 bits ----------------------------------------------------------------
@@ -274,6 +277,20 @@ DS_KERNELS_INLINE void add_products(ShortVector (&sums)[rows][inputs], const Dot
   }
 }
 
+// Adds the sums of one group, times its scales.
+template <int rows, int inputs>
+DS_KERNELS_INLINE void add_group(Floats (&total)[rows][inputs], const ShortVector (&part)[rows][inputs],
+                                 const Dots& dots, int64_t group, const float* scales, const ShortInputs& input) {
+  DS_KERNELS_UNROLL
+  for (int r = 0; r < rows; ++r) {
+    DS_KERNELS_UNROLL
+    for (int m = 0; m < inputs; ++m) {
+      const float scale = scales[r * dots.scales_stride + group] * input.scales[m * dots.groups + group];
+      total[r][m] += scale * floats_of(part[r][m]);
+    }
+  }
+}
+
 // As above, for groups of whole steps.
 template <int rows, int inputs>
 DS_KERNELS_INLINE void dot_tile(const Dots& dots, const int8_t* weight, const float* scales, const ShortInputs& input,
@@ -292,20 +309,9 @@ DS_KERNELS_INLINE void dot_tile(const Dots& dots, const int8_t* weight, const fl
       for (int64_t k = i; k < i + line; k += kShortStep) add_products(part, dots, weight + k, input.values + k);
     }
     for (; i < end; i += kShortStep) add_products(part, dots, weight + i, input.values + i);
-    DS_KERNELS_UNROLL
-    for (int r = 0; r < rows; ++r) {
-      DS_KERNELS_UNROLL
-      for (int m = 0; m < inputs; ++m) {
-        const float scale = scales[r * dots.scales_stride + group] * input.scales[m * groups + group];
-        total[r][m] += scale * floats_of(part[r][m]);
-      }
-    }
+    add_group(total, part, dots, group, scales, input);
   }
-  DS_KERNELS_UNROLL
-  for (int m = 0; m < inputs; ++m) {
-    DS_KERNELS_UNROLL
-    for (int r = 0; r < rows; ++r) sums[m * sums_stride + r] = sum_of(total[r][m]);
-  }
+  put_sums(total, sums, sums_stride);
 }
 
 // As above, for int4 weights.
@@ -339,20 +345,9 @@ DS_KERNELS_INLINE void dot_tile(const Dots& dots, const Int4Pair* weight, const 
         }
       }
     }
-    DS_KERNELS_UNROLL
-    for (int r = 0; r < rows; ++r) {
-      DS_KERNELS_UNROLL
-      for (int m = 0; m < inputs; ++m) {
-        const float scale = scales[r * dots.scales_stride + group] * input.scales[m * groups + group];
-        total[r][m] += scale * floats_of(part[r][m]);
-      }
-    }
+    add_group(total, part, dots, group, scales, input);
   }
-  DS_KERNELS_UNROLL
-  for (int m = 0; m < inputs; ++m) {
-    DS_KERNELS_UNROLL
-    for (int r = 0; r < rows; ++r) sums[m * sums_stride + r] = sum_of(total[r][m]);
-  }
+  put_sums(total, sums, sums_stride);
 }
 #endif
 
