@@ -18,6 +18,7 @@
 #include <ds_kernels/adagrad.h>
 #include <ds_kernels/adam.h>
 #include <ds_kernels/attention.h>
+#include <ds_kernels/cross_entropy.h>
 #include <ds_kernels/lamb.h>
 #include <ds_kernels/linear.h>
 #include <ds_kernels/lion.h>
@@ -271,6 +272,44 @@ void check_softmax(Dtype dtype, int64_t columns) {
         for (double& value : x) sum += value = std::exp(0.5 * value);
         for (double& value : x) value /= sum;
       });
+}
+
+// With smoothing and z-loss; the target is the last column.
+void check_cross_entropy(Dtype dtype, int64_t columns, float softcap) {
+  const int64_t last = columns - 1;
+  const Numbers<int64_t> target({last, last, last});
+  Numbers<float> losses(std::vector<float>(3, -1.f));
+  std::vector<float> expected;
+  check_rows(
+      "cross_entropy_", dtype, columns,
+      [&](void* input, void* output) {
+        std::vector<unsigned char> logits(3 * columns * (dtype == Dtype::Float32 ? 4 : 2));
+        cudaMemcpy(logits.data(), input, logits.size(), cudaMemcpyDeviceToHost);
+        cudaMemcpy(output, logits.data(), logits.size(), cudaMemcpyHostToDevice);
+        const CrossEntropyRows rows{output, target.data(), losses.data(), 3, columns, -1, 0.25f, 0.125f, softcap, true};
+        compute("cross_entropy_", rows, dtype);
+      },
+      [&](std::vector<double>& x) {
+        double sum = 0, mean = 0;
+        std::vector<double> slope(x.size(), 1);
+        for (int64_t i = 0; i < columns; ++i) {
+          const double bent = softcap > 0 ? std::tanh(x[i] / softcap) : 0;
+          if (softcap > 0) x[i] = softcap * bent, slope[i] = 1 - bent * bent;
+          sum += std::exp(x[i]), mean += x[i] / static_cast<double>(columns);
+        }
+        const double l = std::log(sum);
+        expected.push_back(static_cast<float>(l - 0.75 * x[last] - 0.25 * mean + 0.125 * l * l));
+        for (int64_t i = 0; i < columns; ++i) {
+          const double there = i == last ? 0.75 : 0, smooth = 0.25 / static_cast<double>(columns);
+          x[i] = (std::exp(x[i] - l) * (1 + 0.25 * l) - smooth - there) * slope[i];
+        }
+      });
+  const std::vector<float> got = losses.values("cross_entropy_");
+  for (int row = 0; row < 3; ++row) {
+    const double allowed = 1e-5 * (1 + std::abs(expected[row]));
+    CHECK(std::abs(got[row] - expected[row]) <= allowed, "cross_entropy_ of %lld: %.9g, expected %.9g",
+          static_cast<long long>(columns), got[row], expected[row]);
+  }
 }
 
 // ---- ops on elements -------------------------------------------------------------------------------------------------
@@ -790,6 +829,7 @@ int main(int argc, char**) {
     for (const int64_t columns : {1, 7, 32, 768, 1000, 1001, 20'000}) {  // the last: more than a block's registers hold
       check_layer_norm(dtype, columns);
       check_softmax(dtype, columns);
+      for (const float softcap : {0.f, 2.f}) check_cross_entropy(dtype, columns, softcap);
       check_training_norm(dtype, columns);
       check_dropout(dtype, columns);
       check_masked_softmax(dtype, columns);
