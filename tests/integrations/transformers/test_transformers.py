@@ -329,7 +329,7 @@ def test_a_model_of_another_family_gets_attention_linear_layers_and_norms() -> N
 
 def test_wrong_use_raises() -> None:
     model = make("llama")
-    with pytest.raises(SdkError, match="int4"):
-        accelerate(model, weights="int4")  # type: ignore[arg-type]  # wrong on purpose
+    with pytest.raises(SdkError, match="int3"):
+        accelerate(model, weights="int3")  # type: ignore[arg-type]  # wrong on purpose
     with accelerate(model), pytest.raises(SdkError, match="already"):
         accelerate(model)
