@@ -120,7 +120,7 @@ def test_advice_is_for_members_that_exist() -> None:
 
 def test_what_the_advice_says_of_torch_without_cuda_is_so() -> None:
     if torch.cuda.is_available():
-        pytest.skip("torch has CUDA here")
+        pytest.skip("the advice is of machines without CUDA, and torch has it here")
     assert torch.cuda.device_count() == torch.cuda.memory_allocated() == torch.cuda.max_memory_allocated() == 0
     assert not torch.cuda.is_available() and not torch.cuda.is_bf16_supported()
     torch.cuda.manual_seed_all(1)
