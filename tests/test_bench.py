@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,13 @@ def test_training_on_another_accelerator_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(ELSEWHERE, encoding="utf-8")
     with pytest.raises(RuntimeError, match=r"wanted in-tree, but the run was on somewhere\.else"):
         training.run(tmp_path, tmp_path / "out", steps=3, repeats=1)
+
+
+@pytest.mark.parametrize(
+    "arguments", [("decode", "--shape", "opt"), ("step", "--shape", "1b"), ("step", "--dtype", "half")]
+)
+def test_a_value_that_is_not_known_is_measured_as_no_other(sdk: Callable[..., str], arguments: tuple[str, ...]) -> None:
+    assert f"'{arguments[-1]}' is not known; expected" in " ".join(sdk("bench", *arguments, status=2).split())
 
 
 def test_the_members_of_two_accelerators_are_timed_side_by_side() -> None:

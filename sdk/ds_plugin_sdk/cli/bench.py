@@ -47,6 +47,13 @@ def _show(title: str, rows: Sequence[Any], as_json: bool) -> None:
         _table(title, found)
 
 
+def _one_of(value: str, *known: str) -> Any:
+    """An option's value, if it is one of those that are known."""
+    if value not in known:
+        raise typer.BadParameter(f"'{value}' is not known; expected {' or '.join(known)}")
+    return value
+
+
 def _need(package: str, requirement: str) -> None:
     """Stop before anything is measured where a peer is not installed.
 
@@ -149,7 +156,7 @@ def decode(
     _need("transformers", "transformers")
     from ds_plugin_sdk.bench import decode as benchmark
 
-    _show("Decode", benchmark.run("gpt2" if shape == "gpt2" else "llama", compiled=compiled), as_json)
+    _show("Decode", benchmark.run(_one_of(shape, "gpt2", "llama"), compiled=compiled), as_json)
 
 
 @_command("training")
@@ -198,9 +205,9 @@ def step(
 
     rows = list(
         benchmark.run(
-            "110m" if shape == "110m" else "15m",
+            _one_of(shape, "15m", "110m"),
             vocabularies=tuple(vocabulary),
-            dtype=dtype,
+            dtype=_one_of(dtype, "float32", "bfloat16"),
             tokens=tokens,
             turns=turns,
             compile=compiled,
