@@ -1,0 +1,157 @@
+"""Attention that our kernels may not compute stays the model's own: the same logits as the plain model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from small_models import logits, make, tokens
+from torch import nn
+
+from counted_calls import CountedCalls
+from ds_plugin_sdk.integrations.transformers import accelerate, attention_forward, register_attention
+
+pytestmark = [pytest.mark.compiler, pytest.mark.usefixtures("kernels")]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "opt"])
+def test_a_static_cache_without_padding(name: str) -> None:
+    """transformers gives no mask then, and keys beyond the queries, which are not to be attended to."""
+    model = make(name)
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "cache_implementation": "static"}
+    options |= {"return_dict_in_generate": True, "output_logits": True}
+    expected = model.generate(tokens(), **options)
+    with accelerate(model), CountedCalls() as counted:
+        ours = model.generate(tokens(), **options)
+    assert counted.calls["cached_attention"] > 0
+    torch.testing.assert_close(torch.stack(ours.logits), torch.stack(expected.logits), rtol=1e-3, atol=1e-3)
+    assert torch.equal(ours.sequences, expected.sequences)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "deepseek_v3"])
+def test_softcap_sinks_and_value_heads_of_another_size(name: str) -> None:
+    model = make(name)
+    expected = logits(model)
+    with accelerate(model):
+        torch.testing.assert_close(logits(model), expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "deepseek_v3"])
+def test_so_too_if_our_attention_was_asked_for_by_name(name: str) -> None:
+    model = make(name)
+    expected = logits(model)
+    mask = torch.ones_like(tokens())
+    mask[1, :4] = 0
+    padded = logits(model, attention_mask=mask)[:, -1]
+    register_attention()
+    model.set_attn_implementation("ds_plugin")
+    torch.testing.assert_close(logits(model), expected, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(logits(model, attention_mask=mask)[:, -1], padded, rtol=1e-3, atol=1e-3)
+
+
+def test_an_argument_that_nobody_knows_goes_to_torchs_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ds_plugin_sdk.integrations.transformers import attention
+
+    seen: dict[str, Any] = {}
+
+    def sdpa(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+        seen.update(kwargs)
+        return args[3], None
+
+    monkeypatch.setattr(attention, "sdpa_attention_forward", sdpa)
+    heads = torch.zeros((1, 2, 3, 4))
+    with torch.no_grad():
+        attention_forward(nn.Identity(), heads, heads, heads, None, sliding_window=7)
+        assert not seen
+        attention_forward(nn.Identity(), heads, heads, heads, None, block_index=7)
+    assert seen["block_index"] == 7
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+def test_a_query_that_may_attend_to_nothing_is_finite_in_a_files_own_attention(dtype: torch.dtype) -> None:
+    """As padding on the left has it; such functions compute their softmax in float32."""
+    from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
+
+    from ds_plugin_sdk.integrations.transformers import attention
+
+    class Ungrouped(nn.Module):
+        num_key_value_groups = 1
+
+    module = Ungrouped().eval()
+    query, key, value = (torch.randn(2, 1, 3, 8, dtype=dtype) for _ in range(3))
+    mask = torch.ones(2, 1, 3, 3, dtype=torch.bool).tril()
+    mask[1, :, 0] = False
+    attended, _ = attention._eager(eager_attention_forward, module, query, key, value, mask, scaling=0.3, dropout=0.0)
+    assert attended.isfinite().all()
+
+
+def test_a_layer_with_an_argument_that_nobody_knows_runs_its_own_code() -> None:
+    model = make("llama")
+    layer = model.model.layers[0]
+    hidden = torch.randn((1, 3, 32))
+    angles = model.model.rotary_emb(hidden, torch.arange(3)[None])
+    with accelerate(model), torch.no_grad(), CountedCalls() as counted:
+        layer(hidden, position_embeddings=angles)
+        assert counted.calls["linear"] == 4
+        layer(hidden, position_embeddings=angles, block_index=torch.zeros(1))
+        layer(hidden, position_embeddings=angles, is_causal=False)
+    assert counted.calls["linear"] == 4
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_angles_that_are_changed_in_place_count(inference: bool) -> None:
+    """They are converted once for all layers; torch counts the changes of tensors that know gradients alone."""
+    model = make("llama")
+    layer = model.model.layers[0]
+    with torch.inference_mode(inference), torch.no_grad(), accelerate(model), CountedCalls() as counted:
+        hidden = torch.randn((1, 3, 32))
+        angles = tuple(part.clone() for part in model.model.rotary_emb(hidden, torch.arange(3)[None]))
+        first = layer(hidden, position_embeddings=angles)
+        for part, other in zip(angles, model.model.rotary_emb(hidden, 5 * torch.arange(3)[None]), strict=True):
+            part.copy_(other)
+        second = layer(hidden, position_embeddings=angles)
+        assert counted.calls["linear"] == 8
+        torch.testing.assert_close(second, type(layer).forward(layer, hidden, position_embeddings=angles))
+    assert not torch.allclose(first, second, atol=1e-2)
+
+
+def test_angles_of_other_tokens_or_heads_go_to_the_layers_own_code() -> None:
+    model = make("llama")
+    layer = model.model.layers[0]
+    hidden = torch.randn((1, 3, 32))
+    angles = model.model.rotary_emb(hidden, torch.arange(3)[None])
+    with torch.no_grad(), accelerate(model):
+        layer(hidden, position_embeddings=angles)
+        with pytest.raises(RuntimeError, match="size"):
+            layer(hidden[:, :2], position_embeddings=angles)
+
+
+def test_an_attention_that_was_chosen_stays() -> None:
+    model = make("llama")
+    model.set_attn_implementation("eager")
+    handle = accelerate(model)
+    assert model.config._attn_implementation == "eager"
+    assert handle.layers == handle.attention == []
+    assert "'eager'" in str(handle)
+    handle.remove()
+    model.set_attn_implementation("sdpa")
+    with accelerate(model) as handle:
+        model.set_attn_implementation("eager")
+        with torch.no_grad():
+            assert all(part is not None for part in model(tokens(), output_attentions=True).attentions)
+        assert handle.layers == []
+
+
+def test_outputs_of_parts_can_be_collected_and_after_that_layers_run_whole_again() -> None:
+    model = make("llama")
+    expected = make("llama")(tokens(), output_hidden_states=True, output_attentions=True)
+    with accelerate(model) as handle, torch.no_grad():
+        ours = model(tokens(), output_hidden_states=True, output_attentions=True)
+        assert len(ours.attentions) == len(expected.attentions)
+        for one, other in zip(ours.hidden_states, expected.hidden_states, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
+        assert len(handle.layers) == 2
+        with CountedCalls() as counted:
+            model(tokens())
+        assert counted.calls["linear"] == 9

@@ -1,0 +1,117 @@
+"""Caches with their own way to keep keys and values are asked, as the plain model asks them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from small_models import make, prompt_and_step, tokens
+
+from counted_calls import CountedCalls
+
+with warnings.catch_warnings():
+    # transformers' own dependencies warn of each other's releases.
+    warnings.simplefilter("ignore")
+    import transformers
+    from transformers import cache_utils
+
+from ds_plugin_sdk.integrations.transformers import accelerate
+
+pytestmark = [pytest.mark.compiler, pytest.mark.usefixtures("kernels")]
+
+
+class Halving(transformers.DynamicCache):
+    """A cache with its own way to keep keys and values, as quantizing and compressing ones have."""
+
+    def update(self, keys: Any, values: Any, layer: int, *args: Any, **kwargs: Any) -> Any:
+        return super().update(keys / 2, values / 2, layer, *args, **kwargs)
+
+
+class HalvingLayer(cache_utils.DynamicLayer):
+    def update(self, keys: Any, values: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().update(keys / 2, values / 2, *args, **kwargs)
+
+
+def _of_patched_update(target: Any) -> None:
+    update = target.update
+    target.update = lambda keys, values, *args, **kwargs: update(keys / 2, values / 2, *args, **kwargs)
+
+
+def _patched() -> Any:
+    cache = transformers.DynamicCache()
+    _of_patched_update(cache)
+    return cache
+
+
+def _patched_layers() -> Any:
+    cache = transformers.Cache(layers=[cache_utils.DynamicLayer() for _ in range(2)])
+    for layer in cache.layers:
+        _of_patched_update(layer)
+    return cache
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "opt"])
+@pytest.mark.parametrize(
+    "cache",
+    [
+        Halving,
+        lambda: transformers.Cache(layer_class_to_replicate=HalvingLayer),
+        lambda: transformers.Cache(layers=[HalvingLayer(), HalvingLayer()]),
+        _patched,
+        _patched_layers,
+    ],
+    ids=["subclass", "layers on demand", "layers", "patched", "patched layers"],
+)
+def test_a_cache_that_gives_other_keys_than_it_was_given_is_asked(name: str, cache: Callable[[], Any]) -> None:
+    model = make(name)
+    expected = prompt_and_step(model, cache())
+    assert not torch.allclose(expected, prompt_and_step(model, transformers.DynamicCache()), atol=1e-2)
+    with accelerate(model), CountedCalls() as counted:
+        torch.testing.assert_close(prompt_and_step(model, cache()), expected, rtol=1e-3, atol=1e-3)
+    assert counted.calls["cached_attention"] > 0
+
+
+@pytest.mark.parametrize("kind", [transformers.Cache, cache_utils.DynamicLayer])
+def test_a_cache_that_somebody_patched_for_all_is_asked(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make("llama")
+    update = kind.update
+    with accelerate(model):
+        before = prompt_and_step(model, transformers.DynamicCache())
+        monkeypatch.setattr(kind, "update", lambda self, k, v, *args, **kw: update(self, k / 2, v / 2, *args, **kw))
+        ours = prompt_and_step(model, transformers.DynamicCache())
+    assert not torch.allclose(ours, before, atol=1e-2)
+    torch.testing.assert_close(ours, prompt_and_step(model, transformers.DynamicCache()), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.skipif(not hasattr(cache_utils, "Fp8QuantizedLayer"), reason="transformers' other caches need packages")
+@pytest.mark.parametrize("name", ["gpt2", "llama", "opt"])
+def test_a_quantized_cache(name: str) -> None:
+    model = make(name)
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    options |= {"return_dict_in_generate": True, "output_logits": True}
+    quantized = {"cache_implementation": "quantized", "cache_config": {"backend": "fp8"}}
+    expected = model.generate(tokens(), **options, **quantized)
+    with accelerate(model), CountedCalls() as counted:
+        ours = model.generate(tokens(), **options, **quantized)
+        exact = model.generate(tokens(), **options)
+    assert counted.calls["cached_attention"] > 0
+    assert not torch.allclose(ours.logits[1], exact.logits[1], rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(torch.stack(ours.logits), torch.stack(expected.logits), rtol=1e-3, atol=1e-3)
+    assert torch.equal(ours.sequences, expected.sequences)
+
+
+def test_a_cache_that_is_told_where_to_write_is_the_layers_own_affair() -> None:
+    """In transformers 5.0 a static cache writes where the layer says, which later ones count themselves."""
+    model = make("llama")
+    layer = model.model.layers[0]
+    hidden = torch.randn((1, 1, 32))
+    options = {"position_embeddings": model.model.rotary_emb(hidden, torch.tensor([[0]]))}
+    static = transformers.StaticCache(config=model.config, max_cache_len=4)
+    with accelerate(model), torch.no_grad(), CountedCalls() as counted:
+        layer(hidden, past_key_values=static, cache_position=torch.tensor([0]), **options)
+        assert counted.calls["linear"] == 0
+        layer(hidden, past_key_values=transformers.DynamicCache(), cache_position=torch.tensor([0]), **options)
+        assert counted.calls["linear"] == 4

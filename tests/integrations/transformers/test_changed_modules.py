@@ -1,0 +1,397 @@
+"""What is done to a model's modules counts, before and after `accelerate`: the same logits as the plain model."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from small_models import CONFIGS, LLAMA, assert_as_plain, logits, make, steps
+from torch import nn
+
+from counted_calls import CountedCalls
+
+with warnings.catch_warnings():
+    # transformers' own dependencies warn of each other's releases.
+    warnings.simplefilter("ignore")
+    import transformers
+
+from ds_plugin_sdk.integrations.transformers import accelerate
+from ds_plugin_sdk.integrations.transformers.replacements import DecoderReplacement
+
+pytestmark = [pytest.mark.compiler, pytest.mark.usefixtures("kernels")]
+
+
+class Lora(nn.Module):
+    """What adapters look like: a projection, and something added to its result."""
+
+    def __init__(self, base: Any) -> None:
+        super().__init__()
+        self.base_layer = base
+        self.delta = nn.Linear(base.in_features, base.out_features, bias=False)
+
+    @property
+    def in_features(self) -> Any:
+        return self.base_layer.in_features
+
+    @property
+    def out_features(self) -> Any:
+        return self.base_layer.out_features
+
+    @property
+    def weight(self) -> Any:
+        return self.base_layer.weight
+
+    @property
+    def bias(self) -> Any:
+        return self.base_layer.bias
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.base_layer(input) + self.delta(input)
+        return result
+
+
+class Doubling(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(input)
+
+
+class Tagged(torch.Tensor):
+    """A weight of another class than torch's, as quantized and distributed ones are."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        return result * 2 if func is nn.functional.linear else result
+
+
+def add_lora(attention: Any) -> None:
+    attention.q_proj = Lora(attention.q_proj)
+
+
+def add_subclass(attention: Any) -> None:
+    doubling = Doubling(32, attention.v_proj.out_features, bias=False)
+    doubling.load_state_dict(attention.v_proj.state_dict())
+    attention.v_proj = doubling
+
+
+def add_hook(attention: Any) -> None:
+    attention.q_proj.register_forward_hook(lambda module, args, output: 2 * output)
+
+
+def add_pre_hook(attention: Any) -> None:
+    attention.o_proj.register_forward_pre_hook(lambda module, args: (2 * args[0],))
+
+
+def add_hook_to_attention(attention: Any) -> None:
+    attention.register_forward_hook(lambda module, args, output: (2 * output[0], *output[1:]))
+
+
+def add_forward(attention: Any) -> None:
+    own = attention.o_proj.forward
+    attention.o_proj.forward = lambda input: 2 * own(input)
+
+
+class Halved(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight / 2
+
+
+def add_parametrization(attention: Any) -> None:
+    nn.utils.parametrize.register_parametrization(attention.k_proj, "weight", Halved())
+
+
+def add_weight_of_another_class(attention: Any) -> None:
+    attention.v_proj.weight = nn.Parameter(attention.v_proj.weight.detach().clone().as_subclass(Tagged))
+
+
+CHANGES = [
+    add_lora,
+    add_subclass,
+    add_hook,
+    add_pre_hook,
+    add_hook_to_attention,
+    add_forward,
+    add_parametrization,
+    add_weight_of_another_class,
+]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_what_is_done_to_a_projection_counts(change: Callable[[Any], None], when: str) -> None:
+    model, plain = make("llama"), make("llama")
+    unchanged = logits(plain)
+    torch.manual_seed(1)
+    change(plain.model.layers[1].self_attn)
+    expected = logits(plain)
+    assert not torch.allclose(expected, unchanged, atol=0.05), "a change that changes nothing tests nothing"
+    torch.manual_seed(1)
+    if when == "before":
+        change(model.model.layers[1].self_attn)
+    with accelerate(model) as handle:
+        if when == "after":
+            change(model.model.layers[1].self_attn)
+        torch.testing.assert_close(logits(model), expected, rtol=1e-3, atol=1e-3)
+        assert handle.layers == ["model.layers.0"]
+        assert "model.layers.1" in handle.left
+
+
+def assign_weight(attention: Any) -> None:
+    attention.o_proj.weight = nn.Parameter(2 * attention.o_proj.weight.detach())
+
+
+def change_weight_in_place(attention: Any) -> None:
+    with torch.no_grad():
+        attention.o_proj.weight.mul_(2)
+
+
+def give_weight_other_memory(attention: Any) -> None:
+    attention.o_proj.weight.data = 2 * attention.o_proj.weight.data
+
+
+def choose_another_attention(attention: Any) -> None:
+    attention.config = copy.copy(attention.config)
+    attention.config._attn_implementation = "eager"
+    attention.scaling = attention.scaling / 4
+    attention.q_proj.register_forward_hook(lambda module, args, output: 4 * output)
+    attention.o_proj.register_forward_hook(lambda module, args, output: 2 * output)
+
+
+LATE_CHANGES = [*CHANGES, assign_weight, change_weight_in_place, give_weight_other_memory, choose_another_attention]
+
+
+@pytest.mark.parametrize("change", LATE_CHANGES, ids=lambda change: change.__name__)
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize("weights", [None, "int8"])
+def test_what_is_done_between_two_tokens_counts(change: Callable[[Any], None], layer: int, weights: Any) -> None:
+    expected, unchanged = steps(make("llama"), change, layer), steps(make("llama"), None)
+    change_of_logits = float((expected - unchanged).abs().max())
+    assert change_of_logits > 0.05, "a change that changes nothing tests nothing"
+    tolerance = 1e-3 if weights is None else min(0.1 * float(unchanged.abs().max()), 0.6 * change_of_logits)
+    model = make("llama")
+    with accelerate(model, weights):
+        torch.testing.assert_close(steps(model, change, layer), expected, rtol=1e-3, atol=tolerance)
+
+
+def test_what_a_layers_hook_does_to_the_next_layer_counts() -> None:
+    """As offloading does, which brings a layer's weights when the one before it runs."""
+
+    def add_hook_that_changes_the_next(attention: Any) -> None:
+        model.model.layers[0].register_forward_hook(lambda *_: assign_weight(model.model.layers[1].self_attn))
+
+    model = make("llama")
+    expected, unchanged = steps(model, add_hook_that_changes_the_next), steps(make("llama"), None)
+    assert not torch.allclose(expected, unchanged, atol=0.05)
+    model = make("llama")
+    with accelerate(model):
+        torch.testing.assert_close(steps(model, add_hook_that_changes_the_next), expected, rtol=1e-3, atol=1e-3)
+
+
+def test_what_somebody_elses_loop_does_between_layers_counts() -> None:
+    model = make("llama")
+    angles = model.model.rotary_emb(torch.zeros(1), torch.zeros(1, 1, dtype=torch.long))
+
+    @torch.no_grad()
+    def loop(weight: torch.Tensor) -> torch.Tensor:
+        hidden = torch.ones(1, 1, 32)
+        for layer in model.model.layers:
+            hidden = layer(hidden, position_embeddings=angles)
+            model.model.layers[1].self_attn.o_proj.weight.data = weight
+        return hidden
+
+    weight = model.model.layers[1].self_attn.o_proj.weight.detach().clone()
+    unchanged, expected = loop(weight), loop(2 * weight)
+    assert not torch.allclose(expected, unchanged, atol=0.05)
+    with accelerate(model):
+        for factor, plain in ((1, unchanged), (2, expected), (1, unchanged)):
+            torch.testing.assert_close(loop(factor * weight), plain, rtol=1e-3, atol=1e-3)
+
+
+def test_a_step_asks_all_layers_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked one by one, between kernels that read all weights, the questions take several times as long."""
+    asked = []
+
+    def count(*_: Any) -> None:
+        holds = DecoderReplacement.holds_apart
+        monkeypatch.setattr(
+            DecoderReplacement, "holds_apart", lambda *args, **kwargs: asked.append(1) or holds(*args, **kwargs)
+        )
+
+    model = make("llama")
+    with accelerate(model), CountedCalls() as counted:
+        steps(model, count)
+    assert not asked
+    assert counted.calls["cached_attention"] == 2 * 4
+
+
+# peft asks transformers for what its next release calls by another name.
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_lora_of_peft(when: str) -> None:
+    peft = pytest.importorskip("peft", reason="peft comes with the extra `test`")
+    torch.manual_seed(0)
+    options = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+    model = make("llama")
+    unchanged = logits(model)
+    handle = accelerate(model) if when == "after" else None
+    adapted = peft.get_peft_model(model, options).eval()
+    handle = accelerate(model) if handle is None else handle
+    ours = logits(adapted)
+    assert handle.layers == []
+    assert all("peft.tuners.lora" in why or "changed after" in why for why in handle.left.values()), str(handle)
+    assert not torch.allclose(ours, unchanged, atol=0.05)
+    adapted.merge_adapter()  # through .data
+    torch.testing.assert_close(logits(adapted), ours, rtol=1e-3, atol=1e-3)
+    adapted.unmerge_adapter()
+    with adapted.disable_adapter():
+        torch.testing.assert_close(logits(adapted), unchanged, rtol=1e-3, atol=1e-3)
+    handle.remove()
+    torch.testing.assert_close(ours, logits(adapted), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+def test_lora_of_peft_that_is_merged_into_int8() -> None:
+    peft = pytest.importorskip("peft", reason="peft comes with the extra `test`")
+    torch.manual_seed(0)
+    options = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    model = make("llama")
+    adapted = peft.get_peft_model(model, options).eval()
+    exact = logits(adapted)
+    with accelerate(model, weights="int8"):
+        logits(adapted)
+        adapted.merge_adapter()
+        error = (logits(adapted) - exact).abs().mean()
+    assert 0 < error < 0.1
+
+
+# torchao uses functions of torch's that torch calls deprecated.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("weights", [None, "int8"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_weights_of_torchao(when: str, weights: str | None) -> None:
+    """Layers stay of torch's class, and their weights become tensors of a class that multiplies by itself."""
+    quantization = pytest.importorskip(
+        "torchao.quantization", reason="torchao comes with the extra `test` on x86-64, where it has wheels"
+    )
+    model = make("llama")
+    unchanged = logits(model)
+    handle = accelerate(model, weights=weights) if when == "after" else None
+    quantization.quantize_(model.model, quantization.Int8WeightOnlyConfig())
+    handle = accelerate(model, weights=weights) if handle is None else handle
+    ours = logits(model)
+    assert not [layer for layer in handle.layers if layer.startswith("model.layers")], str(handle)
+    handle.remove()
+    assert not torch.equal(logits(model), unchanged)
+    # The head is no part of what was quantized.
+    torch.testing.assert_close(ours, logits(model), rtol=1e-3, atol=1e-3 if weights is None else 0.1)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_a_compiled_model_is_the_plain_one(name: str) -> None:
+    model = make(name)
+    expected = logits(model)
+    with accelerate(model):
+        torch.testing.assert_close(logits(torch.compile(model, backend="eager")), expected)
+        torch.testing.assert_close(logits(model), expected, rtol=1e-3, atol=1e-3)
+    torch._dynamo.reset()
+
+
+def test_a_forward_that_was_taken_and_put_back_counts_as_the_classs_own() -> None:
+    """As transformers 5.0 leaves modules whose outputs it has collected."""
+    model = make("llama")
+    with accelerate(model) as handle:
+        attention = model.model.layers[0].self_attn
+        attention.forward = attention.forward
+        assert len(handle.layers) == 2
+        assert_as_plain(model)
+
+
+@pytest.mark.parametrize("name", ["model.layers.1.self_attn.q_proj", "model.layers.1.mlp.act_fn", "lm_head"])
+def test_hooks_in_another_dictionary_count(name: str) -> None:
+    """Hooks are often removed so, all at once."""
+    model = make("llama")
+    module = model.get_submodule(name)
+    with accelerate(model):
+        steps(model, lambda *_: None)
+        unchanged = logits(model)
+        module._forward_hooks = OrderedDict()
+        handle = module.register_forward_hook(lambda module, inputs, output: 3 * output)
+        ours = logits(model)
+    expected = logits(model)
+    handle.remove()
+    assert not torch.allclose(expected, unchanged, atol=0.05)
+    torch.testing.assert_close(ours, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_hooks_on_all_modules_are_called() -> None:
+    model = make("llama")
+    seen: set[str] = set()
+    handle = nn.modules.module.register_module_forward_hook(
+        lambda module, args, output: seen.add(type(module).__name__)
+    )
+    try:
+        with accelerate(model):
+            logits(model)
+    finally:
+        handle.remove()
+    assert {"LlamaMLP", "LlamaAttention", "SiLUActivation", "Linear"} <= seen
+
+
+def test_dropout_that_is_on_drops() -> None:
+    config = CONFIGS["gpt2"]()
+    config.attn_pdrop = config.embd_pdrop = config.resid_pdrop = 0.5
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    model.train()
+    with accelerate(model):
+        assert not torch.equal(logits(model), logits(model))
+        model.eval()
+        model.transformer.h[0].mlp.dropout.train()  # alone, as for Monte Carlo estimates
+        assert not torch.equal(logits(model), logits(model))
+        model.eval()
+        assert torch.equal(logits(model), logits(model))
+
+
+def test_autocast_computes_in_its_dtype() -> None:
+    model = make("llama")
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = logits(model)
+        with accelerate(model):
+            ours = logits(model)
+    assert ours.dtype == expected.dtype
+    assert torch.equal(ours, expected)
+
+
+def test_the_report() -> None:
+    model = make("llama")
+    add_lora(model.model.layers[1].self_attn)
+    handle = accelerate(model)
+    assert str(handle).splitlines() == [
+        "LlamaForCausalLM on the SDK's ops:",
+        "  whole layers     1  model.layers.0",
+        "  attention        1  the whole model",
+        "  linear layers    9  model.layers.1.self_attn.q_proj.base_layer, model.layers.1.self_attn.q_proj.delta, "
+        "model.layers.1.self_attn.k_proj, model.layers.1.self_attn.v_proj, model.layers.1.self_attn.o_proj, "
+        "model.layers.1.mlp.gate_proj, model.layers.1.mlp.up_proj, model.layers.1.mlp.down_proj, lm_head",
+        "  norms            3  model.layers.1.input_layernorm, model.layers.1.post_attention_layernorm, model.norm",
+        "  left alone       1",
+        f"    model.layers.1: LlamaDecoderLayer: {Lora.__module__}.Lora is no plain linear layer",
+    ]
+    handle.remove()
+    assert str(handle) == "LlamaForCausalLM is not accelerated any more"
+
+
+def test_layers_of_another_name_with_the_same_code_run_whole() -> None:
+    """transformers writes LLaMA's layers anew into the files of other families."""
+    model = transformers.AutoModelForCausalLM.from_config(transformers.ArceeConfig(**LLAMA)).eval()
+    with accelerate(model) as handle:  # its MLP is another one
+        assert handle.layers == []
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(transformers.SeedOssConfig(**LLAMA, head_dim=8)).eval()
+    with accelerate(model) as handle:
+        assert handle.layers == ["model.layers.0", "model.layers.1"] or handle.left
+        assert_as_plain(model)

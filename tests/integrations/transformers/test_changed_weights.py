@@ -1,0 +1,171 @@
+"""Weights that are trained, loaded, moved, copied or shared: an accelerated model follows them."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_models import assert_as_plain, logits, make, tokens
+from torch import nn
+
+with warnings.catch_warnings():
+    # transformers' own dependencies warn of each other's releases.
+    warnings.simplefilter("ignore")
+    import transformers
+
+from ds_plugin_sdk.integrations.transformers import accelerate
+
+pytestmark = [pytest.mark.compiler, pytest.mark.usefixtures("kernels")]
+
+
+@pytest.mark.parametrize("weights", [None, "int8"])
+@pytest.mark.parametrize("name", ["gpt2", "qwen2", "opt"])
+def test_weights_that_are_trained_loaded_or_moved_are_followed(name: str, weights: Any) -> None:
+    model = make(name)
+    # int8: the logits of a copy of the model that is quantized when it is compared.
+    bound = {"rtol": 1e-3, "atol": 1e-3}
+
+    def follows() -> None:
+        ours, other = logits(model), copy.deepcopy(model)
+        with accelerate(other, weights=weights):
+            torch.testing.assert_close(ours, logits(other), **bound)
+        if weights is None:
+            torch.testing.assert_close(ours, logits(copy.deepcopy(model)), **bound)
+
+    with accelerate(model, weights=weights) as handle:
+        layers = handle.layers
+        before = logits(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        model(tokens(), labels=tokens()).loss.backward()
+        optimizer.step()
+        assert not torch.allclose(logits(model), before, atol=1e-2)
+        follows()
+        other = {key: value + 0.1 * torch.randn_like(value) for key, value in model.state_dict().items()}
+        model.load_state_dict(other)
+        follows()
+        model.load_state_dict({key: 0.9 * value for key, value in other.items()}, assign=True)
+        follows()
+        with torch.no_grad():
+            for key, parameter in model.named_parameters():
+                if "bias" in key or "proj" in key:
+                    parameter.mul_(1.3)
+        follows()
+        for parameter in model.parameters():
+            parameter.data += 0.05  # torch does not count this
+        follows()
+        model.double().float()
+        follows()
+        assert handle.layers == layers != []
+
+
+def test_a_layer_whose_weights_are_of_several_dtypes_runs_its_own_code() -> None:
+    model = make("llama")
+    with accelerate(model) as handle:
+        model.model.layers[1].self_attn.q_proj.to(torch.float64)
+        assert handle.layers == ["model.layers.0"]
+        with pytest.raises(RuntimeError, match="dtype"):
+            logits(model)
+
+
+def test_a_bias_of_one_element_is_for_all_and_one_that_comes_later_an_error_that_names_it() -> None:
+    model = make("gpt2")
+    bias = model.transformer.h[1].mlp.c_proj.bias
+    its_own, for_all = bias.data, torch.ones(1)
+    bias.data = for_all
+    with accelerate(model) as handle:
+        assert handle.layers == ["transformer.h.0"]
+        assert_as_plain(model)
+    bias.data = its_own
+    with accelerate(model) as handle:
+        bias.data = its_own.clone()
+        assert_as_plain(model)
+        assert handle.layers == ["transformer.h.0", "transformer.h.1"]
+        bias.data = for_all
+        with pytest.raises(RuntimeError, match=r"ds_plugin::linear: bias has shape \[1\]; expected \[\d+\]"):
+            logits(model)
+
+
+def test_weights_in_a_larger_buffer_stay_there() -> None:
+    """ZeRO keeps all parameters in one buffer, and its optimizer writes there."""
+    model = make("llama")
+    flat = nn.utils.parameters_to_vector(model.parameters()).detach()
+    nn.utils.vector_to_parameters(flat, model.parameters())
+    with accelerate(model) as handle:
+        assert handle.layers == handle.linear == []
+        before = logits(model)
+        flat *= 1.1
+        assert not torch.allclose(logits(model), before, atol=1e-2)
+        assert_as_plain(model)
+
+
+def test_a_parameter_of_two_layers_is_left_where_it_is() -> None:
+    model = make("llama")
+    first, second = model.model.layers
+    second.mlp.up_proj.weight = first.mlp.up_proj.weight
+    with accelerate(model) as handle:
+        assert handle.layers == ["model.layers.0"]
+        assert "shares" in handle.left["model.layers.1"]
+        assert second.mlp.up_proj.weight is first.mlp.up_proj.weight
+        assert_as_plain(model)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_is_a_plain_model_with_weights_of_its_own(duplicate: Callable[[Any], Any]) -> None:
+    model = make("llama")
+    with accelerate(model):
+        other = duplicate(model)
+        expected = logits(model)
+        with torch.no_grad():
+            other.model.layers[0].mlp.down_proj.weight.mul_(3)
+        assert torch.equal(logits(model), expected)
+        assert not torch.allclose(logits(other), expected, atol=1e-2)
+        with accelerate(other):
+            assert_as_plain(other)
+
+
+def test_saved_and_loaded(tmp_path: Path) -> None:
+    model = make("qwen2")
+    with accelerate(model):
+        expected = logits(model)
+        model.save_pretrained(tmp_path)
+    other = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    with accelerate(other) as handle:
+        assert len(handle.layers) == 2, str(handle)
+        torch.testing.assert_close(logits(other), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_two_models_in_two_threads() -> None:
+    """Each with angles of its own; the rows of their prompts stand at other positions."""
+    found: dict[int, list[torch.Tensor]] = {0: [], 1: []}
+    model = make("llama")
+    positions = [torch.arange(9)[None] + 100 * i for i in range(2)]
+    expected = [logits(model, position_ids=where) for where in positions]
+
+    def run(index: int) -> None:
+        for _ in range(20):
+            found[index].append(logits(model, position_ids=positions[index]))
+
+    with accelerate(model):
+        threads = [threading.Thread(target=run, args=(i,)) for i in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    for index, results in found.items():
+        for result in results:
+            torch.testing.assert_close(result, expected[index], rtol=1e-3, atol=1e-3)
+
+
+def test_weights_stay_on_their_devices() -> None:
+    model = make("llama")
+    model.model.layers[1].to("meta")
+    with accelerate(model) as handle:
+        assert model.model.layers[1].mlp.up_proj.weight.is_meta
+        assert handle.layers == ["model.layers.0"]
