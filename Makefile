@@ -313,7 +313,7 @@ command-page: $(READY)
 # NAMES=... compares these alone and writes no page.
 .PHONY: transformers-families
 transformers-families: $(READY)
-	$(BIN)/python tools/transformers_families.py $(NAMES)
+	PYTHONPATH=tools $(BIN)/python -m transformers_families $(NAMES)
 
 .PHONY: bench
 bench: $(READY)

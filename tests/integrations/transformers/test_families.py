@@ -14,7 +14,8 @@ import torch
 with warnings.catch_warnings():
     # transformers' own dependencies warn of each other's releases.
     warnings.simplefilter("ignore")
-    import transformers_families as sweep
+    from transformers_families import compare
+    from transformers_families.models import Family, families, make
 
 pytestmark = [
     pytest.mark.compiler,
@@ -22,6 +23,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # transformers' models warn of their tiny configurations
 ]
 
+# Families that once were wrong, and one of each kind of layer.
+ALWAYS = ("llama", "gpt2", "opt", "qwen3", "gemma2", "gpt_oss", "deepseek_v3", "mistral", "bert", "t5")
 SECONDS = 30  # for those by rotation
 
 
@@ -36,14 +39,12 @@ def one_thread(native: Callable[..., None]) -> Iterator[None]:
 
 
 def test_the_families_that_were_wrong_are_not() -> None:
-    found = {
-        (family.name, family.kind): sweep.examine(family) for family in sweep.families() if family.name in sweep.ALWAYS
-    }
-    assert {name for name, _ in found} == set(sweep.ALWAYS)
+    found = {(family.name, family.kind): compare.examine(family) for family in families() if family.name in ALWAYS}
+    assert {name for name, _ in found} == set(ALWAYS)
     for verdict in found.values():
         assert verdict.verdict in ("whole", "parts"), verdict
         assert len(verdict.differences) >= 4, verdict
-    assert sweep.quantized() is None or "float64 quantized" in found["llama", "causal"].differences
+    assert compare.quantized() is None or "float64 quantized" in found["llama", "causal"].differences
     assert {name for (name, _), verdict in found.items() if verdict.verdict == "whole"} >= {
         "llama",
         "gpt2",
@@ -55,14 +56,14 @@ def test_the_families_that_were_wrong_are_not() -> None:
 
 def test_others_by_rotation() -> None:
     """Each day begins with another family, so that all of them come up."""
-    families = [family for family in sweep.families() if family.name not in sweep.ALWAYS]
-    first = datetime.date.today().toordinal() * 7 % len(families)
+    others = [family for family in families() if family.name not in ALWAYS]
+    first = datetime.date.today().toordinal() * 7 % len(others)
     deadline = time.monotonic() + SECONDS
     compared = 0
-    for family in [*families[first:], *families[:first]]:
+    for family in [*others[first:], *others[:first]]:
         if time.monotonic() > deadline:
             break
-        verdict = sweep.examine(family)
+        verdict = compare.examine(family)
         assert verdict.verdict != "DIFFERENT", verdict
         compared += verdict.verdict != "not made"
     assert compared > 0
@@ -74,7 +75,7 @@ def test_a_difference_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
     right = DecoderReplacement._run
     monkeypatch.setattr(DecoderReplacement, "_run", lambda *args: 1.1 * right(*args))
-    verdict = sweep.examine(sweep.Family("llama", "causal", "LlamaForCausalLM"))
+    verdict = compare.examine(Family("llama", "causal", "LlamaForCausalLM"))
     assert verdict.verdict == "DIFFERENT"
     assert any("dynamic" in note for note in verdict.notes)
 
@@ -89,12 +90,12 @@ def test_an_error_of_one_token_in_bfloat16_is_found(monkeypatch: pytest.MonkeyPa
         hidden[0, 3] += 2 * (hidden.dtype == torch.bfloat16)
         return hidden
 
-    family = sweep.Family("llama", "causal", "LlamaForCausalLM")
-    verdict = sweep.Verdict("llama", "causal", "")
-    sweep._compare_roughly(verdict, family)
+    family = Family("llama", "causal", "LlamaForCausalLM")
+    verdict = compare.Verdict("llama", "causal", "")
+    compare.compare_roughly(verdict, family)
     assert verdict.verdict == "", verdict
     monkeypatch.setattr(DecoderReplacement, "_run", wrong)
-    sweep._compare_roughly(verdict, family)
+    compare.compare_roughly(verdict, family)
     assert verdict.verdict == "DIFFERENT"
     assert any("bfloat16" in note for note in verdict.notes)
 
@@ -102,13 +103,13 @@ def test_an_error_of_one_token_in_bfloat16_is_found(monkeypatch: pytest.MonkeyPa
 def test_a_token_that_goes_to_another_expert_is_known() -> None:
     """axk1 with this seed: in bfloat16 one token goes elsewhere in the accelerated model, with 60 times the error."""
     exact = {"gate": [torch.tensor([[0, 1], [2, 3]])]}
-    assert sweep._same_way(exact, {"gate": [torch.tensor([[1, 0], [2, 1]])]}, 2).tolist() == [True, False]
-    family = next(family for family in sweep.families() if family.name == "axk1")
-    error, bound, size = sweep._errors_in_bfloat16(family, 0)
+    assert compare.same_way(exact, {"gate": [torch.tensor([[1, 0], [2, 1]])]}, 2).tolist() == [True, False]
+    family = next(family for family in families() if family.name == "axk1")
+    error, bound, size = compare.errors_in_bfloat16(family, 0)
     assert 0 < error < 2 * bound + 1e-2 * size
 
 
-@pytest.mark.parametrize("name", sweep.ALWAYS)
+@pytest.mark.parametrize("name", ALWAYS)
 def test_tiny_models_are_tiny(name: str) -> None:
-    family = next(family for family in sweep.families() if family.name == name)
-    assert sum(parameter.numel() for parameter in sweep.make(family).parameters()) < 200_000
+    family = next(family for family in families() if family.name == name)
+    assert sum(parameter.numel() for parameter in make(family).parameters()) < 200_000
