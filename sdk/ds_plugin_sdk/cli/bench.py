@@ -159,6 +159,25 @@ def decode(
     _show("Decode", benchmark.run(_one_of(shape, "gpt2", "llama"), compiled=compiled), as_json)
 
 
+@_command("perplexity")
+def perplexity(
+    model: Path = typer.Argument(
+        help="Folder of a causal language model and its tokenizer, as transformers saves them."
+    ),
+    text: Path = typer.Argument(help="A file of text in UTF-8."),
+    dtype: str = typer.Option("bfloat16", help="float32, bfloat16 or float16: the model's."),
+    length: int = typer.Option(256, min=2, help="Tokens of a window; no more than the model has positions."),
+    most: int = typer.Option(64, min=1, help="Windows, from the text's beginning."),
+    as_json: bool = _JSON,
+) -> None:
+    """Perplexity of a model on a text: transformers' own, and on our ops with weights in int8 and int4."""
+    _need("transformers", "transformers")
+    from ds_plugin_sdk.bench import perplexity as benchmark
+
+    rows = benchmark.run(model, text, _one_of(dtype, "float32", "bfloat16", "float16"), length, most)
+    _show(f"Perplexity, {dtype}", rows, as_json)
+
+
 @_command("training")
 def training(
     example: Path = typer.Argument(help="The folder of the demo: examples/tiny_gpt of the repository."),
