@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from ds_plugin_sdk.integrations import accelerate as hugging_face
 from ds_plugin_sdk.integrations import lightning
@@ -293,6 +294,13 @@ def test_devices_as_lightning_takes_them(devices: Any, meant: list[int]) -> None
         device = SimpleNamespace(device_count=lambda: 3)
 
     assert Accelerator.parse_devices(devices) == meant
+
+
+def test_a_cpu_has_no_index_as_where_lightning_finds_it_itself() -> None:
+    class Accelerator(lightning._Methods):
+        device = Device("cpu")
+
+    assert Accelerator.get_parallel_devices([0, 1]) == [torch.device("cpu")] * 2
 
 
 def test_a_failure_of_an_adaptation_is_one_warning(tmp_path: Path) -> None:

@@ -55,6 +55,11 @@ def follow_in_strategy(module: Any) -> None:
             return
         if self._process_group_backend is None:
             self._process_group_backend = self.accelerator.device.communication_backend_name()
+        # A CPU has no index, and Lightning hands a device's to DeepSpeed as the rank's.
+        self.parallel_devices = [
+            type(device)(device.type, index) if device.index is None else device
+            for index, device in enumerate(self.parallel_devices)
+        ]
         super(cls, self).setup_environment()
 
     cls.setup_environment = setup_environment
@@ -93,8 +98,7 @@ class _Methods:
     def get_parallel_devices(cls, devices: list[int]) -> list[Any]:
         import torch
 
-        # The CPU too with an index, which Lightning hands to DeepSpeed as the rank's.
-        return [torch.device(torch.device(cls.device.device_name(index)).type, index) for index in devices]
+        return [torch.device(cls.device.device_name(index)) for index in devices]
 
     @classmethod
     def auto_device_count(cls) -> int:
