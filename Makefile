@@ -26,6 +26,7 @@ export PATH := $(BIN):$(PATH)
 .PHONY: help
 help:
 	@echo 'make demo          set up, then train a small GPT with DeepSpeed on $(RANKS) ranks: a few minutes'
+	@echo 'make examples      every example at its full size, also on the accelerator that DeepSpeed brings along'
 	@echo 'make test          set up, then check style and types and run all tests'
 	@echo 'make pytest        the Python tests alone; ARGS=... goes to pytest'
 	@echo 'make test-matrix   the Python tests as on other machines: older CPUs, 1, 2 and 4 threads, random order, load: hours'
@@ -88,6 +89,17 @@ demo: $(READY)
 	$(BIN)/sdk report --run out/demo/provenance.jsonl; \
 	echo; echo "make demo: done in $$SECONDS s. Unmodified DeepSpeed trained a small GPT on $(RANKS) ranks, on the plugin above;"; \
 	echo 'the curve is out/demo/loss.png, and examples/tiny_gpt/README.md says what you saw.'
+
+# Every example at its full size, here and on DeepSpeed's own accelerator; the table of examples/README.md. Kernel injection is
+# made for the transformers of its time.
+build/transformers-4.43.4/ready.stamp: $(READY)
+	$(PIP) install --no-deps --target build/transformers-4.43.4 \
+	    transformers==4.43.4 'tokenizers>=0.19,<0.20' 'huggingface-hub>=0.23.2,<1'
+	@touch $@
+
+.PHONY: examples
+examples: build/transformers-4.43.4/ready.stamp
+	$(BIN)/python tools/example_table.py $(ARGS)
 
 # --- The tests ----------------------------------------------------------------------------------------------------
 

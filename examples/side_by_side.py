@@ -32,24 +32,31 @@ def main() -> None:
     parser.add_argument("command", nargs="*")
     args = parser.parse_args()
     found: dict[str, Curves] = {}
-    for name, variables in RUNS.items():
-        folder = args.out / name.replace(" ", "-").replace("'", "")
+    for name in RUNS:
+        folder = folder_of(args.out, name)
         if not args.draw:
-            run(args.command, folder, variables, name)
+            status, seconds = run(args.command, folder, name)
+            print(f"{name}: exit status {status} after {seconds:.0f} s; {folder / 'log.txt'}", flush=True)
+            if status:
+                sys.exit(status)
         found[name] = curves(folder)
     draw(found, args.out / "side_by_side.png")
 
 
-def run(command: list[str], folder: Path, variables: dict[str, str], name: str) -> None:
-    """One run; its output goes to the folder's log."""
+def folder_of(out: Path, name: str) -> Path:
+    """The folder of one of the `RUNS`."""
+    return out / name.replace(" ", "-").replace("'", "")
+
+
+def run(command: list[str], folder: Path, name: str) -> tuple[int, float]:
+    """One of the `RUNS`, whose output goes to the folder's log; gives its exit status and seconds."""
     folder.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
+    environment = {**os.environ, **RUNS[name]}
     with (folder / "log.txt").open("w", encoding="utf-8") as log:
         words = [word.replace("{out}", str(folder)) for word in command]
-        done = subprocess.run(words, env={**os.environ, **variables}, stdout=log, stderr=subprocess.STDOUT, check=False)
-    print(f"{name}: exit status {done.returncode} after {time.monotonic() - started:.0f} s; {log.name}", flush=True)
-    if done.returncode:
-        sys.exit(done.returncode)
+        done = subprocess.run(words, env=environment, stdout=log, stderr=subprocess.STDOUT, check=False)
+    return done.returncode, time.monotonic() - started
 
 
 def curves(folder: Path) -> Curves:
@@ -57,8 +64,14 @@ def curves(folder: Path) -> Curves:
     return {
         f"{file.parent.relative_to(folder)} {name}".removeprefix(". "): curve
         for file in sorted(folder.rglob("metrics.json"))
-        for name, curve in json.loads(file.read_text(encoding="utf-8"))["curves"].items()
+        for name, curve in json.loads(file.read_text(encoding="utf-8")).get("curves", {}).items()
     }
+
+
+def apart(one: list[list[float]], other: list[list[float]]) -> float:
+    """The largest difference of two curves, at the steps that both have."""
+    values, others = dict(map(tuple, one)), dict(map(tuple, other))
+    return max(abs(values[step] - others[step]) for step in values.keys() & others.keys())
 
 
 def draw(found: dict[str, Curves], file: Path) -> None:
@@ -72,12 +85,11 @@ def draw(found: dict[str, Curves], file: Path) -> None:
         axes.set(title=name, xlabel="step")
         axes.grid(alpha=0.3)
         axes.legend()
-        one, other = (dict(map(tuple, its.get(name, []))) for its in found.values())
-        if common := one.keys() & other.keys():
-            apart = max(abs(one[step] - other[step]) for step in common)
-            last = max(common)
-            values = f"{one[last]:.4f} and {other[last]:.4f} at step {last:.0f}"
-            print(f"{name}: {values}; never further apart than {apart:.1g}")
+        one, other = (its.get(name) for its in found.values())
+        if one and other:
+            (last, value), (_, beside) = one[-1], other[-1]
+            values = f"{value:.4f} and {beside:.4f} at step {last:.0f}"
+            print(f"{name}: {values}; never further apart than {apart(one, other):.1g}")
     figure.savefig(file, dpi=100)
     print(f"drawn: {file}")
 

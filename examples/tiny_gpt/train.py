@@ -100,7 +100,8 @@ def train(
             console.evaluated(*evaluations[-1])
     console.close()
     return {
-        "losses": mean_over_ranks(torch.tensor(losses, device=engine.device)).tolist(),
+        "losses": (mean_losses := mean_over_ranks(torch.tensor(losses, device=engine.device)).tolist()),
+        "curves": {"loss": list(enumerate(mean_losses, start=1))},
         "step_seconds": seconds,
         "median_step_seconds": statistics.median(seconds[1:] or seconds),  # the first one also warms up
         "median_step_cpu_seconds": statistics.median(cpu_seconds[1:] or cpu_seconds),
