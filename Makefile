@@ -36,7 +36,7 @@ help:
 	@echo 'make mutants       the defects seeded for the conformance suite, and the checks that find them: some minutes'
 	@echo 'make fuzz          random calls of every op against references and formulas; SECONDS=600 SEED=0 PLUGIN=cpu'
 	@echo 'make sanitize      the native tests, and every op as torch calls it, under the sanitizers: a long while'
-	@echo 'make emulate       under qemu: the wheels with binaries on older CPUs, the kernels on ARM and POWER: some minutes'
+	@echo 'make emulate       under qemu: the wheels with binaries on older CPUs, the kernels on ARM and POWER: eight minutes'
 	@echo 'make lint          style (ruff) and types (mypy) alone'
 	@echo 'make format        let ruff format the tree'
 	@echo 'make gpu-check     on a machine with an NVIDIA GPU: builds, tests, conformance, benchmarks, a report'

@@ -162,13 +162,39 @@ def test_core_lists(text: str, cores: set[int]) -> None:
     assert topology.parse_core_list(text) == cores
 
 
+def play_numa(folder: Path, *nodes: str) -> None:
+    """The kernel's files of a machine with these nodes."""
+    for number, cores in enumerate(nodes):
+        (folder / f"node{number}").mkdir()
+        (folder / f"node{number}" / "cpulist").write_text(cores + "\n", encoding="ascii")
+
+
 def test_numa_nodes_without_cores_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(topology, "usable_cores", lambda: frozenset(range(8)))
-    for number, cores in enumerate(["0-3", "4-7", ""]):
-        (tmp_path / f"node{number}").mkdir()
-        (tmp_path / f"node{number}" / "cpulist").write_text(cores + "\n", encoding="ascii")
+    play_numa(tmp_path, "0-3", "4-7", "")
     assert topology.numa_nodes(tmp_path) == [{0, 1, 2, 3}, {4, 5, 6, 7}]
     assert topology.numa_nodes(tmp_path / "none") == [set(range(8))]
+
+
+@pytest.mark.parametrize(
+    ("mask", "ranks", "threads"),
+    [
+        ("0-255", 2, 128),  # two sockets with two threads a core
+        ("0-31,128-159", 1, 64),  # a launcher that binds to half of the first
+        ("60-67", 2, 8),  # four of each
+    ],
+)
+def test_without_a_launcher_a_rank_belongs_on_each_numa_node(
+    mask: str, ranks: int, threads: int, no_launcher: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cores = topology.parse_core_list(mask)
+    monkeypatch.setattr(topology, "usable_cores", lambda: cores)
+    monkeypatch.setattr(topology, "job_cores", lambda: 256)
+    play_numa(tmp_path, *(f"{first}-{first + 63},{first + 128}-{first + 191}" for first in (0, 64)))
+    assert topology.device_count(tmp_path) == ranks
+    monkeypatch.setenv("LOCAL_SIZE", "2")  # as DeepSpeed's launcher then says
+    assert topology.device_count(tmp_path) == 2
+    assert topology.fair_threads() == min(threads, len(cores))
 
 
 @pytest.fixture
@@ -251,6 +277,39 @@ def test_a_job_has_the_cores_of_its_control_group(member: str, file: str, tmp_pa
     (groups / file).parent.mkdir(parents=True)
     (groups / file).write_text("8-15,40-47\n", encoding="ascii")
     assert topology.job_cores(groups, own) == 16
+
+
+@pytest.mark.parametrize(
+    ("member", "files", "cores"),
+    [
+        ("0::/\n", {"cpu.max": "400000 100000\n"}, 4),  # docker run --cpus 4
+        ("0::/\n", {"cpu.max": "250000 100000\n"}, 3),
+        ("0::/\n", {"cpu.max": "max 100000\n"}, 8),
+        ("0::/\n", {"cpu.max": "1600000 100000\n"}, 8),  # more than there are
+        ("0::/kubepods/pod1/9f\n", {"kubepods/pod1/cpu.max": "200000 100000\n"}, 2),  # of the group around it
+        ("0::/a/b\n", {"a/cpu.max": "500000 100000\n", "a/b/cpu.max": "300000 100000\n"}, 3),
+        (
+            "5:cpu,cpuacct:/docker/9f\n0::/\n",
+            {"cpu,cpuacct/cpu.cfs_quota_us": "600000\n", "cpu,cpuacct/cpu.cfs_period_us": "100000\n"},
+            6,
+        ),
+        (
+            "5:cpu,cpuacct:/\n",
+            {"cpu,cpuacct/cpu.cfs_quota_us": "-1\n", "cpu,cpuacct/cpu.cfs_period_us": "100000\n"},
+            8,
+        ),
+    ],
+)
+def test_a_jobs_quota_of_cpu_time_is_as_good_as_cores(
+    member: str, files: dict[str, str], cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    own, groups = tmp_path / "own", tmp_path / "groups"
+    own.write_text(member, encoding="utf-8")
+    for name, text in files.items():
+        (groups / name).parent.mkdir(parents=True, exist_ok=True)
+        (groups / name).write_text(text, encoding="ascii")
+    assert topology.job_cores(groups, own) == cores
 
 
 def test_without_control_groups_a_job_has_the_machine(tmp_path: Path) -> None:
