@@ -25,5 +25,8 @@ if [ "${WHEELS:-0}" = 1 ]; then
     echo "on a node: PIP_NO_INDEX=1 PIP_FIND_LINKS=wheels pip install 'ds-plugin-sdk[demo]' ds-plugin-$plugin"
 fi
 
+mkdir -p "$DS_HOME/modules"
+cp "$here/ds-plugin" "$DS_HOME/modules"
+
 sdk doctor
 echo "next: sbatch $here/train.sbatch"

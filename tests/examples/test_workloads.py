@@ -237,6 +237,11 @@ def test_text_is_generated_by_our_integration(tmp_path: Path) -> None:
     [
         ({"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_NTASKS_PER_NODE": "4"}, "5 8 1 4"),
         ({"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"}, "1 2 0 1"),
+        (
+            {"JSM_NAMESPACE_RANK": "7", "JSM_NAMESPACE_SIZE": "12"}
+            | {"JSM_NAMESPACE_LOCAL_RANK": "1", "JSM_NAMESPACE_LOCAL_SIZE": "6"},
+            "7 12 1 6",
+        ),
         # mpirun in a job of Slurm, whose variables are those of the job's first process.
         (
             {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0", "SLURM_NTASKS_PER_NODE": "1"}
@@ -263,6 +268,58 @@ def test_a_rank_whose_launcher_is_not_known_does_not_begin() -> None:
     assert done.returncode == 1
     assert "no launcher has said which rank this is" in done.stderr
     assert "srun wants --ntasks-per-node" in done.stderr
+
+
+JSRUN = """\
+#!/bin/bash
+# Starts a resource set's task after the other, and says to each who it is, as jsrun does.
+echo "jsrun $*"
+while [[ $1 == --* ]]; do
+    case $1 in --nrs) sets=$2 ;; --rs_per_host) here=$2 ;; esac
+    shift 2
+done
+for ((rank = 0; rank < sets; rank++)); do
+    JSM_NAMESPACE_RANK=$rank JSM_NAMESPACE_SIZE=$sets JSM_NAMESPACE_LOCAL_RANK=$((rank % here)) \\
+        JSM_NAMESPACE_LOCAL_SIZE=$here "$@"
+done
+"""
+
+
+def test_the_script_for_lsf_starts_six_ranks_on_each_compute_node(tmp_path: Path) -> None:
+    """By a stand-in for ``jsrun``; the ranks say who they are in place of training."""
+    examples = tmp_path / "examples"
+    for name in ("ranks.py", "slurm/env.sh", "summit/train.lsf"):
+        (examples / name).parent.mkdir(parents=True, exist_ok=True)
+        (examples / name).write_bytes((EXAMPLES / name).read_bytes())
+    (examples / "tiny_gpt").mkdir()
+    names = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"
+    script = f"import os, sys\nprint(*map(os.environ.get, {names}), *sys.argv[1:])\n"
+    (examples / "tiny_gpt" / "train.py").write_text(script, encoding="utf-8")
+    programs = {"jsrun": JSRUN, "sdk": '#!/bin/sh\necho "sdk $* at $DS_PLUGIN_CPU_LEVEL"\n'}
+    for name, text in programs.items():
+        program = tmp_path / "bin" / name
+        program.parent.mkdir(exist_ok=True)
+        program.write_text(text, encoding="utf-8")
+        program.chmod(0o755)
+    (tmp_path / "hosts").write_text("batch1\n" + "c05n01\n" * 42 + "c05n02\n" * 42, encoding="utf-8")
+    environment = {
+        "PATH": os.pathsep.join([str(tmp_path / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]]),
+        "DS_HOME": str(tmp_path / "home"),
+        "LS_SUBCWD": str(tmp_path),
+        "LSB_DJOB_HOSTFILE": str(tmp_path / "hosts"),
+        "LSB_JOBID": "171234",
+    }
+    command = ["bash", examples / "summit" / "train.lsf"]
+    done = subprocess.run(command, env=environment, cwd="/", capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    looked, *nodes, started = (line for line in done.stdout.splitlines() if not line[0].isdigit())
+    assert looked == "jsrun --nrs 2 --rs_per_host 1 --tasks_per_rs 1 --cpu_per_rs 1 sdk doctor --port 21234"
+    assert nodes == ["sdk doctor --port 21234 at power9"] * 2
+    assert started.startswith(
+        "jsrun --nrs 12 --rs_per_host 6 --tasks_per_rs 1 --cpu_per_rs 7 --gpu_per_rs 0 --bind packed:7 python -u"
+    )
+    ranks = [line for line in done.stdout.splitlines() if line[0].isdigit()]
+    assert ranks == [f"{rank} 12 {rank % 6} 6 c05n01 21234 7 --out out/tiny_gpt-171234" for rank in range(12)]
 
 
 @pytest.mark.parametrize("script", SHELL, ids=lambda file: str(file.relative_to(EXAMPLES)))
