@@ -1,6 +1,7 @@
 #!/bin/bash
 # On the login node, once: an environment and the kernels, in a folder that all nodes see.
-# PLUGIN=cuda prepare.sh for another device; WHEELS=1 also packs wheels, for nodes that do not see the folder.
+# PLUGIN=cuda prepare.sh for another device; TORCH=torch==2.13.0 for a version of torch, which pip's settings say where to find;
+# WHEELS=1 also packs wheels, for nodes that do not see the folder.
 # shellcheck disable=SC1091  # the environment is made here
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
@@ -11,7 +12,7 @@ mkdir -p "$DS_HOME"
 
 python3 -m venv "$DS_HOME/venv"
 source "$DS_HOME/venv/bin/activate"
-pip install "${repository}[demo,vendor]" "$repository/plugins/$plugin"
+pip install "${TORCH:-torch}" "${repository}[demo,vendor]" "$repository/plugins/$plugin"
 
 # Compiled here, so that no job has to. Nodes without a compiler take them from the cache.
 sdk build "$plugin"
