@@ -32,6 +32,7 @@ help:
 	@echo 'make test-matrix   the Python tests as on other machines: older CPUs, 1, 2 and 4 threads, random order, load: hours'
 	@echo 'make test-large    tensors of more than 2^31 elements, with 20 GB of free memory'
 	@echo 'make test-clusters real launchers on two nodes made of namespaces: as root, installs packages; half an hour'
+	@echo 'make test-jobs     the job scripts for Slurm, from wheels to the run, on the same two nodes'
 	@echo 'make kernels-test  the native tests of the kernels alone'
 	@echo 'make mutants       the defects seeded for the conformance suite, and the checks that find them: some minutes'
 	@echo 'make fuzz          random calls of every op against references and formulas; SECONDS=600 SEED=0 PLUGIN=cpu'
@@ -194,6 +195,13 @@ build/mpi/ready.stamp: $(READY)
 test-clusters: build/mpi/ready.stamp
 	PYTHONPATH=tools unshare --mount --pid --fork --kill-child --mount-proc --net --uts --ipc \
 	    $(BIN)/python -m clusters $(ARGS)
+
+# The job scripts of examples/slurm: the login node's part with a network, the nodes' without.
+.PHONY: test-jobs
+test-jobs: build/mpi/ready.stamp
+	PLUGIN=cpu WHEELS=1 TORCH='$(TORCH)' DS_HOME=$(CURDIR)/build/jobs examples/slurm/prepare.sh
+	PYTHONPATH=tools unshare --mount --pid --fork --kill-child --mount-proc --net --uts --ipc \
+	    $(BIN)/python -m clusters.jobs
 
 # The native tests, and every op as torch calls it, under the sanitizers: the CPU's kernels and, on the host, the GPU's.
 .PHONY: sanitize
