@@ -60,7 +60,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(evoformer, "SETTINGS", {"small": (2, 8, 2, 8)})
     monkeypatch.setattr(direct, "op_info", SimpleNamespace(infos=lambda: SOME))
     monkeypatch.setattr(direct, "chosen", small_sample)
-    monkeypatch.setattr(ops, "copy_rate", lambda: 2.0)
+    monkeypatch.setattr(ops, "copy_rates", lambda: [2.0])
     monkeypatch.setattr(timing, "_TURN", 0.0)
     threads = torch.get_num_threads()
     yield

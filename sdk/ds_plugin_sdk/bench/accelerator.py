@@ -7,13 +7,13 @@ import operator
 import statistics
 import timeit
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 
-from ds_plugin_sdk.bench.timing import in_turns
+from ds_plugin_sdk.bench.timing import Spread, in_turns, spread
 from ds_plugin_sdk.errors import SdkError
 
 # Members without arguments; those that a device lacks, or that fail without hardware, are left out.
@@ -66,12 +66,14 @@ class Row:
         deepspeed_us: median microseconds of DeepSpeed's own accelerator.
         plugin_us: the same of the plugin's.
         times: plugin_us / deepspeed_us.
+        spread: of plugin_us.
     """
 
     call: str
     deepspeed_us: float
     plugin_us: float
     times: float
+    spread: dict[str, Spread] = field(default_factory=dict)
 
 
 def run(turns: int = 15) -> list[Row]:
@@ -108,9 +110,9 @@ def _row(call: str, step: Step, theirs: Any, ours: Any, turns: int) -> Row | Non
         measures = {which: _measure(partial(step, which)) for which in (theirs, ours)}
     except (AttributeError, AssertionError, NotImplementedError, RuntimeError):
         return None
-    times = in_turns(measures, turns)
-    own, plugin = (1e6 * statistics.median(times[which]) for which in (theirs, ours))
-    return Row(call, own, plugin, plugin / own)
+    times = {which: [1e6 * each for each in found] for which, found in in_turns(measures, turns).items()}
+    own, plugin = (statistics.median(times[which]) for which in (theirs, ours))
+    return Row(call, own, plugin, plugin / own, {"plugin_us": spread(times[ours])})
 
 
 def _measure(step: Callable[[], object]) -> Callable[[], float]:

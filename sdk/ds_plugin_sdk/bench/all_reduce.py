@@ -9,14 +9,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ds_plugin_sdk.bench.timing import in_turns
+from ds_plugin_sdk.bench.timing import Spread, in_turns, spread
 from ds_plugin_sdk.settings import child_environment
 
 OURS = "inference_all_reduce"
@@ -37,6 +37,7 @@ class Row:
         dtype: of the tensor.
         microseconds: median wall time of a call.
         times: speed of `inference_all_reduce` in multiples of this call's, median over the turns.
+        spread: of the microseconds.
     """
 
     call: str
@@ -44,6 +45,7 @@ class Row:
     dtype: str
     microseconds: float
     times: float | None = None
+    spread: dict[str, Spread] = field(default_factory=dict)
 
 
 def run(ranks: int = 2, own: bool = False) -> list[Row]:
@@ -94,7 +96,7 @@ def main(file: Path) -> None:
 def _measure(calls: dict[str, Callable[[torch.Tensor], Any]], tensor: torch.Tensor, dtype: str) -> Iterator[Row]:
     """The rows of a tensor. Who is first changes, so that none always follows the same one."""
     row = [_seconds(calls[OURS], tensor, ROW) for _ in range(9)]
-    yield Row(f"{OURS}, over and over", tensor.numel(), dtype, statistics.median(row) * 1e6)
+    yield _row(f"{OURS}, over and over", tensor, dtype, row, None)
     times: dict[str, list[float]] = {name: [] for name in calls}
     names = list(calls)
     for first in range(len(names)):
@@ -103,7 +105,12 @@ def _measure(calls: dict[str, Callable[[torch.Tensor], Any]], tensor: torch.Tens
             times[name] += taken
     for name, taken in times.items():
         ratio = statistics.median(theirs / ours for theirs, ours in zip(taken, times[OURS], strict=True))
-        yield Row(name, tensor.numel(), dtype, statistics.median(taken) * 1e6, None if name == OURS else ratio)
+        yield _row(name, tensor, dtype, taken, None if name == OURS else ratio)
+
+
+def _row(call: str, tensor: torch.Tensor, dtype: str, seconds: list[float], times: float | None) -> Row:
+    taken = [1e6 * each for each in seconds]
+    return Row(call, tensor.numel(), dtype, statistics.median(taken), times, {"microseconds": spread(taken)})
 
 
 def _seconds(call: Callable[[torch.Tensor], Any], tensor: torch.Tensor, count: int) -> float:

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import importlib
 import os
+import statistics
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from ds_plugin_sdk.bench.timing import Step, take_turns
+from ds_plugin_sdk.bench.timing import Spread, Step, spread, take_turns
 from ds_plugin_sdk.ops import async_io, pin_memory
 
 BLOCKS = tuple(1 << n for n in (17, 20, 23))
@@ -42,6 +43,7 @@ class Row:
         read_gb_s: the same.
         write_ratio: in multiples of libaio's, or of plain's where there is no libaio.
         read_ratio: the same.
+        spread: of both speeds.
     """
 
     block_kib: int
@@ -51,6 +53,7 @@ class Row:
     read_gb_s: float
     write_ratio: float | None
     read_ratio: float | None
+    spread: dict[str, Spread] = field(default_factory=dict)
 
 
 Pair = tuple[Step, Step]  # writes the file, reads it
@@ -96,11 +99,13 @@ def run(
 
 def _measure(pairs: dict[str, Pair], size: int, block: int, threads: int, seconds: float) -> Iterator[Row]:
     calls = {f"{how} {verb}": call for how, pair in pairs.items() for verb, call in zip(_VERBS, pair, strict=True)}
-    medians = take_turns(calls, seconds)
-    speeds = {how: [size / 1e9 / medians[f"{how} {verb}"] for verb in _VERBS] for how in pairs}
-    base = speeds.get("libaio") or speeds["plain"]
-    for how, (write, read) in speeds.items():
-        yield Row(block // 1024, threads, how, write, read, write / base[0], read / base[1])
+    turns = take_turns(calls, seconds)
+    speeds = {call: [size / 1e9 / each for each in times] for call, times in turns.items()}
+    medians = {how: [statistics.median(speeds[f"{how} {verb}"]) for verb in _VERBS] for how in pairs}
+    base = medians.get("libaio") or medians["plain"]
+    for how, (write, read) in medians.items():
+        bounds = {f"{verb}_gb_s": spread(speeds[f"{how} {verb}"]) for verb in _VERBS}
+        yield Row(block // 1024, threads, how, write, read, write / base[0], read / base[1], bounds)
 
 
 def _ours(memory: torch.Tensor, path: Path, block: int, threads: int) -> Iterator[tuple[str, Pair]]:

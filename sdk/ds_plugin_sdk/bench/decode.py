@@ -9,19 +9,21 @@ import statistics
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from ds_plugin_sdk.bench.timing import in_turns
+from ds_plugin_sdk.bench.timing import Spread, at_most, in_turns, spread
 from ds_plugin_sdk.integrations.transformers.weights import Weights
 
 PROMPT, STEPS, ROUNDS = 128, 16, 5
-PEER = "transformers, bfloat16"
+PLAIN = ("transformers, bfloat16", "transformers, float32")
+# Seconds that a first call may take: compiling takes a minute; the product of bfloat16 with weights laid as GPT-2's takes
+# minutes on a CPU without instructions for it.
+PATIENCE = 100.0
 
 Shape = Literal["gpt2", "llama"]
 
@@ -33,57 +35,79 @@ class Row:
     Attributes:
         model: its shape and number of parameters.
         implementation: whose, and what the weights are read as.
+        threads: torch's.
         prompt_tokens_per_second: over a prompt of 128 tokens.
         decode_tokens_per_second: median step after it.
-        times_plain: decode speed, in multiples of transformers' own in bfloat16.
+        times_plain: decode speed, in multiples of transformers' own in bfloat16 or in float32, whichever is faster.
         read_fraction: bytes of weights that a step must read, over its time and the rate at which this machine reads
             large memory.
+        not_compared: why there is no figure.
+        spread: of both speeds.
     """
 
     model: str
     implementation: str
-    prompt_tokens_per_second: float
-    decode_tokens_per_second: float
-    times_plain: float
-    read_fraction: float
+    threads: int
+    prompt_tokens_per_second: float | None = None
+    decode_tokens_per_second: float | None = None
+    times_plain: float | None = None
+    read_fraction: float | None = None
+    not_compared: str | None = None
+    spread: dict[str, Spread] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Seconds of a prompt and of each step."""
+    """Seconds of each prompt and of each step."""
 
-    prompt: float
+    prompts: list[float]
     steps: list[float]
 
 
 Measure = Callable[[], Speed]
 
 
-def run(shape: Shape = "llama", compiled: bool = True, ctranslate2: bool = True) -> list[Row]:
+def run(shape: Shape = "llama", compiled: bool = True, ctranslate2: bool = True, rounds: int = ROUNDS) -> list[Row]:
     """Measure all implementations in turn, in several rounds, so that noise falls on all alike.
 
     Args:
         shape: GPT-2 medium's, or a LLaMA of about the same size.
         compiled: compare with torch.compile too; it takes a minute.
         ctranslate2: compare with CTranslate2 in int8 too, if it is installed.
+        rounds: that count.
     """
     model = _model(shape)
-    rate = _read_rate()
+    rate = max(read_rates())
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):  # a converter prints
-        speeds = _in_rounds(_implementations(model, shape, compiled, Path(folder) if ctranslate2 else None))
+        measures = _implementations(model, shape, compiled, Path(folder) if ctranslate2 else None)
+        speeds, absent = _in_rounds(measures, rounds)
     title = f"{shape}, {sum(parameter.numel() for parameter in model.parameters()) / 1e6:.0f} M"
-    plain = statistics.median(speeds[PEER].steps)
-    rows = []
-    for name, speed in speeds.items():
-        step = statistics.median(speed.steps)
-        fraction = _bytes_read(model, name) / step / rate
-        rows.append(Row(title, name, PROMPT / speed.prompt, 1 / step, plain / step, fraction))
-    return rows
+    plain = min((statistics.median(speeds[name].steps) for name in PLAIN if name in speeds), default=None)
+
+    def row(name: str) -> Row:
+        if name in absent:
+            return Row(title, name, torch.get_num_threads(), not_compared=absent[name])
+        prompts, steps = [PROMPT / each for each in speeds[name].prompts], [1 / each for each in speeds[name].steps]
+        prompt, decode = statistics.median(prompts), statistics.median(steps)
+        return Row(
+            title,
+            name,
+            torch.get_num_threads(),
+            prompt,
+            decode,
+            plain and plain * decode,
+            _bytes_read(model, name) * decode / rate,
+            spread={"prompt_tokens_per_second": spread(prompts), "decode_tokens_per_second": spread(steps)},
+        )
+
+    return [row(name) for name in measures]
 
 
 def _implementations(model: Any, shape: Shape, compiled: bool, folder: Path | None) -> dict[str, Measure]:
     """What measures each, by name; warm from the second call on. `folder`: for CTranslate2's model, if any."""
-    measures: dict[str, Measure] = {PEER: lambda: _twice(model)}
+    measures: dict[str, Measure] = {PLAIN[0]: lambda: _twice(model)}
+    whole = copy.deepcopy(model).float()
+    measures[PLAIN[1]] = lambda: _twice(whole)
     if compiled:
         forward = torch.compile(model.forward)
         measures["torch.compile, bfloat16"] = lambda: _compiled(model, forward)
@@ -95,19 +119,22 @@ def _implementations(model: Any, shape: Shape, compiled: bool, folder: Path | No
     return measures
 
 
-def _in_rounds(measures: dict[str, Measure]) -> dict[str, Speed]:
-    """The median prompt of each, and the steps of all rounds but a first; what does not run here is left out."""
+def _in_rounds(measures: dict[str, Measure], rounds: int) -> tuple[dict[str, Speed], dict[str, str]]:
+    """What each took in all rounds but a first; and why, of those that do not run here or take too long."""
     run: dict[str, Measure] = {}
+    absent: dict[str, str] = {}
     for name, measure in measures.items():
         try:
-            measure()
+            with at_most(PATIENCE, "the first call"):
+                measure()
             run[name] = measure
         except Exception as error:
-            warnings.warn(f"{name} is not compared: {type(error).__name__}: {error}", RuntimeWarning, stacklevel=3)
-    return {
-        name: Speed(statistics.median(speed.prompt for speed in found), [step for s in found for step in s.steps])
-        for name, found in in_turns(run, ROUNDS).items()
+            absent[name] = f"{type(error).__name__}: {error}"
+    speeds = {
+        name: Speed([s for each in found for s in each.prompts], [s for each in found for s in each.steps])
+        for name, found in in_turns(run, rounds).items()
     }
+    return speeds, absent
 
 
 def _model(shape: Shape) -> Any:
@@ -133,7 +160,7 @@ def _model(shape: Shape) -> Any:
 
 def _bytes_read(model: Any, implementation: str) -> float:
     """The weights that each step reads whole: of linear layers, by either of transformers' names."""
-    itemsize = 0.5 if "int4" in implementation else 1 if "int8" in implementation else 2
+    itemsize = {"float32": 4, "bfloat16": 2, "int8": 1, "int4": 0.5}[implementation.split(", ")[1]]
     layers = [module for module in model.modules() if type(module).__name__ in ("Linear", "Conv1D")]
     # The layer that makes logits has 8 bits where others have 4.
     read = sum(layer.weight.numel() * (max(itemsize, 1) if layer is model.lm_head else itemsize) for layer in layers)
@@ -157,7 +184,7 @@ def _measure(model: Any, cache: Any) -> Speed:
         start = time.perf_counter()
         logits = model(logits[:, -1:].argmax(-1), past_key_values=cache, logits_to_keep=1).logits
         steps.append(time.perf_counter() - start)
-    return Speed(prompt, steps)
+    return Speed([prompt], steps)
 
 
 def _twice(model: Any) -> Speed:
@@ -213,7 +240,7 @@ def _ctranslate2(model: Any, shape: Shape, folder: Path) -> Measure:
 
         seconds(STEPS)
         first, whole = seconds(1), seconds(1 + STEPS)
-        return Speed(first, [(whole - first) / STEPS])
+        return Speed([first], [(whole - first) / STEPS])
 
     return measure
 
@@ -235,14 +262,14 @@ def _convert(model: Any, shape: Shape, folder: Path) -> Path:
     return target
 
 
-def _read_rate() -> float:
+def read_rates() -> list[float]:
     """Bytes per second of reading large memory with all of torch's threads, in the largest pages there are."""
     from ds_plugin_sdk.integrations.transformers.weights import Arena
 
     memory = Arena(512 << 20, torch.device("cpu")).empty((64 << 20,), torch.int64).fill_(1)
-    best = float("inf")
+    rates = []
     for _ in range(7):
         start = time.perf_counter()
         memory.sum()
-        best = min(best, time.perf_counter() - start)
-    return memory.nbytes / best
+        rates.append(memory.nbytes / (time.perf_counter() - start))
+    return rates

@@ -7,11 +7,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from ds_plugin_sdk.bench.timing import in_turns
+from ds_plugin_sdk.bench.timing import Spread, in_turns, spread
 from ds_plugin_sdk.settings import child_environment
 
 
@@ -24,12 +24,14 @@ class Row:
         plugins: number of installed plugins; 0 means that the SDK's hook is switched off.
         seconds: median wall time of the process.
         added_percent: against the row without the SDK.
+        spread: of the seconds.
     """
 
     statement: str
     plugins: int
     seconds: float
     added_percent: float | None
+    spread: dict[str, Spread] = field(default_factory=dict)
 
 
 def run(repeats: int = 7) -> list[Row]:
@@ -44,12 +46,12 @@ def run(repeats: int = 7) -> list[Row]:
         rows: list[Row] = []
         for statement in ("import torch", "import torch, deepspeed"):
             processes = {count: partial(_seconds, statement, environment) for count, environment in cases.items()}
-            times = in_turns(processes, repeats + 1)
-            medians = {count: statistics.median(values[1:]) for count, values in times.items()}
-            rows += [
-                Row(statement, count, seconds, 100 * (seconds / medians[0] - 1) if count else None)
-                for count, seconds in medians.items()
-            ]
+            times = {count: values[1:] for count, values in in_turns(processes, repeats + 1).items()}
+            without = statistics.median(times[0])
+            for count, values in times.items():
+                seconds = statistics.median(values)
+                added = 100 * (seconds / without - 1) if count else None
+                rows.append(Row(statement, count, seconds, added, {"seconds": spread(values)}))
     return rows
 
 

@@ -13,9 +13,10 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from ds_plugin_sdk.bench.timing import Spread, spread
 from ds_plugin_sdk.settings import child_environment
 
 OURS = """\
@@ -57,6 +58,7 @@ class Row:
         ratio: of `seconds`, against the case named in `against`: how often faster a build, how often slower eight.
         against: the case compared with.
         target: what we aim at.
+        spread: of the seconds.
     """
 
     case: str
@@ -67,6 +69,7 @@ class Row:
     ratio: float | None = None
     against: str = ""
     target: str = ""
+    spread: dict[str, Spread] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -103,10 +106,11 @@ def run(deepspeed: bool = True, repeats: int = 3, processes: int = 8, warm_repea
 
 
 def _row(case: str, runs: Sequence[Sequence[_Load]]) -> Row:
-    seconds = statistics.median(max(load.seconds for load in loads) for loads in runs)
+    seconds = [max(load.seconds for load in loads) for loads in runs]
     cpu_seconds = statistics.median(sum(load.cpu_seconds for load in loads) for loads in runs)
     compilations = max(sum(load.origin == "compiled" for load in loads) for loads in runs)
-    return Row(case, len(runs), seconds, cpu_seconds, compilations)
+    bounds = {"seconds": spread(seconds)}
+    return Row(case, len(runs), statistics.median(seconds), cpu_seconds, compilations, spread=bounds)
 
 
 def _ours(folder: str) -> dict[str, str]:

@@ -11,11 +11,11 @@ import importlib
 import statistics
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
-from ds_plugin_sdk.bench.timing import Case, Step, copy_rate, peak_bytes, take_turns
+from ds_plugin_sdk.bench.timing import Case, Spread, Step, copy_rates, peak_bytes, spread, take_turns
 from ds_plugin_sdk.errors import SdkError
 from ds_plugin_sdk.registry import get_accelerator
 
@@ -50,6 +50,7 @@ class Row:
         times_copy: bytes that must be moved, over that time, in multiples of the rate of copying one large tensor.
         peak_mib: the most memory that torch held during our step, where that was of interest.
         times: our speed in multiples of each peer's, by the peers' names.
+        spread: of the microseconds.
     """
 
     what: str
@@ -60,6 +61,7 @@ class Row:
     times_copy: float | None
     peak_mib: float | None
     times: dict[str, float]
+    spread: dict[str, Spread] = field(default_factory=dict)
 
 
 def run(
@@ -93,7 +95,7 @@ def run(
     try:
         for count in threads:
             torch.set_num_threads(count)
-            rate = copy_rate()
+            rate = statistics.median(copy_rates())
             for dtype in dtypes:
                 found = [_measure(case, dtype, count, rate, seconds) for case in cases(getattr(torch, dtype), compile)]
                 rows += found + (_means(found) if family in _WITH_MEANS else [])
@@ -111,12 +113,15 @@ def _check(what: str, given: Iterable[str], known: Sequence[str]) -> None:
 def _measure(case: Case, dtype: str, threads: int, rate: float, seconds: float) -> Row:
     with torch.inference_mode(not case.grad):
         peers = {name: step for name, step in case.peers.items() if _runs(name, step)}
-        medians = take_turns({"": case.ours, **peers}, seconds)
+        turns = take_turns({"": case.ours, **peers}, seconds)
         peak = peak_bytes(case.ours) / 2**20 if case.peak else None
+    own = [1e6 * each for each in turns[""]]
+    medians = {name: statistics.median(values) for name, values in turns.items()}
     ours = medians.pop("")
     times_copy = case.moved / ours / 1e9 / rate if case.moved else None
     times = {name: median / ours for name, median in medians.items()}
-    return Row(case.what, case.setting, dtype, threads, ours * 1e6, times_copy, peak, times)
+    bounds = {"microseconds": spread(own)}
+    return Row(case.what, case.setting, dtype, threads, ours * 1e6, times_copy, peak, times, bounds)
 
 
 def _runs(name: str, step: Step) -> bool:

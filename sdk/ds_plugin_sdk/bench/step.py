@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -53,6 +53,7 @@ class Row:
         loss_mib: the most memory that torch held in the last layer and the loss, forward and backward, beyond what it
             held before.
         share: of eager's.
+        spread: of the seconds.
     """
 
     vocabulary: int
@@ -64,6 +65,7 @@ class Row:
     cpu_times: float
     loss_mib: float
     share: float
+    spread: dict[str, timing.Spread] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -202,6 +204,7 @@ def _rows(
             statistics.median(cpu),
             peaks[name] / 2**20,
             peaks[name] / peaks["eager"],
+            {"seconds": timing.spread([seconds for seconds, _ in times])},
         )
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -13,6 +15,7 @@ import torch
 Step = Callable[[], object]
 Name = TypeVar("Name")
 Found = TypeVar("Found")
+Spread = tuple[float, float]
 
 _TURN = 2e-3  # seconds; what is faster than this is repeated until a turn takes as long
 
@@ -49,8 +52,35 @@ def in_turns(measures: Mapping[Name, Callable[[], Found]], turns: int) -> dict[N
     return found
 
 
-def take_turns(steps: Mapping[str, Step], seconds: float) -> dict[str, float]:
-    """Median seconds of each step, after two of each that do not count; at least five turns.
+def spread(values: Sequence[float]) -> Spread:
+    """Tenth and ninetieth percentile of repetitions; of fewer than ten, the lowest and the highest."""
+    ordered = sorted(values)
+    out = len(ordered) // 10
+    return ordered[out], ordered[-1 - out]
+
+
+@contextlib.contextmanager
+def at_most(seconds: float, what: str) -> Iterator[None]:
+    """Stop what runs for longer, in Python's next step after that; in the main thread alone.
+
+    Raises:
+        TimeoutError: the time is over.
+    """
+
+    def stop(number: int, frame: object) -> None:
+        raise TimeoutError(f"{what} takes more than {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def take_turns(steps: Mapping[str, Step], seconds: float) -> dict[str, list[float]]:
+    """Seconds of each step in each turn, after two of each that do not count; at least five turns.
 
     They take turns so that noise falls on all alike.
     """
@@ -60,7 +90,7 @@ def take_turns(steps: Mapping[str, Step], seconds: float) -> dict[str, float]:
     while time.perf_counter() < end or len(next(iter(times.values()))) < 5:
         for name, step in steps.items():
             times[name].append(_seconds(step, repeats[name]))
-    return {name: statistics.median(values) for name, values in times.items()}
+    return times
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -70,12 +100,12 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, dynamic=False, options={"cpp.threads": torch.get_num_threads()})
 
 
-def copy_rate() -> float:
-    """GB/s of copying one large tensor, its bytes read and written."""
+def copy_rates() -> list[float]:
+    """GB/s of copying one large tensor, its bytes read and written, in each turn."""
     source = torch.randn(64 << 20)
     target = torch.zeros_like(source)
-    median = take_turns({"copy": lambda: target.copy_(source)}, 1.0)["copy"]
-    return source.nbytes * 2 / median / 1e9
+    times = take_turns({"copy": lambda: target.copy_(source)}, 1.0)["copy"]
+    return [source.nbytes * 2 / seconds / 1e9 for seconds in times]
 
 
 def peak_bytes(step: Step) -> int:

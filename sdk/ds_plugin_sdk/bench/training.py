@@ -20,12 +20,12 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ds_plugin_sdk.bench.timing import in_turns
+from ds_plugin_sdk.bench.timing import Spread, in_turns, spread
 from ds_plugin_sdk.conformance.programs import free_port
 from ds_plugin_sdk.settings import LOCAL_WORLD_SIZE_VARIABLES, child_environment
 
@@ -71,6 +71,7 @@ class StepTime:
         times_faster: the in-tree accelerator's time over ours, median of the repeats.
         lowest: of the repeats.
         highest: of the repeats.
+        spread: of our seconds.
     """
 
     threads: str
@@ -82,6 +83,7 @@ class StepTime:
     times_faster: float
     lowest: float
     highest: float
+    spread: dict[str, Spread] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -158,6 +160,7 @@ def _step_time(runs: Runs, threads: str, clock: str) -> StepTime:
         statistics.median(ratios),
         min(ratios),
         max(ratios),
+        {"ours": spread(mine)},
     )
 
 

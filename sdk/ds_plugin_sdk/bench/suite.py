@@ -1,0 +1,342 @@
+"""All benchmarks that a report has, each in a process of its own that ends in time.
+
+    python -m ds_plugin_sdk.bench.suite NAME SETTINGS FILE     what such a process is
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ds_plugin_sdk.settings import child_environment
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a whole run is given.
+
+    Attributes:
+        example: the folder of the demo, for `sdk bench training`; None leaves its row empty.
+        wheels: a folder with wheels, whose sizes are rows.
+        disk: a folder on the disk that files are written to.
+        threads: the most that torch takes; all is measured with one thread too.
+    """
+
+    example: str | None
+    wheels: str | None
+    disk: str
+    threads: int
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """The numbers of threads to measure with."""
+        return tuple(sorted({1, self.threads}))
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """One of them.
+
+    Attributes:
+        title: of its section on the page.
+        command: that measures the same alone.
+        about: what is measured, for those who read its table.
+        run: gives the rows.
+        limit: seconds after which it is stopped.
+        one_thread: torch has one thread, where the benchmark does not set the number itself.
+        page: of the documentation, with formulas and limits.
+    """
+
+    title: str
+    command: str
+    about: str
+    run: Callable[[Settings], Iterable[Any]]
+    limit: int
+    one_thread: bool = False
+    page: str = ""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of a benchmark.
+
+    Attributes:
+        rows: as its module gives them; empty if it failed.
+        notes: which peers are not compared, and why.
+        failed: why there are no rows.
+        seconds: that it took.
+        others: the part of all cores that other programs took meanwhile.
+    """
+
+    rows: list[dict[str, Any]]
+    notes: list[str] = field(default_factory=list)
+    failed: str | None = None
+    seconds: float = 0.0
+    others: float = 0.0
+
+
+def _of(module: str, **options: Any) -> Callable[[Settings], Iterable[Any]]:
+    return lambda settings: _module(module).run(**options)
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(f"ds_plugin_sdk.bench.{name}")
+
+
+def _training(settings: Settings) -> Iterable[Any]:
+    if settings.example is None:
+        raise RuntimeError("the demo is not here; --example names its folder, examples/tiny_gpt of the repository")
+    with tempfile.TemporaryDirectory() as folder:
+        times, _ = _module("training").run(Path(settings.example), Path(folder), steps=20, repeats=2)
+    return list(times)
+
+
+def _files(settings: Settings) -> Iterable[Any]:
+    return _module("async_io").run(Path(settings.disk), seconds=1.0)
+
+
+def _scale(settings: Settings) -> Iterable[Any]:
+    return _module("scale").run(Path(settings.wheels) if settings.wheels else None)
+
+
+def _family(title: str, name: str, about: str, page: str, limit: int = 150, seconds: float = 0.1) -> Benchmark:
+    def run(settings: Settings) -> Iterable[Any]:
+        return _module("ops").run(name, threads=settings.counts, seconds=seconds)
+
+    command = f"sdk bench ops --family {name} --threads 1 --threads 2 --seconds {seconds:g}"
+    return Benchmark(title, command, about, run, limit, page=page)
+
+
+def _decode(shape: str, compiled: bool, one_thread: bool, limit: int) -> Benchmark:
+    command = f"sdk bench decode --shape {shape} --rounds 3" + ("" if compiled else " --no-compiled")
+    about = (
+        "Tokens per second of a model of some 360 M parameters, random weights, batch 1: a prompt of 128 tokens, and 16 steps"
+        " after it."
+    )
+    return Benchmark(
+        f"Decoding, {'GPT-2 medium' if shape == 'gpt2' else 'a LLaMA'}, {'one thread' if one_thread else 'all threads'}",
+        f"OMP_NUM_THREADS=1 {command}" if one_thread else command,
+        about,
+        _of("decode", shape=shape, compiled=compiled, rounds=3),
+        limit,
+        one_thread,
+        "transformers.md",
+    )
+
+
+BENCHMARKS: dict[str, Benchmark] = {
+    "memory": Benchmark(
+        "Memory",
+        "sdk bench memory --threads 1 --threads 2",
+        "What a share of a rate is a share of.",
+        lambda settings: _module("memory").run(settings.counts),
+        60,
+    ),
+    "adam": _family(
+        "Adam",
+        "adam",
+        "All tensors of a row have one dtype. A copy reads its target before it writes it, a step in place does not: hence"
+        " more than 1.",
+        "ops/adam.md",
+        300,
+    ),
+    "lamb": _family("LAMB", "lamb", "Against torch's foreach functions, and against our own Adam.", "ops/lamb.md", 240),
+    "transformer": _family(
+        "Transformer layer for training",
+        "transformer",
+        "`small` is batch 2, 64 tokens, hidden size 256, 4 heads; `large` batch 8, 128 tokens, hidden size 1024, 16 heads;"
+        " dropout 0.1 where there is any.",
+        "ops/transformer.md",
+        240,
+    ),
+    "inference": _family(
+        "Norms, softmax, activations, rotary embedding, residuals",
+        "inference",
+        "One token each of a batch of 4 (`decode`), and a prompt of 512 tokens; hidden size 2048, softmax over 512 keys.",
+        "ops/inference.md",
+    ),
+    "sparse_attention": _family(
+        "Sparse attention", "sparse_attention", "4096 tokens, 4 heads of 64, batch 1.", "ops/sparse_attention.md"
+    ),
+    "evoformer": _family(
+        "Attention of the Evoformer", "evoformer", "Against eager torch.", "ops/evoformer_attn.md", 120
+    ),
+    "quantizer": _family(
+        "Quantizer", "quantizer", "Symmetric groups of 8192, against the reference in torch.", "ops/quantizer.md", 120
+    ),
+    "fp_quantizer": _family(
+        "Quantization to small floating-point numbers",
+        "fp_quantizer",
+        "Against the reference in torch.",
+        "ops/fp_quantizer.md",
+        120,
+    ),
+    "direct": _family(
+        "Every op by a direct call",
+        "direct",
+        "On the last of the shapes that conformance checks, against the reference in plain torch and torch's own function.",
+        "ops/README.md",
+        200,
+        0.03,
+    ),
+    "decode_llama": _decode("llama", True, False, 300),
+    "decode_llama_1": _decode("llama", False, True, 300),
+    "decode_gpt2": _decode("gpt2", False, False, 300),
+    "step": Benchmark(
+        "A training step with a chunked loss",
+        "sdk bench step --turns 3",
+        "A LLaMA of the shape of llama2.c's smallest, 512 tokens, with torch's AdamW.",
+        _of("step", turns=3),
+        300,
+        page="ops/cross_entropy.md",
+    ),
+    "training": Benchmark(
+        "DeepSpeed's training on two ranks",
+        "sdk bench training examples/tiny_gpt --steps 20 --repeats 2",
+        "The demo on DeepSpeed's own CPU accelerator and on this plugin; its losses are compared by the command.",
+        _training,
+        240,
+        page="decisions/0007-comparing-two-accelerators.md",
+    ),
+    "all_reduce": Benchmark(
+        "Sums over the ranks of a machine",
+        "sdk bench all-reduce",
+        "Two ranks; one call of five after a barrier, or of 200 over and over.",
+        _of("all_reduce"),
+        90,
+        page="ops/inference.md",
+    ),
+    "all_reduce_own": Benchmark(
+        "The same by DeepSpeed's own op",
+        "sdk bench all-reduce --own",
+        "DeepSpeed's op is under the name of ours here.",
+        _of("all_reduce", own=True),
+        150,
+        page="ops/inference.md",
+    ),
+    "async_io": Benchmark(
+        "Files",
+        "sdk bench async-io --seconds 1",
+        "A file of 128 MiB past the page cache; ratios are to libaio, DeepSpeed's own op, or to plain calls without it.",
+        _files,
+        180,
+        page="ops/async_io.md",
+    ),
+    "accelerator": Benchmark(
+        "What DeepSpeed asks of an accelerator",
+        "sdk bench accelerator",
+        "Microseconds a call.",
+        _of("accelerator"),
+        60,
+    ),
+    "jit": Benchmark(
+        "Compiling an op",
+        "sdk bench jit",
+        "The Adam kernels, from after the import of torch until the op is loaded.",
+        _of("jit", repeats=2),
+        240,
+        page="operations.md",
+    ),
+    "imports": Benchmark(
+        "Imports",
+        "sdk bench import",
+        "Whole processes; without plugins the SDK is switched off.",
+        _of("imports", repeats=5),
+        180,
+    ),
+    "scale": Benchmark(
+        "The SDK at scale",
+        "sdk bench scale",
+        "The choice of a plugin, Adam's kernels out of one cache, and the size of wheels. On the slow file system each file"
+        " or folder that Python touches in the cache takes 5 ms more.",
+        _scale,
+        240,
+        page="operations.md",
+    ),
+}
+
+
+def measure(name: str, settings: Settings) -> Result:
+    """One benchmark, in a new process; that it fails or takes too long is a result too."""
+    benchmark = BENCHMARKS[name]
+    threads = 1 if benchmark.one_thread else settings.threads
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "result.json")
+        command = [sys.executable, "-m", __name__, name, json.dumps(asdict(settings)), str(file)]
+        with _others() as others:
+            start = time.perf_counter()
+            failed = _run(command, benchmark.limit, child_environment(OMP_NUM_THREADS=str(threads)))
+            seconds = time.perf_counter() - start
+        found = {"rows": [], "notes": []} if failed else json.loads(file.read_text(encoding="utf-8"))
+    return Result(found["rows"], found["notes"], failed, seconds, others[0])
+
+
+def _run(command: list[str], limit: float, environment: dict[str, str]) -> str | None:
+    """Why a process and those that it started have failed, if they have; none of them is left."""
+    process = subprocess.Popen(
+        command,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        _, said = process.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+        return f"stopped after {limit:g} s"
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    lines = [line for line in said.splitlines() if line.strip()]
+    return (lines or ["it said nothing"])[-1].strip() if process.returncode else None
+
+
+@contextlib.contextmanager
+def _others() -> Iterator[list[float]]:
+    """The part of all cores that programs of others take meanwhile; 0 where the system does not say."""
+    found = [0.0]
+    start, busy, own = time.perf_counter(), _busy(), _own()
+    yield found
+    cores = (time.perf_counter() - start) * (os.cpu_count() or 1)
+    found[0] = max(0.0, (_busy() - busy - (_own() - own)) / cores)
+
+
+def _busy() -> float:
+    """Seconds that all cores together were in use: user, nice, system, interrupts, and what other machines took."""
+    with contextlib.suppress(OSError):
+        fields = Path("/proc/stat").read_text(encoding="ascii").splitlines()[0].split()[1:]
+        return sum(int(fields[i]) for i in (0, 1, 2, 5, 6, 7)) / os.sysconf("SC_CLK_TCK")
+    return 0.0
+
+
+def _own() -> float:
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(each.ru_utime + each.ru_stime for each in used)
+
+
+def main(name: str, settings: Settings, file: Path) -> None:
+    """What the process of a benchmark does."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        rows = [asdict(row) for row in BENCHMARKS[name].run(settings)]
+    notes = list(dict.fromkeys(str(each.message) for each in caught if "is not compared" in str(each.message)))
+    file.write_text(json.dumps({"rows": rows, "notes": notes}), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Settings(**json.loads(sys.argv[2])), Path(sys.argv[3]))
