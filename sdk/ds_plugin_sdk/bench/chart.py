@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ds_plugin_sdk.bench import async_io
+from ds_plugin_sdk.bench import async_io, scale
 from ds_plugin_sdk.bench.ops import Row
 from ds_plugin_sdk.errors import SdkError
 
@@ -28,6 +28,71 @@ def require_matplotlib() -> None:
     if importlib.util.find_spec("matplotlib") is None:
         hint = "pip install 'ds-plugin-sdk[chart]'"
         raise SdkError("Charts cannot be drawn", why="matplotlib is not installed", hint=hint)
+
+
+def draw_section(name: str, rows: Sequence[dict[str, Any]], folder: Path) -> Path | None:
+    """Draw ``NAME.png`` for a benchmark of a report, if there is a chart of its kind.
+
+    Args:
+        name: of `ds_plugin_sdk.bench.suite.BENCHMARKS`.
+        rows: as the report has them.
+        folder: where to; made if it is missing.
+
+    Returns:
+        The picture's path.
+    """
+    if isinstance(rows[0].get("times"), dict):
+        return draw(name, [Row(**row) for row in rows], folder)
+    if name == "async_io":
+        return draw_files([async_io.Row(**row) for row in rows], folder)
+    if name == "scale":
+        return _draw_scale([scale.Row(**row) for row in rows], folder / "scale.png")
+    if name.startswith("decode"):
+        return _draw_decode(rows, folder / f"{name}.png")
+    return None
+
+
+def _draw_decode(rows: Sequence[dict[str, Any]], path: Path) -> Path | None:
+    """Bars of both speeds, a panel each; those that are not compared have none."""
+    from matplotlib.figure import Figure
+
+    measured = [row for row in rows if row["not_compared"] is None]
+    if not measured:
+        return None
+    names = [row["implementation"] for row in measured]
+    figure = Figure(figsize=(8, 1.2 + 0.35 * len(names)), layout="constrained")
+    for axes, what in zip(figure.subplots(1, 2, sharey=True), ("prompt", "decode"), strict=True):
+        axes.barh(names, [row[f"{what}_tokens_per_second"] for row in measured], color=_COLOURS[0])
+        axes.set_title(f"{what}, tokens/s", fontsize=9)
+        axes.tick_params(labelsize=8)
+        axes.grid(axis="x", alpha=0.3)
+    axes.invert_yaxis()
+    figure.suptitle(rows[0]["model"], fontsize=10)
+    figure.savefig(path, dpi=_DPI)
+    return path
+
+
+def _draw_scale(rows: Sequence[scale.Row], path: Path) -> Path:
+    """Seconds over the number of plugins, and of processes on one cache."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 3.4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    timed = [row for row in rows if row.seconds is not None]
+    for number, key in enumerate(dict.fromkeys((row.what, row.file_system) for row in timed)):
+        found = [row for row in timed if (row.what, row.file_system) == key]
+        axes = left if key[0] == scale.CHOICE else right
+        label, colour = ", ".join(each for each in key if each), _COLOURS[number % len(_COLOURS)]
+        axes.plot([r.count for r in found], [r.seconds for r in found], "o-", color=colour, label=label)
+    for axes, what in ((left, "plugins"), (right, "processes at once")):
+        axes.set(xscale="log", yscale="log", xlabel=what, ylabel="seconds")
+        counts = sorted({row.count for row in timed if (row.what == scale.CHOICE) == (axes is left)})
+        axes.set_xticks(counts, [str(count) for count in counts])
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+    figure.savefig(path, dpi=_DPI)
+    return path
 
 
 def draw(family: str, rows: Sequence[Row], folder: Path) -> Path:

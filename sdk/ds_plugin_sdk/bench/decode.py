@@ -21,8 +21,8 @@ from ds_plugin_sdk.integrations.transformers.weights import Weights
 
 PROMPT, STEPS, ROUNDS = 128, 16, 5
 PLAIN = ("transformers, bfloat16", "transformers, float32")
-# Seconds that a first call may take: compiling takes a minute; the product of bfloat16 with weights laid as GPT-2's takes
-# minutes on a CPU without instructions for it.
+# Seconds that a first call may take: compiling takes a minute; the product of bfloat16 with weights laid as GPT-2's
+# takes minutes on a CPU without instructions for it.
 PATIENCE = 100.0
 
 Shape = Literal["gpt2", "llama"]

@@ -30,7 +30,7 @@ PLUGINS = (1, 10, 100)
 PROCESSES = (1, 8, 64)
 LATENCY = 0.005  # seconds of a call on the slow file system
 LOCAL, SLOW = "local", f"{LATENCY * 1e3:g} ms a call"
-COLD, WARM = "cache, cold", "cache, warm"
+CHOICE, COLD, WARM = "choice of a plugin", "cache, cold", "cache, warm"
 
 _WAITS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.listdir", "os.scandir", "os.utime", "os.link"}
 
@@ -111,7 +111,7 @@ def main(
         crowd.mkdir()
         fake_plugins(crowd, count - 1)
         seconds = [_at_once(1, partial(_choose, str(crowd)))[0][0] for _ in range(warm)]
-        yield {"what": "choice of a plugin", "count": count, "file_system": "", "seconds": seconds}
+        yield {"what": CHOICE, "count": count, "file_system": "", "seconds": seconds}
     spec = BUILDERS["CPUAdamBuilder"]().build_spec()
     if latency:
         sys.addaudithook(partial(_wait, folder, latency))

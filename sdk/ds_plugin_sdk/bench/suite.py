@@ -1,12 +1,13 @@
 """All benchmarks that a report has, each in a process of its own that ends in time.
 
-    python -m ds_plugin_sdk.bench.suite NAME SETTINGS FILE     what such a process is
+python -m ds_plugin_sdk.bench.suite NAME SETTINGS FILE     what such a process is
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import json
 import os
 import resource
@@ -74,9 +75,9 @@ class Result:
     """What became of a benchmark.
 
     Attributes:
-        rows: as its module gives them; empty if it failed.
+        rows: as its module gives them; those before it failed, if it did.
         notes: which peers are not compared, and why.
-        failed: why there are no rows.
+        failed: why there are no more rows.
         seconds: that it took.
         others: the part of all cores that other programs took meanwhile.
     """
@@ -114,7 +115,8 @@ def _scale(settings: Settings) -> Iterable[Any]:
 
 def _family(title: str, name: str, about: str, page: str, limit: int = 150, seconds: float = 0.1) -> Benchmark:
     def run(settings: Settings) -> Iterable[Any]:
-        return _module("ops").run(name, threads=settings.counts, seconds=seconds)
+        for count, dtype in itertools.product(settings.counts, ("float32", "bfloat16")):
+            yield from _module("ops").run(name, threads=[count], dtypes=[dtype], seconds=seconds)
 
     command = f"sdk bench ops --family {name} --threads 1 --threads 2 --seconds {seconds:g}"
     return Benchmark(title, command, about, run, limit, page=page)
@@ -250,6 +252,14 @@ BENCHMARKS: dict[str, Benchmark] = {
         240,
         page="operations.md",
     ),
+    "accuracy": Benchmark(
+        "Errors of the optimizers",
+        "sdk bench accuracy",
+        "Worst errors against float64, in units in the last place; rounding a correct result makes 0.5.",
+        _of("accuracy"),
+        120,
+        page="ops/adam.md",
+    ),
     "imports": Benchmark(
         "Imports",
         "sdk bench import",
@@ -274,14 +284,16 @@ def measure(name: str, settings: Settings) -> Result:
     benchmark = BENCHMARKS[name]
     threads = 1 if benchmark.one_thread else settings.threads
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "result.json")
+        file = Path(folder, "rows.jsonl")
         command = [sys.executable, "-m", __name__, name, json.dumps(asdict(settings)), str(file)]
         with _others() as others:
             start = time.perf_counter()
             failed = _run(command, benchmark.limit, child_environment(OMP_NUM_THREADS=str(threads)))
             seconds = time.perf_counter() - start
-        found = {"rows": [], "notes": []} if failed else json.loads(file.read_text(encoding="utf-8"))
-    return Result(found["rows"], found["notes"], failed, seconds, others[0])
+        lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    found = [json.loads(line) for line in lines]
+    rows, notes = [each for each in found if isinstance(each, dict)], [each for each in found if isinstance(each, str)]
+    return Result(rows, list(dict.fromkeys(notes)), failed, seconds, others[0])
 
 
 def _run(command: list[str], limit: float, environment: dict[str, str]) -> str | None:
@@ -297,6 +309,9 @@ def _run(command: list[str], limit: float, environment: dict[str, str]) -> str |
     try:
         _, said = process.communicate(timeout=limit)
     except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGTERM)  # launchers stop their ranks, which are in groups of their own
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.communicate(timeout=10)
         return f"stopped after {limit:g} s"
     finally:
         with contextlib.suppress(ProcessLookupError):
@@ -330,12 +345,20 @@ def _own() -> float:
 
 
 def main(name: str, settings: Settings, file: Path) -> None:
-    """What the process of a benchmark does."""
-    with warnings.catch_warnings(record=True) as caught:
+    """What the process of a benchmark does: a line for each row as it comes, and for each peer that is missing."""
+    with file.open("w", encoding="utf-8") as out, warnings.catch_warnings():
+
+        def write(found: object) -> None:
+            print(json.dumps(found), file=out, flush=True)
+
+        def note(message: Warning | str, *where: Any, **more: Any) -> None:
+            if "is not compared" in str(message):
+                write(str(message).partition("\n")[0])
+
         warnings.simplefilter("always")
-        rows = [asdict(row) for row in BENCHMARKS[name].run(settings)]
-    notes = list(dict.fromkeys(str(each.message) for each in caught if "is not compared" in str(each.message)))
-    file.write_text(json.dumps({"rows": rows, "notes": notes}), encoding="utf-8")
+        warnings.showwarning = note
+        for row in BENCHMARKS[name].run(settings):
+            write(asdict(row))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -68,7 +68,7 @@ def _need(package: str, requirement: str) -> None:
 
 def _table(title: str, rows: Sequence[dict[str, Any]]) -> None:
     """Columns are those of any row, in order, but for those that have no value anywhere."""
-    names = dict.fromkeys(name for row in rows for name, value in row.items() if value is not None)
+    names = dict.fromkeys(name for row in rows for name, value in row.items() if value is not None and name != "spread")
     cells = [[_number(row.get(name)) for name in names] for row in rows]
     table(title, [name.replace("_", " ") for name in names], cells)
 
@@ -150,13 +150,14 @@ def _columns(row: dict[str, Any]) -> dict[str, Any]:
 def decode(
     shape: str = typer.Option("llama", help="gpt2 or llama: GPT-2 medium's shape, or a LLaMA of that size."),
     compiled: bool = typer.Option(True, help="Compare with torch.compile too (a minute)."),
+    rounds: int = typer.Option(5, min=1, help="Rounds in which all take turns."),
     as_json: bool = _JSON,
 ) -> None:
     """Tokens per second of transformers, torch.compile, CTranslate2 and transformers on our ops."""
     _need("transformers", "transformers")
     from ds_plugin_sdk.bench import decode as benchmark
 
-    _show("Decode", benchmark.run(_one_of(shape, "gpt2", "llama"), compiled=compiled), as_json)
+    _show("Decode", benchmark.run(_one_of(shape, "gpt2", "llama"), compiled, rounds=rounds), as_json)
 
 
 @_command("perplexity")
@@ -297,3 +298,71 @@ def accuracy(as_json: bool = _JSON) -> None:
     from ds_plugin_sdk.bench import accuracy as benchmark
 
     _show("Error against float64", benchmark.run(), as_json)
+
+
+@_command("memory")
+def memory(
+    threads: list[int] = typer.Option([1], help="torch's threads; may be repeated."), as_json: bool = _JSON
+) -> None:
+    """How fast this machine copies and reads large memory."""
+    from ds_plugin_sdk.bench import memory as benchmark
+
+    _show("Memory", list(benchmark.run(threads)), as_json)
+
+
+@_command("scale")
+def scale(
+    wheels: Path | None = typer.Option(None, help="A folder with wheels, whose sizes are rows too."),
+    as_json: bool = _JSON,
+) -> None:
+    """What the SDK itself costs with 1 to 100 plugins, and with 1 to 64 processes on one cache."""
+    from ds_plugin_sdk.bench import scale as benchmark
+
+    _show("The SDK at scale", list(benchmark.run(wheels)), as_json)
+
+
+@_command("all")
+def everything(
+    report: Path = typer.Option(help="The folder for performance.json, the page performance.md and img."),
+    only: list[str] = typer.Option([], help="Only this benchmark, by its key in performance.json; may be repeated."),
+    resume: bool = typer.Option(False, help="Keep what the report in the folder has, but for what failed."),
+    example: Path | None = typer.Option(None, help="The demo: examples/tiny_gpt of the repository."),
+    wheels: Path | None = typer.Option(None, help="A folder with wheels, whose sizes are figures too."),
+    disk: Path = typer.Option(Path(), help="A folder on the disk to measure."),
+) -> None:
+    """All of these, one after the other, each within a time limit: a report, a page and charts."""
+    from ds_plugin_sdk.bench import report as benchmark
+    from ds_plugin_sdk.bench.suite import Settings
+
+    settings = Settings(
+        example=None if example is None else str(example.resolve()),
+        wheels=None if wheels is None else str(wheels.resolve()),
+        disk=str(disk.resolve()),
+        threads=min(2, len(os.sched_getaffinity(0))),
+    )
+    found = benchmark.run(report, settings, names=only, resume=resume, tell=errors.print)
+    failed = [name for name, result in found.results.items() if result.failed]
+    output.print(f"{report / benchmark.PAGE}: {len(found.results)} benchmarks, {len(failed)} not whole")
+
+
+@_command("compare")
+def compare(
+    before: Path = typer.Argument(help="The performance.json of `sdk bench all`."),
+    after: Path = typer.Argument(help="Another one."),
+    least: float = typer.Option(0.05, min=0, help="Differences below this part are never told."),
+    any_machine: bool = typer.Option(False, help="Compare reports of two machines too."),
+    as_json: bool = _JSON,
+) -> None:
+    """What is faster or slower in the second of two reports. Exit status 1: something is slower."""
+    from ds_plugin_sdk.bench import compare as benchmark
+    from ds_plugin_sdk.bench.report import load
+
+    rows = benchmark.run(load(before), load(after), least=least, any_machine=any_machine)
+    told = [row for row in rows if row.verdict != benchmark.SAME]
+    if as_json:
+        output.print_json(json.dumps([asdict(row) for row in rows]))
+    else:
+        if told:
+            _show("Speed after, in multiples of before", told, False)
+        output.print(f"{len(rows)} figures: {len(rows) - len(told)} within noise")
+    raise typer.Exit(int(any(row.verdict == benchmark.SLOWER for row in rows)))

@@ -1,0 +1,255 @@
+"""A report of all benchmarks: ``performance.json``, the page ``performance.md`` made of it, and its charts.
+
+A row of a benchmark begins with text and whole numbers that say what was measured; then come its figures. Those of them
+that were repeated have their spread in ``spread``, by the figure's name.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ds_plugin_sdk.bench import chart
+from ds_plugin_sdk.bench.suite import BENCHMARKS, Result, Settings, measure
+from ds_plugin_sdk.conformance.environment import processor
+from ds_plugin_sdk.errors import SdkError
+from ds_plugin_sdk.jit.target import here
+from ds_plugin_sdk.jit.toolchains import CxxToolchain
+
+FORMAT = 1
+QUIET = 0.1  # the part of all cores that others may take before a report says that its figures are provisional
+FILE, PAGE = "performance.json", "performance.md"
+_PACKAGES = ("ds-plugin-sdk", "ds-plugin-cpu", "torch", "deepspeed", "transformers", "ctranslate2", "llama-cpp-python")
+
+Row = dict[str, Any]
+
+
+@dataclass
+class Report:
+    """What was measured.
+
+    Attributes:
+        machine: its CPU, cores, memory and system.
+        versions: of the packages, Python and the compiler; "not installed".
+        date: when it began, by the clock of the machine, ISO 8601.
+        results: by benchmark.
+    """
+
+    machine: dict[str, str]
+    versions: dict[str, str]
+    date: str
+    results: dict[str, Result] = field(default_factory=dict)
+
+
+def run(
+    folder: Path,
+    settings: Settings,
+    *,
+    names: Sequence[str] = (),
+    resume: bool = False,
+    tell: Callable[[str], object] = lambda line: None,
+) -> Report:
+    """Measure, and write the report after each benchmark.
+
+    Args:
+        folder: where to; made if it is missing. Charts go to ``img`` in it.
+        settings: for the benchmarks.
+        names: of `BENCHMARKS`; all of them if there are none.
+        resume: keep what the report in the folder has, but for what failed.
+        tell: gets a line for each benchmark.
+
+    Raises:
+        SdkError: no such benchmark; matplotlib is missing; no report to go on with, or it is of something else.
+    """
+    chart.require_matplotlib()
+    for name in names:
+        if name not in BENCHMARKS:
+            raise SdkError(f"There is no benchmark {name!r}", hint=f"one of: {', '.join(BENCHMARKS)}")
+    report = Report(_machine(), _versions(), time.strftime("%Y-%m-%dT%H:%M:%S%z"))
+    if resume:
+        before = load(folder / FILE)
+        if (before.machine, before.versions) != (report.machine, report.versions):
+            hint = "start again without --resume"
+            raise SdkError("This run cannot be resumed", why="machine or versions have changed", hint=hint)
+        report.date = before.date
+        report.results = {name: result for name, result in before.results.items() if not result.failed}
+    for name in names or BENCHMARKS:
+        if name not in report.results:
+            report.results[name] = result = measure(name, settings)
+            tell(f"{name}: {result.seconds:.0f} s{f', failed: {result.failed}' if result.failed else ''}")
+            save(report, folder)
+    save(report, folder)
+    return report
+
+
+def save(report: Report, folder: Path) -> None:
+    """Write the report, its page and its charts."""
+    (folder / "img").mkdir(parents=True, exist_ok=True)
+    text = json.dumps({"format": FORMAT, **asdict(report)}, indent=None, separators=(",", ":"))
+    (folder / FILE).write_text(text.replace('{"', '\n{"') + "\n", encoding="utf-8")
+    (folder / PAGE).write_text(page(report, folder), encoding="utf-8")
+
+
+def load(file: Path) -> Report:
+    """Read a report.
+
+    Raises:
+        SdkError: there is none, or it is of another format.
+    """
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        if found.pop("format") != FORMAT:
+            raise ValueError(f"its format is not {FORMAT}")
+        found["results"] = {name: Result(**result) for name, result in found["results"].items()}
+        return Report(**found)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        hint = "`sdk bench all --report FOLDER` writes one"
+        raise SdkError(f"{file} cannot be read as a report", why=str(error), hint=hint) from error
+
+
+def _machine() -> dict[str, str]:
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return {
+        "processor": processor(),
+        "instructions": here().level,
+        "cores": str(len(os.sched_getaffinity(0))),
+        "memory": f"{memory:.0f} GiB",
+        "system": platform.platform(),
+    }
+
+
+def _versions() -> dict[str, str]:
+    found = {"Python": platform.python_version(), "compiler": CxxToolchain().compiler().text.partition("\n")[0]}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+# ---- the page -------------------------------------------------------------------------------------------------------
+def page(report: Report, folder: Path) -> str:
+    """The report in Markdown; charts are drawn into ``img`` in `folder`."""
+    sections = [_section(name, report.results[name], folder) for name in BENCHMARKS if name in report.results]
+    return "\n\n".join([_head(report), *sections]) + "\n"
+
+
+def _head(report: Report) -> str:
+    machine = [[key, value] for key, value in {**report.machine, **report.versions}.items()]
+    others = max((result.others for result in report.results.values()), default=0.0)
+    missing = [name for name in BENCHMARKS if name not in report.results]
+    lines = [
+        "# Performance",
+        "Every figure that we state, written by one command, which measures here and beside the peers:",
+        "    sdk bench all --report docs",
+        "`sdk bench compare docs/performance.json other/performance.json` says what is faster or slower in another report."
+        ' Times are medians of wall time; those who are compared take turns. Speeds "times" somebody\'s are ours in'
+        " multiples of theirs: above 1, ours is faster. Formulas and limits are on the pages that the sections name.",
+        f"Begun {report.date.replace('T', ' ')}; {sum(r.seconds for r in report.results.values()) / 60:.0f} minutes of"
+        f" measuring. Other programs took up to {100 * others:.0f} % of the cores meanwhile.",
+    ]
+    if others > QUIET:
+        lines.append("**These figures are provisional: the machine was not idle.**")
+    if missing:
+        lines.append(f"Not part of this run: {', '.join(missing)}.")
+    done = [
+        [
+            f"[{BENCHMARKS[name].title}](#{_anchor(BENCHMARKS[name].title)})",
+            "measured" if not result.failed else f"not whole: {_cell(result.failed)}",
+            f"{result.seconds:.0f}",
+            f"{100 * result.others:.0f} %",
+        ]
+        for name, result in sorted(report.results.items(), key=lambda item: list(BENCHMARKS).index(item[0]))
+    ]
+    return "\n\n".join(
+        [
+            *lines,
+            "## Machine and versions",
+            _table(["", ""], machine),
+            "## Sections",
+            _table(["section", "result", "seconds", "others' part of the cores"], done),
+        ]
+    )
+
+
+def _anchor(title: str) -> str:
+    return "".join(c for c in title.lower() if c.isalnum() or c in " -").replace(" ", "-")
+
+
+def _section(name: str, result: Result, folder: Path) -> str:
+    benchmark = BENCHMARKS[name]
+    about = benchmark.about + (f" [More]({benchmark.page})." if benchmark.page else "")
+    parts = [f"## {benchmark.title}", about, f"    {benchmark.command}"]
+    families = bool(result.rows) and "times" in result.rows[0] and isinstance(result.rows[0]["times"], dict)
+    if result.rows:
+        parts.append(_family(result.rows) if families else _plain(result.rows))
+        picture = chart.draw_section(name, result.rows, folder / "img")
+        if picture is not None:
+            parts.append(f"![{benchmark.title}](img/{picture.name})")
+    if result.failed:
+        parts.append(f"Not whole: {_cell(result.failed)}")
+    parts += [f"- {_cell(note)}" for note in result.notes]
+    return "\n\n".join(parts)
+
+
+def _plain(rows: Sequence[Row]) -> str:
+    """Columns are those that have a value anywhere."""
+    names = [name for name in rows[0] if name != "spread" and any(row[name] not in (None, "") for row in rows)]
+    return _table([_words(name) for name in names], [[_number(row[name]) for name in names] for row in rows])
+
+
+def _family(rows: Sequence[Row]) -> str:
+    """A line for each case; in it a cell for each dtype and number of threads: the time, and what it is compared with."""
+    peers = list(dict.fromkeys(peer for row in rows for peer in row["times"]))
+    columns = list(dict.fromkeys((row["dtype"], row["threads"]) for row in rows))
+    cases = list(dict.fromkeys((row["what"], row["setting"]) for row in rows))
+    cells = {(row["what"], row["setting"], row["dtype"], row["threads"]): _measured(row, peers) for row in rows}
+    shares = any(row["times_copy"] is not None for row in rows)
+    says = "; times " + ", ".join(peers) + ("; in brackets, times the rate of copying memory" if shares else "")
+    head = ["", *(f"{dtype}, {threads} thread{'s' * (threads > 1)}" for dtype, threads in columns)]
+    body = [
+        [f"{what} ({setting})", *(cells.get((what, setting, *column), "") for column in columns)]
+        for what, setting in cases
+    ]
+    return f"In a cell: time{says}.\n\n{_table(head, body)}"
+
+
+def _measured(row: Row, peers: Sequence[str]) -> str:
+    times = ", ".join(_number(row["times"].get(peer)) or "-" for peer in peers)
+    microseconds, share = row["microseconds"], row["times_copy"]
+    time = "" if microseconds is None else f"{_time(microseconds)}; "
+    return f"{time}{times}" + ("" if share is None else f" ({_number(share)})")
+
+
+def _time(microseconds: float) -> str:
+    return f"{microseconds / 1e3:.1f} ms" if microseconds >= 1e3 else f"{_number(microseconds)} us"
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def _number(value: object) -> str:
+    if isinstance(value, bool) or value is None:
+        return "" if value is None else str(value)
+    if isinstance(value, float):
+        return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
+    return _cell(str(value))
+
+
+def _cell(text: str) -> str:
+    """Text as it stands, in a cell of a table."""
+    return text.replace("|", "\\|").replace("\n", " ").replace("<", "&lt;")
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
