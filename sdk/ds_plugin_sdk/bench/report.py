@@ -54,6 +54,7 @@ def run(
     *,
     names: Sequence[str] = (),
     resume: bool = False,
+    minutes: float = float("inf"),
     tell: Callable[[str], object] = lambda line: None,
 ) -> Report:
     """Measure, and write the report after each benchmark.
@@ -63,6 +64,7 @@ def run(
         settings: for the benchmarks.
         names: of `BENCHMARKS`; all of them if there are none.
         resume: keep what the report in the folder has, but for what failed.
+        minutes: for all; what comes later is not begun.
         tell: gets a line for each benchmark.
 
     Raises:
@@ -80,9 +82,10 @@ def run(
             raise SdkError("This run cannot be resumed", why="machine or versions have changed", hint=hint)
         report.date = before.date
         report.results = {name: result for name, result in before.results.items() if not result.failed}
+    end = time.monotonic() + 60 * minutes
     for name in names or BENCHMARKS:
         if name not in report.results:
-            report.results[name] = result = measure(name, settings)
+            report.results[name] = result = measure(name, settings, end - time.monotonic())
             tell(f"{name}: {result.seconds:.0f} s{f', failed: {result.failed}' if result.failed else ''}")
             save(report, folder)
     save(report, folder)
@@ -150,7 +153,8 @@ def _head(report: Report) -> str:
         "# Performance",
         "Every figure that we state, written by one command, which measures here and beside the peers:",
         "    sdk bench all --report docs",
-        "`sdk bench compare docs/performance.json other/performance.json` says what is faster or slower in another report."
+        "`sdk bench compare docs/performance.json other/performance.json` says what is faster or slower in another"
+        " report: the JSON has the spread of each figure's repetitions."
         ' Times are medians of wall time; those who are compared take turns. Speeds "times" somebody\'s are ours in'
         " multiples of theirs: above 1, ours is faster. Formulas and limits are on the pages that the sections name.",
         f"Begun {report.date.replace('T', ' ')}; {sum(r.seconds for r in report.results.values()) / 60:.0f} minutes of"
@@ -207,7 +211,7 @@ def _plain(rows: Sequence[Row]) -> str:
 
 
 def _family(rows: Sequence[Row]) -> str:
-    """A line for each case; in it a cell for each dtype and number of threads: the time, and what it is compared with."""
+    """A line for each case; in it a cell for each dtype and number of threads: the time, and multiples of others'."""
     peers = list(dict.fromkeys(peer for row in rows for peer in row["times"]))
     columns = list(dict.fromkeys((row["dtype"], row["threads"]) for row in rows))
     cases = list(dict.fromkeys((row["what"], row["setting"]) for row in rows))

@@ -1,8 +1,8 @@
 """What the SDK itself costs at scale: many plugins, many processes on one cache, and what is downloaded.
 
 Processes are forked from one that has imported torch and the SDK, so that their time is the cache's. A slow file system
-is played: what Python opens, makes, renames, lists and removes in the cache waits first, as for an answer over a network;
-the compiler and the loader do not.
+is played: what Python opens, makes, renames, lists and removes in the cache waits first, as for an answer over a
+network; the compiler and the loader do not.
 """
 
 from __future__ import annotations
@@ -174,4 +174,4 @@ def _at_once(count: int, load: Callable[[], str]) -> list[tuple[float, str]]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(list(main(**json.loads(sys.argv[1])))))
+    sys.stdout.write(json.dumps(list(main(**json.loads(sys.argv[1])))))

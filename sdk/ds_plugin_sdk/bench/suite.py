@@ -90,7 +90,10 @@ class Result:
 
 
 def _of(module: str, **options: Any) -> Callable[[Settings], Iterable[Any]]:
-    return lambda settings: _module(module).run(**options)
+    def run(settings: Settings) -> Iterable[Any]:
+        yield from _module(module).run(**options)
+
+    return run
 
 
 def _module(name: str) -> Any:
@@ -106,11 +109,11 @@ def _training(settings: Settings) -> Iterable[Any]:
 
 
 def _files(settings: Settings) -> Iterable[Any]:
-    return _module("async_io").run(Path(settings.disk), seconds=1.0)
+    yield from _module("async_io").run(Path(settings.disk), seconds=1.0)
 
 
 def _scale(settings: Settings) -> Iterable[Any]:
-    return _module("scale").run(Path(settings.wheels) if settings.wheels else None)
+    yield from _module("scale").run(Path(settings.wheels) if settings.wheels else None)
 
 
 def _family(title: str, name: str, about: str, page: str, limit: int = 150, seconds: float = 0.1) -> Benchmark:
@@ -125,11 +128,12 @@ def _family(title: str, name: str, about: str, page: str, limit: int = 150, seco
 def _decode(shape: str, compiled: bool, one_thread: bool, limit: int) -> Benchmark:
     command = f"sdk bench decode --shape {shape} --rounds 3" + ("" if compiled else " --no-compiled")
     about = (
-        "Tokens per second of a model of some 360 M parameters, random weights, batch 1: a prompt of 128 tokens, and 16 steps"
-        " after it."
+        "Tokens per second of a model of some 360 M parameters, random weights, batch 1: a prompt of 128 tokens, and 16"
+        " steps after it."
     )
+    model, threads = "GPT-2 medium" if shape == "gpt2" else "a LLaMA", "one thread" if one_thread else "two threads"
     return Benchmark(
-        f"Decoding, {'GPT-2 medium' if shape == 'gpt2' else 'a LLaMA'}, {'one thread' if one_thread else 'all threads'}",
+        f"Decoding, {model}, {threads}",
         f"OMP_NUM_THREADS=1 {command}" if one_thread else command,
         about,
         _of("decode", shape=shape, compiled=compiled, rounds=3),
@@ -150,8 +154,8 @@ BENCHMARKS: dict[str, Benchmark] = {
     "adam": _family(
         "Adam",
         "adam",
-        "All tensors of a row have one dtype. A copy reads its target before it writes it, a step in place does not: hence"
-        " more than 1.",
+        "All tensors of a row have one dtype. A copy reads its target before it writes it, a step in place does not:"
+        " hence more than 1.",
         "ops/adam.md",
         300,
     ),
@@ -159,15 +163,15 @@ BENCHMARKS: dict[str, Benchmark] = {
     "transformer": _family(
         "Transformer layer for training",
         "transformer",
-        "`small` is batch 2, 64 tokens, hidden size 256, 4 heads; `large` batch 8, 128 tokens, hidden size 1024, 16 heads;"
-        " dropout 0.1 where there is any.",
+        "`small` is batch 2, 64 tokens, hidden size 256, 4 heads; `large` batch 8, 128 tokens, hidden size 1024, 16"
+        " heads; dropout 0.1 where there is any.",
         "ops/transformer.md",
         240,
     ),
     "inference": _family(
         "Norms, softmax, activations, rotary embedding, residuals",
         "inference",
-        "One token each of a batch of 4 (`decode`), and a prompt of 512 tokens; hidden size 2048, softmax over 512 keys.",
+        "One token each of a batch of 4 (`decode`), and a prompt of 512 tokens; hidden size 2048, softmax over 512.",
         "ops/inference.md",
     ),
     "sparse_attention": _family(
@@ -189,7 +193,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "direct": _family(
         "Every op by a direct call",
         "direct",
-        "On the last of the shapes that conformance checks, against the reference in plain torch and torch's own function.",
+        "On the last of the shapes that conformance checks, against the reference in plain torch, and torch's own.",
         "ops/README.md",
         200,
         0.03,
@@ -232,7 +236,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "async_io": Benchmark(
         "Files",
         "sdk bench async-io --seconds 1",
-        "A file of 128 MiB past the page cache; ratios are to libaio, DeepSpeed's own op, or to plain calls without it.",
+        "A file of 128 MiB past the page cache; ratios are to libaio, DeepSpeed's own op, or else to plain calls.",
         _files,
         180,
         page="ops/async_io.md",
@@ -270,8 +274,8 @@ BENCHMARKS: dict[str, Benchmark] = {
     "scale": Benchmark(
         "The SDK at scale",
         "sdk bench scale",
-        "The choice of a plugin, Adam's kernels out of one cache, and the size of wheels. On the slow file system each file"
-        " or folder that Python touches in the cache takes 5 ms more.",
+        "The choice of a plugin, Adam's kernels out of one cache, and the size of wheels. On the slow file system each"
+        " file or folder that Python touches in the cache takes 5 ms more.",
         _scale,
         240,
         page="operations.md",
@@ -279,8 +283,10 @@ BENCHMARKS: dict[str, Benchmark] = {
 }
 
 
-def measure(name: str, settings: Settings) -> Result:
+def measure(name: str, settings: Settings, seconds_left: float = float("inf")) -> Result:
     """One benchmark, in a new process; that it fails or takes too long is a result too."""
+    if seconds_left <= 0:
+        return Result([], failed="not begun: the time for all was over")
     benchmark = BENCHMARKS[name]
     threads = 1 if benchmark.one_thread else settings.threads
     with tempfile.TemporaryDirectory() as folder:
@@ -288,7 +294,7 @@ def measure(name: str, settings: Settings) -> Result:
         command = [sys.executable, "-m", __name__, name, json.dumps(asdict(settings)), str(file)]
         with _others() as others:
             start = time.perf_counter()
-            failed = _run(command, benchmark.limit, child_environment(OMP_NUM_THREADS=str(threads)))
+            failed = _run(command, min(benchmark.limit, seconds_left), child_environment(OMP_NUM_THREADS=str(threads)))
             seconds = time.perf_counter() - start
         lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     found = [json.loads(line) for line in lines]
@@ -312,7 +318,7 @@ def _run(command: list[str], limit: float, environment: dict[str, str]) -> str |
         os.killpg(process.pid, signal.SIGTERM)  # launchers stop their ranks, which are in groups of their own
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.communicate(timeout=10)
-        return f"stopped after {limit:g} s"
+        return f"stopped after {limit:.0f} s"
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

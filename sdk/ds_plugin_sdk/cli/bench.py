@@ -326,6 +326,7 @@ def everything(
     report: Path = typer.Option(help="The folder for performance.json, the page performance.md and img."),
     only: list[str] = typer.Option([], help="Only this benchmark, by its key in performance.json; may be repeated."),
     resume: bool = typer.Option(False, help="Keep what the report in the folder has, but for what failed."),
+    minutes: float = typer.Option(60.0, min=0, help="For all: what would begin later is not begun."),
     example: Path | None = typer.Option(None, help="The demo: examples/tiny_gpt of the repository."),
     wheels: Path | None = typer.Option(None, help="A folder with wheels, whose sizes are figures too."),
     disk: Path = typer.Option(Path(), help="A folder on the disk to measure."),
@@ -340,7 +341,7 @@ def everything(
         disk=str(disk.resolve()),
         threads=min(2, len(os.sched_getaffinity(0))),
     )
-    found = benchmark.run(report, settings, names=only, resume=resume, tell=errors.print)
+    found = benchmark.run(report, settings, names=only, resume=resume, minutes=minutes, tell=errors.print)
     failed = [name for name, result in found.results.items() if result.failed]
     output.print(f"{report / benchmark.PAGE}: {len(found.results)} benchmarks, {len(failed)} not whole")
 
