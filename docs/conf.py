@@ -65,7 +65,7 @@ NAVIGATION = {
         "/kernels/README",
     ],
     "Run it": ["operations", "launchers", "troubleshooting", "transformers", "ops/README"],
-    "Check it": ["conformance", "contract", "support", "deepspeed-tests", "conformance-in-tree"],
+    "Check it": ["conformance", "contract", "support", "performance", "deepspeed-tests", "conformance-in-tree"],
     "Reference": ["reference/README"],
     "About": [
         "faq",

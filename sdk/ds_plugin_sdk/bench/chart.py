@@ -41,6 +41,7 @@ def draw_section(name: str, rows: Sequence[dict[str, Any]], folder: Path) -> Pat
     Returns:
         The picture's path.
     """
+    folder.mkdir(parents=True, exist_ok=True)
     if isinstance(rows[0].get("times"), dict):
         return draw(name, [Row(**row) for row in rows], folder)
     if name == "async_io":

@@ -152,7 +152,7 @@ def _head(report: Report) -> str:
     lines = [
         "# Performance",
         "Every figure that we state, written by one command, which measures here and beside the peers:",
-        "    sdk bench all --report docs",
+        "    make performance",
         "`sdk bench compare docs/performance.json other/performance.json` says what is faster or slower in another"
         " report: the JSON has the spread of each figure's repetitions."
         ' Times are medians of wall time; those who are compared take turns. Speeds "times" somebody\'s are ours in'

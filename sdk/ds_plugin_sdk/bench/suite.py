@@ -149,7 +149,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         "sdk bench memory --threads 1 --threads 2",
         "What a share of a rate is a share of.",
         lambda settings: _module("memory").run(settings.counts),
-        60,
+        120,
     ),
     "adam": _family(
         "Adam",
@@ -275,7 +275,8 @@ BENCHMARKS: dict[str, Benchmark] = {
         "The SDK at scale",
         "sdk bench scale",
         "The choice of a plugin, Adam's kernels out of one cache, and the size of wheels. On the slow file system each"
-        " file or folder that Python touches in the cache takes 5 ms more.",
+        " file or folder that Python touches in the cache takes 5 ms more. Wheels are those of `make performance`,"
+        " without binaries.",
         _scale,
         240,
         page="operations.md",
