@@ -141,7 +141,7 @@ def steps(name: str) -> Iterator[dict[str, Any]]:
 
 
 def test_there_are_workflows() -> None:
-    assert [file.name for file in WORKFLOWS] == ["ci.yml", "docs.yml", "release.yml", "wheels.yml"]
+    assert [file.name for file in WORKFLOWS] == ["ci.yml", "docs.yml", "nightly.yml", "release.yml", "wheels.yml"]
 
 
 @pytest.mark.parametrize("file", WORKFLOWS, ids=lambda file: file.stem)

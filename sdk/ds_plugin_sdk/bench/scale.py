@@ -7,9 +7,9 @@ network; the compiler and the loader do not.
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -32,6 +32,7 @@ LATENCY = 0.005  # seconds of a call on the slow file system
 LOCAL, SLOW = "local", f"{LATENCY * 1e3:g} ms a call"
 CHOICE, COLD, WARM = "choice of a plugin", "cache, cold", "cache, warm"
 
+_CACHE = "cache"
 _WAITS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.listdir", "os.scandir", "os.utime", "os.link"}
 
 
@@ -91,7 +92,8 @@ def run(
 def _all(task: dict[str, Any]) -> list[dict[str, Any]]:
     """What `main` gives in a new process."""
     command = [sys.executable, "-m", __name__, json.dumps(task)]
-    done = subprocess.run(command, env=child_environment(), capture_output=True, text=True, check=False)
+    environment = child_environment(DS_PLUGIN_CACHE_DIR=str(Path(task["folder"], _CACHE)), DS_PLUGIN_COMPILE="1")
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"a process of the benchmark failed:\n{done.stderr[-4000:]}")
     found: list[dict[str, Any]] = json.loads(done.stdout)
@@ -115,14 +117,12 @@ def main(
     spec = BUILDERS["CPUAdamBuilder"]().build_spec()
     if latency:
         sys.addaudithook(partial(_wait, folder, latency))
-    os.environ["DS_PLUGIN_COMPILE"] = "1"
-    number = itertools.count()
 
     def repeat(count: int, times: int, empty: bool) -> tuple[list[float], int]:
         seconds, compiled = [], 0
         for _ in range(times):
             if empty:
-                os.environ["DS_PLUGIN_CACHE_DIR"] = str(top / str(next(number)))
+                shutil.rmtree(top / _CACHE, ignore_errors=True)
             found = _at_once(count, lambda: str(jit.obtain(spec)[0].origin))
             seconds.append(max(taken for taken, _ in found))
             compiled = max(compiled, sum(origin == "compiled" for _, origin in found))
