@@ -56,7 +56,7 @@ class Benchmark:
         command: that measures the same alone.
         about: what is measured, for those who read its table.
         run: gives the rows.
-        limit: seconds after which it is stopped.
+        limit: seconds after which it is stopped: a few times what it takes on two idle cores.
         one_thread: torch has one thread, where the benchmark does not set the number itself.
         page: of the documentation, with formulas and limits.
     """
@@ -116,7 +116,7 @@ def _scale(settings: Settings) -> Iterable[Any]:
     yield from _module("scale").run(Path(settings.wheels) if settings.wheels else None)
 
 
-def _family(title: str, name: str, about: str, page: str, limit: int = 150, seconds: float = 0.1) -> Benchmark:
+def _family(title: str, name: str, about: str, page: str, limit: int = 300, seconds: float = 0.1) -> Benchmark:
     def run(settings: Settings) -> Iterable[Any]:
         for count, dtype in itertools.product(settings.counts, ("float32", "bfloat16")):
             yield from _module("ops").run(name, threads=[count], dtypes=[dtype], seconds=seconds)
@@ -149,7 +149,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         "sdk bench memory --threads 1 --threads 2",
         "What a share of a rate is a share of.",
         lambda settings: _module("memory").run(settings.counts),
-        120,
+        240,
     ),
     "adam": _family(
         "Adam",
@@ -157,7 +157,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         "All tensors of a row have one dtype. A copy reads its target before it writes it, a step in place does not:"
         " hence more than 1.",
         "ops/adam.md",
-        300,
+        600,
     ),
     "lamb": _family("LAMB", "lamb", "Against torch's foreach functions, and against our own Adam.", "ops/lamb.md", 240),
     "transformer": _family(
@@ -166,7 +166,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         "`small` is batch 2, 64 tokens, hidden size 256, 4 heads; `large` batch 8, 128 tokens, hidden size 1024, 16"
         " heads; dropout 0.1 where there is any.",
         "ops/transformer.md",
-        240,
+        480,
     ),
     "inference": _family(
         "Norms, softmax, activations, rotary embedding, residuals",
@@ -188,25 +188,25 @@ BENCHMARKS: dict[str, Benchmark] = {
         "fp_quantizer",
         "Against the reference in torch.",
         "ops/fp_quantizer.md",
-        120,
+        240,
     ),
     "direct": _family(
         "Every op by a direct call",
         "direct",
         "On the last of the shapes that conformance checks, against the reference in plain torch, and torch's own.",
         "ops/README.md",
-        200,
+        400,
         0.03,
     ),
-    "decode_llama": _decode("llama", True, False, 300),
-    "decode_llama_1": _decode("llama", False, True, 300),
-    "decode_gpt2": _decode("gpt2", False, False, 300),
+    "decode_llama": _decode("llama", True, False, 600),
+    "decode_llama_1": _decode("llama", False, True, 600),
+    "decode_gpt2": _decode("gpt2", False, False, 600),
     "step": Benchmark(
         "A training step with a chunked loss",
         "sdk bench step --turns 3",
         "A LLaMA of the shape of llama2.c's smallest, 512 tokens, with torch's AdamW.",
         _of("step", turns=3),
-        300,
+        600,
         page="ops/cross_entropy.md",
     ),
     "training": Benchmark(
@@ -214,7 +214,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         "sdk bench training examples/tiny_gpt --steps 20 --repeats 2",
         "The demo on DeepSpeed's own CPU accelerator and on this plugin; its losses are compared by the command.",
         _training,
-        240,
+        480,
         page="decisions/0007-comparing-two-accelerators.md",
     ),
     "all_reduce": Benchmark(
@@ -222,7 +222,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         "sdk bench all-reduce",
         "Two ranks; one call of five after a barrier, or of 200 over and over.",
         _of("all_reduce"),
-        90,
+        180,
         page="ops/inference.md",
     ),
     "all_reduce_own": Benchmark(
@@ -230,7 +230,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         "sdk bench all-reduce --own",
         "DeepSpeed's op is under the name of ours here.",
         _of("all_reduce", own=True),
-        150,
+        300,
         page="ops/inference.md",
     ),
     "async_io": Benchmark(
@@ -238,7 +238,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         "sdk bench async-io --seconds 1",
         "A file of 128 MiB past the page cache; ratios are to libaio, DeepSpeed's own op, or else to plain calls.",
         _files,
-        180,
+        360,
         page="ops/async_io.md",
     ),
     "accelerator": Benchmark(
@@ -246,14 +246,14 @@ BENCHMARKS: dict[str, Benchmark] = {
         "sdk bench accelerator",
         "Microseconds a call.",
         _of("accelerator"),
-        60,
+        120,
     ),
     "jit": Benchmark(
         "Compiling an op",
         "sdk bench jit",
         "The Adam kernels, from after the import of torch until the op is loaded.",
         _of("jit", repeats=2),
-        240,
+        480,
         page="operations.md",
     ),
     "accuracy": Benchmark(
@@ -261,7 +261,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         "sdk bench accuracy",
         "Worst errors against float64, in units in the last place; rounding a correct result makes 0.5.",
         _of("accuracy"),
-        120,
+        240,
         page="ops/adam.md",
     ),
     "imports": Benchmark(
@@ -269,7 +269,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         "sdk bench import",
         "Whole processes; without plugins the SDK is switched off.",
         _of("imports", repeats=5),
-        180,
+        360,
     ),
     "scale": Benchmark(
         "The SDK at scale",
@@ -278,7 +278,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         " file or folder that Python touches in the cache takes 5 ms more. Wheels are those of `make performance`,"
         " without binaries.",
         _scale,
-        240,
+        480,
         page="operations.md",
     ),
 }
