@@ -19,7 +19,6 @@ VALUES = 7  # moved for an element: p, g, m, v are read, p, m, v are written
 _LAYER = [(768,), (768,), (768, 2304), (2304,), (768, 768), (768,)]
 _MLP = [(768,), (768,), (768, 3072), (3072,), (3072, 768), (768,)]
 SHAPES: dict[str, list[tuple[int, ...]]] = {
-    "one of 64 M": [(64 << 20,)],
     "2,000 of 1 k": [(1024,)] * 2000,
     "GPT-2's layer": [*_LAYER, *_MLP],
     "GPT-2 small": [(50257, 768), (1024, 768), *(_LAYER + _MLP) * 12, (768,), (768,)],

@@ -21,8 +21,8 @@ from ds_plugin_sdk.integrations.transformers.weights import Weights
 
 PROMPT, STEPS, ROUNDS = 128, 16, 5
 PLAIN = ("transformers, bfloat16", "transformers, float32")
-# Seconds that a first call may take, and compiling before it. The product of bfloat16 with weights laid as GPT-2's takes
-# minutes on a CPU without instructions for it.
+# Seconds that a first call may take, and compiling before it. The product of bfloat16 with weights laid as GPT-2's
+# takes minutes on a CPU without instructions for it.
 PATIENCE, COMPILING = 60.0, 120.0
 
 Shape = Literal["gpt2", "llama"]
@@ -82,12 +82,13 @@ def run(shape: Shape = "llama", compiled: bool = True, ctranslate2: bool = True,
         measures = _implementations(model, shape, compiled, Path(folder) if ctranslate2 else None)
         speeds, absent = _in_rounds(measures, rounds)
     title = f"{shape}, {sum(parameter.numel() for parameter in model.parameters()) / 1e6:.0f} M"
-    plain = min((statistics.median(speeds[name].steps) for name in PLAIN if name in speeds), default=None)
+    rates = {name: [1 / each for each in speed.steps] for name, speed in speeds.items()}
+    plain = max((statistics.median(rates[name]) for name in PLAIN if name in rates), default=None)
 
     def row(name: str) -> Row:
         if name in absent:
             return Row(title, name, torch.get_num_threads(), not_compared=absent[name])
-        prompts, steps = [PROMPT / each for each in speeds[name].prompts], [1 / each for each in speeds[name].steps]
+        prompts, steps = [PROMPT / each for each in speeds[name].prompts], rates[name]
         prompt, decode = statistics.median(prompts), statistics.median(steps)
         return Row(
             title,
@@ -95,7 +96,7 @@ def run(shape: Shape = "llama", compiled: bool = True, ctranslate2: bool = True,
             torch.get_num_threads(),
             prompt,
             decode,
-            plain and plain * decode,
+            plain and decode / plain,
             _bytes_read(model, name) * decode / rate,
             spread={"prompt_tokens_per_second": spread(prompts), "decode_tokens_per_second": spread(steps)},
         )

@@ -26,7 +26,7 @@ from ds_plugin_sdk.jit.toolchains import CxxToolchain
 FORMAT = 1
 QUIET = 0.1  # the part of all cores that others may take before a report says that its figures are provisional
 FILE, PAGE = "performance.json", "performance.md"
-_PACKAGES = ("ds-plugin-sdk", "ds-plugin-cpu", "torch", "deepspeed", "transformers", "ctranslate2", "llama-cpp-python")
+_PACKAGES = ("ds-plugin-sdk", "ds-plugin-cpu", "torch", "deepspeed", "transformers", "ctranslate2")
 
 Row = dict[str, Any]
 
