@@ -10,6 +10,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -238,7 +239,7 @@ def _time(microseconds: float) -> str:
 
 
 def _words(name: str) -> str:
-    return name.replace("_", " ")
+    return name.replace("gb_s", "GB/s").replace("mib", "MiB").replace("_", " ")
 
 
 def _number(value: object) -> str:
@@ -257,3 +258,7 @@ def _cell(text: str) -> str:
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+if __name__ == "__main__":  # the page of a report again, when its words have changed: python -m ... FOLDER
+    save(load(Path(sys.argv[1], FILE)), Path(sys.argv[1]))
