@@ -118,7 +118,7 @@ def _files(settings: Settings) -> Iterable[Any]:
 
 
 def _scale(settings: Settings) -> Iterable[Any]:
-    yield from _module("scale").run(Path(settings.wheels) if settings.wheels else None)
+    yield from _module("scale").run(Path(settings.wheels) if settings.wheels else None, cold=2)
 
 
 def _family(title: str, name: str, about: str, page: str, limit: int = 300, seconds: float = 0.1) -> Benchmark:
