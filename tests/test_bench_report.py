@@ -39,6 +39,7 @@ def program(text: str) -> list[str]:
 def test_a_benchmark_that_fails_says_why() -> None:
     assert suite._run(program("pass"), 20, dict(os.environ)) is None
     assert suite._run(program("raise ValueError('no disk')"), 20, dict(os.environ)) == "ValueError: no disk"
+    assert suite._run(program("import os; os.kill(os.getpid(), 9)"), 20, dict(os.environ)) == "ended with status -9"
 
 
 def test_a_benchmark_that_takes_too_long_is_stopped_with_all_that_it_started(tmp_path: Path) -> None:

@@ -331,7 +331,7 @@ def _run(command: list[str], limit: float, environment: dict[str, str]) -> str |
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     lines = [line for line in said.splitlines() if line.strip()]
-    return (lines or ["it said nothing"])[-1].strip() if process.returncode else None
+    return (lines or [f"ended with status {process.returncode}"])[-1].strip() if process.returncode else None
 
 
 @contextlib.contextmanager
