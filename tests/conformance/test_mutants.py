@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from ds_plugin_sdk.conformance import suite
 from mutants import all_mutants
-from mutants.hunt import Hunt, hunt, idle
+from mutants.hunt import Hunt, hunt, idle, keep, kept
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +41,26 @@ def test_a_mutant_is_killed_by_the_check_of_its_clause(hunts: dict[str, Hunt]) -
 def test_a_survivor_says_why(hunts: dict[str, Hunt], name: str, why: str) -> None:
     assert not hunts[name].killed
     assert hunts[name].survived == why
+
+
+@pytest.mark.slow
+def test_what_a_hunt_kept_is_not_tried_again(hunts: dict[str, Hunt], tmp_path: Path) -> None:
+    """Survivors are, and whether a killer passes without the defect is asked again."""
+    file, mutants = tmp_path / "ends", [each.mutant for each in hunts.values()]
+    for each in hunts.values():
+        keep(each, file)
+    ended = kept(file, mutants)
+    assert set(ended) == {"misfit.found", "misfit.proves_nothing"}
+    tried: list[str] = []
+    again = hunt(mutants, 1, lambda each: tried.append(each.mutant.name), ended)
+    assert sorted(tried) == ["misfit.unseen", "misfit.without_a_case"]
+    assert {each.mutant.name: (each.killed, each.survived) for each in again} == {
+        each.mutant.name: (each.killed, each.survived) for each in hunts.values()
+    }
+
+
+def test_there_is_nothing_before_the_first_hunt(tmp_path: Path) -> None:
+    assert kept(tmp_path / "absent", all_mutants()) == {}
 
 
 @pytest.mark.slow

@@ -9,12 +9,13 @@ import argparse
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from ds_plugin_sdk.conformance import suite
 from ds_plugin_sdk.conformance.outcome import LEVELS
 from ds_plugin_sdk.conformance.selection import matches
 from mutants import Mutant, all_mutants
-from mutants.hunt import Hunt, hunt, idle
+from mutants.hunt import Hunt, hunt, idle, keep, kept
 
 
 def main() -> int:
@@ -25,7 +26,14 @@ def main() -> int:
         _table([[each.name, each.clause, each.target.rpartition(":")[2], each.description] for each in mutants])
         return 0
     start = time.monotonic()
-    hunts = hunt(mutants, arguments.jobs, _progress)
+    file: Path | None = arguments.resume
+
+    def tell(each: Hunt) -> None:
+        _progress(each)
+        if file is not None:
+            keep(each, file)
+
+    hunts = hunt(mutants, arguments.jobs, tell, kept(file, mutants) if file is not None else None)
     # Some of a clause's mutants say nothing of the checks; all mutants of a level do.
     levels = () if arguments.k else arguments.level or LEVELS
     unproven = idle([check.name for check in suite.checks() if check.level in levels], hunts)
@@ -40,6 +48,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--list", action="store_true", help="list the mutants, try none")
     parser.add_argument("--level", choices=LEVELS, action="append", help="only mutants of this level")
     parser.add_argument("-k", default="", help="only mutants of this name or clause, * for any text, or part of a name")
+    parser.add_argument(
+        "--resume", type=Path, metavar="FILE", help="keep the ends in FILE, and do not try again what it has as killed"
+    )
     parser.add_argument("--jobs", type=int, default=2, help="how many to try at a time")
     return parser.parse_args()
 
@@ -50,7 +61,8 @@ def _selected(mutant: Mutant, levels: Sequence[str] | None, pattern: str) -> boo
 
 
 def _progress(each: Hunt) -> None:
-    sys.stderr.write(f"{'killed  ' if each.killed else 'SURVIVED'} {each.mutant.clause:<6} {each.mutant.name}\n")
+    end = "killed  " if each.killed else "SURVIVED"
+    sys.stderr.write(f"{end} {each.mutant.clause:<6} {each.seconds:5.1f} s  {each.mutant.name}\n")
 
 
 def _print(hunts: Sequence[Hunt], unproven: Iterable[str]) -> None:

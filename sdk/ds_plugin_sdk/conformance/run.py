@@ -47,14 +47,15 @@ class Runner:
     ) -> None:
         self.close()
 
-    def items(self) -> list[Item]:
-        """Every case of the target, in the order of levels and clauses.
+    def items(self, clause: str = "") -> list[Item]:
+        """Every case of the target, in the order of levels and clauses; with `clause`, those of one clause.
 
         Raises:
             ConformanceError: the target cannot be had, or two cases have one id.
         """
         checks = [item_from_dict(each) for each in self._ask({"do": "checks"})]
-        items = [item for check in checks for item in self._cases_of(check)]
+        wanted = [check for check in checks if clause in ("", check.clause)]
+        items = [item for check in wanted for item in self._cases_of(check)]
         twice = [case for case, count in Counter(item.id for item in items).items() if count > 1]
         if twice:
             raise ConformanceError(f"two cases are called '{twice[0]}'", why="a check's cases must differ")
