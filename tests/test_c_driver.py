@@ -48,8 +48,9 @@ def environment(tmp_path_factory: pytest.TempPathFactory, kernel_cache: Path) ->
 
 
 @pytest.mark.timeout(900)
-def test_the_driver_holds_every_case_of_the_runtime(environment: dict[str, str]) -> None:
-    command = [sys.executable, "-m", "ds_plugin_sdk.cli", "conformance", "zap", "--level", "runtime"]
+def test_the_driver_holds_every_case_of_runtime_and_collectives(environment: dict[str, str]) -> None:
+    command = [sys.executable, "-m", "ds_plugin_sdk.cli", "conformance", "zap"]
+    command += ["--level", "runtime", "--level", "distributed"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "all that was checked holds" in done.stdout

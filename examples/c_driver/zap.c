@@ -12,7 +12,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { DEVICES = 2, ALIGNMENT = 512, CHUNK = 1 << 14, PATIENCE_MS = 120000 };
+enum { DEVICES = 2, ALIGNMENT = 512, CHUNK = 1 << 14 };
 static const size_t kTotal = (size_t)2 << 30;
 
 const char* zap_text(int status) {
@@ -298,11 +298,11 @@ int zap_mark_time(zap_mark* mark, double* milliseconds) {
 
 /* ---- groups: a piece of shared memory with a slot for each rank */
 struct shared { _Atomic uint32_t arrived; _Alignas(64) float slots[][CHUNK]; };
-struct zap_group { int rank, ranks; uint32_t meetings; struct shared* shared; };
+struct zap_group { int rank, ranks; double timeout_ms; uint32_t meetings; struct shared* shared; };
 
 static int meet(zap_group* group) {
   const uint32_t goal = ++group->meetings * (uint32_t)group->ranks;
-  const double end = now_ms() + PATIENCE_MS;
+  const double end = now_ms() + group->timeout_ms;
   atomic_fetch_add(&group->shared->arrived, 1);
   while ((int32_t)(group->shared->arrived - goal) < 0) {
     if (now_ms() > end) return ZAP_TIMEOUT;
@@ -311,14 +311,14 @@ static int meet(zap_group* group) {
   return ZAP_OK;
 }
 
-int zap_group_create(const char* name, int rank, int ranks, zap_group** group) {
+int zap_group_create(const char* name, int rank, int ranks, double timeout_ms, zap_group** group) {
   const size_t bytes = sizeof(struct shared) + (size_t)ranks * CHUNK * sizeof(float);
   const int file = shm_open(name, O_RDWR | O_CREAT, 0600);
   if (file < 0 || ftruncate(file, (off_t)bytes) != 0) return ZAP_FAILED;
   void* memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
   close(file);
   if (memory == MAP_FAILED) return ZAP_NO_MEMORY;
-  zap_group made = {rank, ranks, 0, memory};
+  zap_group made = {rank, ranks, timeout_ms, 0, memory};
   const int status = meet(&made);
   if (rank == 0) shm_unlink(name);
   *group = malloc(sizeof made);
@@ -335,11 +335,12 @@ static int reduce(void* p) {
     float* part = (float*)zap_at(r->floats) + first;
     memcpy(slots[r->group->rank], part, count * sizeof(float));
     int status = meet(r->group);
+    if (status) return status;
     for (size_t i = 0; i < count; ++i) {
       part[i] = 0;
       for (int rank = 0; rank < r->group->ranks; ++rank) part[i] += slots[rank][i];
     }
-    if (!status) status = meet(r->group); /* before a slot is written again */
+    status = meet(r->group); /* before a slot is written again */
     if (status) return status;
   }
   return ZAP_OK;

@@ -54,9 +54,10 @@ int zap_mark_wait(zap_mark* mark);
 int zap_queue_wait(zap_queue* queue, zap_mark* mark);
 int zap_mark_time(zap_mark* mark, double* milliseconds);
 
-/* Groups of processes, a rank each, that compute together. `name` is the same for all, and new. */
+/* Groups of processes, a rank each, that compute together. `name` is the same for all, and new. Where a rank does not come
+   in time, the call, or the queue, ends with ZAP_TIMEOUT. */
 typedef struct zap_group zap_group;
-int zap_group_create(const char* name, int rank, int ranks, zap_group** group);
+int zap_group_create(const char* name, int rank, int ranks, double timeout_ms, zap_group** group);
 int zap_all_reduce(zap_group* group, zap_queue* queue, zap_address floats, size_t count); /* the sum of all ranks */
 
 #ifdef __cplusplus
