@@ -3,10 +3,20 @@
 
 #include <cuda_runtime.h>
 
+#include <cstdint>
+#include <type_traits>
+
 namespace ds_kernels::cuda {
 
-constexpr int kWarpThreads = 32;
-constexpr unsigned kWholeWarp = 0xffffffffu;
+// Host and device must agree on it, and a HIP compiler knows it only for the device: so it is an argument, 64 for AMD's
+// GPUs whose wavefronts have as many lanes (gfx9).
+#ifndef DS_KERNELS_WARP_THREADS
+#define DS_KERNELS_WARP_THREADS 32
+#endif
+constexpr int kWarpThreads = DS_KERNELS_WARP_THREADS;
+static_assert(kWarpThreads == 32 || kWarpThreads == 64, "threads that run in step");
+using Lanes = std::conditional_t<kWarpThreads == 64, uint64_t, uint32_t>;  // a bit each
+constexpr Lanes kWholeWarp = ~Lanes{0};
 
 // Two numbers whose sums are taken together: threads wait once for both.
 template <class T>

@@ -269,7 +269,7 @@ struct Totals {
   void* rows[kNormSums];
 };
 
-// Adds up the parts. A warp of each row has 32 columns of an array.
+// Adds up the parts. Each warp of a block has the same columns of an array, a thread each.
 template <class Element>
 __global__ void __launch_bounds__(kStripThreads) total_kernel(const Totals totals, const float* sums,
                                                               const int64_t parts, const int arrays,

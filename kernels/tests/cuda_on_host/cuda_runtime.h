@@ -81,7 +81,10 @@ inline cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }
 
 namespace on_host {
 
-constexpr int kWarp = 32, kMostThreads = 1024;
+#ifndef DS_KERNELS_WARP_THREADS
+#define DS_KERNELS_WARP_THREADS 32
+#endif
+constexpr int kWarp = DS_KERNELS_WARP_THREADS, kMostThreads = 1024;
 constexpr size_t kStackBytes = 256 << 10;
 
 enum class State { runnable, at_warp, at_block, done };
@@ -299,26 +302,26 @@ inline uint16_t narrow_float16(float x) {
 inline void __syncthreads() {
   on_host::barrier(on_host::State::at_block, on_host::current().block_barriers, on_host::block.block_barrier);
 }
-inline void __syncwarp(unsigned = 0xffffffffu) {
+inline void __syncwarp(uint64_t = 0) {
   const int warp = on_host::block.current / on_host::kWarp;
   on_host::barrier(on_host::State::at_warp, on_host::current().warp_barriers, on_host::block.warp_barrier[warp]);
 }
 
 template <class T>
-T __shfl_sync(unsigned, T value, int lane) {
+T __shfl_sync(uint64_t, T value, int lane) {
   return on_host::shuffle(value, lane);
 }
 template <class T>
-T __shfl_xor_sync(unsigned, T value, int mask) {
+T __shfl_xor_sync(uint64_t, T value, int mask) {
   return on_host::shuffle(value, (on_host::block.current % on_host::kWarp) ^ mask);
 }
 template <class T>
-T __shfl_up_sync(unsigned, T value, int delta) {
+T __shfl_up_sync(uint64_t, T value, int delta) {
   const int lane = on_host::block.current % on_host::kWarp;
   return on_host::shuffle(value, lane >= delta ? lane - delta : lane);
 }
 template <class T>
-T __shfl_down_sync(unsigned, T value, int delta) {
+T __shfl_down_sync(uint64_t, T value, int delta) {
   return on_host::shuffle(value, on_host::block.current % on_host::kWarp + delta);
 }
 

@@ -1,8 +1,17 @@
 // The names of CUDA's runtime that the kernels use, for HIP's compiler: with this folder before others on its path it
-// compiles the same sources. A warp of the kernels has 32 lanes; on AMD's 64 lanes wide wavefronts two of them share one.
+// compiles the same sources. A warp of the kernels is a wavefront, of 64 lanes on gfx9.
 #pragma once
 
 #include <hip/hip_runtime.h>
+
+#include <cstdint>
+
+#ifndef DS_KERNELS_WARP_THREADS
+#define DS_KERNELS_WARP_THREADS 64
+#endif
+#ifdef __HIP_DEVICE_COMPILE__
+static_assert(DS_KERNELS_WARP_THREADS <= __AMDGCN_WAVEFRONT_SIZE, "shuffles reach no further than a wavefront");
+#endif
 
 using cudaError_t = hipError_t;
 using cudaStream_t = hipStream_t;
@@ -17,17 +26,13 @@ inline hipError_t cudaLaunchKernel(const void* kernel, dim3 blocks, dim3 threads
 // Kernels get their arguments by value either way.
 #define __grid_constant__
 
-namespace ds_kernels::cuda {
-constexpr int kLanes = 32;
-}
-
 template <class T>
-__device__ inline T __shfl_xor_sync(unsigned, T value, int lanes) {
-  return __shfl_xor(value, lanes, ds_kernels::cuda::kLanes);
+__device__ inline T __shfl_xor_sync(uint64_t, T value, int lanes) {
+  return __shfl_xor(value, lanes, DS_KERNELS_WARP_THREADS);
 }
 template <class T>
-__device__ inline T __shfl_up_sync(unsigned, T value, unsigned lanes) {
-  return __shfl_up(value, lanes, ds_kernels::cuda::kLanes);
+__device__ inline T __shfl_up_sync(uint64_t, T value, unsigned lanes) {
+  return __shfl_up(value, lanes, DS_KERNELS_WARP_THREADS);
 }
 
 // A store that stays in the caches, as CUDA's default is.
