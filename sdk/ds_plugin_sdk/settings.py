@@ -180,6 +180,9 @@ class Settings:
     conformance_target = Setting[str | None](
         "DS_PLUGIN_CONFORMANCE_TARGET", str, None, "set by sdk conformance for the processes of DeepSpeed's tests"
     )
+    conformance_calls = Setting[Path | None](
+        "DS_PLUGIN_CONFORMANCE_CALLS", _path, None, "set by sdk conformance: the file in which those count calls of ops"
+    )
 
     # What launchers say
     local_rank = Setting[int]("LOCAL_RANK", int, 0, "index of this process among those of the machine")

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -162,3 +163,20 @@ def test_the_difference_of_two_runs(written: Path) -> None:
     same = run("--diff", "run.json", "run.json", cwd=written)
     assert same.returncode == 0
     assert "0 cases ended otherwise" in same.stdout
+
+
+def test_a_run_goes_on_with_what_failed_and_what_is_missing_in_the_order_of_the_list(tmp_path: Path) -> None:
+    def resumed(*cases: str) -> list[dict[str, Any]]:
+        chosen = [option for case in cases for option in ("-k", f"runtime.misfit.{case}")]
+        run("misfit:Misfit", *chosen, "--json", "run.json", "--resume", cwd=tmp_path)
+        return list(json.loads(text(tmp_path, "run.json"))["outcomes"])
+
+    passes, raises = resumed("passes", "raises")
+    passes["seconds"], raises["failure"]["what"] = 1e6, "what failed before"
+    report = json.loads(text(tmp_path, "run.json"))
+    (tmp_path / "run.json").write_text(json.dumps({**report, "outcomes": [passes, raises]}), encoding="utf-8")
+
+    outcomes = resumed("passes", "raises", "differs")
+    assert [each["item"]["id"].rpartition(".")[2] for each in outcomes] == ["passes", "differs", "raises"]
+    assert outcomes[0]["seconds"] == 1e6
+    assert outcomes[2]["failure"]["what"] != "what failed before"

@@ -27,6 +27,26 @@ def test_after(): pass
 """,
     "test_imports.py": "import a_module_that_is_not_there\n",
     "test_skipped.py": "import pytest\npytest.skip('no such device', allow_module_level=True)\n",
+    "test_calls.py": """
+import multiprocessing, pytest, torch
+import ds_plugin_sdk.ops.activation
+from deepspeed.accelerator import get_accelerator
+
+def step():
+    torch.ops.ds_plugin.bias_activation(torch.ones(4), None, 1)
+
+def test_calls_one(): step()
+def test_calls_none(): torch.ones(4).add_(1)
+def test_calls_in_a_rank():
+    process = multiprocessing.get_context("forkserver").Process(target=step)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+@pytest.mark.parametrize("use_triton_ops", [True, False])
+def test_for_both(use_triton_ops):
+    if not get_accelerator().is_triton_supported():
+        pytest.skip("triton is not supported on this system")
+""",
     "ops/test_device.py": """
 from deepspeed.accelerator import get_accelerator
 def test_device(): assert type(get_accelerator()).__module__ == "ds_plugin_cpu.accelerator"
@@ -63,7 +83,7 @@ def test_each_test_has_its_end_and_those_after_a_crash_or_a_hang_are_run(
     monkeypatch.setattr(sessions, "CASE_SECONDS", 30.0)
     with pytest.raises(NonconformanceError, match="test_fails, test_crashes, test_hangs: of 6 tests 2 passed"):
         deepspeed.tests(target, "unit/test_ends.py")
-    ends = {case: end for case, (end, _) in take_told()["tests"].items()}
+    ends = {case: end for case, (end, _, _) in take_told()["tests"].items()}
     assert ends == {
         "test_passes": "passed",
         "test_fails": "failed",
@@ -86,6 +106,18 @@ def test_a_file_that_skips_itself_is_skipped_with_its_reason(target: Target) -> 
     assert excuse.value.verdict == "skipped"
 
 
+def test_calls_of_ops_are_counted_in_ranks_too_and_what_needs_no_triton_runs_without(target: Target) -> None:
+    deepspeed.tests(target, "unit/test_calls.py")
+    told = {case: (end, calls > 0) for case, (end, _, calls) in take_told()["tests"].items()}
+    assert told == {
+        "test_calls_one": ("passed", True),
+        "test_calls_none": ("passed", False),
+        "test_calls_in_a_rank": ("passed", True),
+        "test_for_both[True]": ("skipped", False),
+        "test_for_both[False]": ("passed", False),
+    }
+
+
 def test_the_tests_run_on_the_target(target: Target) -> None:
     deepspeed.tests(target, "unit/ops/test_device.py")
 
@@ -95,7 +127,7 @@ def test_files_of_ops_come_first(target: Target) -> None:
 
 
 def test_what_fails_on_deepspeeds_own_accelerator_too_is_excused() -> None:
-    known = Known("0", "", {"deepspeed": {"unit/test_a.py": {"failed": ["test_x"]}}}, {"unit/b.py::*": "later"})
+    known = Known("0", "", {"deepspeed": {"unit/test_a.py": {"failed": ["test_x"]}}}, {}, {"unit/b.py::*": "later"})
     assert known.excuse("unit/test_a.py", "test_x") == "it fails on DeepSpeed's own CPU accelerator too"
     assert known.excuse("unit/test_a.py", "test_y") is None
     assert known.excuse("unit/b.py", "test_x") == "later"

@@ -56,7 +56,9 @@ def conformance(
     deepspeed_tests: Path | None = typer.Option(
         None, exists=True, file_okay=False, help="The folder 'tests' of a clone of DeepSpeed, for level deepspeed."
     ),
-    resume: bool = typer.Option(False, "--resume", help="Go on with the run that the file of --json has."),
+    resume: bool = typer.Option(
+        False, "--resume", help="Go on with the run that the file of --json has; what failed runs again."
+    ),
     diff: tuple[Path, Path] | None = typer.Option(
         None, metavar="OLD NEW", help="Compare two JSON reports, run nothing."
     ),
@@ -121,16 +123,20 @@ def _check(
     items = runner.items()
     report.environment = runner.environment()
     report.problems = expectations.problems(items)
-    report.outcomes = list(done)
+    selected = selection.of(items)
+    again = {item.id for item in selected}
+    report.outcomes = [outcome for outcome in done if not (outcome.failed and outcome.item.id in again)]
+    position = {item.id: index for index, item in enumerate(items)}
 
     def write(wanted: Sequence[_File]) -> None:
+        report.outcomes.sort(key=lambda outcome: position.get(outcome.item.id, len(items)))
         report.seconds = time.perf_counter() - start
         for path, render in wanted:
             _write(path, functools.partial(render, report))
 
     try:
-        known = {outcome.item.id for outcome in done}
-        left = [item for item in selection.of(items) if item.id not in known]
+        known = {outcome.item.id for outcome in report.outcomes}
+        left = [item for item in selected if item.id not in known]
         _run(left, lambda item: expectations.judge(runner.run(item)), report, lambda: write(files[:1]))
     finally:  # also what an impatient user has stopped is reported
         write(files)

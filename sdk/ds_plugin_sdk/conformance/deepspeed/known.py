@@ -2,10 +2,12 @@
 
     {"deepspeed": "0.19.8", "tests": "<commit>",
      "accelerators": {"deepspeed": {"unit/comm/test_dist.py": {"passed": [...], "failed": [...]}}, "cpu": {...}},
+     "called": {"unit/comm/test_dist.py": 3},
      "reasons": {"unit/ops/lamb/*": "..."}}
 
-"deepspeed" is DeepSpeed's own CPU accelerator, "cpu" is ds-plugin-cpu. A reason says why a test fails on every device
-that follows the release; it names ``file::case``, with ``*`` for any text.
+"deepspeed" is DeepSpeed's own CPU accelerator, "cpu" is ds-plugin-cpu; "called" says in how many of its tests that
+passed an op of the SDK was called. A reason says why a test fails on every device that follows the release; it names
+``file::case``, with ``*`` for any text.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ class Known:
     deepspeed: str
     tests: str
     accelerators: Mapping[str, Mapping[str, Mapping[str, list[str]]]]
+    called: Mapping[str, int]
     reasons: Mapping[str, str]
 
     @staticmethod

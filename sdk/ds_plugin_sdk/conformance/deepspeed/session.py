@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_plugin_sdk.conformance.process import START_TIMEOUT, Worker, WorkerError
+from ds_plugin_sdk.conformance.programs import calls
 from ds_plugin_sdk.conformance.target import Target
 
 # Seconds for a test on its ranks, as the tests' own harness counts them, and for any test.
@@ -23,10 +24,12 @@ _KNOWN_DEVICES = frozenset({"cuda", "xpu", "hpu", "npu", "supa", "cpu"})
 
 @dataclass(frozen=True)
 class Result:
-    """How a test ended: ``passed``, ``failed``, ``skipped``, ``crashed``, ``timed out`` or ``not run``; and why."""
+    """How a test ended: ``passed``, ``failed``, ``skipped``, ``crashed``, ``timed out`` or ``not run``; why; and
+    how many calls of the SDK's ops were seen in it, in all ranks together."""
 
     outcome: str
     why: str = ""
+    calls: int = 0
 
 
 class Session:
@@ -63,7 +66,7 @@ class Session:
                     if "start" in message:
                         started = message["start"], time.monotonic()
                     elif "end" in message:
-                        results[message["end"]] = Result(message["outcome"], message["why"])
+                        results[message["end"]] = Result(message["outcome"], message["why"], message["calls"])
                     else:
                         return results
                     if time.monotonic() > end:
@@ -97,7 +100,10 @@ class Session:
             self._limit = CASE_SECONDS
 
     def _start(self) -> Worker:
+        counted = Path(self._compiled.name) / "calls"
+        calls.begin(counted)
         environment = {
+            "DS_PLUGIN_CONFORMANCE_CALLS": str(counted),
             "DS_PLUGIN_CONFORMANCE_TARGET": self._target.name,
             "DS_UNITTEST_TIMEOUT": f"{RANKS_SECONDS:g}",
             "LOCAL_SIZE": str(self._ranks),

@@ -1,16 +1,19 @@
 """A pytest session that runs files of DeepSpeed's tests, one when it is asked for one: ``... TARGET FD``, there.
 
 A request is ``{"file": ..., "without": [case, ...]}``. It answers ``{"start": case}`` and
-``{"end": case, "outcome": ..., "why": ...}`` for each test, and ``{"done": true}`` after the file. One session for many
-files saves most of their time: DeepSpeed's ranks come from one fork server, which has imported torch and DeepSpeed.
+``{"end": case, "outcome": ..., "why": ..., "calls": ...}`` for each test, and ``{"done": true}`` after the file. One
+session for many files saves most of their time: DeepSpeed's ranks come from one fork server, which has imported torch
+and DeepSpeed.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import multiprocessing
 import os
 import sys
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -30,6 +33,7 @@ class Session:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._ends: dict[str, tuple[str, str]] = {}
+        self._calls = 0
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection(self, session: pytest.Session) -> bool:
@@ -47,11 +51,21 @@ class Session:
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.outcome != "passed":
-            self._send({"end": WHOLE_FILE, "outcome": report.outcome, "why": _text(report)})
+            self._send({"end": WHOLE_FILE, "outcome": report.outcome, "why": _text(report), "calls": 0})
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self._ends[nodeid] = ("passed", "")
+        self._calls = _calls()
         self._send({"start": _case(nodeid)})
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
+        """Run the cases without Triton of tests that are for both: they skip themselves where it is not supported."""
+        parameters = item.callspec.params if hasattr(item, "callspec") else {}
+        with pytest.MonkeyPatch.context() as patch:
+            if parameters.get("use_triton_ops") is False:
+                patch.setattr(_accelerator(), "is_triton_supported", lambda: True)
+            yield
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.outcome != "passed" and self._ends[report.nodeid][0] != "failed":
@@ -59,7 +73,7 @@ class Session:
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
         outcome, why = self._ends.pop(nodeid)
-        self._send({"end": _case(nodeid), "outcome": outcome, "why": why})
+        self._send({"end": _case(nodeid), "outcome": outcome, "why": why, "calls": _calls() - self._calls})
 
     def _run(self, session: pytest.Session, file: str, without: set[str]) -> None:
         session.shouldfail = session.shouldstop = False
@@ -78,6 +92,15 @@ def _forget_pools() -> None:
     harness = sys.modules.get("unit.common")
     if harness is not None:
         harness.DistributedExec._pool_cache.clear()
+
+
+def _accelerator() -> Any:
+    return importlib.import_module("deepspeed.accelerator").get_accelerator()
+
+
+def _calls() -> int:
+    """Calls of ops so far, here and in ranks."""
+    return 0 if deepspeed_tests_setup.calls is None else deepspeed_tests_setup.calls()
 
 
 def _case(nodeid: str) -> str:

@@ -12,8 +12,11 @@ import pytest
 
 from ds_plugin_sdk.accelerator import DeepSpeedAccelerator
 from ds_plugin_sdk.conformance.programs import ahead
+from ds_plugin_sdk.conformance.programs.calls import Calls
 from ds_plugin_sdk.conformance.target import Target
 from ds_plugin_sdk.settings import settings
+
+calls: Calls | None = None
 
 
 def load() -> None:
@@ -27,6 +30,14 @@ def load() -> None:
     ahead.load()
     if not isinstance(target.accelerator, DeepSpeedAccelerator) and not deepspeed.accelerator.get_accelerator():
         deepspeed.accelerator.set_accelerator(target.accelerator)
+    _count_calls()
+
+
+def _count_calls() -> None:
+    global calls
+    if calls is None and settings.conformance_calls is not None:
+        calls = Calls(settings.conformance_calls)
+        calls.watch()
 
 
 def _let_failures_through() -> None:
