@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import operator
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -83,22 +81,43 @@ def test_a_value_that_is_not_known_is_measured_as_no_other(sdk: Callable[..., st
     assert f"'{arguments[-1]}' is not known; expected" in " ".join(sdk("bench", *arguments, status=2).split())
 
 
-def test_the_members_of_two_accelerators_are_timed_side_by_side() -> None:
-    """One that fails on either is left out: it says nothing."""
+class Scripted:
+    """Stands for the ranks of a side: seconds of each call, None for one that fails."""
 
-    class Slow:
-        def member(self) -> None:
-            time.sleep(2e-3)
+    def __init__(self, seconds: float | None) -> None:
+        self.found = seconds
 
-    class Fast:
-        def member(self) -> None:
-            pass
+    def seconds(self, call: str, number: int, timeout: float = 0.0) -> float | None:
+        return self.found
 
-    row = accelerator._row("member()", operator.methodcaller("member"), Fast(), Slow(), turns=3)
-    assert row is not None
-    assert row.plugin_us >= 2000 > row.deepspeed_us
-    assert row.times > 10
-    assert accelerator._row("other()", operator.methodcaller("other"), Fast(), Slow(), turns=3) is None
+
+@pytest.mark.parametrize(
+    ("before", "after", "slower"), [(1e-6, 1.04e-6, False), (1e-6, 1.2e-6, True), (1e-6, None, True)]
+)
+def test_a_call_that_takes_longer_or_fails_with_the_plugin_is_slower(
+    before: float, after: float | None, slower: bool
+) -> None:
+    (row,) = accelerator._measured("call", Scripted(before), Scripted(after), turns=3)  # type: ignore[arg-type]
+    assert row.slower is slower
+    assert (row.after_us is None) is (after is None)
+
+
+def test_a_call_that_fails_without_the_plugin_is_left_out() -> None:
+    assert not list(accelerator._measured("call", Scripted(None), Scripted(1.0), turns=3))  # type: ignore[arg-type]
+
+
+@pytest.mark.deepspeed
+@pytest.mark.slow
+def test_both_sides_answer_for_members_and_collectives_on_their_ranks() -> None:
+    with (
+        accelerator.Side({"DS_PLUGIN_AUTOLOAD": "0", "DS_ACCELERATOR": "cpu"}, 2) as theirs,
+        accelerator.Side({"DS_ACCELERATOR": "cpu"}, 2) as ours,
+    ):
+        assert theirs.start()[0] == "deepspeed.accelerator.cpu_accelerator.CPU_Accelerator"
+        assert ours.start()[0] == "ds_plugin_cpu.accelerator.CPU_Accelerator"
+        for call in ("device_name()", "all_reduce, 1024 elements"):
+            assert theirs.seconds(call, 2)
+            assert ours.seconds(call, 2)
 
 
 @pytest.mark.compiler

@@ -1,60 +1,38 @@
-"""What DeepSpeed asks of an accelerator in a step: DeepSpeed's own for the device beside the plugin's."""
+"""What DeepSpeed calls in a step, before a plugin is installed and after it.
+
+Each side has its own processes, a rank of a group each, which are there all the time and take turns: an accelerator is
+chosen once in a process, and what else a machine does meets both sides. Calls that DeepSpeed's own accelerator has not,
+or that fail there, are left out: nothing was there before.
+"""
 
 from __future__ import annotations
 
 import importlib
-import operator
 import statistics
-import timeit
-from collections.abc import Callable
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
-
-import torch
+from pathlib import Path
 
 from ds_plugin_sdk.bench.timing import Spread, in_turns, spread
+from ds_plugin_sdk.conformance.process import Worker, WorkerError
+from ds_plugin_sdk.conformance.programs import free_port
 from ds_plugin_sdk.errors import SdkError
+from ds_plugin_sdk.jit.store import root
+from ds_plugin_sdk.settings import child_environment
 
-# Members without arguments; those that a device lacks, or that fail without hardware, are left out.
-_MEMBERS = (
-    "device_name",
-    "device",
-    "device_count",
-    "current_device",
-    "current_device_name",
-    "is_available",
-    "synchronize",
-    "is_synchronized_device",
-    "resolves_data_dependency",
-    "handles_memory_backpressure",
-    "use_host_timers",
-    "current_stream",
-    "default_stream",
-    "communication_backend_name",
-    "memory_allocated",
-    "max_memory_allocated",
-    "memory_reserved",
-    "memory_stats",
-    "available_memory",
-    "total_memory",
-    "empty_cache",
-    "is_bf16_supported",
-    "is_fp16_supported",
-    "supported_dtypes",
-    "get_rng_state",
-    "random",
-    "initial_seed",
-    "range_pop",
-    "is_triton_supported",
-    "get_compile_backend",
-    "op_builder_dir",
-)
-_TENSOR = ("on_accelerator", "is_pinned", "pin_memory")
-_BUILDERS = ("FusedAdamBuilder", "CPUAdamBuilder", "InferenceBuilder", "AsyncIOBuilder")
-_TURN = 1e-3  # seconds
+# Most that a call may take of what it took before.
+LIMIT = 1.05
 
-Step = Callable[[Any], object]
+_TURN = 5e-3  # seconds
+_MOST = 20_000  # calls in a turn
+_START = 900.0  # seconds: DeepSpeed compiles its own ops at their first use
+_CALL = 120.0
+_PROGRAM = "ds_plugin_sdk.bench.accelerator_calls"
+_IMPORT = "import deepspeed; deepspeed.accelerator.get_accelerator()"
 
 
 @dataclass(frozen=True)
@@ -62,61 +40,142 @@ class Row:
     """One call.
 
     Attributes:
-        call: the member, with what it is called with.
-        deepspeed_us: median microseconds of DeepSpeed's own accelerator.
-        plugin_us: the same of the plugin's.
-        times: plugin_us / deepspeed_us.
-        spread: of plugin_us.
+        call: what is called.
+        before_us: median microseconds without the plugin.
+        after_us: the same with it; None: it fails now.
+        times: after / before, median of the turns.
+        slower: it takes more than `LIMIT` times as long in three quarters of the turns, or fails.
+        spread: of after_us.
     """
 
     call: str
-    deepspeed_us: float
-    plugin_us: float
-    times: float
+    before_us: float
+    after_us: float | None
+    times: float | None
+    slower: bool
     spread: dict[str, Spread] = field(default_factory=dict)
 
 
-def run(turns: int = 15) -> list[Row]:
-    """Every call on both accelerators of the current device, in turns.
+class Side:
+    """The ranks of one side; a context manager.
+
+    Args:
+        environment: chooses the accelerator.
+        ranks: how many.
+    """
+
+    def __init__(self, environment: Mapping[str, str], ranks: int) -> None:
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
+        common = {**environment, **meeting, "LOCAL_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
+        self._ranks = [
+            Worker("", _PROGRAM, environment={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+            for rank in range(ranks)
+        ]
+
+    def __enter__(self) -> Side:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for rank in self._ranks:
+            rank.kill()
+
+    def start(self) -> tuple[str, list[str]]:
+        """The class of the accelerator, and the names of the calls."""
+        answers = [rank.receive(_START) for rank in self._ranks]
+        return answers[0]["accelerator"], answers[0]["calls"]
+
+    def seconds(self, call: str, number: int, timeout: float = _CALL) -> float | None:
+        """Of a call, one of `number` in a row on each rank, as rank 0 sees it; None if it fails."""
+        for rank in self._ranks:
+            rank.send({"call": call, "number": number})
+        answers = [rank.receive(timeout) for rank in self._ranks]
+        found: float | None = answers[0]["seconds"]
+        return found
+
+
+def run(turns: int = 9, only: str = "") -> Iterator[Row]:
+    """Measure.
+
+    Args:
+        turns: of each call on each side; who is first alternates.
+        only: calls whose names contain this.
 
     Raises:
-        SdkError: no plugin is used, or DeepSpeed has no accelerator for its device.
+        SdkError: no plugin is used, DeepSpeed has no accelerator for its device, or a process died.
     """
-    ours = importlib.import_module("deepspeed.accelerator").get_accelerator()
-    device = ours.device_name()
+    found = importlib.import_module("deepspeed.accelerator").get_accelerator()
+    device = found.device_name()
+    ranks = 2 if device == "cpu" else min(2, found.device_count())
+    after = {"DS_ACCELERATOR": device, "TORCH_EXTENSIONS_DIR": str(_compiled())}
+    before = {**after, "DS_PLUGIN_AUTOLOAD": "0"}
+    if only in _IMPORT:
+        yield _row(_IMPORT, *_imports((before, after), max(3, turns // 3)))
     try:
-        module = importlib.import_module(f"deepspeed.accelerator.{device}_accelerator")
-        theirs = getattr(module, f"{device.upper()}_Accelerator")()
-    except (ImportError, AttributeError) as error:
+        with Side(before, ranks) as theirs, Side(after, ranks) as ours:
+            own, calls = theirs.start()
+            plugin, _ = ours.start()
+            if not own.startswith("deepspeed.") or plugin.startswith("deepspeed."):
+                raise SdkError(
+                    "there is nothing to compare",
+                    plugin=device,
+                    why=f"before: {own}, after: {plugin}",
+                    hint="install a plugin for a device that DeepSpeed has an accelerator for",
+                )
+            for call in calls:
+                if only in call:
+                    yield from _measured(call, theirs, ours, turns)
+    except WorkerError as error:
         raise SdkError(
-            "this benchmark cannot run", plugin=device, why=f"DeepSpeed has no accelerator of its own: {error}"
+            "a process of the benchmark ended", plugin=device, why=f"{error.what}\n{error.output}"
         ) from error
-    found = (_row(call, step, theirs, ours, turns) for call, step in _calls().items())
-    return [row for row in found if row is not None]
 
 
-def _calls() -> dict[str, Step]:
-    tensor = torch.ones(4)
-    return {
-        **{f"{name}()": operator.methodcaller(name) for name in _MEMBERS},
-        **{f"{name}(tensor)": operator.methodcaller(name, tensor) for name in _TENSOR},
-        **{f"get_op_builder({name})": operator.methodcaller("get_op_builder", name) for name in _BUILDERS},
-        "FloatTensor([1.0])": operator.methodcaller("FloatTensor", [1.0]),
-    }
+def _compiled() -> Path:
+    """Where DeepSpeed's own ops are compiled, once for all runs.
+
+    Its compiler waits for ever for the lock of a process that was killed: those of others are not met here, and one of
+    an earlier run is removed.
+    """
+    folder = root() / ".deepspeed-ops"
+    folder.mkdir(parents=True, exist_ok=True)
+    for lock in folder.rglob("lock"):
+        lock.unlink()
+    return folder
 
 
-def _row(call: str, step: Step, theirs: Any, ours: Any, turns: int) -> Row | None:
-    try:
-        measures = {which: _measure(partial(step, which)) for which in (theirs, ours)}
-    except (AttributeError, AssertionError, NotImplementedError, RuntimeError):
-        return None
-    times = {which: [1e6 * each for each in found] for which, found in in_turns(measures, turns).items()}
-    own, plugin = (statistics.median(times[which]) for which in (theirs, ours))
-    return Row(call, own, plugin, plugin / own, {"plugin_us": spread(times[ours])})
+def _measured(call: str, theirs: Side, ours: Side, turns: int) -> Iterator[Row]:
+    """The row of a call; none if it fails before."""
+    first = theirs.seconds(call, 1, _START)
+    if first is None:
+        return
+    if ours.seconds(call, 1, _START) is None:
+        yield Row(call, first * 1e6, None, None, True)
+        return
+    once = theirs.seconds(call, 3)
+    number = min(_MOST, max(1, int(_TURN / max(once or 0.0, 1e-8))))
+    times: dict[Side, list[float]] = {theirs: [], ours: []}
+    for turn in range(turns):
+        for side in (theirs, ours) if turn % 2 else (ours, theirs):
+            times[side].append(side.seconds(call, number) or 0.0)
+    yield _row(call, times[theirs], times[ours])
 
 
-def _measure(step: Callable[[], object]) -> Callable[[], float]:
-    """Seconds of a call, of as many as a turn takes."""
-    step()
-    number = max(1, int(_TURN / max(min(timeit.repeat(step, number=1, repeat=5)), 1e-7)))
-    return lambda: timeit.timeit(step, number=number) / number
+def _row(call: str, before: Sequence[float], after: Sequence[float]) -> Row:
+    ratios = sorted(now / then for then, now in zip(before, after, strict=True))
+    slower = ratios[len(ratios) // 4] > LIMIT
+    then, now = ([1e6 * each for each in side] for side in (before, after))
+    times = statistics.median(ratios)
+    return Row(call, statistics.median(then), statistics.median(now), times, slower, {"after_us": spread(now)})
+
+
+def _imports(sides: Sequence[Mapping[str, str]], turns: int) -> list[list[float]]:
+    """Seconds of new processes that import DeepSpeed and choose an accelerator, by side; the first do not count."""
+
+    def seconds(environment: Mapping[str, str]) -> float:
+        start = time.perf_counter()
+        command = [sys.executable, "-c", _IMPORT]
+        subprocess.run(command, env=child_environment(**environment), check=True, capture_output=True)
+        return time.perf_counter() - start
+
+    found = in_turns({number: partial(seconds, side) for number, side in enumerate(sides)}, turns + 1)
+    return [each[1:] for each in found.values()]

@@ -102,12 +102,17 @@ def import_cost(as_json: bool = _JSON) -> None:
 
 
 @_command("accelerator")
-def accelerator(as_json: bool = _JSON) -> None:
-    """What DeepSpeed asks of an accelerator: microseconds a call, DeepSpeed's own beside the plugin's."""
+def accelerator(
+    only: str = typer.Option("", help="Only calls whose names contain this text."), as_json: bool = _JSON
+) -> None:
+    """What DeepSpeed calls in a step, before a plugin is installed and after. Exit status 1: some call is slower."""
     _need("deepspeed", "'ds-plugin-sdk[deepspeed]'")
     from ds_plugin_sdk.bench import accelerator as benchmark
 
-    _show("Accelerator, microseconds a call", benchmark.run(), as_json)
+    rows = list(benchmark.run(only=only))
+    _show("What DeepSpeed calls, microseconds", rows, as_json)
+    if any(row.slower for row in rows):
+        raise typer.Exit(1)
 
 
 @_command("ops")
