@@ -91,19 +91,23 @@ class Scripted:
         return self.found
 
 
+def _measured(before: Any, after: Any) -> list[accelerator.Row]:
+    return list(accelerator._measured("call", before, after, turns=3))
+
+
 @pytest.mark.parametrize(
     ("before", "after", "slower"), [(1e-6, 1.04e-6, False), (1e-6, 1.2e-6, True), (1e-6, None, True)]
 )
 def test_a_call_that_takes_longer_or_fails_with_the_plugin_is_slower(
     before: float, after: float | None, slower: bool
 ) -> None:
-    (row,) = accelerator._measured("call", Scripted(before), Scripted(after), turns=3)  # type: ignore[arg-type]
+    (row,) = _measured(Scripted(before), Scripted(after))
     assert row.slower is slower
     assert (row.after_us is None) is (after is None)
 
 
 def test_a_call_that_fails_without_the_plugin_is_left_out() -> None:
-    assert not list(accelerator._measured("call", Scripted(None), Scripted(1.0), turns=3))  # type: ignore[arg-type]
+    assert not _measured(Scripted(None), Scripted(1.0))
 
 
 @pytest.mark.deepspeed

@@ -106,7 +106,8 @@ def _optimizer(module: str, name: str, size: int, accelerator: Any) -> Step:
     host = name.startswith("DeepSpeedCPU")
     parameter = torch.nn.Parameter(torch.ones(size, device="cpu" if host else accelerator.current_device_name()))
     parameter.grad = torch.full_like(parameter, 1e-3)
-    return getattr(importlib.import_module(module), name)([parameter], lr=1e-6).step  # type: ignore[no-any-return]
+    step: Step = getattr(importlib.import_module(module), name)([parameter], lr=1e-6).step
+    return step
 
 
 def _collective(name: str, size: int, accelerator: Any) -> Step:
