@@ -145,19 +145,25 @@ def _compiled() -> Path:
 
 def _measured(call: str, theirs: Side, ours: Side, turns: int) -> Iterator[Row]:
     """The row of a call; none if it fails before."""
-    first = theirs.seconds(call, 1, _START)
+    first = theirs.seconds(call, 1, _START)  # prepares it, and compiles where it must
     if first is None:
         return
     if ours.seconds(call, 1, _START) is None:
         yield Row(call, first * 1e6, None, None, True)
         return
-    once = theirs.seconds(call, 3)
-    number = min(_MOST, max(1, int(_TURN / max(once or 0.0, 1e-8))))
+    number = min(_MOST, max(1, int(_TURN / max(_again(theirs, call, 3), 1e-8))))
     times: dict[Side, list[float]] = {theirs: [], ours: []}
     for turn in range(turns):
         for side in (theirs, ours) if turn % 2 else (ours, theirs):
-            times[side].append(side.seconds(call, number) or 0.0)
+            times[side].append(_again(side, call, number))
     yield _row(call, times[theirs], times[ours])
+
+
+def _again(side: Side, call: str, number: int) -> float:
+    seconds = side.seconds(call, number)
+    if seconds is None:
+        raise SdkError("a call fails that did not at first", why=call)
+    return seconds
 
 
 def _row(call: str, before: Sequence[float], after: Sequence[float]) -> Row:
