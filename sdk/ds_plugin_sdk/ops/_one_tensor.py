@@ -7,6 +7,7 @@ update of a small one. What is not plain is for the op: tensors of other classes
 from __future__ import annotations
 
 import ctypes
+import struct
 from typing import Any
 
 import torch
@@ -26,8 +27,8 @@ class OneTensor:
         self._function: Any = None
         self._kernel = ""  # the op's, when the function was taken
         self._libraries = 0  # that were loaded when the kernel was looked at last
-        # The numbers of the call before, and where they are; one object, for there may be several threads.
-        self._packed: tuple[tuple[float, ...], Any, int] = ((), None, 0)
+        # The numbers of the call before, and their bytes; one object, for there may be several threads.
+        self._packed: tuple[tuple[float, ...], bytes] = ((), b"")
 
     def use_library(self, library: ctypes.CDLL) -> None:
         """Take the function, if it has one, of a library whose kernel has just become that of the op."""
@@ -53,17 +54,16 @@ class OneTensor:
             return False
         if len(torch.ops.loaded_libraries) != self._libraries and not self._still():
             return False
-        known, packed, address = self._packed
+        known, packed = self._packed
         if known != numbers:
-            packed = (ctypes.c_double * len(numbers))(*numbers)
-            address = ctypes.addressof(packed)
-            if all(isinstance(number, float | int) for number in numbers):  # and no tensor, which may change
-                self._packed = numbers, packed, address
+            form = f"{len(numbers)}d"
+            packed = struct.pack(form, *numbers)
+            self._packed = struct.unpack(form, packed), packed  # plain numbers: a tensor among them may change
         if second is None:
-            done = self._function(param._cdata, grad._cdata, first._cdata, None, address)
+            done = self._function(param._cdata, grad._cdata, first._cdata, None, packed)
             written = [param, first]
         else:
-            done = self._function(param._cdata, grad._cdata, first._cdata, second._cdata, address)
+            done = self._function(param._cdata, grad._cdata, first._cdata, second._cdata, packed)
             written = [param, first, second]
         if done:
             increment_version(written)
