@@ -52,7 +52,8 @@ EXAMPLES = (
 HEAD = f"""{HEADING}
 
 Each command at its full size, as `make examples` runs it and writes this table: twice, the second time on DeepSpeed's
-own accelerator. Two cores with AVX2, shared with other work; in brackets the seconds of CPU time of all processes.
+own accelerator. Two cores with AVX2, shared with other work; in brackets the seconds of CPU time of all processes. The
+first run on DeepSpeed's own accelerator also compiled its ops.
 
 | command | seconds (CPU) | result | on DeepSpeed's own accelerator | losses apart by at most, in 10 steps; in all |
 |---|---|---|---|---|
@@ -71,7 +72,7 @@ def main() -> None:
             kept.write_text(json.dumps(row(example)), encoding="utf-8")
         if kept.exists():
             rows.append([*json.loads(kept.read_text(encoding="utf-8")), apart(kept.parent)])
-    text = PAGE.read_text(encoding="utf-8").partition(HEADING)[0]
+    text = PAGE.read_text(encoding="utf-8").partition(HEADING)[0].rstrip() + "\n\n"
     PAGE.write_text(text + HEAD + "".join(f"| {' | '.join(cells)} |\n" for cells in rows), encoding="utf-8")
 
 
