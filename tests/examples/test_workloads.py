@@ -21,7 +21,9 @@ import pytest
 import torch
 
 import example_ranks
+import example_table
 from example_ranks import EXAMPLES
+from example_table import side_by_side
 
 SCRIPTS = sorted(EXAMPLES.rglob("*.py"))
 SHELL = sorted(file for file in EXAMPLES.rglob("*") if file.suffix in {".sh", ".sbatch", ".lsf"})
@@ -80,6 +82,18 @@ def test_users_code_imports_nothing_of_ours(script: Path) -> None:
 @pytest.mark.parametrize("folder", sorted(path for path in EXAMPLES.iterdir() if path.is_dir()), ids=lambda f: f.name)
 def test_an_example_is_in_the_table(folder: Path) -> None:
     assert f"]({folder.name}/" in (EXAMPLES / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_table_of_full_sizes_runs_what_is_there_and_says_how_far_apart_the_losses_are(tmp_path: Path) -> None:
+    for example in example_table.EXAMPLES:
+        scripts = re.findall(r"examples/\S+\.(?:py|sh)", example.command)
+        assert scripts and all((EXAMPLES.parent / script).is_file() for script in scripts), example.command
+    for name, drift in zip(side_by_side.RUNS, (0, 0.001), strict=True):
+        run = {"curves": {"loss": [[step, 2 + drift * step] for step in range(1, 41)]}}
+        folder = side_by_side.folder_of(tmp_path, name)
+        folder.mkdir()
+        (folder / "metrics.json").write_text(json.dumps(run), encoding="utf-8")
+    assert example_table.apart(tmp_path) == "0.01; 0.04"
 
 
 # --- cifar10 ----------------------------------------------------------------------------------------------------------
