@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "examples"))  # which is a folder of scripts
 
-import side_by_side  # noqa: E402 - it lies there
+import side_by_side  # noqa: E402  # it lies there
 
 OUT = Path("out/examples")
 PAGE = ROOT / "examples" / "README.md"
