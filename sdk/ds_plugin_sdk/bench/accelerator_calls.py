@@ -85,13 +85,7 @@ def calls(accelerator: Any) -> Iterator[tuple[str, Callable[[], Step]]]:
         for size in _SIZES:
             yield f"{name}.step(), {size} elements", partial(_optimizer, module, name, size, accelerator)
     for size in _MESSAGES:
-        for name in (
-            "all_reduce",
-            "inference_all_reduce",
-            "broadcast",
-            "all_gather_into_tensor",
-            "reduce_scatter_tensor",
-        ):
+        for name in _COLLECTIVES:
             yield f"{name}, {size} elements", partial(_collective, name, size, accelerator)
     yield "barrier()", lambda: importlib.import_module("deepspeed.comm").barrier
 

@@ -250,9 +250,9 @@ BENCHMARKS: dict[str, Benchmark] = {
     "accelerator": Benchmark(
         "What DeepSpeed asks of an accelerator",
         "sdk bench accelerator",
-        "Microseconds a call; here `times` is the plugin's time over DeepSpeed's: below 1 it is faster.",
+        "Microseconds a call before the plugin is installed and after: below 1 it is faster. It compiles DeepSpeed's ops.",
         _of("accelerator"),
-        120,
+        600,
     ),
     "jit": Benchmark(
         "Compiling an op",
