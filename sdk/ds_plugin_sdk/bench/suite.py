@@ -250,7 +250,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "accelerator": Benchmark(
         "What DeepSpeed asks of an accelerator",
         "sdk bench accelerator",
-        "Microseconds a call before the plugin is installed and after: below 1 it is faster. It compiles DeepSpeed's ops.",
+        "Microseconds a call before the plugin is installed and after; below 1 is faster. DeepSpeed's ops are compiled.",
         _of("accelerator"),
         600,
     ),
