@@ -60,6 +60,7 @@ NAVIGATION = {
         "c-driver",
         "simulator",
         "privateuse1",
+        "tutorials/port-an-extension",
         "porting",
         "cuda",
         "/kernels/README",

@@ -32,9 +32,9 @@ def follow(page: Path, folder: Path, environment: dict[str, str]) -> None:
     """Do what a page says, in its order."""
     printed = ""
     for language, text in pages.blocks(page):
-        if language == "python":
-            name = re.match(r"# (\w+\.py)\n", text)
-            assert name is not None, f"{page.name}: a Python block names no file:\n{text}"
+        if language in ("python", "cpp"):
+            name = re.match(r"(?:#|//) (\w+\.(?:py|cpp))\n", text)
+            assert name is not None, f"{page.name}: a block of {language} names no file:\n{text}"
             (folder / name[1]).write_text(text, encoding="utf-8")
         elif language == "text":
             assert pages.reads(text, printed), f"{page.name} shows\n{text}\nand the program prints\n{printed}"
