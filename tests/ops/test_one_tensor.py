@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -132,3 +133,14 @@ def test_a_kernel_that_was_loaded_later_serves(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.ops, "loaded_libraries", {*torch.ops.loaded_libraries, "/a/third.so"})
     monkeypatch.setattr(OneTensor, "_kernel_of_op", lambda self: "CPU: registered at theirs.cpp:1")
     assert not adam.one_tensor.update((1, *ADAM[3]), *_tensors(4, 9))
+
+
+@CASES
+def test_a_kernel_that_python_registered_later_serves(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    one_tensor, op, lists, numbers = case
+    monkeypatch.setattr(one_tensor, "_function", one_tensor._function)
+    with torch.library._scoped_library("ds_plugin", "IMPL") as library:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns of a kernel in place of another
+            library.impl(op, lambda *arguments: None, "CPU", allow_override=True)
+        assert not one_tensor.update((1, *numbers), *_tensors(lists, 9))

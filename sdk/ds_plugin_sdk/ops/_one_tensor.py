@@ -26,7 +26,7 @@ class OneTensor:
         self._family = family
         self._function: Any = None
         self._kernel = ""  # the op's, when the function was taken
-        self._libraries = 0  # that were loaded when the kernel was looked at last
+        self._others = 0  # `_registered` when the kernel was looked at last
         # The numbers of the call before, and their bytes; one object, for there may be several threads.
         self._packed: tuple[tuple[float, ...], bytes] = ((), b"")
 
@@ -35,7 +35,7 @@ class OneTensor:
         self._function, self._kernel = getattr(library, f"ds_kernels_{self._family}_update", None), self._kernel_of_op()
         if self._function is not None:
             self._function.restype, self._function.argtypes = ctypes.c_int32, [ctypes.c_void_p] * 5
-        self._libraries = len(torch.ops.loaded_libraries)
+        self._others = _registered()
 
     def update(
         self, numbers: tuple[float, ...], param: Tensor, grad: Tensor, first: Tensor, second: Tensor | None = None
@@ -52,7 +52,7 @@ class OneTensor:
             return False
         if self._function is None or torch._C._len_torch_dispatch_stack():
             return False
-        if len(torch.ops.loaded_libraries) != self._libraries and not self._still():
+        if _registered() != self._others and not self._still():
             return False
         known, packed = self._packed
         if known != numbers:
@@ -70,8 +70,8 @@ class OneTensor:
         return bool(done)
 
     def _still(self) -> bool:
-        """Whether no library that was loaded since has replaced the op's kernel."""
-        self._libraries = len(torch.ops.loaded_libraries)
+        """Whether nobody has replaced the op's kernel since."""
+        self._others = _registered()
         if self._kernel_of_op() != self._kernel:
             self._function = None
         return self._function is not None
@@ -79,6 +79,11 @@ class OneTensor:
     def _kernel_of_op(self) -> str:
         lines = torch._C._dispatch_dump(f"ds_plugin::{self._family}_").splitlines()
         return next((line for line in lines if line.startswith("CPU:")), "")
+
+
+def _registered() -> int:
+    """Loaded libraries and kernels that Python registered: who has another kernel for the op is among them."""
+    return len(torch.ops.loaded_libraries) + len(torch.library._impls)
 
 
 __all__ = ["OneTensor"]
