@@ -182,8 +182,8 @@ BENCHMARKS: dict[str, Benchmark] = {
         "Transformer layer for training",
         "transformer",
         "`small` is batch 2, 64 tokens, hidden size 256, 4 heads; `large` batch 8, 128 tokens, hidden size 1024, 16"
-        " heads; dropout 0.1 where there is any. In float32: without instructions for bfloat16 torch's products in it take"
-        " many minutes.",
+        " heads; dropout 0.1 where there is any. In float32: in bfloat16 torch takes many minutes on a"
+        " CPU without instructions for it.",
         "ops/transformer.md",
         600,
         dtypes=("float32",),
