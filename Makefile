@@ -34,7 +34,7 @@ help:
 	@echo 'make test-clusters real launchers on two nodes made of namespaces: as root, installs packages; half an hour'
 	@echo 'make test-jobs     the job scripts for Slurm, from wheels to the run, on the same two nodes'
 	@echo 'make kernels-test  the native tests of the kernels alone'
-	@echo 'make mutants       the defects seeded for the conformance suite, and the checks that find them: an hour'
+	@echo 'make mutants       the defects seeded for the conformance suite, and the checks that find them: a long while'
 	@echo 'make fuzz          random calls of every op against references and formulas; SECONDS=600 SEED=0 PLUGIN=cpu'
 	@echo 'make sanitize      the native tests, and every op as torch calls it, under the sanitizers: a long while'
 	@echo 'make emulate       under qemu: the wheels with binaries on older CPUs, the kernels on ARM and POWER: eight minutes'
