@@ -180,10 +180,15 @@ def _deepspeeds_own(device_type: str) -> dict[str, bool]:
 
 def versions() -> dict[str, str]:
     """Of Python, the SDK, torch, DeepSpeed and the installed plugins; and the machine's architecture."""
-    found = {"python": platform.python_version(), "machine": platform.machine()}
     wanted = ["ds-plugin-sdk", "torch", "deepspeed"]
     wanted += [candidate.distribution for group in registry.scan().values() for candidate in group]
-    for name in wanted:
+    return {"python": platform.python_version(), "machine": platform.machine(), **versions_of(wanted)}
+
+
+def versions_of(distributions: Iterable[str]) -> dict[str, str]:
+    """By the name of a distribution; "not installed" for those that are not."""
+    found = {}
+    for name in distributions:
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

@@ -6,7 +6,6 @@ that were repeated have their spread in ``spread``, by the figure's name.
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import platform
@@ -23,6 +22,7 @@ from ds_plugin_sdk.conformance.environment import processor
 from ds_plugin_sdk.errors import SdkError
 from ds_plugin_sdk.jit.target import here
 from ds_plugin_sdk.jit.toolchains import CxxToolchain
+from ds_plugin_sdk.report import versions_of
 
 FORMAT = 1
 QUIET = 0.1  # the part of all cores that others may take before a report says that its figures are provisional
@@ -130,13 +130,8 @@ def _machine() -> dict[str, str]:
 
 
 def _versions() -> dict[str, str]:
-    found = {"Python": platform.python_version(), "compiler": CxxToolchain().compiler().text.partition("\n")[0]}
-    for name in _PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+    compiler = CxxToolchain().compiler().text.partition("\n")[0]
+    return {"Python": platform.python_version(), "compiler": compiler, **versions_of(_PACKAGES)}
 
 
 # ---- the page -------------------------------------------------------------------------------------------------------
