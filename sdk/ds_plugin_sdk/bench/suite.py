@@ -235,7 +235,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         "sdk bench training examples/tiny_gpt --steps 20 --repeats 2",
         "The demo on DeepSpeed's own CPU accelerator and on this plugin; its losses are compared by the command.",
         _training,
-        480,
+        900,
         page="decisions/0007-comparing-two-accelerators.md",
     ),
     "all_reduce": Benchmark(
