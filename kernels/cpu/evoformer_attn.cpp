@@ -51,7 +51,7 @@ DS_KERNELS_INLINE void multiply_rows(const Left& left, const float* b, int64_t b
 
 inline void multiply(Left left, int64_t m, int64_t depth, const float* b, int64_t b_row, float* c, int64_t c_row,
                      int64_t n) {
-  constexpr int kRows = 6;  // with two vectors each, what 16 registers hold
+  constexpr int kRows = kLanes == 16 ? 8 : 6;  // with two vectors each: AVX-512 has 32 registers, others 16
   int64_t i = 0;
   for (; i + kRows <= m; i += kRows) {
     multiply_rows<kRows>({left.data + i * left.row, left.row, left.column}, b, b_row, c + i * c_row, c_row, n, depth);
@@ -73,6 +73,20 @@ struct Room {
     return at;
   }
 };
+
+void add(float* to, const float* from, int64_t count) {
+  for_each_vector(count, [&](int64_t j, auto memory) {
+    memory.store(to + j, load_again(memory, to + j) + load_again(memory, from + j));
+  });
+}
+
+// Sums of `count` arrays of `length` floats one behind the other, in their order, for each of `sums`.
+void sum(const Threads& threads, int64_t sums, int64_t count, int64_t length, const float* from, float* to) {
+  share(threads, sums, grain_of(count * length), [&](int64_t begin, int64_t end) {
+    zero(to + begin * length, (end - begin) * length);
+    for (int64_t i = begin * count; i < end * count; ++i) add(to + i / count * length, from + i * length, length);
+  });
+}
 
 // One head of one row.
 struct Head {
@@ -245,12 +259,13 @@ struct Evoformer {
     }
   }
 
-  static int64_t rows_room(const EvoformerShape& s) {
-    return Block::size(s) + 3 * s.tokens * padded(s.head_dim) + kQueries * padded(s.head_dim) + padded(s.tokens);
+  static int64_t backward_room(const EvoformerShape& s) {
+    return Block::size(s) + 3 * s.tokens * padded(s.head_dim) + kQueries * padded(s.head_dim);
   }
 
-  // All gradients of one row of tokens but that of the pairs' bias.
-  static void backward_row(const EvoformerBackward& work, int64_t b, int64_t n, float* scratch) {
+  // The gradients of a head's queries, keys and values; those of its scores are added to `of_mask`, of all tokens, and to
+  // `of_pairs`, of all pairs of tokens, which may be null.
+  static void backward(const EvoformerBackward& work, Head at, float* of_mask, float* of_pairs, float* scratch) {
     const EvoformerShape& s = work.in.shape;
     const int64_t length = padded(s.tokens), width = padded(s.head_dim);
     Room room{scratch};
@@ -259,51 +274,37 @@ struct Evoformer {
     float* of_keys = room.take(s.tokens * width);
     float* of_values = room.take(s.tokens * width);
     float* of_queries = room.take(kQueries * width);
-    float* of_mask = room.take(length);
-    zero(of_mask, length);
-    for (int64_t h = 0; h < s.heads; ++h) {
-      const Head at{b, n, h};
-      block.load_head(work.in, at);
-      widen(s, work.in.key, at, 0, s.tokens, 1, keys);
-      zero(of_keys, s.tokens * width);
-      zero(of_values, s.tokens * width);
-      for (int64_t first = 0; first < s.tokens; first += kQueries) {
-        const int64_t count = s.tokens - first < kQueries ? s.tokens - first : kQueries;
-        derive(work, at, first, count, block);
-        multiply({block.weights, 1, length}, s.tokens, count, block.grads, width, of_values, width, width);
-        multiply({block.of_scores, 1, length}, s.tokens, count, block.queries, width, of_keys, width, width);
-        zero(of_queries, count * width);
-        multiply({block.of_scores, length, 1}, count, s.tokens, keys, width, of_queries, width, width);
-        narrow(s, work.query_grad, at, first, count, work.in.scale, of_queries);
-        for (int64_t i = 0; work.mask_grad && i < count; ++i) add(of_mask, block.of_scores + i * length, s.tokens);
+    block.load_head(work.in, at);
+    widen(s, work.in.key, at, 0, s.tokens, 1, keys);
+    zero(of_keys, s.tokens * width);
+    zero(of_values, s.tokens * width);
+    for (int64_t first = 0; first < s.tokens; first += kQueries) {
+      const int64_t count = s.tokens - first < kQueries ? s.tokens - first : kQueries;
+      derive(work, at, first, count, block);
+      multiply({block.weights, 1, length}, s.tokens, count, block.grads, width, of_values, width, width);
+      multiply({block.of_scores, 1, length}, s.tokens, count, block.queries, width, of_keys, width, width);
+      zero(of_queries, count * width);
+      multiply({block.of_scores, length, 1}, count, s.tokens, keys, width, of_queries, width, width);
+      narrow(s, work.query_grad, at, first, count, work.in.scale, of_queries);
+      for (int64_t i = 0; i < count; ++i) {
+        if (of_mask) add(of_mask, block.of_scores + i * length, s.tokens);
+        if (of_pairs) add(of_pairs + (first + i) * s.tokens, block.of_scores + i * length, s.tokens);
       }
-      narrow(s, work.key_grad, at, 0, s.tokens, 1, of_keys);
-      narrow(s, work.value_grad, at, 0, s.tokens, 1, of_values);
     }
-    if (work.mask_grad) __builtin_memcpy(work.mask_grad + (b * s.rows + n) * s.tokens, of_mask, s.tokens * sizeof(float));
+    narrow(s, work.key_grad, at, 0, s.tokens, 1, of_keys);
+    narrow(s, work.value_grad, at, 0, s.tokens, 1, of_values);
   }
 
-  // The gradient of the pairs' bias, of one head and block of queries: a sum over rows, whose scores are derived again.
-  // In one order, so that it does not depend on the number of threads.
-  static void backward_pairs(const EvoformerBackward& work, int64_t b, int64_t h, int64_t first, float* scratch) {
+  // In how many parts the rows of tokens come. A sum over rows is one of each part's sum: their number is not to depend on
+  // the threads, and they are to take a quarter of the memory of all scores at most.
+  static int64_t parts_of(const EvoformerBackward& work) {
     const EvoformerShape& s = work.in.shape;
-    const int64_t count = s.tokens - first < kQueries ? s.tokens - first : kQueries, length = padded(s.tokens);
-    Room room{scratch};
-    const Block block(s, room);
-    float* to = work.pair_grad + ((b * s.heads + h) * s.tokens + first) * s.tokens;
-    zero(to, count * s.tokens);
-    for (int64_t n = 0; n < s.rows; ++n) {
-      block.load_head(work.in, {b, n, h});
-      derive(work, {b, n, h}, first, count, block);
-      for (int64_t i = 0; i < count; ++i) add(to + i * s.tokens, block.of_scores + i * length, s.tokens);
-    }
+    if (!work.pair_grad) return s.rows;
+    constexpr int64_t kPieces = 64;
+    const int64_t heads = s.batch * s.heads, wanted = (kPieces + heads - 1) / heads, most = s.rows < 8 ? 1 : s.rows / 4;
+    return wanted < most ? wanted : most;
   }
 
-  static void add(float* to, const float* from, int64_t count) {
-    for_each_vector(count, [&](int64_t j, auto memory) {
-      memory.store(to + j, load_again(memory, to + j) + load_again(memory, from + j));
-    });
-  }
 };
 
 // Calls `body(Evoformer<Element>{})` for elements of `dtype`.
@@ -336,22 +337,22 @@ template <>
 void compute(const EvoformerBackward& work, Dtype dtype, const Threads& threads) {
   const EvoformerShape s = work.in.shape;
   for_evoformer(dtype, [&](auto loops) {
-    share_with_scratch<float>(threads, s.batch * s.rows, 1, loops.rows_room(s),
+    const int64_t heads = s.batch * s.heads, pairs = s.tokens * s.tokens, parts = loops.parts_of(work);
+    float* of_mask = work.mask_grad ? threads.room<float>(s.batch * s.rows * s.heads * s.tokens) : nullptr;
+    float* of_pairs = work.pair_grad ? threads.room<float>(parts * heads * pairs) : nullptr;
+    share_with_scratch<float>(threads, heads * parts, 1, loops.backward_room(s),
                               [&](int64_t begin, int64_t end, float* scratch) {
                                 for (int64_t i = begin; i < end; ++i) {
-                                  loops.backward_row(work, i / s.rows, i % s.rows, scratch);
+                                  const int64_t head = i / parts, part = i % parts, b = head / s.heads;
+                                  for (int64_t n = part * s.rows / parts; n < (part + 1) * s.rows / parts; ++n) {
+                                    const Head at{b, n, head % s.heads};
+                                    loops.backward(work, at, of_mask ? of_mask + s.sum_at(b, n, at.h, 0) : nullptr,
+                                                   of_pairs ? of_pairs + i * pairs : nullptr, scratch);
+                                  }
                                 }
                               });
-    if (!work.pair_grad) return;
-    const int64_t blocks = (s.tokens + kQueries - 1) / kQueries;
-    share_with_scratch<float>(threads, s.batch * s.heads * blocks, 1, loops.rows_room(s),
-                              [&](int64_t begin, int64_t end, float* scratch) {
-                                for (int64_t i = begin; i < end; ++i) {
-                                  const int64_t head = i / blocks;
-                                  loops.backward_pairs(work, head / s.heads, head % s.heads, i % blocks * kQueries,
-                                                       scratch);
-                                }
-                              });
+    if (of_mask) sum(threads, s.batch * s.rows, s.heads, s.tokens, of_mask, work.mask_grad);
+    if (of_pairs) sum(threads, heads, parts, pairs, of_pairs, work.pair_grad);
   });
 }
 

@@ -117,7 +117,7 @@ void check(const Call& c, bool masked) {
 
 void test_formula(AtLevel compute) {
   for (const Dtype dtype : kDtypes) {
-    for (const EvoformerShape& shape : {EvoformerShape{1, 2, 5, 1, 4}, {2, 3, 17, 2, 8}, {1, 1, 70, 1, 33}, {1, 1, 9, 2, 80}}) {
+    for (const EvoformerShape& shape : {EvoformerShape{1, 2, 5, 1, 4}, {2, 3, 17, 2, 8}, {1, 1, 70, 1, 33}, {1, 1, 9, 2, 80}, {2, 9, 6, 3, 5}}) {
       for (const int biases : {0, 1, 2, 3}) {
         Call call(shape, dtype, biases & 1, biases & 2, 5);
         call.run(compute);
