@@ -126,10 +126,13 @@ def test_files_of_ops_come_first(target: Target) -> None:
     assert next(iter(deepspeed._files(target)))["file"] == "unit/ops/test_device.py"
 
 
-def test_what_fails_on_deepspeeds_own_accelerator_too_is_excused() -> None:
-    known = Known("0", "", {"deepspeed": {"unit/test_a.py": {"failed": ["test_x"]}}}, {}, {"unit/b.py::*": "later"})
+def test_what_fails_on_deepspeeds_own_accelerator_too_is_excused_unless_it_passes_by_our_ops() -> None:
+    own, cpu = {"failed": ["test_x", "test_z"]}, {"passed": ["test_z"], "failed": ["test_x"]}
+    ends = {"deepspeed": {"unit/test_a.py": own}, "cpu": {"unit/test_a.py": cpu}}
+    known = Known("0", "", ends, {}, {"unit/b.py::*": "later"})
     assert known.excuse("unit/test_a.py", "test_x") == "it fails on DeepSpeed's own CPU accelerator too"
     assert known.excuse("unit/test_a.py", "test_y") is None
+    assert known.excuse("unit/test_a.py", "test_z") is None
     assert known.excuse("unit/b.py", "test_x") == "later"
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -151,3 +154,32 @@ def test_a_worker_in_another_folder_finds_what_a_relative_path_names(
         assert worker.ask({"do": "start"}, START_TIMEOUT) == {}
     finally:
         worker.close()
+
+
+KILLED_AT_A_CASE = """
+import sys
+from ds_plugin_sdk.conformance.process import START_TIMEOUT, Worker
+worker = Worker("misfit:Misfit")
+worker.ask({"do": "start"}, START_TIMEOUT)
+worker.send({"do": "run", "check": "runtime.misfit.hangs", "parameters": {}, "timeout": 1.5})
+print(worker._process.pid, flush=True)
+worker.receive(1000)
+"""
+
+
+def test_a_worker_ends_soon_after_its_parent_whatever_it_is_at() -> None:
+    with subprocess.Popen([sys.executable, "-c", KILLED_AT_A_CASE], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        worker = int(parent.stdout.readline())
+        parent.kill()
+    end = time.monotonic() + 60
+    while runs(worker):
+        assert time.monotonic() < end, f"process {worker} is left"
+        time.sleep(0.2)
+
+
+def runs(process: int) -> bool:
+    """Nobody may wait for what has lost its parent: as a zombie it has ended, too."""
+    with contextlib.suppress(FileNotFoundError):
+        return Path(f"/proc/{process}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[0] != "Z"
+    return False

@@ -9,15 +9,15 @@ from __future__ import annotations
 import importlib
 import json
 import operator
-import os
 import sys
 import timeit
 from collections.abc import Callable, Iterator
 from functools import partial
-from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+
+from ds_plugin_sdk.conformance.process import pipe_to_parent
 
 # Members without arguments.
 _MEMBERS = (
@@ -132,8 +132,7 @@ def _seconds(step: Step, number: int, accelerator: Any) -> float:
 
 
 def main() -> None:
-    connection = Connection(int(sys.argv[2]))
-    os.set_inheritable(connection.fileno(), False)
+    connection = pipe_to_parent()
     importlib.import_module("deepspeed")
     accelerator = importlib.import_module("deepspeed.accelerator").get_accelerator()
     makers, steps = dict(calls(accelerator)), {}

@@ -1,4 +1,4 @@
-"""The parent's side of a worker: a process that answers one request after another until it dies."""
+"""A worker: a process that answers one request after another until it, or its parent, dies."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ import json
 import multiprocessing
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,25 @@ _LAST_LINES = 40
 
 # What says nothing of the check in a stack that Python leaves: the frames below it, and the loaded extensions.
 _NOISE = re.compile(r"^Extension modules:|^  File .*(conformance/(worker|check)\.py|<frozen runpy>)")
+
+
+def pipe_to_parent() -> Connection:
+    """The pipe of this process, which a `Worker` has started: requests come and answers go through it.
+
+    Where the parent is gone, this process and all that it has started ends too, whatever it is at.
+    """
+    descriptor = int(sys.argv[2])
+    os.set_inheritable(descriptor, False)
+    threading.Thread(target=_end_with_parent, args=[descriptor], daemon=True).start()
+    return Connection(descriptor)
+
+
+def _end_with_parent(descriptor: int) -> None:
+    parent = select.poll()
+    parent.register(descriptor, 0)  # which leaves what is always told: that the other end was closed
+    parent.poll()
+    time.sleep(_GRACE)
+    os.killpg(0, signal.SIGKILL)
 
 
 class WorkerError(Exception):

@@ -24,6 +24,7 @@ import torch
 from ds_plugin_sdk.conformance import environment, fuzz, patience, suite
 from ds_plugin_sdk.conformance.check import Case, Check, ExcusedError, NonconformanceError, take_told
 from ds_plugin_sdk.conformance.outcome import Failure, Item, Verdict
+from ds_plugin_sdk.conformance.process import pipe_to_parent
 from ds_plugin_sdk.conformance.target import Target
 from ds_plugin_sdk.errors import SdkError
 
@@ -32,11 +33,9 @@ _OURS = tuple(f"{os.sep}conformance{os.sep}{name}" for name in ("worker.py", "ch
 
 def main() -> None:
     """Load the target and answer, until the parent closes the pipe."""
-    name, descriptor = sys.argv[1], int(sys.argv[2])
-    os.set_inheritable(descriptor, False)
     faulthandler.enable()
     with contextlib.suppress(EOFError, ConnectionError):  # the parent has gone
-        _serve(name, Connection(descriptor))
+        _serve(sys.argv[1], pipe_to_parent())
 
 
 def _serve(name: str, connection: Connection) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import importlib
 import json
 import multiprocessing
-import os
 import sys
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
@@ -19,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from ds_plugin_sdk.conformance.process import pipe_to_parent
 from ds_plugin_sdk.conformance.programs import deepspeed_tests_setup
 
 # What stands for a file whose tests cannot be listed, or that is skipped as a whole.
@@ -116,8 +116,7 @@ def _text(report: pytest.CollectReport | pytest.TestReport) -> str:
 
 
 def main() -> None:
-    connection = Connection(int(sys.argv[2]))
-    os.set_inheritable(connection.fileno(), False)
+    connection = pipe_to_parent()
     deepspeed_tests_setup.load()
     # The harness of the tests asks for a fork server each time; it is this one.
     multiprocessing.set_forkserver_preload([deepspeed_tests_setup.__name__])

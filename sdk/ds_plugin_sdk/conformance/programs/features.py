@@ -24,7 +24,6 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -33,6 +32,7 @@ import torch
 
 from ds_plugin_sdk import provenance
 from ds_plugin_sdk.accelerator import DeepSpeedAccelerator
+from ds_plugin_sdk.conformance.process import pipe_to_parent
 from ds_plugin_sdk.conformance.programs import ahead, feature_tasks, free_port
 from ds_plugin_sdk.conformance.target import Target
 from ds_plugin_sdk.errors import OpError
@@ -51,7 +51,7 @@ _SOURCE = re.compile(r"(/\S+/deepspeed/ops/csrc/\S+?):(\d+)")
 
 
 def main() -> None:
-    target, connection = Target.find(sys.argv[1]), Connection(int(sys.argv[2]))
+    connection, target = pipe_to_parent(), Target.find(sys.argv[1])
     torch.set_num_threads(1)
     import deepspeed
 
