@@ -12,6 +12,7 @@ from ds_plugin_sdk.report import summarise
 
 def test_a_run_is_collected_from_its_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "run.jsonl"
+    monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setenv("DS_PLUGIN_PROVENANCE", str(file))
     for rank, origin in (("0", "compiled"), ("1", "cache")):
         monkeypatch.setenv("LOCAL_RANK", rank)
@@ -20,6 +21,15 @@ def test_a_run_is_collected_from_its_ranks(tmp_path: Path, monkeypatch: pytest.M
     accelerator, adam = summarise(provenance.read(file))
     assert (accelerator.name, accelerator.ranks, accelerator.detail) == ("cpu", [0, 1], "CPU_Accelerator")
     assert (adam.name, adam.origin, adam.ranks) == ("fused_adam", "compiled in 1.3 s, cache", [0, 1])
+
+
+def test_ranks_of_two_nodes_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = len(provenance.records())
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    for rank in ("0", "2"):
+        monkeypatch.setenv("RANK", rank)
+        provenance.record("adam", plugin="p", version="1", origin="reference")
+    assert [each.rank for each in provenance.records()[before:]] == [0, 2]
 
 
 def test_records_are_kept_in_the_process() -> None:

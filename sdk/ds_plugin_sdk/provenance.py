@@ -32,7 +32,7 @@ class Record:
         origin: where the native code came from; ``reference`` is plain torch, ``lent`` is DeepSpeed's own op.
         seconds: time spent obtaining it (compiling, or finding and loading).
         detail: the binary's path, or why the reference is used.
-        rank: local rank of the process.
+        rank: of the process; where the launcher does not say it, its local rank.
     """
 
     name: str
@@ -50,7 +50,8 @@ _lock = threading.Lock()
 
 def record(name: str, *, plugin: str, version: str, origin: Origin, seconds: float = 0.0, detail: str = "") -> None:
     """Remember one load, and append it to ``DS_PLUGIN_PROVENANCE`` if that is set."""
-    entry = Record(name, plugin, version, origin, seconds, detail, settings.local_rank)
+    rank = settings.local_rank if settings.rank is None else settings.rank
+    entry = Record(name, plugin, version, origin, seconds, detail, rank)
     with _lock:
         _records.append(entry)
     if settings.provenance_file is not None:

@@ -101,7 +101,10 @@ class Settings:
         "DS_PLUGINS", _names, None, "comma-separated names of the plugins that may be loaded; unset: all"
     )
     autoload = Setting[bool](
-        "DS_PLUGIN_AUTOLOAD", _flag, True, "0: DeepSpeed uses no plugin unless set_accelerator() is called"
+        "DS_PLUGIN_AUTOLOAD",
+        _flag,
+        True,
+        "0: no plugin is used, unless DS_ACCELERATOR names one or set_accelerator() is called",
     )
     probe_timeout = Setting[int](
         "DS_PLUGIN_PROBE_TIMEOUT", _positive, 10, "seconds for a plugin's manifest to be imported, and for its probe"
@@ -185,6 +188,7 @@ class Settings:
     )
 
     # What launchers say
+    rank = Setting[int | None]("RANK", int, None, "index of this process among all of a run")
     local_rank = Setting[int]("LOCAL_RANK", int, 0, "index of this process among those of the machine")
     master_port = Setting[int]("MASTER_PORT", _positive, 29500, "port at which the ranks of a run meet")
 
@@ -194,8 +198,8 @@ class Settings:
 
     def local_world_size(self) -> int | None:
         """Ranks on this machine as any of the common launchers says it; None outside a launcher."""
-        for variable in LOCAL_WORLD_SIZE_VARIABLES:
-            size = Setting[int | None](variable, _positive, None, "ranks on this machine").read()
+        for setting in _LOCAL_WORLD_SIZES:
+            size = setting.read()
             if size is not None:
                 return size
         return self._tasks_of_slurm_step()
@@ -231,6 +235,9 @@ LOCAL_WORLD_SIZE_VARIABLES = (
     "PMI_LOCAL_SIZE",
     "JSM_NAMESPACE_LOCAL_SIZE",
 )
+_LOCAL_WORLD_SIZES = [
+    Setting[int | None](variable, _positive, None, "ranks on this machine") for variable in LOCAL_WORLD_SIZE_VARIABLES
+]
 
 # What compilers themselves read and what changes their output: part of every build's key.
 COMPILER_VARIABLES = (
@@ -250,7 +257,7 @@ settings = Settings()
 _CARRIED = ("DS_ACCELERATOR", "DS_PLUGIN", "DS_SIMULATOR_")
 
 # Of one node, of one rank, or of a wheel's build.
-_STAYS = frozenset({"CUDA_VISIBLE_DEVICES", "LOCAL_RANK", "DS_BUILD_OPS"})
+_STAYS = frozenset({"CUDA_VISIBLE_DEVICES", "LOCAL_RANK", "RANK", "DS_BUILD_OPS"})
 
 
 def for_other_nodes() -> dict[str, str]:
