@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import resource
 import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+
+from ds_plugin_sdk.jit import target
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "examples"))  # which is a folder of scripts
@@ -52,8 +55,8 @@ EXAMPLES = (
 HEAD = f"""{HEADING}
 
 Each command at its full size, as `make examples` runs it and writes this table: twice, the second time on DeepSpeed's
-own accelerator. Two cores with AVX2, shared with other work; in brackets the seconds of CPU time of all processes. The
-first run on DeepSpeed's own accelerator also compiled its ops.
+own accelerator. {os.cpu_count()} cores ({target.here().level}), maybe shared with other work; in brackets the seconds
+of CPU time of all processes. The first run on DeepSpeed's own accelerator also compiled its ops.
 
 | command | seconds (CPU) | result | on DeepSpeed's own accelerator | losses apart by at most, in 10 steps; in all |
 |---|---|---|---|---|

@@ -12,9 +12,10 @@ slots=$(awk '{ split($2, slots, "="); print slots[2]; exit }' <<< "$hosts")
 MASTER_ADDR=${MASTER_ADDR:-$(awk '{ print $1; exit }' <<< "$hosts")}
 export MASTER_ADDR MASTER_PORT=${MASTER_PORT:-29500}
 
-# What the other hosts are to have of this environment; mpirun carries nothing by itself.
+# What the other hosts are to have of this environment; not every mpirun carries it by itself.
 carried=() exports=()
-for name in PATH LD_LIBRARY_PATH PYTHONPATH MASTER_ADDR MASTER_PORT OMP_NUM_THREADS "${!DS_PLUGIN@}" "${!HF_@}"; do
+for name in PATH LD_LIBRARY_PATH PYTHONPATH MASTER_ADDR MASTER_PORT OMP_NUM_THREADS DS_ACCELERATOR CC CXX CFLAGS CXXFLAGS \
+    LDFLAGS CPATH LIBRARY_PATH "${!DS_PLUGIN@}" "${!HF_@}"; do
     if [ -n "${!name:-}" ]; then carried+=("$name") exports+=(-x "$name"); fi
 done
 

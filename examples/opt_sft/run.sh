@@ -13,6 +13,7 @@ stage() {
 }
 
 stage --config "$here/zero3.json" --data text --out "$out/1-text" "$@"
-stage --config "$here/offload.json" --data answers --model "$out/1-text" --out "$out/2-answers" "$@"
-stage --config "$here/zero3.json" --data names --model "$out/2-answers" --out "$out/3-lora" \
-    --lora 8 --gradient-checkpointing "$@"
+# A --model among the arguments is the one to begin with: the last of two counts.
+stage --config "$here/offload.json" --data answers "$@" --model "$out/1-text" --out "$out/2-answers"
+stage --config "$here/zero3.json" --data names --lora 8 --gradient-checkpointing "$@" \
+    --model "$out/2-answers" --out "$out/3-lora"

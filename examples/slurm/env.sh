@@ -10,5 +10,6 @@ fi
 [ -f "$DS_HOME/venv/bin/activate" ] && source "$DS_HOME/venv/bin/activate"
 
 export DS_PLUGIN_CACHE_DIR=$DS_HOME/kernels
-export DS_PLUGIN_CPU_LEVEL=${DS_PLUGIN_CPU_LEVEL:-x86-64-v3}     # of the compute nodes, which may be older than the login node
-export HF_HUB_OFFLINE=1                                          # nodes have no network: fail at once instead of waiting
+# Of the compute nodes, which may be older than the login node. Elsewhere than on x86-64 set it, or it is the login node's.
+if [ "$(uname -m)" = x86_64 ]; then export DS_PLUGIN_CPU_LEVEL=${DS_PLUGIN_CPU_LEVEL:-x86-64-v3}; fi
+export HF_HUB_OFFLINE=1  # nodes have no network: fail at once instead of waiting

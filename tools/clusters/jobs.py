@@ -1,6 +1,6 @@
-"""The job scripts of examples/slurm on two nodes that have no network, with what prepare.sh made: `make test-jobs`.
+"""The commands of examples/slurm/README.md on two nodes that have no network: `make test-jobs`, after prepare.sh.
 
-Both scripts train for some steps on the two nodes. Then one node plays that it does not see the folder of the others:
+Both jobs train for some steps on the two nodes. Then one node plays that it does not see the folder of the others:
 it installs the packed wheels alone, and must find every kernel in them.
 """
 
@@ -18,8 +18,9 @@ from clusters import nodes
 from clusters.cases import REPOSITORY
 
 FOLDER = REPOSITORY / "build" / "jobs"
+PAGE = REPOSITORY / "examples" / "slurm" / "README.md"
 PATH = f"{sys.base_exec_prefix}/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-# What a job's log says, for each script, if all went well.
+# What a job's log says, for each script that the page submits, if all went well.
 SAID = {
     "train": (r"Nothing will fail\.", r"4 ranks on CPU_Accelerator", r"5 steps on 4 ranks", r"fused_adam.* cache"),
     "train_deepspeed": (r"4 ranks on CPU_Accelerator", r"5 steps on 4 ranks"),
@@ -31,9 +32,14 @@ def main() -> None:
     environment = {"PATH": PATH, "HOME": os.environ.get("HOME", "/root"), "DS_HOME": str(FOLDER)}
     shutil.rmtree(FOLDER / "daemons", ignore_errors=True)
     both = nodes.make(FOLDER / "daemons", REPOSITORY, PATH)
-    failed = [script for script in SAID if not train(script, environment)]
+    failed = [script for script in submitted() if not train(script, environment)]
     failed += [] if wheels(both[1], environment) else ["the wheels"]
     sys.exit(f"failed: {', '.join(failed)}" if failed else 0)
+
+
+def submitted() -> list[str]:
+    """The scripts of the page's `sbatch` commands, by their names."""
+    return re.findall(r"^    sbatch examples/slurm/(\w+)\.sbatch", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
 
 
 def train(script: str, environment: dict[str, str]) -> bool:

@@ -39,7 +39,7 @@ _KEEP_SECONDS = 30.0
 def conformance(
     name: str = typer.Argument("", help="An installed plugin, such as cpu, or a class: package.module:Class."),
     level: list[str] = typer.Option(
-        [], help="Only this level: runtime, ops, training, distributed, features, deepspeed."
+        [], help="Only this level: runtime, ops, training, distributed, features, deepspeed. Repeatable."
     ),
     op: list[str] = typer.Option([], help="Only this op. Repeatable."),
     dtype: list[str] = typer.Option([], help="Only this dtype. Repeatable."),

@@ -2,7 +2,7 @@
 
     from ds_plugin_sdk import privateuse1
 
-    privateuse1.install("zap", runtime=ZapRuntime())
+    privateuse1.install("zap", runtime=DeviceRuntime())
     x = torch.ones(3, device="zap:1")
 
 The backend is here: allocators, guard, hooks, generators, the ops that make, view and copy tensors, the CPU fallback

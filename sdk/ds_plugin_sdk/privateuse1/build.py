@@ -30,7 +30,7 @@ class RuntimeBuilder(CppOpBuilder):
 
     It is a builder like those of a vendor's ops::
 
-        class ZapRuntime(RuntimeBuilder):
+        class DeviceRuntime(RuntimeBuilder):
             def sources(self):
                 return [self.kernel_path("csrc/runtime/memory.cpp"), ...]
 
