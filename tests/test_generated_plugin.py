@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+import pages
 from ds_plugin_sdk import provenance
 from ds_plugin_sdk.op_builder import op_table
 from ds_plugin_sdk.scaffold import Project, generate
@@ -121,6 +122,25 @@ def test_it_holds_the_contract_without_any_kernel(without_kernels: dict[str, str
     # Cases may compare with the host, whose kernels are the SDK's; what ran on the device is "reference" alone.
     origins = [(op_table.family_of(record.name), record.origin) for record in provenance.read(sources)]
     assert {family for family, origin in origins if origin == "reference"} >= set(SELECTED.values())
+
+
+@pytest.mark.timeout(600)
+def test_a_driver_without_queues(tmp_path: Path, kernel_cache: Path) -> None:
+    folder = generate(Project("zap", output=tmp_path))
+    for path, text in pages.files(pages.ROOT / "docs" / "privateuse1.md").items():
+        (folder / path).write_text(text, encoding="utf-8")
+    accelerator = folder / "ds_plugin_zap" / "accelerator.py"
+    accelerator.write_text(accelerator.read_text(encoding="utf-8") + "    synchronous = True\n", encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-m", "ds_plugin_sdk.cli", "conformance", "zap", "-k", "training.zero.losses/1"],
+        cwd=folder,
+        env=installed(folder, tmp_path / "site", kernel_cache),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "all that was checked holds" in done.stdout
 
 
 def test_it_builds_as_a_wheel_and_an_sdist(environment: dict[str, str], tmp_path: Path) -> None:
