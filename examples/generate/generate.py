@@ -71,7 +71,8 @@ def load(args: argparse.Namespace) -> tuple[Any, Any]:
     tokenizer = ByT5Tokenizer(extra_ids=0)
     size = {"hidden_size": args.width, "word_embed_proj_dim": args.width, "ffn_dim": 4 * args.width}
     heads = {"num_hidden_layers": args.layers, "num_attention_heads": args.width // 64, "init_std": 0.1}
-    config = OPTConfig(vocab_size=264, pad_token_id=0, max_position_embeddings=256, **size, **heads)
+    # No token without a byte: random weights choose any.
+    config = OPTConfig(vocab_size=len(tokenizer), pad_token_id=0, max_position_embeddings=256, **size, **heads)
     return tokenizer, AutoModelForCausalLM.from_config(config).to(dtype).eval()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import csv
 import importlib.util
@@ -241,6 +242,13 @@ def test_text_is_generated_by_our_integration(tmp_path: Path) -> None:
     said = example_ranks.run("generate/generate.py", *options, log=tmp_path / "log")
     assert "--- sdk on 1 rank(s) of CPU_Accelerator" in said
     assert metrics(tmp_path)["same"] is True
+
+
+@pytest.mark.deepspeed
+def test_random_weights_choose_no_token_without_a_byte() -> None:
+    sizes = argparse.Namespace(model=None, dtype="float32", width=64, layers=1)
+    tokenizer, model = load("generate/generate").load(sizes)
+    assert tokenizer.decode(list(range(model.config.vocab_size)), skip_special_tokens=True).startswith("\0\1")
 
 
 # --- Job scripts ------------------------------------------------------------------------------------------------------
