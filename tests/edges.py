@@ -29,7 +29,7 @@ def _attention(**changes: Any) -> dict[str, Any]:
 def _linear(rows: int, columns: int) -> dict[str, Any]:
     weight, scales = quantize_weight(torch.ones(rows, columns), columns)
     arguments = {"input": torch.ones(2, columns), "weight": weight, "bias": None, "scales": scales}
-    return {**arguments, "residual": None, "activation": "identity", "gated": False}
+    return {**arguments, "offsets": None, "residual": None, "activation": "identity", "gated": False}
 
 
 def _packed(outputs: int, inputs: int) -> dict[str, Any]:

@@ -65,6 +65,15 @@ __attribute__((noinline)) void dot_rows(const Dots& dots, int64_t rows, int64_t 
   if (m < inputs) tiles(Constant<2>{}, Constant<1>{}, m);
 }
 
+// What the offsets of a row of weights add to its sum with an input: not part of the products' loops, which stay as
+// they are for weights without.
+__attribute__((noinline)) float offset_of(const LinearTask& task, int64_t row, int64_t input) {
+  const Dots dots{task.groups, task.groups, 1, 0};
+  float sum;
+  dot_tile<1, 1>(dots, task.offsets + row * task.groups, nullptr, task.group_sums + input * task.groups, &sum, 1);
+  return sum;
+}
+
 // Bias, activation, gate and residual of `count` outputs of one input. Not inline: each copy takes long to compile.
 template <class Element>
 __attribute__((noinline)) void finish(const LinearLayer& task, const float* sums, const float* gates, int64_t input, int64_t first,
@@ -124,6 +133,14 @@ struct Linear {
     const Dots dots{task.columns, apart * task.stride, task.groups, apart * task.groups};
     const auto* weight = static_cast<const Weight*>(task.weight) + row * task.stride;
     const float* scales = task.scales ? task.scales + row * task.groups : nullptr;
+    multiply(task, dots, weight, scales, pair, first, second);
+    if (!task.offsets) return;
+    first += offset_of(task, row, 0);
+    if (pair) second += offset_of(task, row + apart, 0);
+  }
+
+  static void multiply(const LinearTask& task, const Dots& dots, const Weight* weight, const float* scales, bool pair,
+                       float& first, float& second) {
     const auto dot = [&](auto input) {
       if (!pair) return dot_tile<1, 1>(dots, weight, scales, input, &first, 1);
       float both[2];
@@ -162,6 +179,10 @@ struct Linear {
       }
       dot_rows(dots, rows, inputs, from, scales, inputs_from(task.widened, dots, first_input), sums + r);
     }
+    if (!task.offsets) return;
+    for (int64_t m = 0; m < inputs; ++m) {
+      for (int64_t r = 0; r < count; ++r) sums[m * kBlock + r] += offset_of(task, first + r, first_input + m);
+    }
   }
 };
 
@@ -194,6 +215,22 @@ bool shorten_inputs(const LinearTask& task, int16_t* values, float* scales, int3
   return true;
 }
 
+// Of the inputs in 16 bits where those are used: what they lack then counts by the weight, not by its parts.
+void sum_groups(const LinearTask& task, float* sums) {
+  const int64_t width = task.columns / task.groups;
+  for (int64_t group = 0; group < task.inputs * task.groups; ++group) {
+    if (task.shorts.values) {
+      sums[group] = task.shorts.scales[group] * static_cast<float>(task.shorts.eights[group] / -8);
+      continue;
+    }
+    Floats total{};
+    for_each_vector(width, [&, from = task.widened + group * width](int64_t i, auto memory) {
+      total += memory.load(from + i);
+    });
+    sums[group] = sum_of(total);
+  }
+}
+
 // `count` weights times their scale.
 template <class Element>
 DS_KERNELS_INLINE void scale_weights(const int8_t* from, Element* to, int64_t count, float scale) {
@@ -216,13 +253,15 @@ inline bool narrows_by_instruction() { return false; }
 inline void scale_vectors(const int8_t*, BFloat16*, int64_t, float) {}
 #endif
 
-// `count` int4 weights, whole blocks, times their scale.
+// `count` int4 weights, whole blocks, times their scale, plus their offset.
 template <class Element>
-void scale_pairs(const Int4Pair* from, Element* to, int64_t count, float scale) {
+void scale_pairs(const Int4Pair* from, Element* to, int64_t count, float scale, float offset) {
   for (int64_t i = 0; i < count; i += kInt4Block) {
     int8_t wide[kInt4Block];
     unpack(from + i / 2, wide);
-    scale_weights(wide, to + i, kInt4Block, scale);
+    for_each_vector(kInt4Block, [=, &wide](int64_t k, auto memory) {
+      memory.store(to + i + k, scale * memory.load(wide + k) + offset);
+    });
   }
 }
 
@@ -235,9 +274,11 @@ struct LinearDequantize {
       for (int64_t group = 0; group < rows.groups; ++group) {
         const int64_t first = row * rows.columns + group * width;
         auto* to = static_cast<Element*>(rows.to) + first;
-        const float scale = rows.scales[row * rows.groups + group];
+        const int64_t at = row * rows.groups + group;
+        const float scale = rows.scales[at];
         if (rows.int4) {
-          scale_pairs(static_cast<const Int4Pair*>(rows.weight) + first / 2, to, width, scale);
+          const float offset = rows.offsets ? rows.offsets[at] : 0.f;
+          scale_pairs(static_cast<const Int4Pair*>(rows.weight) + first / 2, to, width, scale, offset);
           continue;
         }
         const int8_t* from = static_cast<const int8_t*>(rows.weight) + first;
@@ -304,7 +345,7 @@ void compute(const LinearFinish& work, Dtype dtype, const Threads& threads) {
 
 template <>
 const LinearLoops& loops() {
-  static constexpr LinearLoops all{choose_linear, by_dtype<LinearWiden>, shorten_inputs};
+  static constexpr LinearLoops all{choose_linear, by_dtype<LinearWiden>, shorten_inputs, sum_groups};
   return all;
 }
 

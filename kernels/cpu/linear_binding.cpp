@@ -43,8 +43,18 @@ bool multiplies(Dtype) { return true; }  // unknown: torch decides
 class PreparedLayer {
  public:
   PreparedLayer(const LinearLoops& loops, const LinearLayer& layer, Dtype dtype)
-      : task_{layer, static_cast<const float*>(layer.input), {}} {
-    if (dtype == Dtype::Float32) return;  // asked for by those who want its accuracy
+      : task_{layer, static_cast<const float*>(layer.input), {}, nullptr} {
+    if (dtype != Dtype::Float32) widen(loops, layer, dtype);  // those who want its accuracy ask for float32
+    if (!layer.offsets) return;
+    group_sums_.resize(layer.inputs * layer.groups);
+    loops.sum_groups(task_, group_sums_.data());
+    task_.group_sums = group_sums_.data();
+  }
+
+  const LinearTask& task() const { return task_; }
+
+ private:
+  void widen(const LinearLoops& loops, const LinearLayer& layer, Dtype dtype) {
     widened_.resize(layer.inputs * layer.columns);
     loops.widen(dtype)(layer.input, widened_.data(), layer.inputs * layer.columns);
     task_.widened = widened_.data();
@@ -57,10 +67,7 @@ class PreparedLayer {
     }
   }
 
-  const LinearTask& task() const { return task_; }
-
- private:
-  std::vector<float> widened_, short_scales_;
+  std::vector<float> widened_, short_scales_, group_sums_;
   std::vector<int16_t> shorts_;
   std::vector<int32_t> eights_;
   LinearTask task_;

@@ -7,8 +7,9 @@ namespace ds_kernels::cpu {
 
 // A linear layer on a few inputs.
 struct LinearTask : LinearLayer {
-  const float* widened;  // the inputs in floats
-  ShortInputs shorts;    // the same in 16 bits, for quantized weights; null where they are not to be used
+  const float* widened;     // the inputs in floats
+  ShortInputs shorts;       // the same in 16 bits, for quantized weights; null where they are not to be used
+  const float* group_sums;  // what sum_groups gives, for weights with offsets
 };
 
 // Computes outputs [begin, end) of every input.
@@ -20,10 +21,14 @@ using WidenLoop = void (*)(const void* from, float* to, int64_t count);
 // The inputs of a task in 16 bits; false if they cannot be had here, or have an element that is not finite.
 using ShortenLoop = bool (*)(const LinearTask& task, int16_t* values, float* scales, int32_t* eights);
 
+// The sums of each group of a task's inputs, [inputs, groups].
+using SumGroupsLoop = void (*)(const LinearTask& task, float* sums);
+
 struct LinearLoops {
   LinearLoop (*linear)(Dtype dtype, bool quantized, bool int4);
   WidenLoop (*widen)(Dtype dtype);
   ShortenLoop shorten;
+  SumGroupsLoop sum_groups;
 };
 
 }  // namespace ds_kernels::cpu

@@ -151,10 +151,11 @@ __global__ void dequantize_int4_kernel(const QuantizedRows q, const unsigned blo
   const auto* bytes = static_cast<const uint8_t*>(q.weight) + row * (q.columns / 2) + 2 * word;
   const unsigned bits = bytes[0] | bytes[1] << 8;  // a view may begin at any byte
   const int64_t column = word / 16 * kInt4Block + word % 16;
-  const float scale = q.scales[row * q.groups + column / (q.columns / q.groups)];
+  const int64_t group = row * q.groups + column / (q.columns / q.groups);
+  const float scale = q.scales[group], offset = q.offsets ? q.offsets[group] : 0.f;
   auto* to = static_cast<Element*>(q.to) + row * q.columns + column;
 #pragma unroll
-  for (int k = 0; k < 4; ++k) narrow(scale * (static_cast<int>(bits >> 4 * k & 15) - 8), to[16 * k]);
+  for (int k = 0; k < 4; ++k) narrow(scale * (static_cast<int>(bits >> 4 * k & 15) - 8) + offset, to[16 * k]);
 }
 
 template <class Element>

@@ -47,10 +47,11 @@ struct Matrix {
   const Tensor& weight;
   const OptionalTensor& bias;
   const OptionalTensor& scales;
+  const OptionalTensor& offsets;
 
   Tensor of(const Tensor& input, const OptionalTensor& residual = {}, int64_t activation = 0, bool gated = false) const {
-    StableIValue stack[] = {from(input),    from(weight),     from(bias), from(scales),
-                            from(residual), from(activation), from(gated)};
+    StableIValue stack[] = {from(input),   from(weight),   from(bias),       from(scales),
+                            from(offsets), from(residual), from(activation), from(gated)};
     return result_of("ds_plugin::linear", stack);
   }
 };
@@ -87,16 +88,21 @@ Tensor decoder_layer(const Tensor& hidden, const Tensor& key_cache, const Tensor
                      const Tensor& mlp_norm, const OptionalTensor& mlp_norm_bias, double mlp_norm_eps,
                      const OptionalTensor& query_norm, const OptionalTensor& key_norm, double head_norm_eps,
                      const Tensor& qkv, const OptionalTensor& qkv_bias, const OptionalTensor& qkv_scales,
+                     const OptionalTensor& qkv_offsets,
                      const Tensor& output, const OptionalTensor& output_bias, const OptionalTensor& output_scales,
+                     const OptionalTensor& output_offsets,
                      const Tensor& mlp_in, const OptionalTensor& mlp_in_bias, const OptionalTensor& mlp_in_scales,
+                     const OptionalTensor& mlp_in_offsets,
                      const Tensor& mlp_out, const OptionalTensor& mlp_out_bias, const OptionalTensor& mlp_out_scales,
+                     const OptionalTensor& mlp_out_offsets,
                      int64_t heads, double scale, int64_t activation, bool gated, bool norm_first) {
   const NoGrad guard;
   const Norm before_attention{attention_norm, attention_norm_bias, attention_norm_eps};
   const Norm before_mlp{mlp_norm, mlp_norm_bias, mlp_norm_eps};
   const int64_t kv_heads = key_cache.size(1), head_dim = key_cache.size(3);
 
-  const Tensor all = Matrix{qkv, qkv_bias, qkv_scales}.of(norm_first ? before_attention.of(hidden) : hidden);
+  const Matrix to_heads{qkv, qkv_bias, qkv_scales, qkv_offsets};
+  const Tensor all = to_heads.of(norm_first ? before_attention.of(hidden) : hidden);
   Tensor query = heads_of(all, 0, heads, head_dim), key = heads_of(all, heads, kv_heads, head_dim);
   const Tensor value = heads_of(all, heads + kv_heads, kv_heads, head_dim);
   if (query_norm && key_norm) {
@@ -113,11 +119,11 @@ Tensor decoder_layer(const Tensor& hidden, const Tensor& key_cache, const Tensor
                           from(scale), from(mask), from(no_alibi), from(int64_t{0}), from(!mask)};
   const Tensor attended = side_by_side(result_of("ds_plugin::cached_attention", stack));
 
-  Tensor sum = Matrix{output, output_bias, output_scales}.of(attended, hidden);
+  Tensor sum = Matrix{output, output_bias, output_scales, output_offsets}.of(attended, hidden);
   if (!norm_first) sum = before_attention.of(sum);
-  const Tensor inner =
-      Matrix{mlp_in, mlp_in_bias, mlp_in_scales}.of(norm_first ? before_mlp.of(sum) : sum, {}, activation, gated);
-  const Tensor result = Matrix{mlp_out, mlp_out_bias, mlp_out_scales}.of(inner, sum);
+  const Matrix to_mlp{mlp_in, mlp_in_bias, mlp_in_scales, mlp_in_offsets};
+  const Tensor inner = to_mlp.of(norm_first ? before_mlp.of(sum) : sum, {}, activation, gated);
+  const Tensor result = Matrix{mlp_out, mlp_out_bias, mlp_out_scales, mlp_out_offsets}.of(inner, sum);
   return norm_first ? result : before_mlp.of(result);
 }
 

@@ -74,7 +74,8 @@ std::vector<Int4Pair> pairs_of(std::vector<int8_t>& levels) {
 }
 
 // `bits` of a weight: 4, 8, or 0 if weights are of the dtype.
-void test_linear(const LinearLoops& loops, Dtype dtype, Shape s, int bits, bool gated, Activation activation) {
+void test_linear(const LinearLoops& loops, Dtype dtype, Shape s, int bits, bool has_offsets, bool gated,
+                 Activation activation) {
   const bool quantized = bits != 0;
   const int64_t rows = gated ? 2 * s.outputs : s.outputs;
   Elements x = numbers(dtype, s.inputs * s.columns, 1), w = numbers(dtype, rows * s.columns, 2);
@@ -84,6 +85,8 @@ void test_linear(const LinearLoops& loops, Dtype dtype, Shape s, int bits, bool 
   const std::vector<Int4Pair> pairs = bits == 4 ? pairs_of(q) : std::vector<Int4Pair>{};
   std::vector<float> scales(rows * s.groups), wide(s.inputs * s.columns), short_scales(s.inputs * s.groups);
   for (size_t i = 0; i < scales.size(); ++i) scales[i] = (1 + i % 5) / 128.f;
+  std::vector<float> offsets(rows * s.groups, 0.f), group_sums(s.inputs * s.groups);
+  for (size_t i = 0; has_offsets && i < offsets.size(); ++i) offsets[i] = (static_cast<int>(i % 7) - 3) / 32.f;
   std::vector<int16_t> shorts(s.inputs * s.columns);
   std::vector<int32_t> eights(s.inputs * s.groups);
   loops.widen(dtype)(x.data(), wide.data(), s.inputs * s.columns);
@@ -109,6 +112,11 @@ void test_linear(const LinearLoops& loops, Dtype dtype, Shape s, int bits, bool 
     }
     task.shorts = {shorts.data(), short_scales.data(), eights.data()};
   }
+  if (has_offsets) {
+    loops.sum_groups(task, group_sums.data());
+    task.offsets = offsets.data();
+    task.group_sums = group_sums.data();
+  }
   const LinearLoop loop = loops.linear(dtype, quantized, task.int4);
   loop(task, 0, s.outputs / 2);
   loop(task, s.outputs / 2, s.outputs);
@@ -116,7 +124,8 @@ void test_linear(const LinearLoops& loops, Dtype dtype, Shape s, int bits, bool 
     double result = bias[row];
     for (int64_t c = 0; c < s.columns; ++c) {
       const size_t at = row * s.columns + c;
-      result += x[m * s.columns + c] * (quantized ? q[at] * scales[at / (s.columns / s.groups)] : w[at]);
+      const size_t group = at / (s.columns / s.groups);
+      result += x[m * s.columns + c] * (quantized ? q[at] * scales[group] + offsets[group] : w[at]);
     }
     return result;
   };
@@ -135,9 +144,12 @@ void test_linear_layers() {
                           {5, 128, 5, 1}, {9, 40, 130, 4}, {4, 192, 16, 3}, {1, 256, 19, 2}}) {
       for (const int bits : {0, 4, 8}) {
         if (bits == 4 && s.columns / s.groups % kInt4Block != 0) continue;
-        test_linear(loops, dtype, s, bits, false, Activation::Identity);
-        test_linear(loops, dtype, s, bits, true, Activation::Silu);
-        test_linear(loops, dtype, s, bits, false, Activation::Relu);
+        test_linear(loops, dtype, s, bits, false, false, Activation::Identity);
+        test_linear(loops, dtype, s, bits, false, true, Activation::Silu);
+        test_linear(loops, dtype, s, bits, false, false, Activation::Relu);
+        if (bits != 4) continue;
+        test_linear(loops, dtype, s, bits, true, false, Activation::Identity);
+        test_linear(loops, dtype, s, bits, true, true, Activation::Silu);
       }
     }
   });
@@ -151,15 +163,21 @@ void test_dequantizing() {
         std::vector<int8_t> weight = bytes(s.outputs * s.columns);
         const std::vector<Int4Pair> pairs = int4 ? pairs_of(weight) : std::vector<Int4Pair>{};
         const void* from = int4 ? static_cast<const void*>(pairs.data()) : weight.data();
-        std::vector<float> scales(s.outputs * s.groups);
-        for (size_t i = 0; i < scales.size(); ++i) scales[i] = (1 + i % 7) / 300.f;
-        Elements wide(dtype, weight.size());
-        const QuantizedRows rows{from, scales.data(), wide.data(), s.outputs, s.columns, s.groups, int4};
-        compute(rows, dtype);
+        std::vector<float> scales(s.outputs * s.groups), offsets(scales.size());
+        for (size_t i = 0; i < scales.size(); ++i) scales[i] = (1 + i % 7) / 300.f, offsets[i] = (i % 5) / 70.f;
         const int64_t width = s.columns / s.groups;
-        for (size_t i = 0; i < weight.size(); ++i) {
-          const double exact = static_cast<double>(weight[i]) * scales[i / width];
-          close("dequantized", wide, i, exact, std::abs(exact) * 6e-8);  // the product's own rounding to a float
+        for (const bool has_offsets : {false, true}) {
+          if (has_offsets && !int4) continue;
+          Elements wide(dtype, weight.size());
+          compute(QuantizedRows{from, scales.data(), has_offsets ? offsets.data() : nullptr, wide.data(), s.outputs,
+                                s.columns, s.groups, int4},
+                  dtype);
+          for (size_t i = 0; i < weight.size(); ++i) {
+            const double product = static_cast<double>(weight[i]) * scales[i / width];
+            const double exact = product + (has_offsets ? offsets[i / width] : 0);
+            // The roundings of product and sum to a float.
+            close("dequantized", wide, i, exact, (std::abs(product) + std::abs(exact)) * 6e-8);
+          }
         }
       }
     }

@@ -286,6 +286,16 @@ def linear_scales(target: Target) -> Target:
     return kernel(target, "linear", function)
 
 
+@mutant("linear.offsets_ignored", "O1.1", "ops", only="/linear/")
+def linear_offsets(target: Target) -> Target:
+    """int4 weights have the zero point 8, whatever their offsets say."""
+    return kernel(
+        target,
+        "linear",
+        lambda original, x, weight, bias, scales, offsets, *rest: original(x, weight, bias, scales, None, *rest),
+    )
+
+
 # ---- training --------------------------------------------------------------------------------------------------------
 @mutant("dropout.mask_reused", "O1.1", "ops", only="/masked_softmax_dropout/")
 def dropout_mask_reused(target: Target) -> Target:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import product
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ds_plugin_sdk.errors import InvalidTensorError
-from ds_plugin_sdk.ops.linear import ACTIVATIONS, dequantize_weight, linear, quantize_weight
+from ds_plugin_sdk.ops.linear import ACTIVATIONS, dequantize_weight, linear, pack_int4, quantize_weight
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # A unit in the last place of a result, and what sums and 16-bit inputs may lose of the sum of all products' sizes.
@@ -45,16 +45,26 @@ def check(
     gated: bool,
     group: int,
     bits: Literal[4, 8] = 8,
+    zeros: bool = False,
 ) -> None:
-    """Compare with the formula in float64; `group` columns share a scale, none if 0."""
-    scales = None
+    """Compare with the formula in float64; `group` columns share a scale, none if 0; with `zeros` also a zero point."""
+    scales = offsets = None
     matrix = weight.double()
+    sizes_of = matrix.abs()
     if group:
         weight, scales = quantize_weight(weight, group, bits)
         matrix = dequantize_weight(weight, scales.double(), torch.float64)
-    actual = linear(input, weight, bias, scales=scales, activation=activation, gated=gated, residual=residual).double()
+        sizes_of = matrix.abs()
+    if zeros and scales is not None:
+        offsets = scales * (8 - torch.randint(0, 17, scales.shape, generator=torch.Generator().manual_seed(0)))
+        wide = offsets.double().repeat_interleave(group, dim=1)
+        # Sums have the sizes of both parts, which may take each other away.
+        matrix, sizes_of = matrix + wide, sizes_of + wide.abs()
+    actual = linear(
+        input, weight, bias, scales=scales, offsets=offsets, activation=activation, gated=gated, residual=residual
+    ).double()
     x = input.double()
-    hidden, sizes = x @ matrix.T, x.abs() @ matrix.abs().T
+    hidden, sizes = x @ matrix.T, x.abs() @ sizes_of.T
     if group and input.dtype != torch.float32:
         tops = x.abs().unflatten(-1, (-1, group)).amax(-1, keepdim=True).expand(*x.shape[:-1], -1, group).flatten(-2)
         sizes = sizes + SHORT_INPUTS / SUMS * tops @ matrix.abs().T
@@ -105,6 +115,7 @@ def test_int4_weights(inputs: int, dtype: torch.dtype) -> None:
         bias = torch.randn(rows, generator=generator).to(dtype) if number % 2 else None
         residual = torch.randn(inputs, outputs, generator=generator).to(dtype) if number % 3 else None
         check(input, weight, bias, residual, activation, gated, group, 4)
+        check(input, weight, bias, residual, activation, gated, group, 4, zeros=True)
 
 
 def test_int4_weights_at_their_limits() -> None:
@@ -116,6 +127,32 @@ def test_int4_weights_at_their_limits() -> None:
         assert torch.equal(result, torch.full((2, 3), float(input[0, 0]) * level * 4096).bfloat16())
 
 
+@pytest.mark.parametrize("inputs", [1, 3])
+def test_what_inputs_lose_counts_by_the_weight_not_by_its_parts(inputs: int) -> None:
+    """All weights are zero, as ``8 scales - 8 scales``: small inputs beside a large one lose digits in both parts."""
+    generator = torch.Generator().manual_seed(0)
+    input = torch.randn(inputs, 128, generator=generator).half()
+    input[:, 5] = 1000
+    levels = torch.full((3, 128), 15)
+    pairs, scales, offsets = pack_int4(levels, torch.ones(3, 1), torch.full((3, 1), 15))
+    assert offsets is not None
+    result = linear(input, pairs, scales=scales, offsets=offsets).double()
+    # Roundings of float32 in sums of 7 |x|; what 16 bits lose of the small inputs would be a hundred times that.
+    assert bool((result.abs() <= 2**-20 * 7 * input.double().abs().sum(1, keepdim=True)).all()), result
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("inputs", [1, 5, 130])
+def test_prompts_on_int4_weights_with_zero_points_of_several_blocks(inputs: int, dtype: torch.dtype) -> None:
+    """As of int8 weights below: offsets of each block of rows, and not of the first."""
+    generator = torch.Generator().manual_seed(inputs)
+    input = torch.randn(inputs, 2048, generator=generator).to(dtype)
+    weight = torch.randn(600, 2048, generator=generator) / 2048**0.5 * torch.logspace(0, -2, 600).unsqueeze(1)
+    bias, residual = (torch.randn(n, generator=generator).to(dtype) for n in (600, inputs * 300))
+    check(input, weight, bias, None, "identity", False, 128, 4, zeros=True)
+    check(input, weight, bias, residual.view(inputs, 300), "silu", True, 256, 4, zeros=True)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_a_prompt_of_16_bit_floats_in_several_blocks(dtype: torch.dtype) -> None:
     """Without instructions for their products, kernels widen a MiB of weights at a time: here three blocks."""
@@ -125,9 +162,10 @@ def test_a_prompt_of_16_bit_floats_in_several_blocks(dtype: torch.dtype) -> None
     check(input.view(130, 1024), weight, bias, residual.view(130, 300), "silu", True, 0)
     folded = linear(input, weight, bias)
     assert torch.equal(folded.view(130, 600), linear(input.view(130, 1024), weight, bias))
-    assert torch.equal(
-        folded, linear(input.transpose(0, 1).contiguous().transpose(0, 1), weight.t().contiguous().t(), bias)
-    )
+    # Where CPUs have the instructions, torch's product of operands that lie otherwise rounds otherwise.
+    check(input.view(130, 1024).t().contiguous().t(), weight.t().contiguous().t(), bias, None, "identity", False, 0)
+    apart = linear(input.transpose(0, 1).contiguous().transpose(0, 1), weight, bias)
+    torch.testing.assert_close(apart, folded, rtol=2 * EPS[dtype], atol=4 * EPS[dtype])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -246,6 +284,41 @@ def test_quantize_weight_to_int4() -> None:
             quantize_weight(weight, group, 4)
 
 
+def test_pack_int4() -> None:
+    """Any levels, scales and zero points of others: what comes out again is what they stand for."""
+    levels, zeros = torch.randint(0, 16, (5, 256)), torch.randint(0, 17, (5, 2))
+    scales = torch.rand(5, 2).half()
+    pairs, wide, offsets = pack_int4(levels, scales, zeros)
+    assert offsets is not None
+    assert (pairs.dtype, wide.dtype, offsets.dtype) == (torch.uint8, torch.float32, torch.float32)
+    expected = scales.double().unsqueeze(2) * (levels.unflatten(1, (2, 128)) - zeros.unsqueeze(2))
+    actual = dequantize_weight(pairs, wide.double(), torch.float64, offsets=offsets.double())
+    assert torch.equal(actual, expected.flatten(1))  # scales of 16 bits times 16 are exact in float32
+    for symmetric in (None, torch.full((5, 2), 8)):
+        assert pack_int4(levels, scales, symmetric)[2] is None
+    for wrong in ((levels[:, :96], scales[:, :1]), (levels, scales[:4]), (levels, scales, zeros[:, :1])):
+        with pytest.raises(InvalidTensorError, match="expected"):
+            pack_int4(*wrong)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"offsets": torch.zeros(4, 1)},
+        {"offsets": torch.zeros(4, 2, dtype=torch.float64)},
+        {"offsets": torch.zeros(4, 2), "weight": torch.zeros(4, 128, dtype=torch.int8)},
+        {"offsets": torch.zeros(4, 2), "weight": torch.zeros(4, 128), "scales": None},
+    ],
+)
+def test_wrong_offsets_raise(change: dict[str, Any], dtype: torch.dtype) -> None:
+    arguments = {"weight": torch.zeros(4, 64, dtype=torch.uint8), "scales": torch.zeros(4, 2), **change}
+    if arguments["weight"].is_floating_point():
+        arguments["weight"] = arguments["weight"].to(dtype)
+    with pytest.raises(InvalidTensorError, match="offsets"):
+        linear(torch.zeros(2, 128, dtype=dtype), **arguments)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize(
     ("change", "message"),
@@ -282,7 +355,11 @@ def test_wrong_arguments_raise(change: dict[str, object], message: str, dtype: t
 def test_torch_checks_the_op() -> None:
     quantized, scales = quantize_weight(torch.randn(4, 8), 8)
     torch.library.opcheck(
-        torch.ops.ds_plugin.linear.default, (torch.randn(2, 8), quantized, torch.randn(4), scales, None, 4, True)
+        torch.ops.ds_plugin.linear.default, (torch.randn(2, 8), quantized, torch.randn(4), scales, None, None, 4, True)
+    )
+    pairs, scales, offsets = pack_int4(torch.randint(0, 16, (4, 64)), torch.rand(4, 1), torch.zeros(4, 1))
+    torch.library.opcheck(
+        torch.ops.ds_plugin.linear.default, (torch.randn(2, 64), pairs, None, scales, offsets, None, 4, True)
     )
 
 

@@ -3,7 +3,8 @@
 //
 //   y = activation(W x + b) + residual            gated:  y = h1 activation(h2) + residual,  [h1; h2] = W x + b
 //
-// Weights are floats of any storage type, or int8 or int4 with a scale for each group of columns; sums are floats.
+// Weights are floats of any storage type, or int8 or int4 with a scale for each group of columns, int4 also with an
+// offset; sums are floats.
 #pragma once
 
 #include <ds_kernels/activation.h>
@@ -27,6 +28,7 @@ struct LinearLayer {
   int64_t stride;        // of a row of weights, in elements, or in pairs
   bool int4;             // weights are Int4Pair
   const float* scales;   // [rows, groups] for int8 and int4 weights, else null
+  const float* offsets;  // [rows, groups], added to each weight after its scale; null if none, and without int4
   int64_t groups;        // 1 without scales
   const void* bias;      // [rows]
   const void* residual;  // [inputs, outputs]
@@ -41,10 +43,11 @@ struct LinearFinish {
   const void* sums;
 };
 
-// Contiguous int8 or int4 weights to be made floats: to = weight * scale of its group.
+// Contiguous int8 or int4 weights to be made floats: to = weight * scale + offset of its group.
 struct QuantizedRows {
   const void* weight;    // [rows, columns]
   const float* scales;   // [rows, groups]
+  const float* offsets;  // the same, for int4, or null
   void* to;              // [rows, columns]
   int64_t rows, columns, groups;
   bool int4;

@@ -19,9 +19,11 @@ _library.define(
     "decoder_layer(Tensor hidden, Tensor(a!) key_cache, Tensor(b!) value_cache, int past, Tensor? mask, Tensor? cos, "
     "Tensor? sin, Tensor attention_norm, Tensor? attention_norm_bias, float attention_norm_eps, Tensor mlp_norm, "
     "Tensor? mlp_norm_bias, float mlp_norm_eps, Tensor? query_norm, Tensor? key_norm, float head_norm_eps, "
-    "Tensor qkv, Tensor? qkv_bias, Tensor? qkv_scales, Tensor output, Tensor? output_bias, Tensor? output_scales, "
-    "Tensor mlp_in, Tensor? mlp_in_bias, Tensor? mlp_in_scales, Tensor mlp_out, Tensor? mlp_out_bias, "
-    "Tensor? mlp_out_scales, int heads, float scale, int activation, bool gated, bool norm_first) -> Tensor"
+    "Tensor qkv, Tensor? qkv_bias, Tensor? qkv_scales, Tensor? qkv_offsets, "
+    "Tensor output, Tensor? output_bias, Tensor? output_scales, Tensor? output_offsets, "
+    "Tensor mlp_in, Tensor? mlp_in_bias, Tensor? mlp_in_scales, Tensor? mlp_in_offsets, "
+    "Tensor mlp_out, Tensor? mlp_out_bias, Tensor? mlp_out_scales, Tensor? mlp_out_offsets, "
+    "int heads, float scale, int activation, bool gated, bool norm_first) -> Tensor"
 )
 
 # The op as torch's function in C, once its library is loaded.

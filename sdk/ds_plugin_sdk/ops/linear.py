@@ -23,6 +23,7 @@ def linear(
     bias: Tensor | None = None,
     *,
     scales: Tensor | None = None,
+    offsets: Tensor | None = None,
     activation: Activation = "identity",
     gated: bool = False,
     residual: Tensor | None = None,
@@ -40,6 +41,8 @@ def linear(
         scales: ``[rows, groups]``, float32, for weights in 8 or 4 bits only: weight ``[r, c]`` stands for
             ``weight[r, c] * scales[r, c // (in / groups)]``, see `quantize_weight`. In 4 bits ``in / groups`` is a
             multiple of 64.
+        offsets: ``[rows, groups]``, float32, for weights in 4 bits only: what is added to each weight of a group after
+            its scale, ``scale * (8 - zero)`` where levels 0 to 15 have a zero point, see `pack_int4`.
         activation: of the sum with the bias: ``gelu`` is that with the error function, ``gelu_tanh`` its approximation.
         residual: ``[..., out]``, added last, the dtype of input.
 
@@ -50,7 +53,7 @@ def linear(
         InvalidTensorError: shapes, dtypes or devices do not fit, or no such activation.
     """
     number = number_of("linear", activation)
-    result: Tensor = _library.call("linear", input, weight, bias, scales, residual, number, gated)
+    result: Tensor = _library.call("linear", input, weight, bias, scales, offsets, residual, number, gated)
     return result
 
 
@@ -88,16 +91,46 @@ def quantize_weight(weight: Tensor, group_size: int = 128, bits: Literal[4, 8] =
         return _steps(groups, scales).clamp(-127, 127).to(torch.int8).flatten(1), scales
     largest = groups.gather(2, groups.abs().argmax(dim=2, keepdim=True)).squeeze(2)
     scales = largest / -8
-    return _pack(_steps(groups, scales).clamp(-8, 7).flatten(1)), scales
+    return _pack((_steps(groups, scales).clamp(-8, 7).flatten(1) + 8).to(torch.uint8)), scales
+
+
+def pack_int4(levels: Tensor, scales: Tensor, zeros: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Weights that were quantized to 4 bits by others, as `linear` takes them: ``scale * (level - zero)``.
+
+    Args:
+        levels: ``[rows, in]``, integers from 0 to 15, of any dtype.
+        scales: ``[rows, groups]``, any floating-point dtype; a group has a multiple of 64 columns.
+        zeros: ``[rows, groups]``, any dtype, integers or not; None for 8, which symmetric quantizers have.
+
+    Returns:
+        The weights, uint8 ``[rows, in / 2]``, as `quantize_weight` packs them; scales and offsets, float32,
+        ``[rows, groups]``. Offsets are None where all zero points are 8.
+
+    Raises:
+        InvalidTensorError: shapes do not fit.
+    """
+    block = _INT4_BLOCK * (scales.shape[1] if scales.dim() == 2 else 0)
+    if levels.dim() != 2 or block == 0 or scales.shape[0] != levels.shape[0] or levels.shape[1] % block:
+        raise _library.invalid(
+            "pack_int4",
+            f"levels is {list(levels.shape)}, scales {list(scales.shape)}; expected [rows, in] and [rows, groups], and "
+            f"groups of a multiple of {_INT4_BLOCK} columns",
+        )
+    if zeros is not None and zeros.shape != scales.shape:
+        raise _library.invalid("pack_int4", f"zeros is {list(zeros.shape)}; expected {list(scales.shape)} as scales")
+    pairs, scales = _pack(levels.to(torch.uint8)), scales.to(torch.float32)
+    if zeros is None or bool((zeros == 8).all()):
+        return pairs, scales, None
+    return pairs, scales, scales * (8 - zeros.to(torch.float32))
 
 
 def _steps(groups: Tensor, scales: Tensor) -> Tensor:
     return (groups / torch.where(scales == 0, 1.0, scales).unsqueeze(2)).round()
 
 
-def _pack(steps: Tensor) -> Tensor:
-    rows, columns = steps.shape
-    parts = (steps + 8).to(torch.uint8).reshape(rows, columns // _INT4_BLOCK, 4, _INT4_BLOCK // 4)
+def _pack(levels: Tensor) -> Tensor:
+    rows, columns = levels.shape
+    parts = levels.reshape(rows, columns // _INT4_BLOCK, 4, _INT4_BLOCK // 4)
     return torch.stack((parts[:, :, 0] | parts[:, :, 1] << 4, parts[:, :, 2] | parts[:, :, 3] << 4), dim=3).flatten(1)
 
 
@@ -107,11 +140,14 @@ def _unpack(pairs: Tensor) -> Tensor:
     return torch.stack((first & 15, first >> 4, second & 15, second >> 4), dim=2).flatten(1).to(torch.int8) - 8
 
 
-def dequantize_weight(weight: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """What weights in 8 or 4 bits with their scales stand for, ``[rows, in]``; arguments as in `linear`."""
+def dequantize_weight(
+    weight: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32, *, offsets: Tensor | None = None
+) -> Tensor:
+    """What weights in 8 or 4 bits with their scales and offsets stand for, ``[rows, in]``; arguments as in `linear`."""
     steps = _unpack(weight) if weight.dtype == torch.uint8 else weight
     groups = steps.to(scales.dtype).reshape(*scales.shape, steps.shape[1] // scales.shape[1])
-    return (groups * scales.unsqueeze(2)).flatten(1).to(dtype)
+    scaled = groups * scales.unsqueeze(2)
+    return (scaled if offsets is None else scaled + offsets.unsqueeze(2)).flatten(1).to(dtype)
 
 
 def _check(
@@ -119,6 +155,7 @@ def _check(
     weight: Tensor,
     bias: Tensor | None,
     scales: Tensor | None,
+    offsets: Tensor | None,
     residual: Tensor | None,
     activation: int,
     gated: bool,
@@ -134,11 +171,13 @@ def _check(
         raise CheckError(f"weight has {rows} rows; expected an even number for two halves")
     check_activation(activation)
     _check_scales(weight, scales, input.dtype)
+    _check_offsets(weight, scales, offsets)
     expected = (("bias", bias, [rows]), ("residual", residual, [*input.shape[:-1], _columns(weight, gated)]))
     for name, tensor, shape in expected:
         if tensor is not None and (list(tensor.shape) != shape or tensor.dtype != input.dtype):
             raise CheckError(f"{name} is {tensor.dtype} {list(tensor.shape)}; expected {input.dtype} {shape}")
-    for name, tensor in {"weight": weight, "bias": bias, "scales": scales, "residual": residual}.items():
+    others = {"weight": weight, "bias": bias, "scales": scales, "offsets": offsets, "residual": residual}
+    for name, tensor in others.items():
         if tensor is not None and tensor.device != input.device:
             raise CheckError(f"{name} is on {tensor.device}; expected {input.device}, where input is")
 
@@ -162,14 +201,24 @@ def _check_scales(weight: Tensor, scales: Tensor | None, dtype: torch.dtype) -> 
         )
 
 
+def _check_offsets(weight: Tensor, scales: Tensor | None, offsets: Tensor | None) -> None:
+    if offsets is None:
+        return
+    if weight.dtype != torch.uint8 or scales is None:
+        raise CheckError(f"offsets are given, weight is {weight.dtype}; expected none, or int4 pairs")
+    if offsets.shape != scales.shape or offsets.dtype != torch.float32:
+        expected = f"torch.float32 {list(scales.shape)} as scales"
+        raise CheckError(f"offsets is {offsets.dtype} {list(offsets.shape)}; expected {expected}")
+
+
 def _columns(weight: Tensor, gated: bool) -> int:
     """How many outputs there are."""
     return weight.shape[0] // 2 if gated else weight.shape[0]
 
 
 @_library.op(
-    "linear(Tensor input, Tensor weight, Tensor? bias, Tensor? scales, Tensor? residual, int activation, bool gated) "
-    "-> Tensor",
+    "linear(Tensor input, Tensor weight, Tensor? bias, Tensor? scales, Tensor? offsets, Tensor? residual, "
+    "int activation, bool gated) -> Tensor",
     check=_check,
     outputs=lambda input, weight, gated: input.new_empty((*input.shape[:-1], _columns(weight, gated))),
 )
@@ -178,13 +227,17 @@ def linear_reference(
     weight: Tensor,
     bias: Tensor | None,
     scales: Tensor | None,
+    offsets: Tensor | None,
     residual: Tensor | None,
     activation: int,
     gated: bool,
 ) -> Tensor:
     """``ds_plugin::linear`` in plain torch, on any device; `activation` is an index into `ACTIVATIONS`."""
     dtype = working(input)
-    matrix = weight.to(dtype) if scales is None else dequantize_weight(weight, scales.to(dtype), dtype)
+    wide_offsets = None if offsets is None else offsets.to(dtype)
+    matrix = (
+        weight.to(dtype) if scales is None else dequantize_weight(weight, scales.to(dtype), dtype, offsets=wide_offsets)
+    )
     hidden = functional.linear(input.to(dtype), matrix, None if bias is None else bias.to(dtype))
     first, second = hidden.chunk(2, dim=-1) if gated else (None, hidden)
     result = activate(second, ACTIVATIONS[activation])
@@ -202,5 +255,6 @@ __all__ = [
     "dequantize_weight",
     "linear",
     "linear_reference",
+    "pack_int4",
     "quantize_weight",
 ]

@@ -20,11 +20,12 @@ struct LinearOps {
   }
 
   static Tensor linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                       const OptionalTensor& scales, const OptionalTensor& residual, int64_t activation, bool gated) {
+                       const OptionalTensor& scales, const OptionalTensor& offsets, const OptionalTensor& residual,
+                       int64_t activation, bool gated) {
     const NoGrad guard;
     Arguments arguments("linear", "input", input);
     const Device device(arguments.device_index());
-    Call call(device, arguments, input, weight, bias, scales, residual, activation, gated);
+    Call call(device, arguments, input, weight, bias, scales, offsets, residual, activation, gated);
     return call.run();
   }
 
@@ -33,8 +34,8 @@ struct LinearOps {
   class Call {
    public:
     Call(const Device& device, Arguments& arguments, const Tensor& input, const Tensor& weight,
-         const OptionalTensor& bias, const OptionalTensor& scales, const OptionalTensor& residual, int64_t activation,
-         bool gated)
+         const OptionalTensor& bias, const OptionalTensor& scales, const OptionalTensor& offsets,
+         const OptionalTensor& residual, int64_t activation, bool gated)
         : device_(device), arguments_(arguments), input_(input), weight_(weight), bias_(bias) {
       layer_.inputs = rows_of(op(), "input", input);
       layer_.int4 = code_of(weight) == aoti_torch_dtype_uint8();
@@ -51,6 +52,7 @@ struct LinearOps {
       layer_.activation = static_cast<Activation>(activation);
       layer_.gated = gated;
       take_weight(scales);
+      take_offsets(offsets);
       shape_.assign(input.sizes().begin(), input.sizes().end());
       shape_.back() = layer_.outputs;
       layer_.bias = arguments_.read("bias", bias, vector_of(rows_));
@@ -86,6 +88,17 @@ struct LinearOps {
                        kInt4Block);
       scales_ = torch::stable::contiguous(*scales);
       layer_.scales = static_cast<const float*>(scales_->data_ptr());
+    }
+
+    void take_offsets(const OptionalTensor& offsets) {
+      if (!offsets) return;
+      DS_KERNELS_CHECK(layer_.int4, op(), "offsets are given; expected none, for weight is not int4 pairs");
+      arguments_.check_device("offsets", *offsets);
+      DS_KERNELS_CHECK(offsets->sizes() == scales_->sizes() && code_of(*offsets) == aoti_torch_dtype_float32(), op(),
+                       "offsets has shape ", text_of(offsets->sizes()), "; expected float32 ",
+                       text_of(scales_->sizes()), " as scales");
+      offsets_ = torch::stable::contiguous(*offsets);
+      layer_.offsets = static_cast<const float*>(offsets_->data_ptr());
     }
 
     Tensor few() {
@@ -153,8 +166,10 @@ struct LinearOps {
       Tensor to = torch::stable::narrow(block, 0, 0, count);
       if (quantized_) {
         const uint8_t* weight = static_cast<const uint8_t*>(weight_.data_ptr()) + first * weight_.size(1);
-        const float* scales = layer_.scales + first * layer_.groups;
-        const QuantizedRows rows{weight, scales, to.data_ptr(), count, layer_.columns, layer_.groups, layer_.int4};
+        const int64_t group = first * layer_.groups;
+        const float* offsets = layer_.offsets ? layer_.offsets + group : nullptr;
+        const QuantizedRows rows{weight,         layer_.scales + group, offsets,       to.data_ptr(), count,
+                                 layer_.columns, layer_.groups,         layer_.int4};
         device_.run(op(), rows, wide);
       } else {
         torch::stable::copy_(to, torch::stable::narrow(weight_, 0, first, count));
@@ -166,7 +181,7 @@ struct LinearOps {
     Arguments& arguments_;
     const Tensor& input_;
     Tensor weight_;
-    OptionalTensor bias_, scales_;
+    OptionalTensor bias_, scales_, offsets_;
     std::vector<int64_t> shape_;
     int64_t rows_ = 0;
     LinearLayer layer_{};

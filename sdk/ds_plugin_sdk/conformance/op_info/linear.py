@@ -24,6 +24,7 @@ def _formula(
     weight: Tensor,
     bias: Tensor | None,
     scales: Tensor | None,
+    offsets: Tensor | None,
     residual: Tensor | None,
     activation: Activation,
     gated: bool,
@@ -31,6 +32,8 @@ def _formula(
     matrix = (_int4(weight) if weight.dtype == torch.uint8 else weight).to(torch.float64)
     if scales is not None:
         matrix = matrix * scales.repeat_interleave(matrix.shape[1] // scales.shape[1], dim=1)
+        if offsets is not None:
+            matrix = matrix + offsets.repeat_interleave(matrix.shape[1] // scales.shape[1], dim=1)
     hidden = input.to(torch.float64) @ matrix.T
     if bias is not None:
         hidden = hidden + bias
@@ -46,6 +49,11 @@ def _int4(pairs: Tensor) -> Tensor:
     return torch.stack([(bits >> shift) % 16 - 8 for shift in (0, 4, 8, 12)], dim=2).flatten(1)
 
 
+def _offsets(make: Make, scales: Tensor) -> Tensor:
+    """Of zero points from 4 to 12, so that sums stay of size one; symmetric weights have 8."""
+    return scales * (8 - make.integers(4, 13, *scales.shape).to(torch.float32))
+
+
 def _sample(
     make: Make,
     label: str,
@@ -55,6 +63,7 @@ def _sample(
     gated: bool,
     groups: int,
     bits: Literal[4, 8] = 8,
+    zeros: bool = False,
 ) -> Sample:
     inputs, columns, rows = shape
     # Sums of size one, whatever their length.
@@ -70,6 +79,7 @@ def _sample(
         "weight": weight,
         "bias": make.normal(rows),
         "scales": scales,
+        "offsets": _offsets(make, scales) if zeros and scales is not None else None,
         "residual": make.normal(inputs, out) if gated else None,
         "activation": activation,
         "gated": gated,
@@ -96,10 +106,13 @@ def _samples(make: Make) -> Iterator[Sample]:
     for number, shape in enumerate(_INT4_SHAPES):
         label, activation = f"{shape}, int4", ACTIVATIONS[number % len(ACTIVATIONS)]
         yield sample(label, "adversarial", shape, activation, number % 2 == 1, shape[1] // 64, 4)
+        label = f"{label}, zero points"
+        yield sample(label, "adversarial", shape, activation, number % 2 == 0, shape[1] // 64, 4, zeros=True)
     for shape in _REAL:
         yield sample(f"{shape}", "real", shape, "gelu_tanh", False, 0)
         yield sample(f"{shape}, int8", "real", shape, "silu", True, shape[1] // 128)
         yield sample(f"{shape}, int4", "real", shape, "silu", True, shape[1] // 128, 4)
+        yield sample(f"{shape}, int4, zero points", "real", shape, "silu", True, shape[1] // 128, 4, zeros=True)
 
 
 def _random(make: Make) -> Mapping[str, Any]:
@@ -121,6 +134,7 @@ def _random(make: Make) -> Mapping[str, Any]:
         "weight": weight if scales is not None else weight.to(make.dtype),
         "bias": make.normal(rows) if make.chance() else None,
         "scales": scales,
+        "offsets": _offsets(make, scales) if scales is not None and bits == 4 and make.chance() else None,
         "residual": make.normal(*leading, out) if make.chance() else None,
         "activation": make.pick(*ACTIVATIONS),
         "gated": gated,
@@ -128,7 +142,7 @@ def _random(make: Make) -> Mapping[str, Any]:
 
 
 def _schema_arguments(arguments: Mapping[str, Any]) -> Sequence[Any]:
-    names = ("input", "weight", "bias", "scales", "residual")
+    names = ("input", "weight", "bias", "scales", "offsets", "residual")
     return [*(arguments[name] for name in names), ACTIVATIONS.index(arguments["activation"]), arguments["gated"]]
 
 
@@ -142,7 +156,7 @@ OPS = (
         random=_random,
         schema_arguments=_schema_arguments,
         large=_large,
-        finite=("scales",),  # vectors are filled up with zeros
+        finite=("scales", "offsets"),  # vectors are filled up with zeros
         # Sums are of size one, with terms of either sign; a matrix product rounds them, and its weights, on the way.
         rtol={torch.float32: 1e-5, torch.bfloat16: 2**-6, torch.float16: 2**-9},
         atol={torch.float32: 1e-5, torch.bfloat16: 2**-5, torch.float16: 2**-8},

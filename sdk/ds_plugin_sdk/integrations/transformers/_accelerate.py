@@ -17,6 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from ds_plugin_sdk.errors import SdkError
 from ds_plugin_sdk.integrations.transformers import families
 from ds_plugin_sdk.integrations.transformers.attention import ATTENTION, register_attention
+from ds_plugin_sdk.integrations.transformers.int4 import is_int4, matrix_of
 from ds_plugin_sdk.integrations.transformers.loss import LossReplacement
 from ds_plugin_sdk.integrations.transformers.replacements import (
     DecoderReplacement,
@@ -32,7 +33,7 @@ from ds_plugin_sdk.integrations.transformers.understood import (
     name_of,
     norm_of,
 )
-from ds_plugin_sdk.integrations.transformers.weights import Matrix, Packer, Quantized, Weights
+from ds_plugin_sdk.integrations.transformers.weights import Packer, Quantized, Weights
 from ds_plugin_sdk.registry import load_kernels
 
 _FAMILIES_OF_OPS = ("linear", "attention", "norm", "rotary", "decoder_layer")
@@ -149,7 +150,8 @@ def accelerate(
         weights: ``"int8"`` to read linear layers' weights in 8 bits with a scale for each 128 of a row, or fewer;
             ``"int4"`` for 4 bits, but 8 for the layer that makes logits, and for rows that are no multiple of 64. The
             model's own parameters stay as they are, so that `Accelerated.remove` can bring them back: memory grows by
-            half (bfloat16), or a quarter. None keeps their dtype; parameters are moved into one block of memory.
+            half (bfloat16), or a quarter. None keeps their dtype; parameters are moved into one block of memory. Layers
+            that came in 4 bits (GPTQ, AWQ, torchao) keep them in any case, as copies in the layout of our op.
         loss: ``"chunked"`` to compute the loss of a causal language model in training, where labels are given and
             gradients recorded, some tokens at a time (`ds_plugin_sdk.nn.linear_cross_entropy`). Such a call returns no
             logits: they are None, or not in the tuple.
@@ -197,8 +199,8 @@ def _find_layers(model: transformers.PreTrainedModel, packer: Packer, found: _Fo
             if attention is not None:
                 found.replacements[name] = _decoder(module, attention, packer, rows[name.rpartition(".")[0]])
                 done.update(module.modules())
-            elif isinstance(module, nn.Linear | Conv1D):
-                matrix = Matrix(module, sensitive=module is head)
+            elif isinstance(module, nn.Linear | Conv1D) or is_int4(module):
+                matrix = matrix_of(module, sensitive=module is head)
                 packer.add(matrix)
                 found.replacements[name] = LinearReplacement(module, matrix)
             elif isinstance(module, nn.LayerNorm) or "RMSNorm" in type(module).__name__:

@@ -124,8 +124,7 @@ def linear(
     activation: int = _IDENTITY,
     gated: bool = False,
 ) -> Tensor:
-    weight, bias, scales = matrix.contents
-    result: Tensor = ops.linear(input, weight, bias, scales, residual, activation, gated)
+    result: Tensor = ops.linear(input, *matrix.contents, residual, activation, gated)
     return result
 
 

@@ -14,6 +14,7 @@ from transformers.models.qwen2 import modeling_qwen2 as qwen2
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from ds_plugin_sdk.integrations.transformers.decoder import Decoder
+from ds_plugin_sdk.integrations.transformers.int4 import matrix_of
 from ds_plugin_sdk.integrations.transformers.understood import (
     NotUnderstoodError,
     activation_of,
@@ -21,7 +22,6 @@ from ds_plugin_sdk.integrations.transformers.understood import (
     norm_of,
     same_code,
 )
-from ds_plugin_sdk.integrations.transformers.weights import Matrix
 
 # Classes of decoder layers -> what describes layers with their code, and where their attention is.
 FAMILIES: dict[type[nn.Module], tuple[Callable[[Any], Decoder], str]] = {}
@@ -57,10 +57,10 @@ def _gpt2(block: Any) -> Decoder:
     return Decoder(
         norm_of(block.ln_1),
         norm_of(block.ln_2),
-        qkv=Matrix(attn.c_attn),
-        output=Matrix(attn.c_proj),
-        mlp_in=Matrix(mlp.c_fc),
-        mlp_out=Matrix(mlp.c_proj),
+        qkv=matrix_of(attn.c_attn),
+        output=matrix_of(attn.c_proj),
+        mlp_in=matrix_of(mlp.c_fc),
+        mlp_out=matrix_of(mlp.c_proj),
         heads=attn.num_heads,
         kv_heads=attn.num_heads,
         head_dim=attn.head_dim,
@@ -75,10 +75,10 @@ def _opt(layer: Any) -> Decoder:
     return Decoder(
         norm_of(layer.self_attn_layer_norm),
         norm_of(layer.final_layer_norm),
-        qkv=Matrix(attn.q_proj, attn.k_proj, attn.v_proj),
-        output=Matrix(attn.out_proj),
-        mlp_in=Matrix(layer.fc1),
-        mlp_out=Matrix(layer.fc2),
+        qkv=matrix_of(attn.q_proj, attn.k_proj, attn.v_proj),
+        output=matrix_of(attn.out_proj),
+        mlp_in=matrix_of(layer.fc1),
+        mlp_out=matrix_of(layer.fc2),
         heads=attn.num_heads,
         kv_heads=attn.num_heads,
         head_dim=attn.head_dim,
@@ -94,17 +94,17 @@ def _llama(layer: Any) -> Decoder:
     head_norms = same_code(type(attn).forward, qwen3.Qwen3Attention.forward)
     check_code(attn, llama.LlamaAttention, mistral.MistralAttention, qwen2.Qwen2Attention, qwen3.Qwen3Attention)
     check_code(mlp, llama.LlamaMLP)
-    head_dim = attn.head_dim
+    head_dim, qkv = attn.head_dim, matrix_of(attn.q_proj, attn.k_proj, attn.v_proj)
     return Decoder(
         norm_of(layer.input_layernorm),
         norm_of(layer.post_attention_layernorm),
-        qkv=Matrix(attn.q_proj, attn.k_proj, attn.v_proj),
-        output=Matrix(attn.o_proj),
+        qkv=qkv,
+        output=matrix_of(attn.o_proj),
         # The op multiplies the first half by the activation of the second.
-        mlp_in=Matrix(mlp.up_proj, mlp.gate_proj),
-        mlp_out=Matrix(mlp.down_proj),
-        heads=attn.q_proj.out_features // head_dim,
-        kv_heads=attn.k_proj.out_features // head_dim,
+        mlp_in=matrix_of(mlp.up_proj, mlp.gate_proj),
+        mlp_out=matrix_of(mlp.down_proj),
+        heads=qkv.rows[0] // head_dim,
+        kv_heads=qkv.rows[1] // head_dim,
         head_dim=head_dim,
         scale=attn.scaling,
         activation=activation_of(mlp.act_fn),

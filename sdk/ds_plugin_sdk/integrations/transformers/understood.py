@@ -99,15 +99,20 @@ def name_of(module: nn.Module) -> str:
 
 def check_own_code(module: nn.Module) -> None:
     """Raise `NotUnderstoodError` unless a call of the module is a call of its class's forward, as it was written."""
-    check_no_other_forward(module)
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    if any(hooks) and not _are_idle(hooks):
-        raise NotUnderstoodError(f"{name_of(module)} has hooks")
+    check_only_its_class(module)
     kind = type(module)
     code = kind.forward
     written = (code.__module__, code.__qualname__) == (kind.__module__, f"{kind.__qualname__}.forward")
     if not written or hasattr(code, "__wrapped__"):
         raise NotUnderstoodError(f"the forward of {name_of(module)} is not that of its class")
+
+
+def check_only_its_class(module: nn.Module) -> None:
+    """Raise `NotUnderstoodError` unless a call of the module is a call of its class's forward and nothing else."""
+    check_no_other_forward(module)
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    if any(hooks) and not _are_idle(hooks):
+        raise NotUnderstoodError(f"{name_of(module)} has hooks")
 
 
 def hooks_of(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
@@ -298,17 +303,22 @@ def _ignores_training(module: nn.Module) -> bool:
 
 
 class Place(NamedTuple):
-    """Where a parameter is kept.
+    """Where a parameter, or a buffer, is kept.
 
     Attributes:
         moved: whether it was moved into other memory, where it must stay.
         counted: whether changes of its numbers matter, as far as torch counts them.
     """
 
-    owner: dict[str, nn.Parameter | None]
+    owner: dict[str, Any]
     name: str
     moved: bool = True
     counted: bool = False
+
+    @property
+    def tensor(self) -> Any:
+        """What is there now, or None."""
+        return self.owner.get(self.name)
 
 
 class Snapshot:
@@ -322,7 +332,7 @@ class Snapshot:
         self._some = [parameter for parameter in self._all if parameter is not None]
         self._dtypes = [*map(_dtype, self._some)]
         found = [(p, place) for p, place in zip(self._all, self.places, strict=True) if p is not None]
-        self.moved: list[nn.Parameter] = [parameter for parameter, place in found if place.moved]
+        self.moved: list[Tensor] = [parameter for parameter, place in found if place.moved]
         self.addresses = [*map(Tensor.data_ptr, self.moved)]
         self._counted = [parameter for parameter, place in found if place.counted]
         self._versions = [*map(_version, self._counted)]
@@ -335,6 +345,6 @@ class Snapshot:
             and [*map(_version, self._counted)] == self._versions
         )
 
-    def counts(self, parameter: nn.Parameter) -> bool:
+    def counts(self, parameter: Tensor) -> bool:
         """Whether changes of its numbers matter."""
         return any(parameter is counted for counted in self._counted)

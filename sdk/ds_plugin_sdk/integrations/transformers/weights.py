@@ -37,15 +37,69 @@ _packing = threading.Lock()
 
 
 class Contents(NamedTuple):
-    """What a product reads: `weight` ``[out, in]``, `bias` ``[out]`` or None, `scales` if it is quantized."""
+    """What a product reads, as `ds_plugin::linear` takes it.
+
+    Attributes:
+        weight: ``[out, in]``, of the input's dtype or quantized.
+        bias: ``[out]``, or None.
+        scales, offsets: ``[out, groups]`` of quantized weights, or None.
+    """
 
     weight: Tensor
     bias: Tensor | None
     scales: Tensor | None = None
+    offsets: Tensor | None = None
 
 
 class Matrix:
     """The weights of one linear layer, or of several with the same input, one after the other.
+
+    Attributes:
+        layers: that have them.
+        contents: what products read.
+        dtype, device: of inputs that they serve.
+        held: the layers' tensors when `contents` were made.
+    """
+
+    layers: Sequence[nn.Module]
+    contents: Contents
+    dtype: torch.dtype
+    device: torch.device
+    held: Snapshot
+
+    @property
+    def parameters(self) -> Sequence[Tensor]:
+        """The tensors of the layers, each of which can be in one matrix only."""
+        raise NotImplementedError
+
+    @property
+    def rows(self) -> list[int]:
+        """Outputs of each layer."""
+        raise NotImplementedError
+
+    def bytes(self, weights: Weights) -> int:
+        """Of an arena, which it needs."""
+        raise NotImplementedError
+
+    def pack(self, arena: Arena, weights: Weights) -> None:
+        """Make the contents, in the arena."""
+        raise NotImplementedError
+
+    def doubt(self) -> None:
+        """The parameters may have been changed without torch's counting it, through ``.data``."""
+        raise NotImplementedError
+
+    def follow(self, compare: bool) -> bool:
+        """Make sure that the contents are those of the layers; False if they cannot be.
+
+        Args:
+            compare: look at a sample of the tensors too, for changes that torch does not count: through ``.data``.
+        """
+        raise NotImplementedError
+
+
+class PlainMatrix(Matrix):
+    """That of plain layers.
 
     Parameters are moved into the matrix, not copied, so that whatever changes them changes the matrix. Only quantized
     weights are copies; `follow` makes them again when the parameters have changed.
@@ -61,11 +115,8 @@ class Matrix:
     def __init__(self, *layers: nn.Module, sensitive: bool = False) -> None:
         self.layers = layers
         self._sensitive = sensitive
-        self.contents: Contents
-        self.dtype: torch.dtype  # of the parameters when `contents` were made, as is the device
-        self.device: torch.device
         self._weights: Weights = None
-        self.held = Snapshot()  # of the parameters when `contents` were made
+        self.held = Snapshot()
         self._doubted = False
         self._samples: list[Tensor] = []
         for layer in layers:
@@ -75,14 +126,17 @@ class Matrix:
         self._check()
 
     @property
-    def parameters(self) -> list[nn.Parameter]:
+    def parameters(self) -> Sequence[nn.Parameter]:
         found = [layer._parameters[name] for layer in self.layers for name in ("weight", "bias")]
         return [parameter for parameter in found if parameter is not None]
 
+    @property
+    def rows(self) -> list[int]:
+        return [_rows(layer).shape[0] for layer in self.layers]
+
     def bytes(self, weights: Weights) -> int:
-        """Of an arena, which its weights and biases need."""
         itemsize, bits = self.dtype.itemsize, self._bits(weights) or 8 * self.dtype.itemsize
-        rows = sum(_rows(layer).shape[0] for layer in self.layers)
+        rows = sum(self.rows)
         return padded(rows * _rows(self.layers[0]).shape[1] * bits // 8) + padded(rows * itemsize)
 
     def _bits(self, weights: Weights) -> Literal[4, 8] | None:
@@ -96,7 +150,7 @@ class Matrix:
         bias = self._move_biases(arena)
         if weights:
             self.contents = self._quantize(arena, bias)
-            self._samples = [_sample(_weight(layer)) for layer in self.layers]
+            self._samples = [sample(_weight(layer)) for layer in self.layers]
         else:
             self.contents = Contents(_move(arena, [_rows(layer) for layer in self.layers], self._set_rows), bias)
         self.held = Snapshot(self._place(layer, name) for layer in self.layers for name in layer._parameters)
@@ -108,15 +162,9 @@ class Matrix:
         return Place(layer._parameters, name, weight or len(self.layers) > 1, weight and self._weights is not None)
 
     def doubt(self) -> None:
-        """The parameters may have been changed without torch's counting it, through ``.data``."""
         self._doubted = self._weights is not None
 
     def follow(self, compare: bool) -> bool:
-        """Make sure that the contents are those of the parameters; False if they cannot be.
-
-        Args:
-            compare: look at a sample of the parameters too, for changes that torch does not count: through ``.data``.
-        """
         if not self._doubted and self.held.holds() and not (compare and self._weights and self._differs()):
             return True
         return self._pack_again()
@@ -147,7 +195,7 @@ class Matrix:
     def _differs(self) -> bool:
         return not all(
             now.shape == then.shape and torch.equal(now, then)
-            for now, then in zip((_sample(_weight(layer)) for layer in self.layers), self._samples, strict=True)
+            for now, then in zip((sample(_weight(layer)) for layer in self.layers), self._samples, strict=True)
         )
 
     def _quantize(self, arena: Arena, bias: Tensor | None) -> Contents:
@@ -279,7 +327,8 @@ def _rows(layer: nn.Module) -> Tensor:
     return weight.t() if type(layer) is Conv1D else weight
 
 
-def _sample(weight: Tensor) -> Tensor:
+def sample(weight: Tensor) -> Tensor:
+    """Some of its elements, which tell whether it has changed."""
     flat = weight.detach().view(-1) if weight.is_contiguous() else weight.detach().flatten()
     return flat[:: max(1, flat.numel() // _SAMPLES)].clone()
 
@@ -302,4 +351,4 @@ def _give_back(matrix: Matrix) -> None:
             parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
 
 
-__all__ = ["Arena", "Contents", "Matrix", "Packer", "Quantized", "Weights", "padded"]
+__all__ = ["Arena", "Contents", "Matrix", "Packer", "PlainMatrix", "Quantized", "Weights", "padded", "sample"]

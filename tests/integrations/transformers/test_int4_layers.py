@@ -1,0 +1,348 @@
+"""Layers that came in 4 bits, as GPTQ, AWQ and torchao lay them out: what is taken over, and what is left alone."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from int4_layers import AwqLinear, Drawn, GptqLinear, levels_of, put_into
+from torch import Tensor, nn
+
+from counted_calls import CountedCalls
+
+with warnings.catch_warnings():
+    # transformers' own dependencies warn of each other's releases.
+    warnings.simplefilter("ignore")
+    import transformers
+
+from ds_plugin_sdk.integrations.transformers import accelerate
+from ds_plugin_sdk.integrations.transformers.int4 import matrix_of, read_awq, read_gptq, read_torchao
+from ds_plugin_sdk.integrations.transformers.understood import NotUnderstoodError
+from ds_plugin_sdk.ops.linear import dequantize_weight
+
+pytestmark = [pytest.mark.compiler, pytest.mark.usefixtures("kernels")]
+
+_SIZES = {"vocab_size": 96, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+CONFIGS: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
+    "llama": lambda: transformers.LlamaConfig(**_SIZES, intermediate_size=256, num_key_value_heads=2),
+    "qwen2": lambda: transformers.Qwen2Config(**_SIZES, intermediate_size=256, num_key_value_heads=2),
+    "opt": lambda: transformers.OPTConfig(**_SIZES, ffn_dim=256, word_embed_proj_dim=128),
+}
+MAKERS: dict[str, Callable[..., nn.Module]] = {
+    "gptq, format 1": GptqLinear,
+    "gptq, format 2": functools.partial(GptqLinear, format=2),
+    "awq": AwqLinear,
+}
+
+
+def make(name: str, maker: str, dtype: torch.dtype = torch.float32, group: int = 64, symmetric: bool = False) -> Any:
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name]()).eval()
+    for parameter in model.parameters():  # biases are zero at first
+        if not parameter.any():
+            nn.init.normal_(parameter)
+    model = model.to(dtype)
+    put_into(model, functools.partial(MAKERS[maker], dtype=dtype), group, symmetric)
+    model.generation_config.eos_token_id = None
+    return model
+
+
+@torch.no_grad()
+def logits(model: Any, count: int = 9) -> Tensor:
+    tokens = torch.randint(3, 96, (2, count), generator=torch.Generator().manual_seed(1))
+    result: Tensor = model(tokens).logits
+    return result
+
+
+def generate(model: Any) -> Any:
+    ids = torch.tensor([[5, 6, 7], [8, 9, 10]])
+    mask = torch.ones_like(ids)
+    return model.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False, pad_token_id=0)
+
+
+# ---------------------------------------------------------------------- layouts
+@pytest.mark.parametrize("group", [64, 128, 256])
+def test_layouts_are_read(group: int) -> None:
+    """The levels, scales and zero points that were put in, exactly; format 1 of GPTQ is the second that is found."""
+    drawn = Drawn(256, 40, group, seed=group)
+    drawn.zeros[0, :2] = torch.tensor([0, 15])
+    first, second = (GptqLinear(drawn, format=number) for number in (1, 2))
+    awq = AwqLinear(drawn)
+    qdata, scale, zero = (drawn.levels - 8).t().to(torch.int8), drawn.scales.t(), (drawn.zeros - 8).t().to(torch.int8)
+    found = {
+        "format 1": read_gptq(first.qweight, first.qzeros, first.scales)[1],
+        "format 2": read_gptq(second.qweight, second.qzeros, second.scales)[0],
+        "awq": read_awq(awq.qweight, awq.qzeros, awq.scales)[0],
+        "torchao": read_torchao(qdata, scale, zero)[0],
+    }
+    for name, weights in found.items():
+        assert torch.equal(weights.dequantized(), drawn.weight()), name
+
+
+def test_format_1_of_gptq_has_sixteen_too() -> None:
+    """15 stands for 16 where nothing wraps."""
+    drawn = Drawn(64, 8, 64)
+    drawn.zeros[:] = 16
+    layer = GptqLinear(drawn)
+    assert torch.equal(read_gptq(layer.qweight, layer.qzeros, layer.scales)[2].dequantized(), drawn.weight())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("maker", MAKERS)
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_a_matrix_is_what_the_layers_stand_for(maker: str, symmetric: bool, dtype: torch.dtype) -> None:
+    """Of two layers in one, of which one has a bias: the definition in float64, but for float32's rounding."""
+    drawn = [Drawn(256, rows, 128, symmetric=symmetric, seed=rows) for rows in (24, 40)]
+    bias = torch.randn(24)
+    matrix = matrix_of(MAKERS[maker](drawn[0], bias, dtype=dtype), MAKERS[maker](drawn[1], dtype=dtype))
+    weight, joined, scales, offsets = matrix.contents
+    assert weight.dtype == torch.uint8
+    assert scales is not None
+    assert (offsets is None) == symmetric
+    # The scales are those of the dtype.
+    for each in drawn:
+        each.scales = each.scales.to(dtype).float()
+    exact = torch.cat([each.weight() for each in drawn])
+    wide = None if offsets is None else offsets.double()
+    actual = dequantize_weight(weight, scales.double(), torch.float64, offsets=wide)
+    torch.testing.assert_close(actual, exact, rtol=0, atol=2**-23 * 16 / 32)
+    assert joined is not None
+    assert torch.equal(joined, torch.cat([bias.to(dtype), torch.zeros(40, dtype=dtype)]))
+    assert matrix.rows == [24, 40]
+    assert matrix.dtype == dtype
+
+
+class Wrapping(GptqLinear):
+    """15 in format 1 is 0, as in gptqmodel; 16 elsewhere."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        zeros = (levels_of(self.qzeros, 1) + 1) & 15
+        of = self.g_idx.long()
+        return x @ (self.scales[of] * (levels_of(self.qweight, 0) - zeros[of]))
+
+
+@pytest.mark.parametrize(("kind", "zero"), [(GptqLinear, 16), (Wrapping, 0)])
+def test_the_layer_says_what_the_last_zero_point_is(kind: type[GptqLinear], zero: int) -> None:
+    """One of 160 zero points, 15 in its word, is 0 or 16."""
+    drawn = Drawn(256, 40, 64)
+    drawn.zeros[2, 7] = zero
+    layer = kind(drawn)
+    assert int(levels_of(layer.qzeros, 1)[2, 7]) == 15
+    matrix = matrix_of(layer)
+    assert matrix.contents.offsets is not None
+    assert torch.equal(matrix.contents.offsets, (drawn.scales * (8 - drawn.zeros)).t())
+
+
+# ---------------------------------------------------------------------- models
+@pytest.mark.parametrize("maker", MAKERS)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_models_of_others_run_whole(name: str, maker: str) -> None:
+    model = make(name, maker)
+    expected, plain = logits(model), generate(model)
+    with accelerate(model) as handle, CountedCalls() as counted:
+        assert len(handle.layers) == 2, str(handle)
+        torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-4)
+        assert torch.equal(generate(model), plain)
+    assert counted.calls["decoder_layer"] == 2 * 13
+    assert not any("forward" in vars(module) for module in model.modules())
+    assert torch.equal(logits(model), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_in_sixteen_bits(dtype: torch.dtype, symmetric: bool) -> None:
+    """No further from float32 than the layers' own code, for a prompt and for many inputs."""
+    model = make("llama", "gptq, format 1", dtype, symmetric=symmetric)
+    exact = make("llama", "gptq, format 1", dtype, symmetric=symmetric).float()
+    for count in (9, 80):
+        reference, plain = logits(exact, count), logits(model, count).float()
+        with accelerate(model) as handle:
+            assert len(handle.layers) == 2, str(handle)
+            ours = logits(model, count).float()
+        assert float((ours - reference).abs().mean()) <= 1.2 * float((plain - reference).abs().mean()) + 1e-3
+
+
+def test_a_layer_alone() -> None:
+    model = make("llama", "awq")
+    model.model.layers[0].mlp.down_proj.register_forward_hook(lambda *_: None)
+    expected = logits(model)
+    with accelerate(model) as handle:
+        assert handle.layers == ["model.layers.1"]
+        assert len([name for name in handle.linear if name.startswith("model.layers.0")]) == 6
+        assert "hooks" in handle.left["model.layers.0.mlp.down_proj"]
+        torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-4)
+
+
+# ---------------------------------------------------------------------- left alone
+class Rounding(GptqLinear):
+    """As layers that quantize their inputs to 8 bits, each row with its own scale."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = x.abs().amax(-1, keepdim=True) / 127
+        return super().forward((x / scale).round() * scale)
+
+
+class WithMore(GptqLinear):
+    """As layers with an adapter."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + 0.02 * x.mean(-1, keepdim=True)
+
+
+class OfOnePlace(GptqLinear):
+    """Computes what its tensors say, but for one zero point."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.qzeros[1, 2] += 16
+        result = super().forward(x)
+        self.qzeros[1, 2] -= 16
+        return result
+
+
+class Failing(GptqLinear):
+    def forward(self, x: Tensor) -> Tensor:
+        raise ImportError("no kernels for this machine")
+
+
+class WithMask(GptqLinear):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return super().forward(x) * mask
+
+
+def _drawn(**options: Any) -> Drawn:
+    return Drawn(256, 40, **{"group": 64, **options})
+
+
+def _with(name: str, change: Callable[[Tensor], Tensor], layer: nn.Module | None = None) -> nn.Module:
+    layer = GptqLinear(_drawn()) if layer is None else layer
+    layer._buffers[name] = change(layer._buffers[name])  # type: ignore[arg-type]  # it has the buffer
+    return layer
+
+
+LEFT: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "desc_act": (
+        lambda: GptqLinear(_drawn(), order=(torch.arange(256) // 64)[torch.randperm(256)]),
+        "desc_act",
+    ),
+    "small groups": (lambda: GptqLinear(_drawn(group=32)), "multiples of 64"),
+    "inputs in 8 bits": (lambda: Rounding(_drawn()), "does not compute"),
+    "inputs in 8 bits, bfloat16": (lambda: Rounding(_drawn(), dtype=torch.bfloat16), "does not compute"),
+    "adapter": (lambda: WithMore(_drawn()), "does not compute"),
+    "a zero point": (lambda: OfOnePlace(_drawn(), dtype=torch.bfloat16), "does not compute"),
+    "another order in words": (lambda: AwqLinear(_drawn(), order=tuple(range(8))), "does not compute"),
+    "no kernels": (lambda: Failing(_drawn()), "no kernels for this machine"),
+    "another argument": (lambda: WithMask(_drawn()), "could not be called"),
+    "shapes": (lambda: _with("qweight", lambda words: words[:, :32]), "no layout"),
+    "8 bits": (lambda: _with("qzeros", lambda words: words.repeat(1, 2)), "no layout"),
+    "dtypes": (lambda: _with("qweight", lambda words: words.to(torch.int64)), "int32"),
+    "bias": (lambda: _with("bias", lambda bias: bias.double(), GptqLinear(_drawn(), torch.ones(40))), "bias"),
+    "float64": (lambda: GptqLinear(_drawn()).double(), "float64"),
+    "meta": (lambda: GptqLinear(_drawn()).to("meta"), "no plain tensor"),
+}
+
+
+@pytest.mark.parametrize("case", LEFT)
+def test_what_is_not_known_for_certain_is_left_alone(case: str) -> None:
+    layer, why = LEFT[case][0](), LEFT[case][1]
+    with pytest.raises(NotUnderstoodError, match=why):
+        matrix_of(layer)
+
+
+def test_layers_that_do_not_fit_together_are_no_matrix() -> None:
+    with pytest.raises(NotUnderstoodError, match="several sizes"):
+        matrix_of(GptqLinear(_drawn()), GptqLinear(_drawn(group=128)))
+    with pytest.raises(NotUnderstoodError, match="is none"):
+        matrix_of(GptqLinear(_drawn()), nn.Linear(256, 40))
+
+
+def test_a_model_with_an_order_of_its_own_runs_its_own_code() -> None:
+    model = make("llama", "gptq, format 1")
+    for layer in model.model.layers:
+        layer.mlp.up_proj.g_idx = layer.mlp.up_proj.g_idx.flip(0)
+    expected = logits(model)
+    with accelerate(model) as handle:
+        assert handle.layers == []
+        assert "desc_act" in handle.left["model.layers.0.mlp.up_proj"]
+        assert "model.layers.0.mlp.down_proj" in handle.linear
+        torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-4)
+
+
+# ---------------------------------------------------------------------- later
+def change_in_place(layer: Any) -> None:
+    layer.scales.mul_(2)
+
+
+def change_through_data(layer: Any) -> None:
+    layer.scales.data *= 2
+
+
+def assign(layer: Any) -> None:
+    layer.qzeros = layer.qzeros + 0x1111
+
+
+def load(layer: Any) -> None:
+    layer.load_state_dict({**layer.state_dict(), "scales": 2 * layer.scales})
+
+
+def add_hook(layer: Any) -> None:
+    layer.register_forward_hook(lambda _, __, output: 2 * output)
+
+
+CHANGES = [change_in_place, change_through_data, assign, load, add_hook]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@pytest.mark.parametrize("maker", ["gptq, format 2", "awq"])
+def test_what_is_changed_later_counts(maker: str, change: Callable[[Any], None]) -> None:
+    model, plain = make("llama", maker), make("llama", maker)
+    with accelerate(model):
+        before = logits(model)
+        for each in (model, plain):
+            change(each.model.layers[1].mlp.up_proj)
+        ours = logits(model)
+        assert not torch.allclose(ours, before, atol=1e-2)
+        torch.testing.assert_close(ours, logits(plain), rtol=1e-4, atol=1e-4)
+
+
+def test_a_copy_is_a_plain_model() -> None:
+    model = make("llama", "awq")
+    with accelerate(model):
+        other = copy.deepcopy(model)
+        expected = logits(model)
+    with CountedCalls() as counted:
+        torch.testing.assert_close(logits(other), expected, rtol=1e-4, atol=1e-4)
+    assert counted.calls["decoder_layer"] == counted.calls["linear"] == 0
+
+
+# ---------------------------------------------------------------------- torchao
+# torchao uses functions of torch's that torch calls deprecated.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("mapping", ["SYMMETRIC", "ASYMMETRIC"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_weights_of_torchao(dtype: torch.dtype, mapping: str) -> None:
+    quantization = pytest.importorskip(
+        "torchao.quantization", reason="torchao comes with the extra `test` on x86-64, where it has wheels"
+    )
+    primitives = pytest.importorskip("torchao.quantization.quant_primitives")
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGS["qwen2"]()).eval().to(dtype)
+    config = quantization.IntxWeightOnlyConfig(
+        torch.int4, quantization.PerGroup(64), mapping_type=primitives.MappingType[mapping]
+    )
+    quantization.quantize_(model.model, config)
+    expected = logits(model)
+    with accelerate(model) as handle, CountedCalls() as counted:
+        assert len(handle.layers) == 2, str(handle)
+        ours = logits(model)
+        contents = handle._found.replacements["model.layers.0"].layer.qkv.contents  # type: ignore[attr-defined]
+    assert counted.calls["decoder_layer"] == 2
+    assert contents.weight.dtype == torch.uint8
+    assert (contents.offsets is None) == (mapping == "SYMMETRIC")
+    bound = 1e-4 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(ours, expected, rtol=bound, atol=bound)
+    assert torch.equal(logits(model), expected)
