@@ -65,13 +65,39 @@ __attribute__((noinline)) void dot_rows(const Dots& dots, int64_t rows, int64_t 
   if (m < inputs) tiles(Constant<2>{}, Constant<1>{}, m);
 }
 
-// What the offsets of a row of weights add to its sum with an input: not part of the products' loops, which stay as
-// they are for weights without.
-__attribute__((noinline)) float offset_of(const LinearTask& task, int64_t row, int64_t input) {
-  const Dots dots{task.groups, task.groups, 1, 0};
-  float sum;
-  dot_tile<1, 1>(dots, task.offsets + row * task.groups, nullptr, task.group_sums + input * task.groups, &sum, 1);
-  return sum;
+// Adds what the offsets of `rows` rows from `first` on make of an input to its sums.
+template <int rows>
+DS_KERNELS_INLINE void add_offsets(const LinearTask& task, int64_t first, const float* group_sums, float* sums) {
+  const float* offsets = task.offsets + first * task.groups;
+  Floats wide[rows] = {};
+  int64_t group = 0;
+  for (; group + kLanes <= task.groups; group += kLanes) {
+    const Floats values = load(group_sums + group);
+    DS_KERNELS_UNROLL
+    for (int r = 0; r < rows; ++r) wide[r] += load(offsets + r * task.groups + group) * values;
+  }
+  if (group != 0) {
+    for (int r = 0; r < rows; ++r) sums[r] += sum_of(wide[r]);
+  }
+  float rest[rows] = {};
+  for (; group < task.groups; ++group) {
+    DS_KERNELS_UNROLL
+    for (int r = 0; r < rows; ++r) rest[r] += offsets[r * task.groups + group] * group_sums[group];
+  }
+  for (int r = 0; r < rows; ++r) sums[r] += rest[r];
+}
+
+// The same for `count` rows, several side by side, since the few additions of one wait for each other. It is no part of
+// the products' loops, which stay as they are for weights without offsets.
+__attribute__((noinline)) void add_offsets(const LinearTask& task, int64_t first, int64_t count, int64_t input,
+                                           float* sums) {
+  constexpr int kSideBySide = 8;
+  const float* group_sums = task.group_sums + input * task.groups;
+  int64_t r = 0;
+  for (; r + kSideBySide <= count; r += kSideBySide) {
+    add_offsets<kSideBySide>(task, first + r, group_sums, sums + r);
+  }
+  for (; r < count; ++r) add_offsets<1>(task, first + r, group_sums, sums + r);
 }
 
 // Bias, activation, gate and residual of `count` outputs of one input. Not inline: each copy takes long to compile.
@@ -123,6 +149,10 @@ struct Linear {
       const int64_t first = begin + o;
       float sums[2][kBlock];
       for (int64_t r = 0; r < count; ++r) dot_one(task, first + r, apart, r < pairs, sums[0][r], sums[1][r]);
+      if (task.offsets) {
+        add_offsets(task, first, count, 0, sums[0]);
+        add_offsets(task, first + apart, pairs, 0, sums[1]);
+      }
       finish<Element>(task, sums[0], task.gated ? sums[1] : nullptr, 0, first, count);
       if (!task.gated) finish<Element>(task, sums[1], nullptr, 0, first + apart, pairs);
     }
@@ -133,14 +163,6 @@ struct Linear {
     const Dots dots{task.columns, apart * task.stride, task.groups, apart * task.groups};
     const auto* weight = static_cast<const Weight*>(task.weight) + row * task.stride;
     const float* scales = task.scales ? task.scales + row * task.groups : nullptr;
-    multiply(task, dots, weight, scales, pair, first, second);
-    if (!task.offsets) return;
-    first += offset_of(task, row, 0);
-    if (pair) second += offset_of(task, row + apart, 0);
-  }
-
-  static void multiply(const LinearTask& task, const Dots& dots, const Weight* weight, const float* scales, bool pair,
-                       float& first, float& second) {
     const auto dot = [&](auto input) {
       if (!pair) return dot_tile<1, 1>(dots, weight, scales, input, &first, 1);
       float both[2];
@@ -180,9 +202,7 @@ struct Linear {
       dot_rows(dots, rows, inputs, from, scales, inputs_from(task.widened, dots, first_input), sums + r);
     }
     if (!task.offsets) return;
-    for (int64_t m = 0; m < inputs; ++m) {
-      for (int64_t r = 0; r < count; ++r) sums[m * kBlock + r] += offset_of(task, first + r, first_input + m);
-    }
+    for (int64_t m = 0; m < inputs; ++m) add_offsets(task, first, count, first_input + m, sums + m * kBlock);
   }
 };
 

@@ -339,7 +339,8 @@ def test_weights_of_torchao(dtype: torch.dtype, mapping: str) -> None:
     with accelerate(model) as handle, CountedCalls() as counted:
         assert len(handle.layers) == 2, str(handle)
         ours = logits(model)
-        contents = handle._found.replacements["model.layers.0"].layer.qkv.contents  # type: ignore[attr-defined]
+        replacement: Any = handle._found.replacements["model.layers.0"]
+        contents = replacement.layer.qkv.contents
     assert counted.calls["decoder_layer"] == 2
     assert contents.weight.dtype == torch.uint8
     assert (contents.offsets is None) == (mapping == "SYMMETRIC")
