@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# What a layer in one call calls: torch shows a mode the one call only.
-_OF_A_LAYER = {"decoder_layer": 1, "linear": 4, "cached_attention": 1}
+# Where the schema has the scales of an int8 cache.
+_KEY_SCALES = 3
 
 
 class CountedCalls(TorchDispatchMode):
@@ -28,6 +28,12 @@ class CountedCalls(TorchDispatchMode):
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         namespace, _, name = op._schema.name.partition("::")
         if namespace in ("ds_plugin", "ds_plugin_calls"):
-            self.calls.update(_OF_A_LAYER if name == "decoder_layer" else {name: 1})
+            self.calls.update(_of_a_layer(args) if name == "decoder_layer" else {name: 1})
             self.devices |= {arg.device.type for arg in args if isinstance(arg, torch.Tensor)}
         return op(*args, **(kwargs or {}))
+
+
+def _of_a_layer(args: Any) -> dict[str, int]:
+    """What a layer in one call calls: torch shows a mode the one call only."""
+    attention = "cached_attention" if args[_KEY_SCALES] is None else "cached_attention_int8"
+    return {"decoder_layer": 1, "linear": 4, attention: 1}

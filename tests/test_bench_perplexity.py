@@ -29,6 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = transformers.GPT2Config(
         vocab_size=264, n_positions=32, n_embd=64, n_layer=1, n_head=2, initializer_range=0.5
     )
+    config.use_cache = False  # as trainers leave it behind
     transformers.GPT2LMHeadModel(config).save_pretrained(folder)
     transformers.ByT5Tokenizer(extra_ids=0).save_pretrained(folder)
     return folder
@@ -53,6 +54,17 @@ def test_it_is_the_exponential_of_the_mean_loss(folder: Path, text: Path) -> Non
     assert rows["ours"].loss == pytest.approx(loss, rel=1e-4)
     errors = [abs(rows[name].loss - loss) for name in ("ours", "ours, int8", "ours, int4")]
     assert errors[0] < errors[1] < errors[2] < 0.2 * loss  # each reads other weights
+    assert errors[0] < abs(rows[perplexity.CACHE].loss - loss) < 0.01 * loss
+
+
+def test_a_model_without_whole_layers_has_no_row_of_an_int8_cache(folder: Path, text: Path, tmp_path: Path) -> None:
+    config = transformers.GPTNeoXConfig(
+        vocab_size=264, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
+    )
+    transformers.GPTNeoXForCausalLM(config).save_pretrained(tmp_path / "model")
+    transformers.ByT5Tokenizer(extra_ids=0).save_pretrained(tmp_path / "model")
+    rows = perplexity.run(tmp_path / "model", text, "float32", length=16, most=1)
+    assert [row.implementation for row in rows] == [perplexity.PLAIN, "ours", "ours, int8", "ours, int4"]
 
 
 def test_what_cannot_be_compared_is_an_error(folder: Path, text: Path, tmp_path: Path) -> None:

@@ -6,16 +6,47 @@
 namespace ds_kernels::cpu {
 namespace {
 
-template <class Element>
+// `Cached`: the elements of the caches, `Element` or int8_t.
+template <class Element, class Cached>
 struct AttentionOf {
-  // Copies those of the new tokens whose positions are in [begin, end).
+  static constexpr bool kQuantized = std::is_same_v<Cached, int8_t>;
+
+  static Cached* key_cache(const Attention& task, int64_t b, int64_t h, int64_t position) {
+    return static_cast<Cached*>(task.key_cache) + task.key_cache_strides.at(b, h, position);
+  }
+  static Cached* value_cache(const Attention& task, int64_t b, int64_t h, int64_t position) {
+    return static_cast<Cached*>(task.value_cache) + task.value_cache_strides.at(b, h, position);
+  }
+  static float* key_scale(const Attention& task, int64_t b, int64_t h, int64_t position) {
+    return kQuantized ? task.key_scales + task.key_scales_strides.at(b, h, position) : nullptr;
+  }
+  static float* value_scale(const Attention& task, int64_t b, int64_t h, int64_t position) {
+    return kQuantized ? task.value_scales + task.value_scales_strides.at(b, h, position) : nullptr;
+  }
+
+  // Appends those of the new tokens whose positions are in [begin, end).
   static void append(const Attention& task, int64_t b, int64_t h, int64_t begin, int64_t end) {
-    const int64_t bytes = task.head_dim * sizeof(Element);
     for (int64_t t = begin > task.past ? begin - task.past : 0; t < end - task.past; ++t) {
-      __builtin_memcpy(static_cast<Element*>(task.key_cache) + task.key_cache_strides.at(b, h, task.past + t),
-                       static_cast<const Element*>(task.key) + task.key_strides.at(b, h, t), bytes);
-      __builtin_memcpy(static_cast<Element*>(task.value_cache) + task.value_cache_strides.at(b, h, task.past + t),
-                       static_cast<const Element*>(task.value) + task.value_strides.at(b, h, t), bytes);
+      const int64_t position = task.past + t;
+      keep(static_cast<const Element*>(task.key) + task.key_strides.at(b, h, t), task.head_dim,
+           key_cache(task, b, h, position), key_scale(task, b, h, position));
+      keep(static_cast<const Element*>(task.value) + task.value_strides.at(b, h, t), task.head_dim,
+           value_cache(task, b, h, position), value_scale(task, b, h, position));
+    }
+  }
+
+  static void keep(const Element* row, int64_t head_dim, Cached* to, float* scale) {
+    if constexpr (kQuantized) {
+      ds_kernels::Range<true> range;
+      for_each_vector(head_dim, [&](int64_t i, auto memory) { range.include(memory.load(row + i), memory); });
+      const float largest = range.high();
+      const Quantization q = row_quantization(largest);
+      *scale = largest / 127;
+      for_each_vector(head_dim, [&](int64_t i, auto memory) {
+        store_levels<8>(to, i, quantized(memory.load(row + i), q), memory);
+      });
+    } else {
+      __builtin_memcpy(to, row, head_dim * sizeof(Element));
     }
   }
 
@@ -104,15 +135,19 @@ struct AttentionOf {
     const Range allowed = range(task, t);
     begin = begin > allowed.begin ? begin : allowed.begin;
     end = end < allowed.end ? end : allowed.end;
-    const auto* keys = static_cast<const Element*>(task.key_cache) + task.key_cache_strides.at(b, kv, 0);
-    const auto* values = static_cast<const Element*>(task.value_cache) + task.value_cache_strides.at(b, kv, 0);
     const int64_t key_stride = task.key_cache_strides.token, value_stride = task.value_cache_strides.token;
     for (int64_t first = begin; first < end; first += kPositions) {
       const int64_t count = end - first < kPositions ? end - first : kPositions;
-      score(query, keys + first * key_stride, key_stride, count, head_dim, scores);
+      score(query, key_cache(task, b, kv, first), key_stride, count, head_dim, scores);
+      if constexpr (kQuantized) {
+        multiply(scores, key_scale(task, b, kv, first), task.key_scales_strides.token, count);
+      }
       add_bias(task, scores, b, h, t, first, count);
       const float faded = weigh(running, scores, count);
-      add_values(running.result, faded, scores, count, values + first * value_stride, value_stride, head_dim);
+      if constexpr (kQuantized) {
+        multiply(scores, value_scale(task, b, kv, first), task.value_scales_strides.token, count);
+      }
+      add_values(running.result, faded, scores, count, value_cache(task, b, kv, first), value_stride, head_dim);
     }
   }
 
@@ -139,16 +174,21 @@ struct AttentionOf {
 
   static bool finite(const Attention& task, int64_t b, int64_t kv) {
     Floats sums{};  // 0 x is NaN where x is not finite
-    const auto add = [&](const Element* from) {
-      for_each_vector(task.head_dim, [&](int64_t i, auto memory) { sums += 0.f * memory.load(from + i); });
+    const auto add = [&](int64_t count, const auto* from) {
+      for_each_vector(count, [&](int64_t i, auto memory) { sums += 0.f * memory.load(from + i); });
     };
     for (int64_t t = 0; t < task.tokens; ++t) {
       for (int64_t g = 0; g < task.group(); ++g) {
-        add(static_cast<const Element*>(task.query) + task.query_strides.at(b, kv * task.group() + g, t));
+        const int64_t head = kv * task.group() + g;
+        add(task.head_dim, static_cast<const Element*>(task.query) + task.query_strides.at(b, head, t));
       }
     }
     for (int64_t p = 0; p < task.total; ++p) {
-      add(static_cast<const Element*>(task.key_cache) + task.key_cache_strides.at(b, kv, p));
+      if constexpr (kQuantized) {
+        add(1, key_scale(task, b, kv, p));
+      } else {
+        add(task.head_dim, key_cache(task, b, kv, p));
+      }
     }
     const float sum = sum_of(sums);
     return sum == sum;
@@ -165,18 +205,23 @@ struct AttentionOf {
   }
 };
 
-// Calls `body(AttentionOf<Element>{})` for elements of `dtype`.
+// Calls `body(AttentionOf<Element, Cached>{})` for elements of `dtype`, and the task's caches.
 template <class Body>
-void for_dtype(Dtype dtype, Body body) {
+void for_elements(Dtype dtype, const Attention& task, Body body) {
+  const auto with = [&](auto element) {
+    using Element = decltype(element);
+    if (task.key_scales) return body(AttentionOf<Element, int8_t>{});
+    return body(AttentionOf<Element, Element>{});
+  };
   switch (dtype) {
-    case Dtype::BFloat16: return body(AttentionOf<BFloat16>{});
-    case Dtype::Float16: return body(AttentionOf<Float16>{});
-    default: return body(AttentionOf<float>{});
+    case Dtype::BFloat16: return with(BFloat16{});
+    case Dtype::Float16: return with(Float16{});
+    default: return with(float{});
   }
 }
 
 void attend(Dtype dtype, const AttentionTask& task, int64_t begin, int64_t end) {
-  for_dtype(dtype, [&](auto attention) {
+  for_elements(dtype, task, [&](auto attention) {
     for (int64_t item = begin; item < end; ++item) {
       const int64_t row = item / task.parts;
       attention.attend(task, row / task.kv_heads, row % task.kv_heads, item % task.parts);
@@ -185,13 +230,13 @@ void attend(Dtype dtype, const AttentionTask& task, int64_t begin, int64_t end) 
 }
 
 void finish(Dtype dtype, const AttentionTask& task, int64_t begin, int64_t end) {
-  for_dtype(dtype, [&](auto attention) {
+  for_elements(dtype, task, [&](auto attention) {
     for (int64_t row = begin; row < end; ++row) attention.finish(task, row / task.kv_heads, row % task.kv_heads);
   });
 }
 
 void append(Dtype dtype, const Attention& task, int64_t begin, int64_t end) {
-  for_dtype(dtype, [&](auto attention) {
+  for_elements(dtype, task, [&](auto attention) {
     for (int64_t row = begin; row < end; ++row) {
       attention.append(task, row / task.kv_heads, row % task.kv_heads, 0, task.total);
     }
@@ -200,7 +245,7 @@ void append(Dtype dtype, const Attention& task, int64_t begin, int64_t end) {
 
 bool finite(Dtype dtype, const Attention& task, int64_t begin, int64_t end) {
   bool result = true;
-  for_dtype(dtype, [&](auto attention) {
+  for_elements(dtype, task, [&](auto attention) {
     for (int64_t row = begin; row < end && result; ++row) {
       result = attention.finite(task, row / task.kv_heads, row % task.kv_heads);
     }
@@ -209,7 +254,7 @@ bool finite(Dtype dtype, const Attention& task, int64_t begin, int64_t end) {
 }
 
 void bias(Dtype dtype, const Attention& task, int64_t heads, float* to, int64_t begin, int64_t end) {
-  for_dtype(dtype, [&](auto attention) {
+  for_elements(dtype, task, [&](auto attention) {
     for (int64_t row = begin; row < end; ++row) attention.bias(task, heads, to, row);
   });
 }

@@ -13,12 +13,15 @@ constexpr int64_t kManyTokens = 8;
 struct CacheAttention : Device {
   using Device::Device;
 
-  bool takes(const Attention& a) const { return a.tokens < kManyTokens && a.head_dim <= kMostHeadDim; }
+  bool takes(const Attention& a) const {
+    return a.tokens < kManyTokens && a.head_dim <= kMostHeadDim && !a.key_scales;
+  }
 
   // torch's attention with a bias takes that in the query's dtype alone: where it would lose digits of a mask or of
   // alibi's slopes, the op's reference attends, in torch's matrix products.
   Tensor attend_by_torch(AttentionCall& call) const {
     const Attention& a = call.work();
+    if (call.is_quantized()) return call.reference();
     if (call.needs_no_bias()) {
       call.append();
       return call.torch_attention({});

@@ -82,7 +82,24 @@ void turn(const Tensor& heads, const OptionalTensor& cos, const OptionalTensor& 
   call("ds_plugin::rotary_", stack);
 }
 
-Tensor decoder_layer(const Tensor& hidden, const Tensor& key_cache, const Tensor& value_cache, int64_t past,
+// With scales the caches are int8.
+Tensor attend(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& key_cache,
+              const Tensor& value_cache, const OptionalTensor& key_scales, const OptionalTensor& value_scales,
+              int64_t past, double scale, const OptionalTensor& mask) {
+  const OptionalTensor no_alibi;
+  if (key_scales && value_scales) {
+    StableIValue stack[] = {from(query),       from(key),           from(value), from(key_cache), from(value_cache),
+                            from(*key_scales), from(*value_scales), from(past),  from(scale),     from(mask),
+                            from(no_alibi),    from(int64_t{0}),    from(!mask)};
+    return result_of("ds_plugin::cached_attention_int8", stack);
+  }
+  StableIValue stack[] = {from(query), from(key),  from(value),    from(key_cache),  from(value_cache), from(past),
+                          from(scale), from(mask), from(no_alibi), from(int64_t{0}), from(!mask)};
+  return result_of("ds_plugin::cached_attention", stack);
+}
+
+Tensor decoder_layer(const Tensor& hidden, const Tensor& key_cache, const Tensor& value_cache,
+                     const OptionalTensor& key_scales, const OptionalTensor& value_scales, int64_t past,
                      const OptionalTensor& mask, const OptionalTensor& cos, const OptionalTensor& sin,
                      const Tensor& attention_norm, const OptionalTensor& attention_norm_bias, double attention_norm_eps,
                      const Tensor& mlp_norm, const OptionalTensor& mlp_norm_bias, double mlp_norm_eps,
@@ -114,10 +131,8 @@ Tensor decoder_layer(const Tensor& hidden, const Tensor& key_cache, const Tensor
     turn(heads_of(all, 0, heads + kv_heads, head_dim), cos, sin);
   }
 
-  const OptionalTensor no_alibi;
-  StableIValue stack[] = {from(query), from(key),   from(value), from(key_cache),   from(value_cache), from(past),
-                          from(scale), from(mask), from(no_alibi), from(int64_t{0}), from(!mask)};
-  const Tensor attended = side_by_side(result_of("ds_plugin::cached_attention", stack));
+  const Tensor attended =
+      side_by_side(attend(query, key, value, key_cache, value_cache, key_scales, value_scales, past, scale, mask));
 
   Tensor sum = Matrix{output, output_bias, output_scales, output_offsets}.of(attended, hidden);
   if (!norm_first) sum = before_attention.of(sum);

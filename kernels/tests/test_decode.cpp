@@ -241,13 +241,45 @@ struct Heads {
   int64_t batch, heads, kv_heads, tokens, past, head_dim, part, window;
 };
 
-void test_attention(const AttentionLoops& loops, Dtype dtype, Heads h) {
+// Keys or values of `rows` rows, in elements or, with scales, in bytes.
+struct Cache {
+  Elements elements;
+  std::vector<int8_t> levels;
+  std::vector<float> scales;
+
+  Cache(Dtype dtype, int64_t rows, int64_t row_size, bool quantized, unsigned seed)
+      : elements(numbers(dtype, rows * row_size, seed)),
+        levels(quantized ? bytes(rows * row_size) : std::vector<int8_t>{}),
+        scales(quantized ? rows : 0, 1 / 64.f) {}
+
+  void* data() { return levels.empty() ? elements.data() : levels.data(); }
+  double at(size_t row, size_t i, size_t row_size) const {
+    const size_t place = row * row_size + i;
+    return levels.empty() ? elements[place] : static_cast<double>(levels[place]) * scales[row];
+  }
+
+  // Whether a row has been appended, rounded as float32 does it.
+  bool has(size_t row, const Elements& from, size_t first, size_t row_size) const {
+    float largest = 0;
+    for (size_t i = 0; i < row_size; ++i) largest = std::max(largest, std::abs(static_cast<float>(from[first + i])));
+    const size_t place = row * row_size;
+    bool same = levels.empty() || scales[row] == largest / 127;
+    for (size_t i = 0; i < row_size; ++i) {
+      const float x = static_cast<float>(from[first + i]);
+      const float level = largest == 0 ? 0 : std::nearbyint(x * (127 / largest));
+      same &= levels.empty() ? elements[place + i] == x : static_cast<float>(levels[place + i]) == level;
+    }
+    return same;
+  }
+};
+
+void test_attention(const AttentionLoops& loops, Dtype dtype, Heads h, bool quantized) {
   const int64_t total = h.past + h.tokens, d = h.head_dim, group = h.heads / h.kv_heads;
   Elements query = numbers(dtype, h.batch * h.tokens * h.heads * d, 1);
   Elements key = numbers(dtype, h.batch * h.tokens * h.kv_heads * d, 2);
   Elements value = numbers(dtype, h.batch * h.tokens * h.kv_heads * d, 3);
-  Elements keys = numbers(dtype, h.batch * h.kv_heads * total * d, 4);
-  Elements values = numbers(dtype, h.batch * h.kv_heads * total * d, 5);
+  Cache keys(dtype, h.batch * h.kv_heads * total, d, quantized, 4);
+  Cache values(dtype, h.batch * h.kv_heads * total, d, quantized, 5);
   Elements output(dtype, query.count());
   std::vector<uint8_t> mask(h.batch * total);
   for (size_t i = 0; i < mask.size(); ++i) mask[i] = i % 3 != 1;
@@ -267,6 +299,9 @@ void test_attention(const AttentionLoops& loops, Dtype dtype, Heads h) {
   task.key_cache = keys.data();
   task.value_cache = values.data();
   task.key_cache_strides = task.value_cache_strides = {h.kv_heads * total * d, total * d, d};
+  task.key_scales = quantized ? keys.scales.data() : nullptr;
+  task.value_scales = quantized ? values.scales.data() : nullptr;
+  task.key_scales_strides = task.value_scales_strides = {h.kv_heads * total, total, 1};
   task.output = output.data();
   task.scale = 0.25f;
   task.mask_kind = Mask::Bool;
@@ -283,7 +318,7 @@ void test_attention(const AttentionLoops& loops, Dtype dtype, Heads h) {
   loops.finish(dtype, task, 0, h.batch * h.kv_heads);
   for (int64_t b = 0; b < h.batch; ++b) {
     for (int64_t head = 0; head < h.heads; ++head) {
-      const size_t cache = (b * h.kv_heads + head / group) * total * d;
+      const size_t row = (b * h.kv_heads + head / group) * total;
       for (int64_t t = 0; t < h.tokens; ++t) {
         const size_t q = ((b * h.tokens + t) * h.heads + head) * d;
         const size_t k = ((b * h.tokens + t) * h.kv_heads + head / group) * d;
@@ -293,13 +328,13 @@ void test_attention(const AttentionLoops& loops, Dtype dtype, Heads h) {
           const int64_t own = h.past + t;
           if (p > own || (h.window && p <= own - h.window) || !mask[b * total + p]) continue;
           double score = 0;
-          for (int64_t i = 0; i < d; ++i) score += query[q + i] * keys[cache + p * d + i] * 0.25;
+          for (int64_t i = 0; i < d; ++i) score += query[q + i] * keys.at(row + p, i, d) * 0.25;
           sum += weights[p] = std::exp(score);
-          for (int64_t i = 0; i < d; ++i) result[i] += weights[p] * values[cache + p * d + i];
+          for (int64_t i = 0; i < d; ++i) result[i] += weights[p] * values.at(row + p, i, d);
         }
+        CHECK(keys.has(row + h.past + t, key, k, d), "key %zu was not appended", k);
+        CHECK(values.has(row + h.past + t, value, k, d), "value %zu was not appended", k);
         for (int64_t i = 0; i < d; ++i) {
-          CHECK(keys[cache + (h.past + t) * d + i] == key[k + i], "key %zu was not appended", k + i);
-          CHECK(values[cache + (h.past + t) * d + i] == value[k + i], "value %zu was not appended", k + i);
           close("attention", output, q + i, sum == 0 ? 0 : result[i] / sum, 2e-5);
         }
       }
@@ -317,7 +352,7 @@ int main() {
   in_all_dtypes_of<AttentionLoops>([](const AttentionLoops& loops, Dtype dtype) {
     for (const Heads h : {Heads{1, 1, 1, 1, 0, 1, 512, 0}, {2, 4, 2, 1, 7, 16, 512, 0}, {1, 2, 2, 3, 130, 33, 512, 0},
                           {1, 4, 1, 2, 300, 64, 128, 0}, {2, 2, 1, 1, 260, 80, 100, 5}}) {
-      test_attention(loops, dtype, h);
+      for (const bool quantized : {false, true}) test_attention(loops, dtype, h, quantized);
     }
   });
   return report();

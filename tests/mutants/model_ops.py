@@ -268,6 +268,21 @@ def cache_not_written(target: Target) -> Target:
     return kernel(target, "cached_attention", lambda original, *a: original(*a[:3], a[3].clone(), a[4].clone(), *a[5:]))
 
 
+@mutant("attention.steps_of_values_ignored", "O1.1", "ops", only="/cached_attention_int8/")
+def steps_of_values_ignored(target: Target) -> Target:
+    """Values of an int8 cache are attended to as whole numbers."""
+
+    def function(original: Kernel, *a: Any) -> Tensor:
+        key, value, past = *a[1:3], a[7]
+        result: Tensor = original(*a)
+        ones = torch.ones_like(a[6])
+        nothing = key[:, :, :0], value[:, :, :0]
+        whole: Tensor = original(a[0], *nothing, *a[3:6], ones, past + key.shape[2], *a[8:])
+        return result.copy_(whole)
+
+    return kernel(target, "cached_attention_int8", function)
+
+
 @mutant("linear.bias_ignored", "O1.1", "ops", only="/linear/")
 def linear_bias(target: Target) -> Target:
     """A linear layer forgets its bias."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ds_plugin_sdk.errors import InvalidTensorError
-from ds_plugin_sdk.ops.attention import cached_attention
+from ds_plugin_sdk.ops.attention import cached_attention, cached_attention_int8, dequantize_rows, quantize_rows
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Results are means of values of size 1: what they are rounded to, and what the weights may lose. torch's attention
@@ -103,6 +103,86 @@ def test_equals_the_formula(past: int, tokens: int, dtype: torch.dtype) -> None:
         assert torch.equal(caches[0], keys)
         assert torch.equal(caches[1], values)
         assert actual.transpose(1, 2).is_contiguous()
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
+def test_rows_move_by_half_a_step_at_most(dtype: torch.dtype) -> None:
+    rows = (torch.randn(3, 5, 40) * torch.logspace(-3, 3, 5)[:, None]).to(dtype)
+    rows[0, 0] = 0
+    levels, steps = quantize_rows(rows)
+    assert levels.dtype == torch.int8 and steps.dtype == torch.float32 and steps.shape == (3, 5, 1)
+    exact = rows.double()
+    torch.testing.assert_close(steps.double(), exact.abs().amax(-1, keepdim=True) / 127, rtol=1e-6, atol=0)
+    assert ((levels.double() * steps - exact).abs() <= (0.5 + 127 * 2e-7) * steps).all()
+    assert dequantize_rows(levels, steps, dtype).dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("tokens", [1, 3, 9])  # the last goes to torch
+@pytest.mark.parametrize("past", [0, 4, 510, 600])
+def test_int8_equals_the_formula(past: int, tokens: int, dtype: torch.dtype) -> None:
+    """Of what the cache stands for, which is what `quantize_rows` makes of keys and values, bit for bit."""
+    torch.manual_seed(past + tokens)
+    cases = list(product(MASKS, (False, True), (0, 3), (True, False), ((2, 2), (4, 2))))
+    total = past + tokens
+    for number, (kind, with_alibi, window, causal, (heads, kv_heads)) in enumerate(cases):
+        if number % 5 != past % 5:
+            continue
+        head_dim, batch = (16, 64, 40)[number % 3], 1 + number % 2
+        query = torch.randn(batch, tokens, heads, head_dim).to(dtype).transpose(1, 2)
+        key, value = (torch.randn(batch, tokens, kv_heads, head_dim).to(dtype).transpose(1, 2) for _ in range(2))
+        (keys, key_scales), (values, value_scales) = (
+            quantize_rows(torch.randn(batch, kv_heads, total + 3, head_dim)) for _ in range(2)
+        )
+        wanted = [each.clone() for each in (keys, values, key_scales, value_scales)]
+        wanted[0][:, :, past:total], wanted[2][:, :, past:total] = quantize_rows(key)
+        wanted[1][:, :, past:total], wanted[3][:, :, past:total] = quantize_rows(value)
+        mask = make_mask(kind, (batch, heads, tokens, total), dtype)
+        alibi = torch.rand(heads) * 0.1 if with_alibi else None
+        options: dict[str, Any] = {"mask": mask, "alibi": alibi, "window": window, "causal": causal}
+        caches = (keys, values, key_scales, value_scales)
+        actual = cached_attention_int8(query, key, value, *caches, past, scale=0.2, **options)
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(caches, wanted, strict=True))
+        held = [(wanted[i].double() * wanted[i + 2])[:, :, :total] for i in (0, 1)]
+        expected = formula(query, *held, 0.2, **options)
+        error = float((actual.double() - expected).abs().max())
+        assert error <= TOLERANCE[dtype] * float(held[1].abs().max()), (kind, with_alibi, window, causal, heads, error)
+        assert actual.transpose(1, 2).is_contiguous()
+
+
+@pytest.mark.parametrize("tokens", [1, 9])
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf])
+def test_an_int8_row_that_is_not_finite_is_nan(tokens: int, broken: float) -> None:
+    query, key, value = (torch.randn(2, 2, tokens, 40) for _ in range(3))
+    caches = [torch.zeros(2, 2, 9, 40, dtype=torch.int8) for _ in range(2)]
+    scales = [torch.zeros(2, 2, 9, 1) for _ in range(2)]
+    value[0, 1, 0, 33] = broken
+    result = cached_attention_int8(query, key, value, *caches, *scales, 0)
+    assert result[0, 1].isnan().all()
+    assert not caches[1][0, 1, 0].any() and not scales[1][0, 1, 0].isfinite()
+    result[0, 1] = 0
+    assert result.isfinite().all()
+
+
+def test_int8_without_new_keys_in_any_layout_and_by_any_number_of_threads() -> None:
+    query = torch.randn(1, 2, 1, 64)
+    (keys, key_scales), (values, value_scales) = (quantize_rows(torch.randn(1, 2, 1800, 64)) for _ in range(2))
+    nothing = torch.zeros(1, 2, 0, 64)
+    apart = [each.transpose(2, 3).contiguous().transpose(2, 3) for each in (keys, values)]
+    scattered = [each.expand(1, 2, 1800, 3).contiguous()[..., 1:2] for each in (key_scales, value_scales)]
+    threads = torch.get_num_threads()
+    try:
+        results = []
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            results.append(cached_attention_int8(query, nothing, nothing, *apart, *scattered, 1800))
+    finally:
+        torch.set_num_threads(threads)
+    results.append(cached_attention_int8(query, nothing, nothing, keys, values, key_scales, value_scales, 1800))
+    assert all(torch.equal(result, results[0]) for result in results)
+    held = [levels.double() * scales for levels, scales in ((keys, key_scales), (values, value_scales))]
+    expected = formula(query, *held, 0.125, None, None, 0, True)
+    torch.testing.assert_close(results[0].double(), expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -209,4 +289,37 @@ def test_torch_checks_the_op() -> None:
     torch.library.opcheck(
         torch.ops.ds_plugin.cached_attention.default,
         (query, key, key.clone(), cache, cache.clone(), 2, 0.3, mask, torch.ones(4), 2, True),
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"key_cache": torch.zeros(1, 2, 4, 8)}, "key_cache"),
+        ({"value_cache": torch.zeros(1, 2, 4, 9, dtype=torch.int8)}, "value_cache"),
+        ({"key_scales": torch.zeros(1, 2, 4)}, "key_scales"),
+        ({"key_scales": torch.zeros(1, 2, 5, 1)}, "key_scales"),
+        ({"value_scales": torch.zeros(1, 2, 4, 1, dtype=torch.float16)}, "value_scales"),
+        ({"value_scales": torch.zeros(1, 2, 1, 1).expand(1, 2, 4, 1)}, "share memory"),
+        ({"past": 4}, "room"),
+    ],
+)
+def test_int8_raises_and_writes_nothing(change: dict[str, Any], message: str, dtype: torch.dtype) -> None:
+    arguments: dict[str, Any] = {name: torch.ones(1, 2, 1, 8, dtype=dtype) for name in ("query", "key", "value")}
+    caches = {f"{name}_cache": torch.zeros(1, 2, 4, 8, dtype=torch.int8) for name in ("key", "value")}
+    scales = {f"{name}_scales": torch.zeros(1, 2, 4, 1) for name in ("key", "value")}
+    arguments |= {**caches, **scales, "past": 2, **change}
+    with pytest.raises(InvalidTensorError, match=message):
+        cached_attention_int8(**arguments)
+    assert not any(arguments[name].any() for name in (*caches, *scales))
+
+
+def test_torch_checks_the_int8_op() -> None:
+    query, key = torch.randn(1, 4, 1, 8), torch.randn(1, 2, 1, 8)
+    caches = [torch.zeros(1, 2, 4, 8, dtype=torch.int8) for _ in range(2)]
+    scales = [torch.zeros(1, 2, 4, 1) for _ in range(2)]
+    torch.library.opcheck(
+        torch.ops.ds_plugin.cached_attention_int8.default,
+        (query, key, key.clone(), *caches, *scales, 2, 0.3, None, torch.ones(4), 2, True),
     )

@@ -6,7 +6,7 @@
 // The running maximum is that of Milakov and Gimelshein 2018; parts of a row are merged as Dao et al. 2023 do.
 #pragma once
 
-#include <ds_kernels/vec_math.h>
+#include <ds_kernels/quantizer.h>
 
 namespace ds_kernels {
 
@@ -22,13 +22,15 @@ struct HeadStrides {
 };
 
 // Attention of `tokens` queries of each head, the last ones of `total` positions, of which the cache held `past`. Keys
-// and values of the others are appended to it.
+// and values of the others are appended to it. Int8 caches have a scale for each position of a head.
 struct Attention {
   int64_t batch, heads, kv_heads, tokens, past, total, head_dim;
   const void *query, *key, *value;
   HeadStrides query_strides, key_strides, value_strides;
   void *key_cache, *value_cache;
   HeadStrides key_cache_strides, value_cache_strides;
+  float *key_scales, *value_scales;  // of int8 caches; null for those of the query's dtype
+  HeadStrides key_scales_strides, value_scales_strides;
   void* output;  // [batch, tokens, heads, head_dim]
   float scale;
   Mask mask_kind;
@@ -41,6 +43,16 @@ struct Attention {
   // Heads that share keys and values.
   DS_KERNELS_INLINE int64_t group() const { return heads / kv_heads; }
 };
+
+inline namespace DS_KERNELS_CPU_LEVEL {
+
+// How a row of keys or values becomes int8: `largest` is that of its magnitudes, and its scale is 1 / 127 of it. Where
+// a number is not finite, nor is the scale, and all levels are 0: the row stands for NaN.
+DS_KERNELS_INLINE Quantization row_quantization(float largest) {
+  return {largest == 0 ? 1.f : 127 / largest, 0, -127, 127};
+}
+
+}  // namespace DS_KERNELS_CPU_LEVEL
 
 #ifndef DS_KERNELS_GPU_COMPILER
 
@@ -96,6 +108,11 @@ DS_KERNELS_INLINE Floats products(const float* query, const Element* key, int64_
     sum += memory.load(query + i + k) * memory.load(key + i + k);
   });
   return sum + other;
+}
+
+// Multiplies by numbers that lie `stride` apart.
+inline void multiply(float* numbers, const float* by, int64_t stride, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) numbers[i] *= by[i * stride];
 }
 
 // scores[p] = query . key p

@@ -1,4 +1,4 @@
-"""Perplexity of a language model on a text: transformers' own, and on the SDK's ops, weights in int8 and int4 too."""
+"""Perplexity of a language model on a text: transformers' own, and on our ops, with quantized weights or cache."""
 
 from __future__ import annotations
 
@@ -15,11 +15,17 @@ from torch.nn import functional
 
 from ds_plugin_sdk.errors import SdkError
 from ds_plugin_sdk.integrations.transformers import accelerate
-from ds_plugin_sdk.integrations.transformers.weights import Weights
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 PLAIN = "transformers"
-_OURS: dict[str, Weights] = {"ours": None, "ours, int8": "int8", "ours, int4": "int4"}
+CACHE = "ours, int8 cache"
+# Name -> options of `accelerate`.
+_OURS: dict[str, dict[str, Any]] = {
+    "ours": {},
+    "ours, int8": {"weights": "int8"},
+    "ours, int4": {"weights": "int4"},
+    CACHE: {"cache": "int8"},
+}
 
 
 @dataclass(frozen=True)
@@ -27,7 +33,7 @@ class Row:
     """One implementation on the whole text.
 
     Attributes:
-        implementation: whose, and what the weights are read as.
+        implementation: whose, and what the weights or the cache are read as.
         tokens: that were predicted.
         loss: mean of the negative logarithm of their probabilities, in nats.
         perplexity: its exponential.
@@ -44,6 +50,9 @@ class Row:
 def run(model: Path, text: Path, dtype: Dtype = "bfloat16", length: int = 256, most: int = 64) -> list[Row]:
     """Compare on windows of the text that do not overlap; of each, all tokens but the first are predicted.
 
+    An int8 cache is compared where decoder layers run whole. Its tokens attend to the 8 bits of all before them, as in
+    generation.
+
     Args:
         model: a folder that transformers can load a causal language model and its tokenizer from.
         text: a file in UTF-8.
@@ -58,10 +67,18 @@ def run(model: Path, text: Path, dtype: Dtype = "bfloat16", length: int = 256, m
     positions = getattr(loaded.config, "max_position_embeddings", None) or length
     windows = _windows(tokenizer, text, min(length, positions))[:most]
     losses = {PLAIN: _loss(loaded, windows, nullcontext())}
-    for name, weights in _OURS.items():
-        losses[name] = _loss(loaded, windows, accelerate(loaded, weights))
+    for name, options in _OURS.items():
+        if name != CACHE or _has_whole_layers(loaded):
+            # A model's configuration may ask for no cache.
+            asked = {"use_cache": True} if name == CACHE else {}
+            losses[name] = _loss(loaded, windows, accelerate(loaded, **options), **asked)
     tokens = windows[:, 1:].numel()
     return [Row(name, tokens, loss, math.exp(loss), math.exp(loss - losses[PLAIN])) for name, loss in losses.items()]
+
+
+def _has_whole_layers(model: Any) -> bool:
+    with accelerate(model) as handle:
+        return bool(handle.layers)
 
 
 def _load(folder: Path, dtype: torch.dtype) -> tuple[Any, Any]:
@@ -93,11 +110,11 @@ def _windows(tokenizer: Any, text: Path, length: int) -> Tensor:
 
 
 @torch.no_grad()
-def _loss(model: Any, windows: Tensor, implementation: AbstractContextManager[Any]) -> float:
+def _loss(model: Any, windows: Tensor, implementation: AbstractContextManager[Any], **asked: bool) -> float:
     """Mean over all predicted tokens; softmax and sum in float32 and float64."""
     total = 0.0
     with implementation:
         for window in windows:
-            logits = model(window[None]).logits[0, :-1].float()
+            logits = model(window[None], **asked).logits[0, :-1].float()
             total += functional.cross_entropy(logits, window[1:], reduction="none").double().sum().item()
     return total / windows[:, 1:].numel()

@@ -176,7 +176,7 @@ def perplexity(
     most: int = typer.Option(64, min=1, help="Windows, from the text's beginning."),
     as_json: bool = _JSON,
 ) -> None:
-    """Perplexity of a model on a text: transformers' own, and on our ops with weights in int8 and int4."""
+    """Perplexity of a model on a text: transformers' own, and on our ops: weights in int8, int4, cache in int8."""
     _need("transformers", "transformers")
     from ds_plugin_sdk.bench import perplexity as benchmark
 

@@ -16,9 +16,10 @@ import torch
 _NAMESPACE = "ds_plugin_calls"
 _library: Any = torch.library.Library(_NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]  # torch does not say
 _library.define(
-    "decoder_layer(Tensor hidden, Tensor(a!) key_cache, Tensor(b!) value_cache, int past, Tensor? mask, Tensor? cos, "
-    "Tensor? sin, Tensor attention_norm, Tensor? attention_norm_bias, float attention_norm_eps, Tensor mlp_norm, "
-    "Tensor? mlp_norm_bias, float mlp_norm_eps, Tensor? query_norm, Tensor? key_norm, float head_norm_eps, "
+    "decoder_layer(Tensor hidden, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor(c!)? key_scales, "
+    "Tensor(d!)? value_scales, int past, Tensor? mask, Tensor? cos, Tensor? sin, Tensor attention_norm, "
+    "Tensor? attention_norm_bias, float attention_norm_eps, Tensor mlp_norm, Tensor? mlp_norm_bias, "
+    "float mlp_norm_eps, Tensor? query_norm, Tensor? key_norm, float head_norm_eps, "
     "Tensor qkv, Tensor? qkv_bias, Tensor? qkv_scales, Tensor? qkv_offsets, "
     "Tensor output, Tensor? output_bias, Tensor? output_scales, Tensor? output_offsets, "
     "Tensor mlp_in, Tensor? mlp_in_bias, Tensor? mlp_in_scales, Tensor? mlp_in_offsets, "

@@ -76,6 +76,8 @@ def run(config: transformers.PreTrainedConfig) -> dict[str, Any]:
         after = generate(model)
     with accelerate(model, weights="int8"):
         quantized = generate(model)
+    with accelerate(model, cache="int8"), CountedCalls() as counted_int8:
+        int8_cache = generate(model)
     return {
         "expected": on_the_cpu.sequences.tolist(),
         "ours": ours.sequences.tolist(),
@@ -86,6 +88,8 @@ def run(config: transformers.PreTrainedConfig) -> dict[str, Any]:
         "devices_of_calls": sorted(counted.devices),
         "restored": restored,
         "int8_error": float((quantized.logits[0].cpu() - on_the_cpu.logits[0]).abs().mean()),
+        "int8_cache_error": float((int8_cache.logits[0].cpu() - on_the_cpu.logits[0]).abs().mean()),
+        "int8_cache_calls": counted_int8.calls,
     }
 
 

@@ -56,3 +56,8 @@ def test_off_again(found: dict[str, Any]) -> None:
 
 def test_int8(found: dict[str, Any]) -> None:
     assert 0 < found["int8_error"] < 0.1
+
+
+def test_int8_cache(found: dict[str, Any]) -> None:
+    assert found["int8_cache_calls"]["cached_attention_int8"] == LAYERS * STEPS
+    assert 0 < found["int8_cache_error"] < 0.03

@@ -1,5 +1,5 @@
-// ds_plugin::cached_attention, on any device: few queries by the device's own kernel, which reads keys and values once
-// at the speed of memory; many by torch's attention, which is bound by arithmetic.
+// ds_plugin::cached_attention and cached_attention_int8, on any device: few queries by the device's own kernel, which
+// reads keys and values once at the speed of memory; many by torch's attention, which is bound by arithmetic.
 #pragma once
 
 #include <ds_kernels/arguments.h>
@@ -11,16 +11,22 @@ namespace ds_kernels {
 class AttentionCall {
  public:
   AttentionCall(Arguments& arguments, const Tensor& query, const Tensor& key, const Tensor& value,
-                const Tensor& key_cache, const Tensor& value_cache, int64_t past, double scale,
-                const OptionalTensor& mask, const OptionalTensor& alibi, int64_t window, bool causal)
-      : arguments_(arguments), key_cache_(key_cache), value_cache_(value_cache), scale_(scale) {
+                const Tensor& key_cache, const Tensor& value_cache, const OptionalTensor& key_scales,
+                const OptionalTensor& value_scales, int64_t past, double scale, const OptionalTensor& mask,
+                const OptionalTensor& alibi, int64_t window, bool causal)
+      : arguments_(arguments),
+        key_cache_(key_cache),
+        value_cache_(value_cache),
+        key_scales_(key_scales),
+        value_scales_(value_scales),
+        scale_(scale) {
     check_shapes(query, key, past);
     const int64_t new_shape[] = {work_.batch, work_.kv_heads, key.size(2), work_.head_dim};
     const int64_t cache_shape[] = {work_.batch, work_.kv_heads, room(), work_.head_dim};
     arguments_.check("key", key, {new_shape, 4});
     arguments_.check("value", value, {new_shape, 4});
-    arguments_.check("key_cache", key_cache, {cache_shape, 4});
-    arguments_.check("value_cache", value_cache, {cache_shape, 4});
+    check_cache("key_cache", key_cache, {cache_shape, 4});
+    check_cache("value_cache", value_cache, {cache_shape, 4});
     DS_KERNELS_CHECK(window >= 0, op(), "window is ", window, "; expected a number of positions, or 0");
     work_.window = window;
     work_.causal = causal;
@@ -32,6 +38,8 @@ class AttentionCall {
     value_ = with_whole_heads(value);
     take_cache("key_cache", key_cache_, work_.key_cache, work_.key_cache_strides);
     take_cache("value_cache", value_cache_, work_.value_cache, work_.value_cache_strides);
+    take_scales("key_scales", key_scales_, work_.key_scales, work_.key_scales_strides);
+    take_scales("value_scales", value_scales_, work_.value_scales, work_.value_scales_strides);
     work_.query = query_.data_ptr();
     work_.key = key_.data_ptr();
     work_.value = value_.data_ptr();
@@ -43,6 +51,7 @@ class AttentionCall {
   const char* op() const { return arguments_.op(); }
   Dtype dtype() const { return arguments_.dtype(); }
   const Attention& work() const { return work_; }
+  bool is_quantized() const { return key_scales_.has_value(); }
   bool is_empty() const { return work_.batch * work_.heads * work_.tokens * work_.head_dim == 0; }
 
   // The result, for the work to be written to: [batch, heads, tokens, head_dim], in memory [batch, tokens, heads,
@@ -69,7 +78,7 @@ class AttentionCall {
            (!work_.causal || work_.tokens == work_.total);
   }
 
-  // Appends keys and values to the caches.
+  // Appends keys and values to caches of the query's dtype.
   void append() {
     append_to(key_cache_, key_);
     append_to(value_cache_, value_);
@@ -82,8 +91,7 @@ class AttentionCall {
   // torch's attention to what the caches hold by now: with a bias, or without where none is needed. Heads of keys can be
   // repeated for their queries first: some of torch's kernels want as many.
   Tensor torch_attention(const OptionalTensor& bias, bool repeat_heads = false) {
-    Tensor keys = torch::stable::narrow(key_cache_, 2, 0, work_.total);
-    Tensor values = torch::stable::narrow(value_cache_, 2, 0, work_.total);
+    Tensor keys = held(key_cache_, key_scales_), values = held(value_cache_, value_scales_);
     bool grouped = work_.heads != work_.kv_heads;
     if (grouped && repeat_heads) keys = repeated(keys), values = repeated(values), grouped = false;
     const bool causal = !bias && work_.causal;
@@ -103,15 +111,32 @@ class AttentionCall {
   // The op's reference, which also appends.
   Tensor reference() const {
     using torch::stable::detail::from;
-    StableIValue stack[] = {from(query_),       from(key_),       from(value_), from(key_cache_),
-                            from(value_cache_), from(work_.past), from(scale_), from(mask_),
-                            from(alibi_),       from(work_.window), from(work_.causal)};
-    STABLE_TORCH_ERROR_CODE_CHECK(
-        torch_call_dispatcher("ds_plugin_reference::cached_attention", "", stack, TORCH_ABI_VERSION));
+    std::vector<StableIValue> stack{from(query_), from(key_), from(value_), from(key_cache_), from(value_cache_)};
+    if (is_quantized()) stack.insert(stack.end(), {from(*key_scales_), from(*value_scales_)});
+    stack.insert(stack.end(), {from(work_.past), from(scale_), from(mask_), from(alibi_), from(work_.window),
+                               from(work_.causal)});
+    STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(
+        is_quantized() ? "ds_plugin_reference::cached_attention_int8" : "ds_plugin_reference::cached_attention", "",
+        stack.data(), TORCH_ABI_VERSION));
     return torch::stable::detail::to<Tensor>(stack[0]);
   }
 
  private:
+  // What a cache holds by now: floats of the query's dtype in the place of an int8 one.
+  Tensor held(const Tensor& cache, const OptionalTensor& scales) const {
+    Tensor all = torch::stable::narrow(const_cast<Tensor&>(cache), 2, 0, work_.total);
+    if (!scales) return all;
+    using torch::stable::detail::from;
+    Tensor steps = torch::stable::narrow(const_cast<Tensor&>(*scales), 2, 0, work_.total);
+    StableIValue stack[] = {from(all), from(steps)};
+    STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::mul", "Tensor", stack, TORCH_ABI_VERSION));
+    const Tensor exact = torch::stable::detail::to<Tensor>(stack[0]);
+    if (arguments_.dtype() == Dtype::Float32) return exact;
+    Tensor rounded = new_tensor(query_, exact.sizes());
+    torch::stable::copy_(rounded, exact);
+    return rounded;
+  }
+
   // Each head of keys as often as it has heads of queries.
   Tensor repeated(const Tensor& heads) const {
     using torch::stable::detail::from;
@@ -190,9 +215,33 @@ class AttentionCall {
     work_.mask_strides[3] = mask_->stride(mask_->dim() - 1);
   }
 
-  void take_cache(const char* name, Tensor& cache, void*& data, HeadStrides& strides) {
-    DS_KERNELS_CHECK(!detail::may_overlap_itself(cache.sizes(), cache.strides()), op(), name,
+  void check_cache(const char* name, const Tensor& cache, Shape shape) const {
+    if (!is_quantized()) return arguments_.check(name, cache, shape);
+    check_kind(name, cache, aoti_torch_dtype_int8(), "int8", shape);
+  }
+
+  void check_kind(const char* name, const Tensor& tensor, int64_t code, const char* dtype, Shape shape) const {
+    arguments_.check_device(name, tensor);
+    DS_KERNELS_CHECK(code_of(tensor) == code && tensor.sizes() == shape, op(), name, " is ", text_of(tensor.sizes()),
+                     "; expected ", dtype, " ", text_of(shape));
+  }
+
+  void take_scales(const char* name, const OptionalTensor& scales, float*& data, HeadStrides& strides) const {
+    if (!scales) return;
+    const int64_t shape[] = {work_.batch, work_.kv_heads, room(), 1};
+    check_kind(name, *scales, aoti_torch_dtype_float32(), "float32", {shape, 4});
+    check_elements(name, *scales);
+    data = static_cast<float*>(scales->data_ptr());
+    strides = strides_of(*scales);
+  }
+
+  void check_elements(const char* name, const Tensor& written) const {
+    DS_KERNELS_CHECK(!detail::may_overlap_itself(written.sizes(), written.strides()), op(), name,
                      " has elements that share memory (is it expanded?); expected one element at each index");
+  }
+
+  void take_cache(const char* name, Tensor& cache, void*& data, HeadStrides& strides) {
+    check_elements(name, cache);
     cache = with_whole_heads(cache);
     data = cache.data_ptr();
     strides = strides_of(cache);
@@ -206,7 +255,7 @@ class AttentionCall {
 
   Arguments& arguments_;
   Tensor query_, key_, value_, key_cache_, value_cache_;
-  OptionalTensor mask_, alibi_;
+  OptionalTensor key_scales_, value_scales_, mask_, alibi_;
   double scale_;
   Attention work_{};
 };
@@ -219,21 +268,40 @@ struct AttentionOps {
   template <class Library>
   static void implement(Library& m) {
     m.impl("cached_attention", TORCH_BOX(&cached_attention));
+    m.impl("cached_attention_int8", TORCH_BOX(&cached_attention_int8));
   }
 
   static Tensor cached_attention(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& key_cache,
                                  const Tensor& value_cache, int64_t past, double scale, const OptionalTensor& mask,
                                  const OptionalTensor& alibi, int64_t window, bool causal) {
+    return attend("cached_attention", query, key, value, key_cache, value_cache, {}, {}, past, scale, mask, alibi,
+                  window, causal);
+  }
+
+  static Tensor cached_attention_int8(const Tensor& query, const Tensor& key, const Tensor& value,
+                                      const Tensor& key_cache, const Tensor& value_cache, const Tensor& key_scales,
+                                      const Tensor& value_scales, int64_t past, double scale,
+                                      const OptionalTensor& mask, const OptionalTensor& alibi, int64_t window,
+                                      bool causal) {
+    return attend("cached_attention_int8", query, key, value, key_cache, value_cache, key_scales, value_scales, past,
+                  scale, mask, alibi, window, causal);
+  }
+
+ private:
+  static Tensor attend(const char* op, const Tensor& query, const Tensor& key, const Tensor& value,
+                       const Tensor& key_cache, const Tensor& value_cache, const OptionalTensor& key_scales,
+                       const OptionalTensor& value_scales, int64_t past, double scale, const OptionalTensor& mask,
+                       const OptionalTensor& alibi, int64_t window, bool causal) {
     const NoGrad guard;
-    Arguments arguments("cached_attention", "query", query);
+    Arguments arguments(op, "query", query);
     const Device device(arguments.device_index());
-    AttentionCall call(arguments, query, key, value, key_cache, value_cache, past, scale, mask, alibi, window, causal);
+    AttentionCall call(arguments, query, key, value, key_cache, value_cache, key_scales, value_scales, past, scale,
+                       mask, alibi, window, causal);
     Tensor output = run(device, call);
     call.write_back(key_cache, value_cache);
     return output;
   }
 
- private:
   static Tensor run(const Device& device, AttentionCall& call) {
     if (call.is_empty()) return call.reference();
     if (!device.takes(call.work())) return device.attend_by_torch(call);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ds_plugin_sdk.conformance.op_info.op_info import MANY_COLUMNS, MANY_ROWS, Kind, Make, OpInfo, Sample
-from ds_plugin_sdk.ops.attention import cached_attention
+from ds_plugin_sdk.ops.attention import cached_attention, cached_attention_int8
 
 # Rows, heads, heads of keys, new tokens, past ones, size of a head.
 _SHAPES = (
@@ -37,12 +38,61 @@ def _formula(
     window: int,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    tokens, total, group = query.shape[2], past + key.shape[2], query.shape[1] // key.shape[1]
-    keys = torch.cat([key_cache[:, :, :past], key, key_cache[:, :, total:]], dim=2)
-    values = torch.cat([value_cache[:, :, :past], value, value_cache[:, :, total:]], dim=2)
+    keys, values = _appended(key_cache, key, past), _appended(value_cache, value, past)
+    total = past + key.shape[2]
+    ones = torch.ones((*keys.shape[:2], total, 1), dtype=query.dtype)
+    held = keys[:, :, :total], values[:, :, :total], ones, ones
+    return keys, values, _attention(query, held, scale, mask, alibi, window, causal)
+
+
+def _int8_formula(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    key_scales: Tensor,
+    value_scales: Tensor,
+    past: int,
+    **options: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    (levels, steps), (value_levels, value_steps) = _quantized(key), _quantized(value)
+    written = (
+        _appended(key_cache.to(query.dtype), levels, past),
+        _appended(value_cache.to(query.dtype), value_levels, past),
+        _appended(key_scales, steps, past),
+        _appended(value_scales, value_steps, past),
+    )
+    held = [each[:, :, : past + key.shape[2]] for each in written]
+    return *written, _attention(query, held, **options)
+
+
+def _appended(cache: Tensor, new: Tensor, past: int) -> Tensor:
+    return torch.cat([cache[:, :, :past], new, cache[:, :, past + new.shape[2] :]], dim=2)
+
+
+def _quantized(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """A row's numbers in steps of 1 / 127 of the largest; a row with one that is not finite has that as its step."""
+    largest = rows.abs().amax(-1, keepdim=True) if rows.shape[-1] else rows.new_zeros((*rows.shape[:-1], 1))
+    levels = torch.round(rows / torch.where(largest == 0, 1.0, largest / 127))
+    return torch.where(largest.isfinite(), levels, 0.0), largest / 127
+
+
+def _attention(
+    query: Tensor,
+    held: Sequence[Tensor],
+    scale: float,
+    mask: Tensor | None,
+    alibi: Tensor | None,
+    window: int,
+    causal: bool,
+) -> Tensor:
+    """``softmax(scale q (k s)^T + ...) (v s)``; `held` are keys, values, and the steps s of both, one for a row."""
+    tokens, total, group = query.shape[2], held[0].shape[2], query.shape[1] // held[0].shape[1]
+    keys, values, key_steps, value_steps = (each.repeat_interleave(group, dim=1) for each in held)
     position = torch.arange(total)
     own = torch.arange(total - tokens, total).unsqueeze(1)
-    scores = torch.einsum("bhtd,bhpd->bhtp", query, keys[:, :, :total].repeat_interleave(group, dim=1)) * scale
+    scores = torch.einsum("bhtd,bhpd->bhtp", query, keys) * scale * key_steps.transpose(2, 3)
     if alibi is not None:
         scores = scores + alibi[:, None, None] * position
     allowed = torch.ones(tokens, total, dtype=torch.bool)
@@ -58,8 +108,7 @@ def _formula(
     # A query whose scores are all minus infinity may attend to nothing.
     nothing = (scores == -torch.inf).all(-1, keepdim=True)
     weights = torch.where(nothing, 0.0, torch.softmax(torch.where(nothing, 0.0, scores), dim=-1))
-    result = torch.einsum("bhtp,bhpd->bhtd", weights, values[:, :, :total].repeat_interleave(group, dim=1))
-    return keys, values, result
+    return torch.einsum("bhtp,bhpd->bhtd", weights * value_steps.transpose(2, 3), values)
 
 
 def _sample(make: Make, label: str, kind: Kind, shape: tuple[int, ...], **options: Any) -> Sample:
@@ -78,6 +127,25 @@ def _sample(make: Make, label: str, kind: Kind, shape: tuple[int, ...], **option
         "causal": True,
     }
     return Sample(label, {**arguments, **options}, kind)
+
+
+def _int8(make: Make, sample: Sample) -> Sample:
+    """The same call with an int8 cache. New rows have steps of a power of two, so that no number is near a tie."""
+    arguments = dict(sample.arguments)
+    for name in ("key", "value"):
+        arguments[name] = _with_exact_step(arguments[name])
+        levels = make.integers(-127, 128, *arguments[f"{name}_cache"].shape, dtype=torch.int8)
+        arguments[f"{name}_cache"] = levels
+        arguments[f"{name}_scales"] = make.positive(*levels.shape[:3], 1, scale=1 / 127, dtype=torch.float32)
+    names = inspect.signature(cached_attention_int8).parameters
+    return Sample(sample.label, {name: arguments[name] for name in names}, sample.kind)
+
+
+def _with_exact_step(rows: Tensor) -> Tensor:
+    largest = 127 / 64
+    exact = rows.clamp(-largest, largest)
+    exact[..., :1] = largest
+    return exact
 
 
 def _large(make: Make) -> Iterator[Sample]:
@@ -137,6 +205,10 @@ def _random(make: Make) -> Mapping[str, Any]:
     }
 
 
+def _random_int8(make: Make) -> Mapping[str, Any]:
+    return _int8(make, Sample("", _random(make))).arguments
+
+
 def _schema_arguments(arguments: Mapping[str, Any]) -> Sequence[Any]:
     return list(arguments.values())
 
@@ -155,6 +227,22 @@ OPS = (
         # An infinite slope times the distance 0 is NaN, as is what torch makes of a later key: its score plus -inf.
         finite=("alibi", "query", "key", "value", "key_cache", "value_cache"),
         # Means of values of size one; torch's attention for prompts rounds the weights, too.
+        rtol={torch.float32: 1e-5, torch.bfloat16: 2**-6, torch.float16: 2**-9},
+        atol={torch.float32: 1e-5, torch.bfloat16: 2**-5, torch.float16: 2**-8},
+    ),
+    OpInfo(
+        name="cached_attention_int8",
+        family="attention",
+        function=cached_attention_int8,
+        formula=_int8_formula,
+        samples=lambda make: (_int8(make, sample) for sample in _samples(make)),
+        random=_random_int8,
+        written=("key_cache", "value_cache", "key_scales", "value_scales"),
+        schema_arguments=_schema_arguments,
+        large=lambda make: (_int8(make, sample) for sample in _large(make)),
+        finite=("alibi", "query", "key", "value", "key_scales", "value_scales"),
+        levels=True,
+        # As above; keys and values that prompts attend to are rounded to the query's dtype.
         rtol={torch.float32: 1e-5, torch.bfloat16: 2**-6, torch.float16: 2**-9},
         atol={torch.float32: 1e-5, torch.bfloat16: 2**-5, torch.float16: 2**-8},
     ),

@@ -18,6 +18,7 @@ from ds_plugin_sdk.errors import SdkError
 from ds_plugin_sdk.integrations.transformers import families
 from ds_plugin_sdk.integrations.transformers.attention import ATTENTION, register_attention
 from ds_plugin_sdk.integrations.transformers.int4 import is_int4, matrix_of
+from ds_plugin_sdk.integrations.transformers.kv_cache import AppendingLayer, GrowingLayer, Int8Layer
 from ds_plugin_sdk.integrations.transformers.loss import LossReplacement
 from ds_plugin_sdk.integrations.transformers.replacements import (
     DecoderReplacement,
@@ -49,6 +50,7 @@ class _Found:
     replacements: dict[str, Replacement] = field(default_factory=dict)
     attentions: dict[str, transformers.PreTrainedConfig] = field(default_factory=dict)
     left: dict[str, tuple[str, str]] = field(default_factory=dict)  # name -> class, why
+    cache: type[AppendingLayer] = GrowingLayer  # what whole layers put into the place of empty dynamic ones
 
 
 class Accelerated:
@@ -88,6 +90,11 @@ class Accelerated:
         return self._replaced(LossReplacement)
 
     @property
+    def int8_cache(self) -> list[str]:
+        """Names of decoder layers that keep keys and values in 8 bits, where the cache is transformers' dynamic one."""
+        return self.layers if self._found.cache is Int8Layer else []
+
+    @property
     def attention(self) -> list[str]:
         """Names of models whose attention runs on our op; empty for the model itself."""
         return [name for name, config in self._found.attentions.items() if config._attn_implementation == ATTENTION]
@@ -118,6 +125,7 @@ class Accelerated:
             ("attention", attention),
             ("linear layers", self.linear),
             ("norms", self.norms),
+            *((("int8 cache", self.int8_cache),) if self.int8_cache else ()),
             *((("chunked loss", loss),) if loss else ()),
         ):
             lines.append(f"  {title:<14}{len(names):>4}  {', '.join(_patterns(names))}".rstrip())
@@ -136,7 +144,11 @@ class Accelerated:
 
 
 def accelerate(
-    model: transformers.PreTrainedModel, weights: Weights = None, *, loss: Literal["chunked"] | None = None
+    model: transformers.PreTrainedModel,
+    weights: Weights = None,
+    *,
+    cache: Literal["int8"] | None = None,
+    loss: Literal["chunked"] | None = None,
 ) -> Accelerated:
     """Run a model's inference on the SDK's ops: native kernels, or reference implementations where there are none.
 
@@ -152,6 +164,9 @@ def accelerate(
             model's own parameters stay as they are, so that `Accelerated.remove` can bring them back: memory grows by
             half (bfloat16), or a quarter. None keeps their dtype; parameters are moved into one block of memory. Layers
             that came in 4 bits (GPTQ, AWQ, torchao) keep them in any case, as copies in the layout of our op.
+        cache: ``"int8"`` to keep keys and values in 8 bits with a scale for each token and head, where decoder layers
+            run whole and the cache is transformers' dynamic one, empty before the first call. Sliding, static,
+            quantized and other caches, and those of other layers, stay what they are.
         loss: ``"chunked"`` to compute the loss of a causal language model in training, where labels are given and
             gradients recorded, some tokens at a time (`ds_plugin_sdk.nn.linear_cross_entropy`). Such a call returns no
             logits: they are None, or not in the tuple.
@@ -160,12 +175,15 @@ def accelerate(
         A handle to undo it; printed, it says what was replaced and what was left and why.
 
     Raises:
-        SdkError: the model is accelerated already, or `weights` or `loss` is something else.
+        SdkError: the model is accelerated already; `weights`, `cache` or `loss` is something else; or no layer of the
+            model can have the cache that is asked for.
     """
     if weights not in (None, *get_args(Quantized)):
         raise SdkError(
             f"weights is {weights!r}", why="weights are kept as they are, or quantized", hint='None, "int8" or "int4"'
         )
+    if cache not in (None, "int8"):
+        raise SdkError(f"cache is {cache!r}", why="keys are kept as they are, or quantized", hint='None or "int8"')
     if loss not in (None, "chunked"):
         raise SdkError(f"loss is {loss!r}", why="a loss is the model's own, or chunked", hint='None or "chunked"')
     if any(is_replaced(module) for module in model.modules()):
@@ -174,9 +192,17 @@ def accelerate(
         for family in _FAMILIES_OF_OPS:
             load_kernels(family, device)
     register_attention()
-    found, packer = _Found(), Packer(weights)
+    found, packer = _Found(cache=GrowingLayer if cache is None else Int8Layer), Packer(weights)
     undo = _use_attention(model, found)
     _find_layers(model, packer, found)
+    if cache is not None and not any(isinstance(each, DecoderReplacement) for each in found.replacements.values()):
+        for step in undo:
+            step()
+        raise SdkError(
+            f"{name_of(model)} cannot have an {cache} cache",
+            why="none of its decoder layers runs whole on our ops",
+            hint="leave cache out; print(accelerate(model)) says what is left alone, and why",
+        )
     if loss is not None:
         _find_loss(model, found)
     undo += packer.pack()
@@ -197,7 +223,8 @@ def _find_layers(model: transformers.PreTrainedModel, packer: Packer, found: _Fo
         try:
             attention = families.attention_of(module)
             if attention is not None:
-                found.replacements[name] = _decoder(module, attention, packer, rows[name.rpartition(".")[0]])
+                row = rows[name.rpartition(".")[0]]
+                found.replacements[name] = _decoder(module, attention, packer, row, found.cache)
                 done.update(module.modules())
             elif isinstance(module, nn.Linear | Conv1D) or is_int4(module):
                 matrix = matrix_of(module, sensitive=module is head)
@@ -216,13 +243,15 @@ def _find_loss(model: transformers.PreTrainedModel, found: _Found) -> None:
         found.left["loss"] = (name_of(model), str(why))
 
 
-def _decoder(module: nn.Module, attention: nn.Module, packer: Packer, row: Row) -> DecoderReplacement:
+def _decoder(
+    module: nn.Module, attention: nn.Module, packer: Packer, row: Row, cache: type[AppendingLayer]
+) -> DecoderReplacement:
     check_no_other_forward(module)
     if getattr(attention.config, "_attn_implementation", None) != ATTENTION:
         raise NotUnderstoodError("its attention is not torch's")
     layer = families.describe(module)
     packer.add(*layer.matrices)
-    return DecoderReplacement(module, attention, layer, row)
+    return DecoderReplacement(module, attention, layer, row, cache)
 
 
 # ---------------------------------------------------------------------- attention

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ds_plugin_sdk.integrations.transformers.kv_cache import Room
 from ds_plugin_sdk.integrations.transformers.understood import Norm
 from ds_plugin_sdk.integrations.transformers.weights import Matrix
 from ds_plugin_sdk.ops import decoder_layer
@@ -140,14 +141,14 @@ def norm(ops: Ops, norm: Norm, input: Tensor) -> Tensor:
 def run_whole(
     layer: Decoder,
     hidden: Tensor,
-    cache: tuple[Tensor, Tensor, int],
+    cache: Room,
     mask: Tensor | None,
     angles: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
     """`run` by one call, where `has_whole`.
 
     Args:
-        cache: tensors of keys and of values, with room for the new ones, and how many positions they hold.
+        cache: with room for the new keys and values.
         mask: as `ds_plugin_sdk.ops.attention.cached_attention` takes it; causal if None.
     """
     query_norm, key_norm = layer.query_norm, layer.key_norm
@@ -187,6 +188,7 @@ class Ops(NamedTuple):
     rms_norm: Any
     rotary_: Any
     cached_attention: Any
+    cached_attention_int8: Any
 
 
 @functools.cache

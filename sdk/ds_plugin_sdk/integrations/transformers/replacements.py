@@ -28,7 +28,7 @@ from ds_plugin_sdk.integrations.transformers.attention import (
     mask_fits,
 )
 from ds_plugin_sdk.integrations.transformers.decoder import Decoder, Ops, ops_for
-from ds_plugin_sdk.integrations.transformers.kv_cache import GrowingLayer, growing_layer, may_grow
+from ds_plugin_sdk.integrations.transformers.kv_cache import AppendingLayer, growing_layer, may_grow
 from ds_plugin_sdk.integrations.transformers.understood import Norm, Snapshot, Watch, is_plain_inference
 from ds_plugin_sdk.integrations.transformers.weights import Matrix
 
@@ -282,9 +282,12 @@ class _RowSnapshot:
 class DecoderReplacement(Replacement):
     """A whole decoder layer, one of several in a row."""
 
-    def __init__(self, module: nn.Module, attention: nn.Module, layer: Decoder, row: Row) -> None:
+    def __init__(
+        self, module: nn.Module, attention: nn.Module, layer: Decoder, row: Row, cache: type[AppendingLayer]
+    ) -> None:
         super().__init__(module)
         self.layer = layer
+        self._cache = cache
         self.attention: Any = attention
         self.config = attention.config
         # A configuration's own attributes are found by Python code, which takes as long as all other checks.
@@ -365,7 +368,9 @@ class DecoderReplacement(Replacement):
 
     def _run(self, hidden: Tensor, given: Given) -> Tensor:
         cache, mask = given.cache, given.mask
-        room = growing_layer(cache, self.attention.layer_idx) if cache is not None and given.grows else None
+        room = None
+        if cache is not None and given.grows:
+            room = growing_layer(cache, self.attention.layer_idx, self._cache)
         if room is None or not self._fits(room, hidden, mask):
             return decoder.run(given.ops, self.layer, hidden, given.angles, functools.partial(self._attend, given))
         if given.whole:
@@ -376,7 +381,7 @@ class DecoderReplacement(Replacement):
         room.advance(hidden.shape[1])
         return result
 
-    def _fits(self, room: GrowingLayer, hidden: Tensor, mask: Tensor | None) -> bool:
+    def _fits(self, room: AppendingLayer, hidden: Tensor, mask: Tensor | None) -> bool:
         """Whether the op can append and attend: if no mask says to which, only to all, or to all before a query."""
         batch, tokens, _ = hidden.shape
         layer = self.layer
@@ -388,10 +393,12 @@ class DecoderReplacement(Replacement):
             return mask_fits(mask, hidden.dtype, (batch, layer.heads, tokens), past + tokens)
         return tokens == 1 or (past == 0 and bool(self.attention.is_causal))
 
-    def _attend_in_place(self, given: Given, room: GrowingLayer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        cache, mask = room.make_room(key.shape[2]), given.mask
-        attended: Tensor = given.ops.cached_attention(
-            query, key, value, *cache, self.layer.scale, mask, None, 0, mask is None
+    def _attend_in_place(self, given: Given, room: AppendingLayer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        to, mask = room.make_room(key.shape[2]), given.mask
+        scales = [each for each in (to.key_scales, to.value_scales) if each is not None]
+        op = given.ops.cached_attention_int8 if scales else given.ops.cached_attention
+        attended: Tensor = op(
+            query, key, value, to.keys, to.values, *scales, to.past, self.layer.scale, mask, None, 0, mask is None
         )
         return attended
 
