@@ -88,9 +88,10 @@ def test_it_is_torchs_in_float64(bias: bool, options: dict[str, Any]) -> None:
     ids=str,
 )
 @pytest.mark.usefixtures("chunks")
-def test_it_is_no_further_from_float64_than_one_rounding(
-    dtype: torch.dtype, of_loss: float, of_gradients: float
+def test_multiplied_in_float32_it_is_no_further_from_float64_than_one_rounding(
+    dtype: torch.dtype, of_loss: float, of_gradients: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(ops, "_product_dtype", lambda input: torch.float32)
     leaves, target = tensors(dtype)
     exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
     loss = linear_cross_entropy(leaves[0], leaves[1], target, linear_bias=leaves[2])
@@ -103,15 +104,19 @@ def test_it_is_no_further_from_float64_than_one_rounding(
         torch.testing.assert_close(leaf.grad.double(), wanted, rtol=0, atol=of_gradients * float(wanted.abs().max()))
 
 
-def test_small_gradients_in_float16_wait_for_the_scale_of_the_loss() -> None:
+@pytest.mark.parametrize(("product", "atol"), [(torch.float32, 1e-7), (torch.float16, 1e-5)], ids=str)
+def test_small_gradients_in_float16_wait_for_the_scale_of_the_loss(
+    product: torch.dtype, atol: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Divided by a million rows they are below the smallest number of float16, multiplied by the scale they are not."""
+    monkeypatch.setattr(ops, "_product_dtype", lambda input: product)
     (input, weight), target = tensors(torch.float16, bias=False)
     scale = 2.0**16
     loss = linear_cross_entropy(input, weight, target, reduction="sum") / 1e7 * scale
     loss.backward()
     exact = [leaf.detach().double().requires_grad_() for leaf in (input, weight)]
     (plain(*exact, target, None, reduction="sum") / 1e7 * scale).backward()
-    torch.testing.assert_close(input.grad.double(), exact[0].grad, rtol=2**-9, atol=1e-7)
+    torch.testing.assert_close(input.grad.double(), exact[0].grad, rtol=2**-9, atol=atol)
 
 
 def test_16_bits_are_multiplied_as_they_are_where_the_device_does(monkeypatch: pytest.MonkeyPatch) -> None:
