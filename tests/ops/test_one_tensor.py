@@ -12,6 +12,7 @@ from torch import Tensor
 
 from counted_calls import CountedCalls
 from ds_plugin_sdk.conformance.target import Target
+from ds_plugin_sdk.integrations.deepspeed.modules import fused_adam
 from ds_plugin_sdk.op_builder.cpu import kernels as kernel_builders
 from ds_plugin_sdk.ops import _library, adagrad, adam, lion
 from ds_plugin_sdk.ops._one_tensor import OneTensor
@@ -78,6 +79,21 @@ def test_numbers_are_those_of_the_call(case: Case) -> None:
         assert one_tensor.update((1, rate, *numbers[1:]), *ours)
         assert one_tensor.update((1, value, *numbers[1:]), *exact)
         assert torch.equal(ours[0], exact[0])
+
+
+def test_fused_adam_calls_it_for_one_tensor_and_the_op_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    lists_of_op: list[int] = []
+    monkeypatch.setattr(fused_adam, "adam_", lambda params, *rest, **options: lists_of_op.append(len(params)))
+    lr, beta1, beta2, eps, decay, adamw, corrected = ADAM[3]
+    noop = torch.zeros(1, dtype=torch.int32)
+    ours, exact = _tensors(4, 9), _tensors(4, 9)
+    param, grad, first, second = ours
+    for count in (1, 2):
+        lists = [[each] * count for each in (grad, param, first, second)]
+        fused_adam.multi_tensor_adam(1, noop, lists, lr, beta1, beta2, eps, 3, int(adamw), int(corrected), decay)
+    _by_op(ADAM, exact, 3)
+    assert lists_of_op == [2]
+    assert all(map(torch.equal, ours, exact))
 
 
 class Named(Tensor):

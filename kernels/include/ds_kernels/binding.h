@@ -71,9 +71,9 @@ using torch::stable::Tensor;
 class Text {
  public:
   Text(const char* text) : text_(text) {}                    // NOLINT: implicit, so that messages read as lists
-  Text(std::string text) : text_(std::move(text)) {}         // NOLINT
-  Text(int64_t number) : text_(std::to_string(number)) {}    // NOLINT
-  Text(size_t number) : text_(std::to_string(number)) {}     // NOLINT
+  Text(std::string text) : text_(std::move(text)) {}         // NOLINT: the same
+  Text(int64_t number) : text_(std::to_string(number)) {}    // NOLINT: the same
+  Text(size_t number) : text_(std::to_string(number)) {}     // NOLINT: the same
   const std::string& str() const { return text_; }
 
  private:

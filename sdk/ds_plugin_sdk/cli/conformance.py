@@ -13,7 +13,6 @@ import textwrap
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -169,7 +168,7 @@ def _run(items: list[Item], run: Callable[[Item], Outcome], report: Report, keep
 
 
 def _print(report: Report) -> None:
-    say: Any = lambda text: output.print(text, markup=False, highlight=False, soft_wrap=True)  # noqa: E731  # one use
+    say = functools.partial(output.print, markup=False, highlight=False, soft_wrap=True)
     _table(summary.matrix(report))
     for each in (summary.expected(report), summary.limits(report), summary.slowest(report)):
         if each.rows:

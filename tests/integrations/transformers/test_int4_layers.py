@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +22,8 @@ with warnings.catch_warnings():
     import transformers
 
 from ds_plugin_sdk.integrations.transformers import accelerate
-from ds_plugin_sdk.integrations.transformers.int4 import matrix_of, read_awq, read_gptq, read_torchao
+from ds_plugin_sdk.integrations.transformers.int4 import matrix_of
+from ds_plugin_sdk.integrations.transformers.int4_layouts import read_awq, read_gptq, read_torchao
 from ds_plugin_sdk.integrations.transformers.understood import NotUnderstoodError
 from ds_plugin_sdk.ops.linear import dequantize_weight
 
@@ -328,7 +330,7 @@ def test_weights_of_torchao(dtype: torch.dtype, mapping: str) -> None:
     quantization = pytest.importorskip(
         "torchao.quantization", reason="torchao comes with the extra `test` on x86-64, where it has wheels"
     )
-    primitives = pytest.importorskip("torchao.quantization.quant_primitives")
+    primitives = importlib.import_module("torchao.quantization.quant_primitives")
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(CONFIGS["qwen2"]()).eval().to(dtype)
     config = quantization.IntxWeightOnlyConfig(

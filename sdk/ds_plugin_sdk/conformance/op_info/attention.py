@@ -32,17 +32,13 @@ def _formula(
     key_cache: Tensor,
     value_cache: Tensor,
     past: int,
-    scale: float,
-    mask: Tensor | None,
-    alibi: Tensor | None,
-    window: int,
-    causal: bool,
+    **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     keys, values = _appended(key_cache, key, past), _appended(value_cache, value, past)
     total = past + key.shape[2]
     ones = torch.ones((*keys.shape[:2], total, 1), dtype=query.dtype)
     held = keys[:, :, :total], values[:, :, :total], ones, ones
-    return keys, values, _attention(query, held, scale, mask, alibi, window, causal)
+    return keys, values, _attention(query, held, **options)
 
 
 def _int8_formula(

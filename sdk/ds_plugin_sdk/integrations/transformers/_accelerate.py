@@ -17,7 +17,8 @@ from transformers.pytorch_utils import Conv1D
 from ds_plugin_sdk.errors import SdkError
 from ds_plugin_sdk.integrations.transformers import families
 from ds_plugin_sdk.integrations.transformers.attention import ATTENTION, register_attention
-from ds_plugin_sdk.integrations.transformers.int4 import is_int4, matrix_of
+from ds_plugin_sdk.integrations.transformers.int4 import matrix_of
+from ds_plugin_sdk.integrations.transformers.int4_layouts import is_int4
 from ds_plugin_sdk.integrations.transformers.kv_cache import AppendingLayer, GrowingLayer, Int8Layer
 from ds_plugin_sdk.integrations.transformers.loss import LossReplacement
 from ds_plugin_sdk.integrations.transformers.replacements import (
