@@ -57,10 +57,12 @@ def all_reduce(tensor: Tensor, op: ReduceOp.RedOpType = ReduceOp.SUM, group: Pro
     shared = _shared_by(group) if _fits(tensor, op) else None
     if shared is None:
         distributed.all_reduce(tensor, op=op, group=group)
-    elif tensor.is_contiguous():
-        shared.sum(tensor.detach())
+        return
+    plain = tensor.detach() if tensor.requires_grad else tensor
+    if plain.is_contiguous():
+        shared.sum(plain)
     else:
-        tensor.detach().copy_(shared.sum(tensor.detach().contiguous()))
+        plain.copy_(shared.sum(plain.contiguous()))
 
 
 def _fits(tensor: Tensor, op: ReduceOp.RedOpType) -> bool:
@@ -68,7 +70,7 @@ def _fits(tensor: Tensor, op: ReduceOp.RedOpType) -> bool:
     return (
         tensor.is_cpu
         and tensor.dtype in _DTYPES
-        and op == ReduceOp.SUM
+        and (op is ReduceOp.SUM or op == ReduceOp.SUM)  # the second takes longer than all else here
         and not torch.compiler.is_compiling()  # which has collectives of its own
     )
 
@@ -77,9 +79,10 @@ def _shared_by(group: ProcessGroup | None) -> _SharedMemory | None:
     """The memory that the ranks of a group share, or None. Collective when the group is first seen."""
     if not isinstance(group, ProcessGroup):  # of other ranks, or none: torch has words for it
         return None
-    if group not in _groups:
-        _groups[group] = _SharedMemory.of(group) if group.size() > 1 else None
-    return _groups[group]
+    try:
+        return _groups[group]
+    except KeyError:
+        return _groups.setdefault(group, _SharedMemory.of(group) if group.size() > 1 else None)
 
 
 class _SharedMemory:

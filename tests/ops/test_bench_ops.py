@@ -15,6 +15,7 @@ import torch
 
 from ds_plugin_sdk.bench import (
     adam,
+    calls,
     direct,
     evoformer,
     fp_quantizer,
@@ -125,6 +126,13 @@ def test_the_torch_functions_of_direct_calls_compute_the_same(name: str) -> None
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     for written in info.written:
         torch.testing.assert_close(ours[written], theirs[written], rtol=1e-4, atol=1e-5)
+
+
+def test_the_torch_functions_of_small_calls_compute_the_same() -> None:
+    compared = [case for case in calls.cases(torch.float32, False) if case.what not in calls.OPTIMIZERS]
+    assert len(compared) == 9
+    for case in compared:
+        torch.testing.assert_close(case.ours(), case.peers["torch"](), rtol=1e-4, atol=1e-5)
 
 
 def test_lamb_s_peer_computes_the_same() -> None:

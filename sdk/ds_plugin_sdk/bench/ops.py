@@ -20,6 +20,7 @@ from ds_plugin_sdk.errors import SdkError
 from ds_plugin_sdk.registry import get_accelerator
 
 FAMILIES = (
+    "calls",
     "direct",
     "adam",
     "lamb",
