@@ -224,10 +224,11 @@ class Settings:
 
 SLURM_STEP_TASKS_PER_NODE = "SLURM_STEP_TASKS_PER_NODE"
 
-# torchrun, DeepSpeed, Open MPI, MVAPICH, Intel MPI and MPICH, PALS, Cray's PMI, jsrun, in this order.
+# DeepSpeed, torchrun, Open MPI, MVAPICH, Intel MPI and MPICH, PALS, Cray's PMI, jsrun, in this order. DeepSpeed's first:
+# `device_count` is asked in a step, and each variable that is not set takes as long as all else there.
 LOCAL_WORLD_SIZE_VARIABLES = (
-    "LOCAL_WORLD_SIZE",
     "LOCAL_SIZE",
+    "LOCAL_WORLD_SIZE",
     "OMPI_COMM_WORLD_LOCAL_SIZE",
     "MV2_COMM_WORLD_LOCAL_SIZE",
     "MPI_LOCALNRANKS",
