@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,36 @@ out = pathlib.Path(sys.argv[sys.argv.index("--out") + 1])
 out.mkdir(parents=True, exist_ok=True)
 (out / "metrics.json").write_text(json.dumps({"accelerator": "somewhere.else"}))
 """
+
+
+# What the program of a rank asks of mpi4py, for one rank; `mpirun -n 1 COMMAND`.
+_MPI = """
+class COMM_WORLD:
+    Barrier = staticmethod(lambda: None)
+    Allreduce = staticmethod(lambda send, data: data[0])
+    Get_rank = staticmethod(lambda: 0)
+IN_PLACE = 1
+Get_library_version = lambda: "An MPI:\\t5.0, built here\\nfor nobody\\0"
+"""
+
+
+def test_all_reduce_is_compared_with_the_mpis_that_are_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "bin" / "mpirun"
+    package = Path(sysconfig.get_path("purelib", vars={"base": str(tmp_path)})) / "mpi4py"
+    for folder in (program.parent, package):
+        folder.mkdir(parents=True)
+    program.write_text('#!/bin/sh\nshift 2\nexec "$@"\n')
+    program.chmod(0o755)
+    (package / "__init__.py").touch()
+    (package / "MPI.py").write_text(_MPI)
+    ours = [all_reduce.Row(all_reduce.OURS, size, "float32", 1e-6) for size in all_reduce.SIZES]
+    monkeypatch.setattr(all_reduce, "_of_torch", lambda *given: ours)
+    rows = all_reduce.run(1, mpis=[tmp_path])
+    assert rows[: len(ours)] == ours
+    assert [(row.call, row.elements) for row in rows[len(ours) :]] == [
+        ("Allreduce of An MPI: 5.0", size) for size in all_reduce.SIZES
+    ]
+    assert all(row.times == pytest.approx(row.microseconds / 1e-6) for row in rows[len(ours) :])
 
 
 @pytest.mark.deepspeed

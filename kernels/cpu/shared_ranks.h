@@ -3,6 +3,9 @@
 // A tensor goes through the memory in pieces. Each rank has two slots, which it posts its pieces into in turn, and counts
 // its pieces. Who has seen that all others have posted piece n takes the sum out of all slots, and may then post n + 1
 // into its other slot: nobody posts n + 2, into the slot of n, before all have posted n + 1, and so are through with n.
+//
+// Of a large piece, many ranks would each read all slots. There each adds up a share of it, into its own slot, where
+// nobody else reads that share; and takes the others' shares out of theirs when they are there.
 #pragma once
 
 #include <sched.h>
@@ -19,6 +22,7 @@ namespace ds_kernels::cpu {
 // Two cache lines of each rank, because processors fetch two at a time.
 struct alignas(128) RankState {
   std::atomic<int64_t> posted;  // pieces; the rank alone writes it, after the slot and `bytes`
+  std::atomic<int64_t> shared;  // the last piece of which this rank's share of the sum is in its slot; it alone writes it
   int64_t summed;               // pieces; nobody else reads it
   int64_t bytes[2];             // what was left of the tensor when the slot was posted
   int64_t dtype[2];             // what it consists of
@@ -27,6 +31,9 @@ static_assert(std::atomic<int64_t>::is_always_lock_free, "processes share it");
 
 class SharedRanks {
  public:
+  // From how many ranks, and bytes of a piece, shares are faster.
+  static constexpr int64_t kManyRanks = 4, kLargePiece = 1 << 16;
+
   // Of `size` bytes at `base`, zero before the first use, aligned to 128.
   SharedRanks(void* base, int64_t size, int64_t rank, int64_t ranks)
       : states_(static_cast<RankState*>(base)),
@@ -43,16 +50,13 @@ class SharedRanks {
   // fails: `other()` is then not -1.
   template <class Add>
   int64_t all_reduce(char* data, int64_t bytes, int64_t dtype, int64_t start, double patience, const Add& add) {
-    std::vector<const void*> slots(ranks_);
     while (start < bytes && other_ < 0) {
       const int64_t piece = std::min(bytes - start, slot_bytes_);
       const int64_t number = mine().summed + 1;
       if (mine().posted.load(std::memory_order_relaxed) < number) post(number, data + start, piece, bytes - start, dtype);
-      if (!wait_for_all(number, patience)) break;
+      if (!wait_for_all(&RankState::posted, number, patience)) break;
       other_ = find_other(number);
-      for (int64_t rank = 0; rank < ranks_; ++rank) slots[rank] = slot(rank, number);
-      slots[rank_] = data + start;  // what was posted, still at hand
-      if (other_ < 0) add(data + start, slots.data(), piece);
+      if (other_ < 0 && !sum(number, data + start, piece, patience, add)) break;
       mine().summed = number;
       start += piece;
     }
@@ -76,9 +80,41 @@ class SharedRanks {
     mine().posted.store(number, std::memory_order_release);
   }
 
-  bool wait_for_all(int64_t number, double patience) const {
+  // Whether the sum of a piece that all have posted is in `data`.
+  template <class Add>
+  bool sum(int64_t number, char* data, int64_t piece, double patience, const Add& add) const {
+    if (ranks_ >= kManyRanks && piece >= kLargePiece) return sum_shares(number, data, piece, patience, add);
+    add_up(number, data, data, 0, piece, add);
+    return true;
+  }
+
+  template <class Add>
+  bool sum_shares(int64_t number, char* data, int64_t piece, double patience, const Add& add) const {
+    const auto begin_of = [&](int64_t rank) { return std::min(piece, rank * (piece / ranks_ / 128 + 1) * 128); };
+    if (mine().shared.load(std::memory_order_relaxed) < number) {
+      const int64_t begin = begin_of(rank_);
+      add_up(number, data, slot(rank_, number) + begin, begin, begin_of(rank_ + 1), add);
+      mine().shared.store(number, std::memory_order_release);
+    }
+    if (!wait_for_all(&RankState::shared, number, patience)) return false;
     for (int64_t rank = 0; rank < ranks_; ++rank) {
-      if (!wait_for(states_[rank].posted, number, patience)) return false;
+      const int64_t begin = begin_of(rank);
+      std::memcpy(data + begin, slot(rank, number) + begin, begin_of(rank + 1) - begin);
+    }
+    return true;
+  }
+
+  // The sum of [begin, end) of a piece, into `output`. `data` is what this rank has posted, still at hand.
+  template <class Add>
+  void add_up(int64_t number, const char* data, char* output, int64_t begin, int64_t end, const Add& add) const {
+    std::vector<const void*> slots(ranks_);
+    for (int64_t rank = 0; rank < ranks_; ++rank) slots[rank] = (rank == rank_ ? data : slot(rank, number)) + begin;
+    add(output, slots.data(), end - begin);
+  }
+
+  bool wait_for_all(std::atomic<int64_t> RankState::*count, int64_t number, double patience) const {
+    for (int64_t rank = 0; rank < ranks_; ++rank) {
+      if (!wait_for(states_[rank].*count, number, patience)) return false;
     }
     return true;
   }
@@ -94,10 +130,10 @@ class SharedRanks {
 
   // Ranks that take their steps together wait for microseconds: these are spent looking. Where there are fewer cores
   // than ranks, the other one needs this core; and who is late by more is waited for asleep.
-  static bool wait_for(const std::atomic<int64_t>& posted, int64_t number, double patience) {
-    if (seen(posted, number)) return true;
+  static bool wait_for(const std::atomic<int64_t>& count, int64_t number, double patience) {
+    if (seen(count, number)) return true;
     const double begun = seconds();
-    while (!seen(posted, number)) {
+    while (!seen(count, number)) {
       const double waited = seconds() - begun;
       if (waited > patience) return false;
       if (waited < 1e-3) {
@@ -110,10 +146,10 @@ class SharedRanks {
     return true;
   }
 
-  static bool seen(const std::atomic<int64_t>& posted, int64_t number) {
+  static bool seen(const std::atomic<int64_t>& count, int64_t number) {
     constexpr int kLooks = 64;
     for (int look = 0; look < kLooks; ++look) {
-      if (posted.load(std::memory_order_acquire) >= number) return true;
+      if (count.load(std::memory_order_acquire) >= number) return true;
       pause();
     }
     return false;

@@ -58,13 +58,13 @@ void check_sums(Dtype dtype, int64_t ranks, const Elements& data) {
 }
 
 // One after the other and without a barrier: sums of more and of fewer elements than a slot holds.
-void test_sums(Dtype dtype, int64_t ranks) {
-  Memory memory(ranks, 256);
+void test_sums(Dtype dtype, int64_t ranks, int64_t slot, const std::vector<size_t>& counts) {
+  Memory memory(ranks, slot);
   std::vector<std::thread> threads;
   std::vector<std::vector<Elements>> results(ranks);
   for (int64_t rank = 0; rank < ranks; ++rank) {
     threads.emplace_back([&, rank] {
-      for (const size_t count : {0, 1, 17, 64, 128, 129, 1000, 3, 5000, 2}) {
+      for (const size_t count : counts) {
         results[rank].push_back(numbers(dtype, rank, count));
         reduce(memory.of(rank), ranks, dtype, results[rank].back(), 0, kPatience);
       }
@@ -87,6 +87,24 @@ void test_patience() {
   CHECK(reduce(memory.of(1), 2, dtype, second, 256, 0.001) == 400, "the rest was there");
   check_sums(dtype, 2, first);
   check_sums(dtype, 2, second);
+}
+
+// The same while the ranks wait for each other's shares of a large piece.
+void test_patience_with_shares() {
+  constexpr int64_t kRanks = SharedRanks::kManyRanks, kCount = 3 * SharedRanks::kLargePiece / 8;
+  Memory memory(kRanks, 2 * SharedRanks::kLargePiece);
+  std::vector<Elements> data;
+  for (int64_t rank = 0; rank < kRanks; ++rank) data.push_back(numbers(Dtype::Float32, rank, kCount));
+  const auto check_gives = [&](int64_t rank, int64_t expected) {
+    const int64_t given = reduce(memory.of(rank), kRanks, Dtype::Float32, data[rank], 0, 0.001);
+    CHECK(given == expected, "rank %d got to %d", static_cast<int>(rank), static_cast<int>(given));
+  };
+  for (int64_t rank = 0; rank < kRanks; ++rank) check_gives(rank, 0);  // the last has seen all pieces and adds its share
+  for (int64_t rank = 0; rank < kRanks - 2; ++rank) check_gives(rank, 0);
+  check_gives(kRanks - 2, 4 * kCount);  // the last share
+  check_gives(kRanks - 1, 4 * kCount);
+  for (int64_t rank = 0; rank < kRanks - 2; ++rank) check_gives(rank, 4 * kCount);
+  for (const Elements& each : data) check_sums(Dtype::Float32, kRanks, each);
 }
 
 // Tensors of different sizes are not added up, and what comes after them is.
@@ -143,10 +161,12 @@ int main() {
   at_all_levels_of<AllReduceLoops>([](const AllReduceLoops& at_level, int) {
     loops = &at_level;
     for (const Dtype dtype : {Dtype::Float32, Dtype::BFloat16, Dtype::Float16}) {
-      for (const int64_t ranks : {1, 2, 3, 8}) test_sums(dtype, ranks);
+      for (const int64_t ranks : {1, 2, 3, 8}) test_sums(dtype, ranks, 256, {0, 1, 17, 64, 128, 129, 1000, 3, 5000, 2});
+      for (const int64_t ranks : {3, 4, 7}) test_sums(dtype, ranks, 1 << 17, {99999, 5, 32769, 200000, 16384, 65536});
     }
     test_rounding();
     test_patience();
+    test_patience_with_shares();
     test_other_size();
     test_other_dtype();
   });

@@ -224,8 +224,8 @@ class Settings:
 
 SLURM_STEP_TASKS_PER_NODE = "SLURM_STEP_TASKS_PER_NODE"
 
-# DeepSpeed, torchrun, Open MPI, MVAPICH, Intel MPI and MPICH, PALS, Cray's PMI, jsrun, in this order. DeepSpeed's first:
-# `device_count` is asked in a step, and each variable that is not set takes as long as all else there.
+# DeepSpeed, torchrun, Open MPI, MVAPICH, Intel MPI and MPICH, PALS, Cray's PMI, jsrun, in this order. DeepSpeed's is
+# first: `device_count` is asked in a step, and each variable that is not set takes as long as all else there.
 LOCAL_WORLD_SIZE_VARIABLES = (
     "LOCAL_SIZE",
     "LOCAL_WORLD_SIZE",

@@ -1,15 +1,17 @@
-"""DeepSpeed's ``inference_all_reduce`` on the CPU beside all_reduce over gloo, DeepSpeed's call and torch's."""
+"""DeepSpeed's ``inference_all_reduce`` on the CPU beside all_reduce over gloo, by DeepSpeed and torch, and MPIs."""
 
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,13 @@ SIZES = (1024, 16 * 1024, 1024 * 1024)  # hidden size 1024: a token's activation
 TURNS = 33  # with each of the calls first
 CALLS = 5  # one after the other, as a model's layers have them
 ROW = 200  # over and over
+
+# Of Open MPI's alone: as root, and more ranks than cores.
+_OPEN_MPI = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+}
 
 
 @dataclass(frozen=True)
@@ -48,27 +57,56 @@ class Row:
     spread: dict[str, Spread] = field(default_factory=dict)
 
 
-def run(ranks: int = 2, own: bool = False) -> list[Row]:
+def run(ranks: int = 2, own: bool = False, mpis: Sequence[Path] = ()) -> list[Row]:
     """Measure on some ranks of this machine, one thread each.
 
     Args:
         ranks: how many processes.
         own: measure DeepSpeed's own op, on its in-tree CPU accelerator, in place of the CPU plugin's.
+        mpis: folders that MPIs and mpi4py were installed into by ``pip install --prefix``; their Allreduce of float32
+            is measured afterwards, not in turns.
 
     Raises:
         RuntimeError: a rank failed; the text is what the ranks printed.
     """
-    choice = {"DS_PLUGIN_AUTOLOAD": "0", "LOCAL_SIZE": str(ranks)} if own else {}
-    environment = child_environment(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", **choice)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "rows.json"
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-        done = subprocess.run(
-            [*launcher, "-m", __name__, str(file)], env=environment, capture_output=True, text=True, check=False
-        )
-        if done.returncode:
-            raise RuntimeError(f"a rank failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
-        return [Row(**row) for row in json.loads(file.read_text(encoding="utf-8"))]
+        rows = _of_torch(ranks, own, file)
+        return rows + [row for prefix in mpis for row in _of_mpi(prefix.absolute(), ranks, rows, file)]
+
+
+def _of_torch(ranks: int, own: bool, file: Path) -> list[Row]:
+    choice = {"DS_PLUGIN_AUTOLOAD": "0", "LOCAL_SIZE": str(ranks)} if own else {}
+    environment = child_environment(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", **choice)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+    _start([*launcher, "-m", __name__, str(file)], environment)
+    return [Row(**row) for row in json.loads(file.read_text(encoding="utf-8"))]
+
+
+def _of_mpi(prefix: Path, ranks: int, rows: Sequence[Row], file: Path) -> Iterator[Row]:
+    """An MPI's rows, beside those of `OURS` among `rows`."""
+    packages = sysconfig.get_path("purelib", vars={"base": str(prefix)})
+    environment = child_environment(
+        PATH=f"{prefix / 'bin'}{os.pathsep}{os.environ['PATH']}",
+        LD_LIBRARY_PATH=str(prefix / "lib"),
+        PYTHONPATH=os.pathsep.join(filter(None, [packages, os.environ.get("PYTHONPATH")])),
+        **_OPEN_MPI,
+    )
+    given = [str(file), json.dumps(SIZES), str(TURNS), str(CALLS)]
+    _start(
+        ["mpirun", "-n", str(ranks), sys.executable, "-m", "ds_plugin_sdk.bench.mpi_all_reduce", *given], environment
+    )
+    found = json.loads(file.read_text(encoding="utf-8"))
+    ours = {row.elements: row.microseconds for row in rows if row.call == OURS and row.dtype == "float32"}
+    for elements, seconds in found["seconds"].items():
+        row = _row(f"Allreduce of {found['library']}", torch.empty(int(elements)), "float32", seconds, None)
+        yield replace(row, times=row.microseconds / ours[int(elements)])
+
+
+def _start(command: list[str], environment: dict[str, str]) -> None:
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"a rank failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
 
 
 def main(file: Path) -> None:

@@ -267,13 +267,16 @@ def losses(
 def all_reduce(
     ranks: int = typer.Option(2, help="Processes on this machine, one thread each."),
     own: bool = typer.Option(False, help="Measure DeepSpeed's own op in place of the CPU plugin's."),
+    mpi: list[Path] = typer.Option(
+        [], help="Compare with this MPI too: a folder from 'pip install --prefix FOLDER mpich mpi4py'; may be repeated."
+    ),
     as_json: bool = _JSON,
 ) -> None:
-    """DeepSpeed's inference_all_reduce on the CPU beside all_reduce over gloo."""
+    """DeepSpeed's inference_all_reduce on the CPU beside all_reduce over gloo, and MPIs' Allreduce."""
     _need("deepspeed", "'ds-plugin-sdk[deepspeed]'")
     from ds_plugin_sdk.bench import all_reduce as benchmark
 
-    _show("All-reduce", benchmark.run(ranks, own), as_json)
+    _show("All-reduce", benchmark.run(ranks, own, mpi), as_json)
 
 
 @_command("async-io")
