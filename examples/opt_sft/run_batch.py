@@ -62,7 +62,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=300, help="seconds for each batch (%(default)s)")
     parser.add_argument("--jobs", type=int, default=1, help="batches at once (%(default)s)")
     parser.add_argument(
-        "--master-port", type=int, default=29500, help="of the first batch; others count up (%(default)s)"
+        "--master-port", type=int, default=29600, help="of the first batch; others count up (%(default)s)"
     )
     parser.add_argument("--launcher", default="", help="more arguments of `deepspeed`, as one word")
     parser.add_argument("script", nargs="+", help="the training script and its arguments, after --")
