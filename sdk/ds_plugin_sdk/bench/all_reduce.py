@@ -86,12 +86,9 @@ def _of_torch(ranks: int, own: bool, file: Path) -> list[Row]:
 def _of_mpi(prefix: Path, ranks: int, rows: Sequence[Row], file: Path) -> Iterator[Row]:
     """An MPI's rows, beside those of `OURS` among `rows`."""
     packages = sysconfig.get_path("purelib", vars={"base": str(prefix)})
-    environment = child_environment(
-        PATH=f"{prefix / 'bin'}{os.pathsep}{os.environ['PATH']}",
-        LD_LIBRARY_PATH=str(prefix / "lib"),
-        PYTHONPATH=os.pathsep.join(filter(None, [packages, os.environ.get("PYTHONPATH")])),
-        **_OPEN_MPI,
-    )
+    environment = child_environment(LD_LIBRARY_PATH=str(prefix / "lib"), **_OPEN_MPI)
+    environment["PATH"] = os.pathsep.join([str(prefix / "bin"), environment["PATH"]])
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [packages, environment.get("PYTHONPATH")]))
     given = [str(file), json.dumps(SIZES), str(TURNS), str(CALLS)]
     _start(
         ["mpirun", "-n", str(ranks), sys.executable, "-m", "ds_plugin_sdk.bench.mpi_all_reduce", *given], environment

@@ -48,9 +48,10 @@ def test_a_thread_of_gloo_that_wants_the_gil_ends_before_python_does(python: Pyt
     assert done.stdout.split() == ["0"] * 6, done.stdout + done.stderr
 
 
-def test_a_thread_at_work_is_waited_for_but_not_for_ever() -> None:
+@pytest.mark.parametrize("name", ["pt_gloo_runloop", "gloo_tcp_loop"])
+def test_a_thread_at_work_is_waited_for_but_not_for_ever(name: str) -> None:
     started, stop = threading.Event(), threading.Event()
-    worker = threading.Thread(target=work_as_gloo, args=(started, stop))
+    worker = threading.Thread(target=work_as_gloo, args=(name, started, stop))
     worker.start()
     started.wait()
     try:
@@ -71,9 +72,9 @@ def test_without_gloo_nothing_is_waited_for() -> None:
     assert time.monotonic() - start < 30
 
 
-def work_as_gloo(started: threading.Event, stop: threading.Event) -> None:
-    """Compute until `stop`, without the GIL most of the time, under the name that torch gives gloo's threads."""
-    Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text("pt_gloo_runloop", encoding="utf-8")
+def work_as_gloo(name: str, started: threading.Event, stop: threading.Event) -> None:
+    """Compute until `stop`, without the GIL most of the time, under the name of one of gloo's threads."""
+    Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(name, encoding="utf-8")
     data = bytes(1 << 27)
     started.set()
     while not stop.is_set():

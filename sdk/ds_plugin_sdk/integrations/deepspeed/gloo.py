@@ -15,7 +15,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-_NAME = "(pt_gloo_runloop)"  # what torch calls these threads, as Linux writes it
+# What torch calls these threads, and gloo the one that they wait for, as Linux writes it.
+_NAMES = ("(pt_gloo_runloop)", "(gloo_tcp_loop)")
 _LOOKS = 3  # in a row without a thread at work
 _PAUSE = 0.005  # seconds between two looks, without the GIL: what waits for it gets it
 
@@ -43,7 +44,7 @@ def _states() -> Iterator[str]:
     for stat in Path("/proc/self/task").glob("*/stat"):
         with contextlib.suppress(OSError):  # the thread has ended
             text = stat.read_text()
-            if _NAME in text:
+            if any(name in text for name in _NAMES):
                 yield text.rpartition(")")[2].split()[0]
 
 
