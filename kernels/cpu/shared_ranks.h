@@ -31,8 +31,8 @@ static_assert(std::atomic<int64_t>::is_always_lock_free, "processes share it");
 
 class SharedRanks {
  public:
-  // From how many ranks, and bytes of a piece, shares are faster.
-  static constexpr int64_t kManyRanks = 4, kLargePiece = 1 << 16;
+  // From how many ranks, and bytes of a piece in all slots together, shares are faster: docs/decisions/0028.
+  static constexpr int64_t kManyRanks = 4, kManyBytes = 1 << 17;
 
   // Of `size` bytes at `base`, zero before the first use, aligned to 128.
   SharedRanks(void* base, int64_t size, int64_t rank, int64_t ranks)
@@ -83,7 +83,7 @@ class SharedRanks {
   // Whether the sum of a piece that all have posted is in `data`.
   template <class Add>
   bool sum(int64_t number, char* data, int64_t piece, double patience, const Add& add) const {
-    if (ranks_ >= kManyRanks && piece >= kLargePiece) return sum_shares(number, data, piece, patience, add);
+    if (ranks_ >= kManyRanks && ranks_ * piece >= kManyBytes) return sum_shares(number, data, piece, patience, add);
     add_up(number, data, data, 0, piece, add);
     return true;
   }

@@ -91,8 +91,8 @@ void test_patience() {
 
 // The same while the ranks wait for each other's shares of a large piece.
 void test_patience_with_shares() {
-  constexpr int64_t kRanks = SharedRanks::kManyRanks, kCount = 3 * SharedRanks::kLargePiece / 8;
-  Memory memory(kRanks, 2 * SharedRanks::kLargePiece);
+  constexpr int64_t kRanks = SharedRanks::kManyRanks, kCount = SharedRanks::kManyBytes / 8;
+  Memory memory(kRanks, SharedRanks::kManyBytes);
   std::vector<Elements> data;
   for (int64_t rank = 0; rank < kRanks; ++rank) data.push_back(numbers(Dtype::Float32, rank, kCount));
   const auto check_gives = [&](int64_t rank, int64_t expected) {
