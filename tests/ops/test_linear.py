@@ -366,3 +366,16 @@ def test_torch_checks_the_op() -> None:
 def test_agrees_with_torch() -> None:
     input, weight, bias = torch.randn(3, 64), torch.randn(10, 64), torch.randn(10)
     torch.testing.assert_close(linear(input, weight, bias), functional.linear(input, weight, bias))
+
+
+@pytest.mark.parametrize("strided", ["bias", "input"])
+def test_many_inputs_are_rounded_once_whatever_the_strides(strided: str) -> None:
+    """Sums that nearly cancel the bias: rounded before it, too, they would lose most of their digits."""
+    torch.manual_seed(0)
+    given = {"input": torch.randn(4, 50, 16).bfloat16(), "bias": torch.randn(64).bfloat16()}
+    weight, scales = quantize_weight(torch.randn(64, 16), 16)
+    contiguous = linear(given["input"], weight, given["bias"], scales=scales)
+    apart = torch.stack([given[strided]] * 3, dim=-1)[..., 1]
+    assert not apart.is_contiguous()
+    given[strided] = apart
+    torch.testing.assert_close(linear(given["input"], weight, given["bias"], scales=scales), contiguous, rtol=0, atol=0)

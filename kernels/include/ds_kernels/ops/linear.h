@@ -123,10 +123,12 @@ struct LinearOps {
       return output;
     }
 
-    // What `torch.nn.functional.linear` gives.
-    static Tensor product(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
+    // What `torch.nn.functional.linear` gives. Of others than contiguous tensors it may round the sums twice, with the
+    // bias and before it.
+    static Tensor product(const Tensor& input, const Tensor& weight, OptionalTensor bias) {
       using torch::stable::detail::from;
-      StableIValue stack[] = {from(input), from(weight), from(bias)};
+      if (bias) bias = torch::stable::contiguous(*bias);
+      StableIValue stack[] = {from(torch::stable::contiguous(input)), from(weight), from(bias)};
       STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::linear", "", stack, TORCH_ABI_VERSION));
       return torch::stable::detail::to<Tensor>(stack[0]);
     }
