@@ -1,6 +1,7 @@
-// Attention of a few queries over a cache of keys and values. Positions are cut into parts, a block each for all queries
-// of a head of keys; what the parts know is merged in one order (Dao et al. 2023), relative to the largest score of each
-// (Milakov and Gimelshein 2018). How many parts there are depends on shapes alone: any GPU gives the same bits.
+// Attention of a few queries over a cache of keys and values, which may be int8. Positions are cut into parts, a block
+// each for all queries of a head of keys; what the parts know is merged in one order (Dao et al. 2023), relative to the
+// largest score of each (Milakov and Gimelshein 2018). How many parts there are depends on shapes alone: any GPU gives the
+// same bits.
 
 #include <ds_kernels/attention.h>
 
@@ -17,7 +18,7 @@ constexpr float kNever = -__builtin_huge_valf();
 // e^(a - top), where nothing was seen yet 0. A NaN that was seen is in the sum, and stays one if it is multiplied by 0.
 __device__ __forceinline__ float relative(float a, float top) { return a == kNever ? 0.f : __expf(a - top); }
 
-// ---- slices of heads ---------------------------------------------------------------------------------------------
+// ---- keys and values -----------------------------------------------------------------------------------------------
 
 // Elements [begin, begin + kSlice) of a head; 0 beyond its end.
 template <bool packed, class Element>
@@ -37,10 +38,94 @@ __device__ __forceinline__ void store_slice(Element* head, int begin, int head_d
   }
 }
 
-template <class Element>
-__device__ __forceinline__ Element* head_of(Element* data, const HeadStrides& strides, int64_t batch, int64_t head,
-                                            int64_t token) {
-  return data + batch * strides.batch + head * strides.head + token * strides.token;
+// What a thread has of a key or a value: elements, or levels and what a step of them is worth.
+struct Slice {
+  float x[kSlice] = {}, step = 1;
+};
+
+// Rounds a row of which `lanes` neighbouring threads have a slice each, as an int8 cache holds it. All threads of a warp
+// must call it.
+__device__ __forceinline__ void quantize(Slice& slice, int lanes) {
+  uint32_t largest = 0;  // numbers without their sign are in the order of their bits, infinity and NaN beyond all others
+#pragma unroll
+  for (int j = 0; j < kSlice; ++j) largest = Larger::combine(largest, __float_as_uint(slice.x[j]) & 0x7fffffffu);
+  for (int mask = lanes / 2; mask > 0; mask /= 2) largest = Larger::combine(largest, of_other_lane(largest, mask));
+  const Quantization q = row_quantization(__uint_as_float(largest));
+#pragma unroll
+  for (int j = 0; j < kSlice; ++j) slice.x[j] = quantized(slice.x[j], q);
+  slice.step = __uint_as_float(largest) / 127;
+}
+
+// The keys or the values of a head, as the thread sees them that has the slices from `begin` on: those in the cache, of
+// the query's dtype or int8 with a step for each, and new ones.
+template <class Element, class Cached>
+struct Rows {
+  static constexpr bool kQuantized = std::is_same_v<Cached, int8_t>;
+
+  Cached* cache;
+  float* steps;
+  const Element* added;
+  int64_t cache_stride, steps_stride, added_stride;
+  int begin, head_dim;
+
+  __device__ __forceinline__ Rows(void* cache, const HeadStrides& of_cache, float* steps, const HeadStrides& of_steps,
+                                  const void* added, const HeadStrides& of_added, int64_t batch, int64_t head, int begin,
+                                  int64_t head_dim)
+      : cache(static_cast<Cached*>(cache) + of_cache.at(batch, head, 0)),
+        steps(kQuantized ? steps + of_steps.at(batch, head, 0) : nullptr),
+        added(static_cast<const Element*>(added) + of_added.at(batch, head, 0)),
+        cache_stride(of_cache.token),
+        steps_stride(of_steps.token),
+        added_stride(of_added.token),
+        begin(begin),
+        head_dim(static_cast<int>(head_dim)) {}
+
+  template <bool packed>
+  __device__ __forceinline__ void load_cached(int64_t position, Slice& slice) const {
+    load_slice<packed>(cache + position * cache_stride, begin, head_dim, slice.x);
+    if constexpr (kQuantized) slice.step = steps[position * steps_stride];
+  }
+  __device__ __forceinline__ void load_added(int64_t token, Slice& slice) const {
+    load_slice<false>(added + token * added_stride, begin, head_dim, slice.x);
+  }
+  __device__ __forceinline__ void append(int64_t position, const Slice& slice) const {
+    store_slice(cache + position * cache_stride, begin, head_dim, slice.x);
+    if constexpr (kQuantized) {
+      if (begin == 0) steps[position * steps_stride] = slice.step;
+    }
+  }
+
+  // To an int8 cache. All threads of a warp must call it.
+  __device__ __forceinline__ void append_rounded(int64_t position, int64_t token, int lanes, bool has_slice) const {
+    Slice slice;
+    if (has_slice) load_added(token, slice);
+    quantize(slice, lanes);
+    if (has_slice) append(position, slice);
+  }
+};
+
+template <class Element, class Cached>
+__device__ __forceinline__ Rows<Element, Cached> keys_of(const Attention& t, int64_t batch, int64_t head, int begin) {
+  return {t.key_cache, t.key_cache_strides, t.key_scales, t.key_scales_strides, t.key, t.key_strides,
+          batch,       head,                begin,        t.head_dim};
+}
+template <class Element, class Cached>
+__device__ __forceinline__ Rows<Element, Cached> values_of(const Attention& t, int64_t batch, int64_t head, int begin) {
+  return {t.value_cache, t.value_cache_strides, t.value_scales, t.value_scales_strides, t.value, t.value_strides,
+          batch,         head,                  begin,          t.head_dim};
+}
+
+// Appends the new ones of positions [begin, end) to int8 caches: a row for each `lanes` threads of the block, all of which
+// must call it.
+template <class Rows>
+__device__ __forceinline__ void append_rounded(const Rows& keys, const Rows& values, int64_t past, int64_t begin,
+                                               int64_t end, int lanes) {
+  const int row = static_cast<int>(threadIdx.x) / lanes;
+  for (int64_t first = begin > past ? begin : past; first < end; first += kThreads / lanes) {
+    const bool has_slice = first + row < end && keys.begin < keys.head_dim;
+    keys.append_rounded(first + row, first + row - past, lanes, has_slice);
+    values.append_rounded(first + row, first + row - past, lanes, has_slice);
+  }
 }
 
 // ---- scores ------------------------------------------------------------------------------------------------------
@@ -68,12 +153,13 @@ __device__ __forceinline__ float biased(const Attention& t, float score, int64_t
 struct Running {
   float top = kNever, sum = 0, result[kSlice] = {};
 
-  __device__ __forceinline__ void add(float score, const float (&value)[kSlice]) {
+  __device__ __forceinline__ void add(float score, const Slice& value) {
     const float now = score > top ? score : top, faded = relative(top, now), weight = relative(score, now);
     top = now;
     sum = sum * faded + weight;
+    const float steps = weight * value.step;
 #pragma unroll
-    for (int j = 0; j < kSlice; ++j) result[j] = result[j] * faded + weight * value[j];
+    for (int j = 0; j < kSlice; ++j) result[j] = result[j] * faded + steps * value.x[j];
   }
 
   // Merges what the thread of another lane knows.
@@ -111,7 +197,7 @@ __device__ __forceinline__ float* partial_of(const Attention& t, float* partial,
 }
 
 // `lanes` threads share a head; queries are taken `tile` at a time.
-template <class Element, int tile, bool packed>
+template <class Element, class Cached, int tile, bool packed>
 __global__ void __launch_bounds__(kThreads) attend_kernel(const Attention t, float* partial, const int lanes) {
   __shared__ float known[kWarps][tile][2 + kMostHeadDim];
   constexpr int kAtOnce = tile == 1 ? 4 : tile <= 4 ? 2 : 1;  // positions whose loads are under way together
@@ -122,11 +208,13 @@ __global__ void __launch_bounds__(kThreads) attend_kernel(const Attention t, flo
   const int thread = static_cast<int>(threadIdx.x), lane = thread % kWarpThreads, warp = thread / kWarpThreads;
   const int head_dim = static_cast<int>(t.head_dim), slice = thread % lanes * kSlice, together = kThreads / lanes;
   const bool has_slice = slice < head_dim;
-  auto* key_cache = head_of(static_cast<Element*>(t.key_cache), t.key_cache_strides, batch, kv_head, 0);
-  auto* value_cache = head_of(static_cast<Element*>(t.value_cache), t.value_cache_strides, batch, kv_head, 0);
-  const auto* keys = head_of(static_cast<const Element*>(t.key), t.key_strides, batch, kv_head, 0);
-  const auto* values = head_of(static_cast<const Element*>(t.value), t.value_strides, batch, kv_head, 0);
+  const auto keys = keys_of<Element, Cached>(t, batch, kv_head, slice);
+  const auto values = values_of<Element, Cached>(t, batch, kv_head, slice);
   const int64_t queries = group * t.tokens;
+  if constexpr (keys.kQuantized) {
+    append_rounded(keys, values, t.past, begin, end, lanes);
+    __syncthreads();  // from here on all are in the cache
+  }
   for (int64_t first = 0; first < queries; first += tile) {
     float query[tile][kSlice] = {};
     Running running[tile];
@@ -134,40 +222,40 @@ __global__ void __launch_bounds__(kThreads) attend_kernel(const Attention t, flo
     for (int q = 0; q < tile; ++q) {
       if (first + q >= queries || !has_slice) continue;
       const int64_t head = kv_head * group + (first + q) / t.tokens, token = (first + q) % t.tokens;
-      load_slice<false>(head_of(static_cast<const Element*>(t.query), t.query_strides, batch, head, token), slice,
-                        head_dim, query[q]);
+      load_slice<false>(static_cast<const Element*>(t.query) + t.query_strides.at(batch, head, token), slice, head_dim,
+                        query[q]);
     }
     // All threads take as many turns: they meet in shuffles.
     for (int64_t turn = begin + thread / lanes; turn - thread / lanes < end; turn += kAtOnce * together) {
-      float key[kAtOnce][kSlice] = {}, value[kAtOnce][kSlice] = {};
+      Slice key[kAtOnce], value[kAtOnce];
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         const int64_t position = turn + i * together;
         if (position >= end || !has_slice) continue;
-        if (position < t.past) {
-          load_slice<packed>(key_cache + position * t.key_cache_strides.token, slice, head_dim, key[i]);
-          load_slice<packed>(value_cache + position * t.value_cache_strides.token, slice, head_dim, value[i]);
+        if (keys.kQuantized || position < t.past) {
+          keys.template load_cached<packed>(position, key[i]);
+          values.template load_cached<packed>(position, value[i]);
         } else {
-          load_slice<false>(keys + (position - t.past) * t.key_strides.token, slice, head_dim, key[i]);
-          load_slice<false>(values + (position - t.past) * t.value_strides.token, slice, head_dim, value[i]);
+          keys.load_added(position - t.past, key[i]);
+          values.load_added(position - t.past, value[i]);
         }
       }
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         const int64_t position = turn + i * together;
-        if (first == 0 && t.past <= position && position < end && has_slice) {
-          store_slice(key_cache + position * t.key_cache_strides.token, slice, head_dim, key[i]);
-          store_slice(value_cache + position * t.value_cache_strides.token, slice, head_dim, value[i]);
+        if (!keys.kQuantized && first == 0 && t.past <= position && position < end && has_slice) {
+          keys.append(position, key[i]);
+          values.append(position, value[i]);
         }
 #pragma unroll
         for (int q = 0; q < tile; ++q) {
           float score = 0;
 #pragma unroll
-          for (int j = 0; j < kSlice; ++j) score += query[q][j] * key[i][j];
+          for (int j = 0; j < kSlice; ++j) score += query[q][j] * key[i].x[j];
           for (int mask = lanes / 2; mask > 0; mask /= 2) score += __shfl_xor_sync(kWholeWarp, score, mask);
           if (first + q >= queries || position >= end) continue;
           const int64_t head = kv_head * group + (first + q) / t.tokens, token = (first + q) % t.tokens;
-          running[q].add(biased<Element>(t, score * t.scale, batch, head, token, position), value[i]);
+          running[q].add(biased<Element>(t, score * t.scale * key[i].step, batch, head, token, position), value[i]);
         }
       }
     }
@@ -226,6 +314,18 @@ __global__ void __launch_bounds__(kThreads) finish_kernel(const Attention t, flo
 
 // ---- around torch's attention ------------------------------------------------------------------------------------
 
+// `blocks_of_head` blocks for the new tokens of a head of keys.
+template <class Element>
+__global__ void __launch_bounds__(kThreads)
+    append_kernel(const AttentionAppend append, const int lanes, const unsigned blocks_of_head) {
+  const Attention& t = append.attention;
+  const int64_t row = blockIdx.x / blocks_of_head, batch = row / t.kv_heads, kv_head = row - batch * t.kv_heads;
+  const int slice = static_cast<int>(threadIdx.x) % lanes * kSlice, together = kThreads / lanes;
+  const int64_t begin = t.past + static_cast<int64_t>(blockIdx.x % blocks_of_head) * together;
+  append_rounded(keys_of<Element, int8_t>(t, batch, kv_head, slice), values_of<Element, int8_t>(t, batch, kv_head, slice),
+                 t.past, begin, begin + together < t.total ? begin + together : t.total, lanes);
+}
+
 // What leaves no weight beside any score. Not -inf: what torch's kernels make of a row of it differs; nor the lowest number
 // of all, which they may multiply.
 __device__ __forceinline__ float unattended(float) { return -1e38f; }
@@ -270,6 +370,13 @@ bool fit_packs(const Attention& t) {
          fits(t.value_cache, t.value_cache_strides);
 }
 
+// Threads that share a head.
+int lanes_of(const Attention& t) {
+  int lanes = 1;
+  while (lanes * kSlice < t.head_dim) lanes *= 2;
+  return lanes;
+}
+
 // Calls `with(tile)` for the queries that a head of keys has.
 template <class With>
 void with_tile(int64_t queries, const With& with) {
@@ -279,6 +386,18 @@ void with_tile(int64_t queries, const With& with) {
 }
 
 }  // namespace
+
+template <>
+void compute(const AttentionAppend& append, Dtype dtype, const Stream& stream) {
+  const Attention& t = append.attention;
+  const int lanes = lanes_of(t), together = kThreads / lanes;
+  const int64_t blocks_of_head = (t.total - t.past + together - 1) / together;
+  const dim3 blocks = grid(stream, t.batch * t.kv_heads * blocks_of_head);
+  with_element(dtype, [&](auto element) {
+    launch(stream, append_kernel<decltype(element)>, blocks, kThreads, append, lanes,
+           static_cast<unsigned>(blocks_of_head));
+  });
+}
 
 template <>
 void compute(const AttentionBias& bias, Dtype dtype, const Stream& stream) {
@@ -299,16 +418,20 @@ void compute(const AttentionZeros& zeros, Dtype dtype, const Stream& stream) {
 template <>
 void compute(const Attention& t, Dtype dtype, const Stream& stream) {
   auto* const partial = stream.room<float>(t.batch * t.heads * t.tokens * Parts(t).count * (2 + t.head_dim));
-  int lanes = 1;
-  while (lanes * kSlice < t.head_dim) lanes *= 2;
+  const int lanes = lanes_of(t);
   const int64_t rows = t.batch * t.kv_heads, queries = t.group() * t.tokens;
   with_element(dtype, [&](auto element) {
     using Element = decltype(element);
-    with_tile(queries, [&](auto tile) {
-      const bool packed = fit_packs(t);
-      const auto kernel = packed ? attend_kernel<Element, tile, true> : attend_kernel<Element, tile, false>;
-      launch(stream, kernel, grid(stream, rows * Parts(t).count), kThreads, t, partial, lanes);
-    });
+    const auto attend = [&](auto cached) {
+      using Cached = decltype(cached);
+      with_tile(queries, [&](auto tile) {
+        const bool packed = fit_packs(t);
+        const auto kernel =
+            packed ? attend_kernel<Element, Cached, tile, true> : attend_kernel<Element, Cached, tile, false>;
+        launch(stream, kernel, grid(stream, rows * Parts(t).count), kThreads, t, partial, lanes);
+      });
+    };
+    t.key_scales ? attend(int8_t{}) : attend(element);
     launch(stream, finish_kernel<Element>, grid(stream, rows * queries), kThreads, t, partial);
   });
 }

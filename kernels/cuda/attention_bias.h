@@ -1,4 +1,5 @@
-// What attention on CUDA devices does beside its own kernel: torch's attention, with a bias. No torch, no CUDA.
+// What attention on CUDA devices does beside its own kernel: torch's attention, with a bias, on caches that have been
+// appended to. No torch, no CUDA.
 #pragma once
 
 #include <ds_kernels/attention.h>
@@ -19,6 +20,11 @@ struct AttentionBias {
 
 // Makes zeros of the output of queries that may attend to nothing.
 struct AttentionZeros : AttentionBias {};
+
+// What a call to an int8 cache has to append to it before torch attends to that.
+struct AttentionAppend {
+  Attention attention;
+};
 
 // The bias that a call needs, of these sizes, without memory.
 inline AttentionBias attention_bias(const Attention& a) {

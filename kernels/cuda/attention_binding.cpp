@@ -14,20 +14,20 @@ struct CacheAttention : Device {
   using Device::Device;
 
   bool takes(const Attention& a) const {
-    return a.tokens < kManyTokens && a.head_dim <= kMostHeadDim && !a.key_scales;
+    return a.tokens < kManyTokens && a.head_dim <= kMostHeadDim;
   }
 
   // torch's attention with a bias takes that in the query's dtype alone: where it would lose digits of a mask or of
   // alibi's slopes, the op's reference attends, in torch's matrix products.
   Tensor attend_by_torch(AttentionCall& call) const {
     const Attention& a = call.work();
-    if (call.is_quantized()) return call.reference();
+    if (call.is_quantized() && a.head_dim > kMostHeadDim) return call.reference();
     if (call.needs_no_bias()) {
-      call.append();
+      append(call);
       return call.torch_attention({});
     }
     if (a.alibi || (a.mask_kind == Mask::Float && call.dtype() != Dtype::Float32)) return call.reference();
-    call.append();
+    append(call);
     AttentionBias bias = attention_bias(a);
     const int64_t shape[] = {bias.batches, bias.heads, a.tokens, bias.stride};
     const Tensor memory = call.new_like_query({shape, 4});
@@ -39,6 +39,11 @@ struct CacheAttention : Device {
     bias.attention.output = output.data_ptr();
     run(call.op(), AttentionZeros{bias}, call.dtype());
     return output;
+  }
+
+  void append(AttentionCall& call) const {
+    if (!call.is_quantized()) return call.append();
+    run(call.op(), AttentionAppend{call.work()}, call.dtype());
   }
 };
 

@@ -29,6 +29,8 @@ __device__ __forceinline__ float widen(Float16 x) {
 #endif
 }
 
+__device__ __forceinline__ float widen(int8_t x) { return x; }
+
 // Rounds to nearest even; a NaN stays a NaN.
 __device__ __forceinline__ void narrow(float x, float& to) { to = x; }
 
@@ -50,6 +52,9 @@ __device__ __forceinline__ void narrow(float x, Float16& to) {
   asm("cvt.rn.f16.f32 %0, %1;" : "=h"(to.bits) : "f"(x));
 #endif
 }
+
+// Of a whole number.
+__device__ __forceinline__ void narrow(float x, int8_t& to) { to = static_cast<int8_t>(x); }
 
 // Two elements as they lie in memory, `low` first.
 template <class T>
@@ -140,6 +145,15 @@ __device__ __forceinline__ void load(const T* from, float (&to)[count]) {
     for (int i = 0; i < count / 2; ++i) widen_two<T>(pairs[i], to[2 * i], to[2 * i + 1]);
   } else if constexpr (sizeof(T) == 4) {
     load_words(from, to);
+  } else if constexpr (std::is_same_v<T, int8_t> && count % 4 == 0) {
+    // By way of the mantissa of 2^23: conversions would take longer than the memory.
+    uint32_t words[count / 4];
+    load_words(reinterpret_cast<const uint32_t*>(from), words);
+#pragma unroll
+    for (int i = 0; i < count; ++i) {
+      const uint32_t bits = __byte_perm(words[i / 4] ^ 0x80808080u, 0x4b000000u, 0x7540u + i % 4);
+      to[i] = __uint_as_float(bits) - (0x1p23f + 128.f);
+    }
   } else {
 #pragma unroll
     for (int i = 0; i < count; ++i) to[i] = widen(from[i]);

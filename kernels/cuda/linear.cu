@@ -13,30 +13,79 @@ constexpr int kRows = 2;  // of a warp
 
 // ---- weights -----------------------------------------------------------------------------------------------------
 
-// Elements that a thread takes at once: 16 bytes of weights.
+// What a thread takes of a row of weights at once: `kCount` words, 16 bytes if `packed`. A word is one weight; `get`
+// makes floats of them.
 template <class Weight, bool packed>
-constexpr int kTaken = packed ? 16 / sizeof(Weight) : 1;
+struct Words {
+  static constexpr int kColumns = 1, kSize = 1;  // of a word: its columns, and how many of `Weight` it takes
+  static constexpr int kCount = packed ? 16 / sizeof(Weight) : 1;
+  static constexpr int kAtOnce = 4;  // turns whose loads are under way together
 
-template <int count, class Element>
-__device__ __forceinline__ void load_weights(const Element* from, float (&to)[count]) {
-  load<count>(from, to);
-}
+  static __device__ __forceinline__ int64_t column_of(int64_t word) { return word; }
 
-// Bytes become floats by way of the mantissa of 2^23: conversions would take longer than the memory.
-template <int count>
-__device__ __forceinline__ void load_weights(const int8_t* from, float (&to)[count]) {
-  if constexpr (count == 16) {
-    const uint4 words = *reinterpret_cast<const uint4*>(from);
-    const uint32_t four[4] = {words.x ^ 0x80808080u, words.y ^ 0x80808080u, words.z ^ 0x80808080u,
-                              words.w ^ 0x80808080u};
-#pragma unroll
-    for (int j = 0; j < count; ++j) {
-      to[j] = __uint_as_float(__byte_perm(four[j / 4], 0x4b000000u, 0x7540u + j % 4)) - (0x1p23f + 128.f);
+  __device__ __forceinline__ Words(const Weight* row, int64_t word) : from_(row + word) {}
+  __device__ __forceinline__ void get(int, float (&to)[kCount]) const { load<kCount>(from_, to); }
+
+ private:
+  const Weight* from_;
+};
+
+// A word has the int4 weights of four columns, a quarter of a block apart; `get` makes floats of one in each word.
+template <bool packed>
+struct Words<Int4Pair, packed> {
+  static constexpr int kColumns = 4, kSize = 2;
+  static constexpr int kCount = packed ? 8 : 1;
+  static constexpr int kAtOnce = 2;
+
+  static __device__ __forceinline__ int64_t column_of(int64_t word) { return word / 16 * kInt4Block + word % 16; }
+
+  __device__ __forceinline__ Words(const Int4Pair* row, int64_t word) {
+    const Int4Pair* from = row + word * kSize;
+    if constexpr (packed) {
+      load_words(reinterpret_cast<const uint32_t*>(from), two_);
+    } else {
+      two_[0] = from[0].bits | from[1].bits << 8;  // a view may begin at any byte
     }
-  } else {
-    to[0] = static_cast<float>(*from);
   }
-}
+
+  // As int8 weights by way of the mantissa of 2^23, but without moving the bits: a step of them is worth 16^k there.
+  __device__ __forceinline__ void get(int k, float (&to)[kCount]) const {
+    const float step = 1.f / static_cast<float>(1 << 4 * k);
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) {
+      const uint32_t word = __byte_perm(two_[j / 2], 0x4b00u, j % 2 ? 0x5432u : 0x5410u);  // below the exponent of 2^23
+      to[j] = __uint_as_float(word & (0xff000000u | 15u << 4 * k)) * step - (0x1p23f * step + 8.f);
+    }
+  }
+
+ private:
+  uint32_t two_[packed ? kCount / 2 : 1];  // words, the first one lowest
+};
+
+// From one column of a word to the next.
+constexpr int64_t kColumnsApart = kInt4Block / 4;
+
+// What levels of a group stand for: level * scale + offset.
+template <class Weight>
+struct Steps {
+  static constexpr bool kQuantized = sizeof(Weight) == 1;
+  float scale = 1, offset = 0;
+
+  template <class Layer>
+  __device__ __forceinline__ Steps(const Layer& t, int64_t group) {  // one of all rows' groups
+    if constexpr (kQuantized) {
+      scale = t.scales[group];
+      if (std::is_same_v<Weight, Int4Pair> && t.offsets) offset = t.offsets[group];
+    }
+  }
+  template <int count>
+  __device__ __forceinline__ void apply(float (&levels)[count]) const {
+    if constexpr (kQuantized) {
+#pragma unroll
+      for (int j = 0; j < count; ++j) levels[j] = levels[j] * scale + offset;
+    }
+  }
+};
 
 // ---- the product -------------------------------------------------------------------------------------------------
 
@@ -59,30 +108,36 @@ __device__ __forceinline__ float finished(const LinearLayer& t, int64_t input, i
 }
 
 // Adds the products of the columns that the calling thread has of two rows.
-template <int count, int inputs, class Weight, class Element>
-__device__ __forceinline__ void add_products(const LinearLayer& t, const Weight* const (&weights)[kRows],
-                                             const float* const (&scales)[kRows], const Element* const (&x)[inputs],
-                                             float (&sums)[kRows][inputs]) {
+template <class Weight, bool packed, int inputs, class Element>
+__device__ __forceinline__ void add_products(const LinearLayer& t, const int64_t (&rows)[kRows],
+                                             const Element* const (&x)[inputs], float (&sums)[kRows][inputs]) {
+  using Taken = Words<Weight, packed>;
+  constexpr int count = Taken::kCount;
+  const auto* weights = static_cast<const Weight*>(t.weight);
   const auto width = static_cast<uint32_t>(t.columns / t.groups);
-#pragma unroll 4
-  for (int64_t column = threadIdx.x % kWarpThreads * count; column < t.columns; column += kWarpThreads * count) {
-    float weight[kRows][count];
+#pragma unroll Taken::kAtOnce
+  for (int64_t word = threadIdx.x % kWarpThreads * count; word < t.columns / Taken::kColumns;
+       word += kWarpThreads * count) {
+    const Taken taken[kRows] = {{weights + rows[0] * t.stride, word}, {weights + rows[1] * t.stride, word}};
+    const int64_t first = Taken::column_of(word), group = static_cast<uint32_t>(first) / width;
+    const Steps<Weight> steps[kRows] = {{t, rows[0] * t.groups + group}, {t, rows[1] * t.groups + group}};
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      load_weights<count>(weights[r] + column, weight[r]);
-      if (!scales[r]) continue;
-      const float scale = scales[r][static_cast<uint32_t>(column) / width];
-#pragma unroll
-      for (int j = 0; j < count; ++j) weight[r][j] *= scale;
-    }
-#pragma unroll
-    for (int m = 0; m < inputs; ++m) {
-      float values[count];
-      load<count>(x[m] + column, values);
+    for (int k = 0; k < Taken::kColumns; ++k) {
+      float weight[kRows][count];
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
+        taken[r].get(k, weight[r]);
+        steps[r].apply(weight[r]);
+      }
 #pragma unroll
-        for (int j = 0; j < count; ++j) sums[r][m] += weight[r][j] * values[j];
+      for (int m = 0; m < inputs; ++m) {
+        float values[count];
+        load<count>(x[m] + first + k * kColumnsApart, values);
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+          for (int j = 0; j < count; ++j) sums[r][m] += weight[r][j] * values[j];
+        }
       }
     }
   }
@@ -97,21 +152,14 @@ __global__ void __launch_bounds__(kThreads) linear_kernel(const LinearLayer t) {
   if (begin >= t.outputs) return;  // a whole warp
   const bool has_second = t.gated || begin + 1 < t.outputs;
   const int64_t rows[kRows] = {begin, has_second ? begin + distance : begin};
-  const Weight* weights[kRows];
-  const float* scales[kRows];
   const Element* x[inputs];
-#pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-    weights[r] = static_cast<const Weight*>(t.weight) + rows[r] * t.stride;
-    scales[r] = t.scales ? t.scales + rows[r] * t.groups : nullptr;
-  }
 #pragma unroll
   for (int m = 0; m < inputs; ++m) {  // where there are fewer inputs, the last one again
     const int64_t input = first_input + m < t.inputs ? first_input + m : t.inputs - 1;
     x[m] = static_cast<const Element*>(t.input) + input * t.columns;
   }
   float sums[kRows][inputs] = {};
-  add_products<kTaken<Weight, packed>>(t, weights, scales, x, sums);
+  add_products<Weight, packed>(t, rows, x, sums);
   const auto* bias = static_cast<const Element*>(t.bias);
 #pragma unroll
   for (int m = 0; m < inputs; ++m) {
@@ -130,32 +178,23 @@ __global__ void __launch_bounds__(kThreads) linear_kernel(const LinearLayer t) {
 
 // ---- around torch's product --------------------------------------------------------------------------------------
 
-template <class Element, bool packed>
+template <class Weight, class Element, bool packed>
 __global__ void dequantize_kernel(const QuantizedRows q, const unsigned blocks_of_row) {
-  constexpr int count = kTaken<int8_t, packed>;
-  const auto [row, column] = Place(blocks_of_row, count);
-  if (column >= q.columns) return;
-  float weight[count];
-  load_weights<count>(static_cast<const int8_t*>(q.weight) + row * q.columns + column, weight);
-  const float scale = q.scales[row * q.groups + column / (q.columns / q.groups)];
+  using Taken = Words<Weight, packed>;
+  const auto [row, word] = Place(blocks_of_row, Taken::kCount);
+  const int64_t words = q.columns / Taken::kColumns;
+  if (word >= words) return;
+  const Taken taken(static_cast<const Weight*>(q.weight) + row * words * Taken::kSize, word);
+  const int64_t first = Taken::column_of(word);
+  const Steps<Weight> steps(q, row * q.groups + first / (q.columns / q.groups));
+  auto* to = static_cast<Element*>(q.to) + row * q.columns + first;
 #pragma unroll
-  for (int j = 0; j < count; ++j) weight[j] *= scale;
-  store<count>(static_cast<Element*>(q.to) + row * q.columns + column, weight);
-}
-
-// A thread has a word of four weights, 16 columns apart.
-template <class Element>
-__global__ void dequantize_int4_kernel(const QuantizedRows q, const unsigned blocks_of_row) {
-  const auto [row, word] = Place(blocks_of_row, 1);
-  if (word >= q.columns / 4) return;
-  const auto* bytes = static_cast<const uint8_t*>(q.weight) + row * (q.columns / 2) + 2 * word;
-  const unsigned bits = bytes[0] | bytes[1] << 8;  // a view may begin at any byte
-  const int64_t column = word / 16 * kInt4Block + word % 16;
-  const int64_t group = row * q.groups + column / (q.columns / q.groups);
-  const float scale = q.scales[group], offset = q.offsets ? q.offsets[group] : 0.f;
-  auto* to = static_cast<Element*>(q.to) + row * q.columns + column;
-#pragma unroll
-  for (int k = 0; k < 4; ++k) narrow(scale * (static_cast<int>(bits >> 4 * k & 15) - 8) + offset, to[16 * k]);
+  for (int k = 0; k < Taken::kColumns; ++k) {
+    float weight[Taken::kCount];
+    taken.get(k, weight);
+    steps.apply(weight);
+    store<Taken::kCount>(to + k * kColumnsApart, weight);
+  }
 }
 
 template <class Element>
@@ -172,7 +211,7 @@ __global__ void finish_kernel(const LinearLayer t, const Element* sums, const un
 
 template <class Weight, class Element>
 void launch_linear(const LinearLayer& t, const Stream& stream) {
-  constexpr int count = kTaken<Weight, true>;
+  constexpr int count = 16 / sizeof(Weight);
   const int64_t width = t.columns / t.groups;
   const bool packed = width % count == 0 && t.stride % count == 0 && is_aligned(t.weight) && is_aligned(t.input);
   const auto run = [&](auto inputs) {
@@ -186,6 +225,18 @@ void launch_linear(const LinearLayer& t, const Stream& stream) {
   t.inputs == 1 ? run(Constant<1>{}) : run(Constant<4>{});
 }
 
+template <class Weight, class Element>
+void launch_dequantize(const QuantizedRows& q, const Stream& stream) {
+  const auto run = [&](auto packed) {
+    using Taken = Words<Weight, packed != 0>;
+    const Share share(q.columns / Taken::kColumns / Taken::kCount);
+    launch(stream, dequantize_kernel<Weight, Element, packed != 0>, share.blocks(stream, q.rows), share.threads, q,
+           share.blocks_of_row);
+  };
+  const bool packed = q.columns / q.groups % 16 == 0 && is_aligned(q.weight) && is_aligned(q.to);
+  packed ? run(Constant<1>{}) : run(Constant<0>{});
+}
+
 }  // namespace
 
 // For few inputs: each weight is read once for four of them.
@@ -193,26 +244,17 @@ template <>
 void compute(const LinearLayer& t, Dtype dtype, const Stream& stream) {
   with_element(dtype, [&](auto element) {
     using Element = decltype(element);
+    if (t.int4) return launch_linear<Int4Pair, Element>(t, stream);
     return t.scales ? launch_linear<int8_t, Element>(t, stream) : launch_linear<Element, Element>(t, stream);
   });
 }
 
 template <>
 void compute(const QuantizedRows& q, Dtype dtype, const Stream& stream) {
-  constexpr int count = kTaken<int8_t, true>;
   if (q.columns == 0) return;
-  const int64_t width = q.columns / q.groups;
-  const bool packed = width % count == 0 && is_aligned(q.weight) && is_aligned(q.to);
   with_element(dtype, [&](auto element) {
     using Element = decltype(element);
-    if (q.int4) {
-      const Share share(q.columns / 4);
-      return launch(stream, dequantize_int4_kernel<Element>, share.blocks(stream, q.rows), share.threads, q,
-                    share.blocks_of_row);
-    }
-    const Share share(packed ? q.columns / count : q.columns);
-    const auto kernel = packed ? dequantize_kernel<Element, true> : dequantize_kernel<Element, false>;
-    launch(stream, kernel, share.blocks(stream, q.rows), share.threads, q, share.blocks_of_row);
+    return q.int4 ? launch_dequantize<Int4Pair, Element>(q, stream) : launch_dequantize<int8_t, Element>(q, stream);
   });
 }
 

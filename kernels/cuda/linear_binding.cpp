@@ -6,16 +6,15 @@
 namespace ds_kernels::cuda {
 namespace {
 
-// From more inputs on torch's product is faster: int8 weights must be made floats for it, which takes five times the
-// reading.
-constexpr int64_t kFewInputs = 4, kFewInputsOfInt8 = 16;
+// From more inputs on torch's product is faster: quantized weights must be made floats for it, which takes five times the
+// reading of int8 weights and nine times that of int4.
+constexpr int64_t kFewInputs = 4, kFewInputsOfQuantized = 16;
 
 struct Linear : Device {
   using Device::Device;
 
-  // int4 weights are made floats for any number of inputs.
   bool takes(const LinearLayer& layer, Dtype) const {
-    return !layer.int4 && layer.inputs <= (layer.scales ? kFewInputsOfInt8 : kFewInputs) &&
+    return layer.inputs <= (layer.scales ? kFewInputsOfQuantized : kFewInputs) &&
            layer.columns < (int64_t{1} << 32);
   }
 

@@ -35,6 +35,7 @@
 #include "../cuda/attention_bias.h"
 #include "check.h"
 #include "device_arrays.h"
+#include "int4.h"
 
 using namespace ds_kernels;
 
@@ -568,80 +569,342 @@ void check_quantizer(Dtype dtype, int64_t size, int bits, bool symmetric) {
 
 // ---- decoding ------------------------------------------------------------------------------------------------------
 
-// Five outputs of `inputs` inputs, by int8 weights with two scales a row.
-void check_linear(Dtype dtype, int64_t inputs, int64_t columns) {
-  constexpr int64_t kOutputs = 5;
-  Array x(dtype, inputs * columns, 0), y(dtype, inputs * kOutputs, 0), scales(Dtype::Float32, 2 * kOutputs, 0);
-  Array weights(Dtype::Float32, (kOutputs * columns + 3) / 4, 0);
-  std::vector<int8_t> bytes(weights.count() * 4);
+// Where weights lie: bytes by which the first is off an aligned address, and bytes between rows.
+struct Layout {
+  int64_t shift, gap;
+};
+
+// Quantized weights with their scales and offsets.
+struct Weights {
+  int64_t rows, columns, groups;
+  int bits;
+  Layout layout;
+  std::vector<int8_t> levels;
+  std::vector<float> scales, offsets;
+  std::vector<uint8_t> bytes;
+
+  Weights(int64_t rows, int64_t columns, int64_t groups, int bits, bool has_offsets, Layout layout)
+      : rows(rows), columns(columns), groups(groups), bits(bits), layout(layout), levels(rows * columns) {
+    for (size_t i = 0; i < levels.size(); ++i) levels[i] = static_cast<int8_t>((i * 37 + i / 64) % 255 - 127);
+    const std::vector<Int4Pair> pairs = bits == 4 ? pairs_of(levels) : std::vector<Int4Pair>{};
+    const auto* from = bits == 4 ? reinterpret_cast<const uint8_t*>(pairs.data())
+                                 : reinterpret_cast<const uint8_t*>(levels.data());
+    bytes.assign(layout.shift, 0xee);
+    for (int64_t row = 0; row < rows; ++row) {
+      if (row > 0) bytes.insert(bytes.end(), layout.gap, 0xee);
+      bytes.insert(bytes.end(), from + row * row_bytes(), from + (row + 1) * row_bytes());
+    }
+    for (int64_t i = 0; i < rows * groups; ++i) {
+      scales.push_back(static_cast<float>(1 + i % 5) / 64);
+      if (has_offsets) offsets.push_back(static_cast<float>(i % 7 - 3) / 32);
+    }
+  }
+
+  int64_t row_bytes() const { return columns * bits / 8; }
+  double step(int64_t row, int64_t column) const { return double{scales[group(row, column)]} * at(row, column); }
+  double offset(int64_t row, int64_t column) const { return offsets.empty() ? 0. : double{offsets[group(row, column)]}; }
+
+ private:
+  size_t group(int64_t row, int64_t column) const { return row * groups + column / (columns / groups); }
+  double at(int64_t row, int64_t column) const { return levels[row * columns + column]; }
+};
+
+// Five outputs, gated or not.
+void check_linear(Dtype dtype, int64_t inputs, const Weights& w, bool gated) {
+  const int64_t outputs = gated ? w.rows / 2 : w.rows, columns = w.columns;
+  Array x(dtype, inputs * columns, 0), y(dtype, inputs * outputs, 0), bias(dtype, w.rows, 0);
   for (int64_t i = 0; i < x.count(); ++i) x.set(i, static_cast<float>(i % 9 - 4) / 8 + 0.0625f);
-  for (int64_t i = 0; i < scales.count(); ++i) scales.set(i, 0.25f * static_cast<float>(i + 1));
-  for (size_t i = 0; i < bytes.size(); ++i) bytes[i] = static_cast<int8_t>(i * 37 % 255 - 127);
-  for (Array* array : {&x, &y, &scales, &weights}) array->to_device();
-  cudaMemcpy(weights.data(), bytes.data(), bytes.size(), cudaMemcpyHostToDevice);
+  for (int64_t i = 0; i < bias.count(); ++i) bias.set(i, static_cast<float>(i) - 1.5f);
+  for (Array* array : {&x, &y, &bias}) array->to_device();
+  Numbers<uint8_t> bytes(w.bytes);
+  Numbers<float> scales(w.scales), offsets(w.offsets);
   LinearLayer task{};
-  task.inputs = inputs, task.columns = columns, task.outputs = kOutputs, task.stride = columns, task.groups = 2;
-  task.input = x.data(), task.weight = weights.data(), task.output = y.data();
-  task.scales = static_cast<const float*>(scales.data());
+  task.inputs = inputs, task.columns = columns, task.outputs = outputs, task.groups = w.groups, task.gated = gated;
+  task.input = x.data(), task.weight = bytes.data() + w.layout.shift, task.output = y.data(), task.bias = bias.data();
+  task.stride = w.row_bytes() + w.layout.gap, task.int4 = w.bits == 4, task.scales = scales.data();
+  task.offsets = w.offsets.empty() ? nullptr : offsets.data();
+  task.activation = Activation::Relu;
   compute("linear", task, dtype);
   CHECK(cudaDeviceSynchronize() == cudaSuccess, "linear");
   y.from_device();
-  for (int64_t i = 0; i < y.count(); ++i) {
-    const int64_t input = i / kOutputs, row = i % kOutputs;
-    double sum = 0, size = 0;
+  struct Sum {
+    double value, size;
+  };
+  const auto sum_of = [&](int64_t input, int64_t row) {
+    Sum sum{bias[row], std::abs(bias[row])};
     for (int64_t c = 0; c < columns; ++c) {
-      const double term = bytes[row * columns + c] * scales[2 * row + c / (columns / 2)] * x[input * columns + c];
-      sum += term, size += std::abs(term);
+      const double value = x[input * columns + c];
+      sum.value += value * (w.step(row, c) + w.offset(row, c));
+      sum.size += std::abs(value) * (std::abs(w.step(row, c)) + std::abs(w.offset(row, c)));
     }
-    CHECK(std::abs(y[i] - sum) <= (dtype == Dtype::Float32 ? 0 : 0.5 * y.unit(sum)) + 2e-6 * size,
-          "linear %s of %lld: %.9g, expected %.9g", name_of(dtype), static_cast<long long>(columns), y[i], sum);
+    return sum;
+  };
+  for (int64_t i = 0; i < y.count(); ++i) {
+    const int64_t input = i / outputs, row = i % outputs;
+    const Sum first = sum_of(input, row), second = gated ? sum_of(input, outputs + row) : first;
+    const double bent = std::max(second.value, 0.0), expected = gated ? first.value * bent : bent;
+    const double size = gated ? first.size * second.size : first.size;
+    CHECK(std::abs(y[i] - expected) <= (dtype == Dtype::Float32 ? 0 : 0.5 * y.unit(expected)) + 2e-6 * size,
+          "linear %s of %lld int%d: %.9g, expected %.9g", name_of(dtype), static_cast<long long>(columns), w.bits, y[i],
+          expected);
   }
   CHECK(y.guards_hold(), "linear");
 }
 
-// One new token of two heads that share keys, after `past` others.
-void check_attention(Dtype dtype, int64_t past, int64_t head_dim) {
-  const int64_t room = past + 3;
-  Array query(dtype, 2 * head_dim, 0), key(dtype, head_dim, 0), value(dtype, head_dim, 0), output(dtype, 2 * head_dim, 0);
-  Array key_cache(dtype, room * head_dim, 0), value_cache(dtype, room * head_dim, 0);
-  std::mt19937 random(7);
-  for (Array* array : {&query, &key, &value, &key_cache, &value_cache}) {
-    for (int64_t i = 0; i < array->count(); ++i) array->set(i, 0.5f + static_cast<float>(random() % 64) / 64);
+void check_dequantized(Dtype dtype, const Weights& w) {
+  Array wide(dtype, w.rows * w.columns, 0);
+  wide.to_device();
+  Numbers<uint8_t> bytes(w.bytes);
+  Numbers<float> scales(w.scales), offsets(w.offsets);
+  compute("linear",
+          QuantizedRows{bytes.data() + w.layout.shift, scales.data(), w.offsets.empty() ? nullptr : offsets.data(),
+                        wide.data(), w.rows, w.columns, w.groups, w.bits == 4},
+          dtype);
+  wide.from_device();
+  for (int64_t i = 0; i < wide.count(); ++i) {
+    const double step = w.step(i / w.columns, i % w.columns), expected = step + w.offset(i / w.columns, i % w.columns);
+    CHECK(std::abs(wide[i] - expected) <= 0.5 * wide.unit(expected) + 6e-8 * std::abs(step),
+          "dequantized %s of %lld int%d: %.9g, expected %.9g", name_of(dtype), static_cast<long long>(w.columns), w.bits,
+          wide[i], expected);
   }
+  CHECK(wide.guards_hold(), "dequantized");
+}
+
+void check_quantized_weights(Dtype dtype) {
+  struct Case {
+    int bits;
+    int64_t columns, groups;
+  };
+  for (const Case& c : {Case{8, 32, 2}, {8, 256, 2}, {8, 4096, 2}, {8, 34, 2}, {4, 64, 1}, {4, 128, 2}, {4, 384, 3},
+                        {4, 1216, 19}, {4, 4096, 32}}) {
+    for (const bool has_offsets : {false, true}) {
+      if (has_offsets && c.bits == 8) continue;
+      for (const Layout layout : {Layout{0, 0}, {1, 0}, {0, 3}, {16, 16}}) {
+        for (const int64_t inputs : {1, 3, 5}) {
+          check_linear(dtype, inputs, Weights(5, c.columns, c.groups, c.bits, has_offsets, layout), false);
+        }
+        check_linear(dtype, 2, Weights(10, c.columns, c.groups, c.bits, has_offsets, layout), true);
+      }
+    }
+  }
+  for (const int bits : {8, 4}) {
+    for (const bool has_offsets : {false, bits == 4}) {
+      check_dequantized(dtype, Weights(3, 192, 3, bits, has_offsets, {0, 0}));
+      check_dequantized(dtype, Weights(3, 192, 3, bits, has_offsets, {1, 0}));  // where packs would not fit
+    }
+  }
+}
+
+// Keys or values of a cache: elements, or levels with a step for each row.
+struct Cache {
+  Array elements;
+  Numbers<int8_t> levels;
+  Numbers<float> steps;
+  std::vector<double> held;  // what it stands for
+
+  Cache(Dtype dtype, int64_t rows, int64_t row_size, bool quantized, unsigned seed)
+      : elements(dtype, quantized ? 0 : rows * row_size, 0),
+        levels(quantized ? some_levels(rows * row_size, seed) : std::vector<int8_t>{}),
+        steps(quantized ? some_steps(rows) : std::vector<float>{}) {
+    fill(elements, seed);
+    read(row_size, quantized);
+  }
+
+  void* data(bool quantized) const { return quantized ? static_cast<void*>(levels.data()) : elements.data(); }
+
+  void read(int64_t row_size, bool quantized) {
+    held.clear();
+    elements.from_device();
+    for (int64_t i = 0; i < elements.count(); ++i) held.push_back(elements[i]);
+    if (!quantized) return;
+    const std::vector<int8_t> all = levels.values("cached_attention_int8");
+    const std::vector<float> each = steps.values("cached_attention_int8");
+    for (size_t i = 0; i < all.size(); ++i) held.push_back(all[i] * double{each[i / row_size]});
+  }
+
+ private:
+  static std::vector<int8_t> some_levels(int64_t count, unsigned seed) {
+    std::mt19937 random(seed);
+    std::vector<int8_t> levels(count);
+    for (int8_t& level : levels) level = static_cast<int8_t>(static_cast<int>(random() % 255) - 127);
+    return levels;
+  }
+  static std::vector<float> some_steps(int64_t count) {
+    std::vector<float> steps(count);
+    for (int64_t i = 0; i < count; ++i) steps[i] = static_cast<float>(1 + i % 5) / 256;
+    return steps;
+  }
+};
+
+// What a row becomes in an int8 cache, as float32 rounds it.
+std::vector<double> rounded_row(const Array& from, int64_t first, int64_t row_size) {
+  float largest = 0;
+  std::vector<double> row(row_size);
+  for (int64_t i = 0; i < row_size; ++i) {
+    const float size = std::abs(static_cast<float>(from[first + i]));
+    largest = size > largest ? size : largest;
+  }
+  for (int64_t i = 0; i < row_size; ++i) {
+    const float level = largest == 0 ? 0 : std::nearbyint(static_cast<float>(from[first + i]) * (127 / largest));
+    row[i] = (std::isfinite(level) ? level : 0.) * double{largest / 127};
+  }
+  return row;
+}
+
+bool same(double a, double b) { return a == b || (a != a && b != b); }
+
+struct AttentionCase {
+  int64_t batch, heads, kv_heads, tokens, past, head_dim, window;
+  Mask mask;
+  bool alibi, causal;
+};
+
+// A task of new tokens and two caches with more room than it needs. Heads lie behind their tokens.
+struct AttentionTest {
+  AttentionCase c;
+  bool quantized;
+  int64_t room;
+  Array query, key, value, output;
+  Cache keys, values;
   Attention task{};
-  task.batch = 1, task.heads = 2, task.kv_heads = 1, task.tokens = 1, task.past = past, task.total = past + 1;
-  task.head_dim = head_dim, task.scale = 0.125f, task.causal = true;
-  Array* const all[] = {&query, &key, &value, &output, &key_cache, &value_cache};
-  for (Array* array : all) array->to_device();
-  task.query = query.data(), task.key = key.data(), task.value = value.data(), task.output = output.data();
-  task.key_cache = key_cache.data(), task.value_cache = value_cache.data();
-  task.query_strides = {2 * head_dim, head_dim, head_dim};
-  task.key_strides = task.value_strides = {head_dim, head_dim, head_dim};
-  task.key_cache_strides = task.value_cache_strides = {room * head_dim, room * head_dim, head_dim};
-  compute("cached_attention", task, dtype);
-  CHECK(cudaDeviceSynchronize() == cudaSuccess, "cached_attention");
-  for (Array* array : all) array->from_device();
-  for (int64_t head = 0; head < 2; ++head) {
-    std::vector<double> weights(task.total);
+
+  AttentionTest(Dtype dtype, const AttentionCase& c, bool quantized)
+      : c(c),
+        quantized(quantized),
+        room(c.past + c.tokens + 2),
+        query(dtype, c.batch * c.tokens * c.heads * c.head_dim, 0),
+        key(dtype, c.batch * c.tokens * c.kv_heads * c.head_dim, 0),
+        value(dtype, key.count(), 0),
+        output(dtype, query.count(), 0),
+        keys(dtype, c.batch * c.kv_heads * room, c.head_dim, quantized, 4),
+        values(dtype, c.batch * c.kv_heads * room, c.head_dim, quantized, 5) {
+    unsigned seed = 0;
+    for (Array* array : {&query, &key, &value, &output}) fill(*array, ++seed);
+    const int64_t d = c.head_dim;
+    task.batch = c.batch, task.heads = c.heads, task.kv_heads = c.kv_heads, task.tokens = c.tokens, task.past = c.past;
+    task.total = c.past + c.tokens, task.head_dim = d, task.scale = 0.125f, task.window = c.window;
+    task.causal = c.causal;
+    task.query = query.data(), task.key = key.data(), task.value = value.data(), task.output = output.data();
+    task.query_strides = {c.tokens * c.heads * d, d, c.heads * d};
+    task.key_strides = task.value_strides = {c.tokens * c.kv_heads * d, d, c.kv_heads * d};
+    task.key_cache = keys.data(quantized), task.value_cache = values.data(quantized);
+    task.key_cache_strides = task.value_cache_strides = {c.kv_heads * room * d, room * d, d};
+    if (!quantized) return;
+    task.key_scales = keys.steps.data(), task.value_scales = values.steps.data();
+    task.key_scales_strides = task.value_scales_strides = {c.kv_heads * room, room, 1};
+  }
+
+  // Reads the caches again: new tokens must be in them, and all else as it was.
+  void check_appended(const char* op) {
+    for (const bool of_keys : {true, false}) {
+      Cache& cache = of_keys ? keys : values;
+      const Array& added = of_keys ? key : value;
+      std::vector<double> expected = cache.held;
+      for (int64_t i = 0; i < c.batch * c.kv_heads * c.tokens; ++i) {
+        const int64_t token = i % c.tokens, row = i / c.tokens, batch = row / c.kv_heads, head = row % c.kv_heads;
+        const int64_t from = ((batch * c.tokens + token) * c.kv_heads + head) * c.head_dim;
+        const std::vector<double> levels = rounded_row(added, from, c.head_dim);
+        for (int64_t j = 0; j < c.head_dim; ++j) {
+          expected[(row * room + c.past + token) * c.head_dim + j] = quantized ? levels[j] : added[from + j];
+        }
+      }
+      cache.read(c.head_dim, quantized);
+      CHECK(cache.held.size() == expected.size(), "%s", op);
+      for (size_t i = 0; i < expected.size(); ++i) {
+        CHECK(same(cache.held[i], expected[i]), "%s: the cache has %.9g, expected %.9g", op, cache.held[i], expected[i]);
+      }
+      CHECK(cache.elements.guards_hold(), "%s", op);
+    }
+  }
+};
+
+void check_attention(Dtype dtype, const AttentionCase& c, bool quantized) {
+  const char* op = quantized ? "cached_attention_int8" : "cached_attention";
+  AttentionTest test(dtype, c, quantized);
+  Attention& task = test.task;
+  const int64_t total = task.total, queries = c.batch * c.heads * c.tokens;
+  // A mask for all heads and tokens of a row, or with an addend for each.
+  std::vector<uint8_t> allowed(c.batch * total);
+  std::vector<float> added(queries * total);
+  Array elements(dtype, c.mask == Mask::Element ? queries * total : 0, 0);
+  for (size_t i = 0; i < allowed.size(); ++i) allowed[i] = i % 3 != 1;
+  for (size_t i = 0; i < added.size(); ++i) added[i] = static_cast<float>(i % 7) / 4 - 0.5f;
+  for (int64_t i = 0; i < elements.count(); ++i) elements.set(i, added[i] == 0 ? added[i] = 0.25f : added[i]);
+  if (c.mask == Mask::Float) added[0] = -INFINITY;
+  elements.to_device();
+  Numbers<uint8_t> allowed_on_device(allowed);
+  Numbers<float> added_on_device(added);
+  std::vector<float> slopes(c.heads);
+  for (int64_t i = 0; i < c.heads; ++i) slopes[i] = static_cast<float>(i + 1) / 64;
+  Numbers<float> slopes_on_device(slopes);
+  task.alibi = c.alibi ? slopes_on_device.data() : nullptr;
+  task.mask_kind = c.mask;
+  task.mask = c.mask == Mask::Bool    ? static_cast<const void*>(allowed_on_device.data())
+              : c.mask == Mask::Float ? static_cast<const void*>(added_on_device.data())
+                                      : elements.data();
+  if (c.mask == Mask::Bool) {
+    task.mask_strides[0] = total, task.mask_strides[3] = 1;
+  } else {
+    const int64_t strides[] = {c.heads * c.tokens * total, c.tokens * total, total, 1};
+    std::copy_n(strides, 4, task.mask_strides);
+  }
+  compute(op, task, dtype);
+  CHECK(cudaDeviceSynchronize() == cudaSuccess, "%s", op);
+  test.check_appended(op);
+  test.output.from_device();
+  for (int64_t q = 0; q < queries; ++q) {
+    const int64_t token = q % c.tokens, head = q / c.tokens % c.heads, batch = q / c.tokens / c.heads;
+    const int64_t own = c.past + token, at = ((batch * c.tokens + token) * c.heads + head) * c.head_dim;
+    const int64_t row = (batch * c.kv_heads + head / (c.heads / c.kv_heads)) * test.room;
+    std::vector<double> result(c.head_dim);
     double sum = 0;
-    for (int64_t p = 0; p < task.total; ++p) {
-      double score = 0;
-      for (int64_t d = 0; d < head_dim; ++d) score += query[head * head_dim + d] * key_cache[p * head_dim + d];
-      sum += weights[p] = std::exp(0.125 * score);
+    for (int64_t p = 0; p < total; ++p) {
+      if ((c.causal && p > own) || (c.window && p <= own - c.window)) continue;
+      if (c.mask == Mask::Bool && !allowed[batch * total + p]) continue;
+      double score = c.mask == Mask::Float || c.mask == Mask::Element ? added[q * total + p] : 0;
+      if (c.alibi) score += double{slopes[head]} * static_cast<double>(p);
+      for (int64_t i = 0; i < c.head_dim; ++i) {
+        score += 0.125 * test.query[at + i] * test.keys.held[(row + p) * c.head_dim + i];
+      }
+      const double weight = std::exp(score);
+      sum += weight;
+      for (int64_t i = 0; i < c.head_dim; ++i) result[i] += weight * test.values.held[(row + p) * c.head_dim + i];
     }
-    for (int64_t d = 0; d < head_dim; ++d) {
-      double expected = 0;
-      for (int64_t p = 0; p < task.total; ++p) expected += weights[p] / sum * value_cache[p * head_dim + d];
-      const double got = output[head * head_dim + d];
-      CHECK(std::abs(got - expected) <= (dtype == Dtype::Float32 ? 0 : 0.5 * output.unit(expected)) + 1e-5,
-            "cached_attention %s after %lld: %.9g, expected %.9g", name_of(dtype), static_cast<long long>(past), got,
-            expected);
+    for (int64_t i = 0; i < c.head_dim; ++i) {
+      const double expected = sum == 0 ? 0 : result[i] / sum, got = test.output[at + i];
+      CHECK(std::abs(got - expected) <= (dtype == Dtype::Float32 ? 0 : 0.5 * test.output.unit(expected)) + 2e-5,
+            "%s %s after %lld: %.9g, expected %.9g", op, name_of(dtype), static_cast<long long>(c.past), got, expected);
     }
   }
-  for (int64_t d = 0; d < head_dim; ++d) {
-    CHECK(key_cache[past * head_dim + d] == key[d] && value_cache[past * head_dim + d] == value[d], "cached_attention");
+  CHECK(test.output.guards_hold(), "%s", op);
+}
+
+void check_attention_layers(Dtype dtype) {
+  const AttentionCase cases[] = {{1, 2, 1, 1, 0, 64, 0, Mask::None, false, true},
+                                 {1, 2, 1, 1, 300, 128, 0, Mask::None, false, true},
+                                 {1, 1, 1, 1, 5, 10, 0, Mask::None, false, true},
+                                 {2, 4, 2, 3, 70, 40, 0, Mask::Bool, true, true},
+                                 {2, 2, 2, 2, 130, 33, 5, Mask::Float, false, true},
+                                 {1, 9, 1, 1, 62, 256, 0, Mask::Element, false, true},
+                                 {1, 3, 3, 4, 61, 1, 1, Mask::Bool, false, true},  // some queries see nothing
+                                 {2, 2, 1, 7, 260, 16, 0, Mask::None, true, false}};
+  for (const AttentionCase& c : cases) {
+    for (const bool quantized : {false, true}) check_attention(dtype, c, quantized);
   }
-  for (const Array* array : all) CHECK(array->guards_hold(), "cached_attention");
+}
+
+// New rows, one of zeros and one with an infinity.
+void check_append(Dtype dtype, int64_t head_dim) {
+  const char* op = "cached_attention_int8";
+  AttentionTest test(dtype, {2, 3, 3, 9, 4, head_dim, 0, Mask::None, false, true}, true);
+  if (dtype != Dtype::Float16) {  // as which arrays here can hold neither
+    for (int64_t i = 0; i < head_dim; ++i) test.key.set(i, 0.f);
+    test.value.set(head_dim, INFINITY);
+  }
+  for (Array* array : {&test.key, &test.value}) array->to_device();
+  compute(op, cuda::AttentionAppend{test.task}, dtype);
+  CHECK(cudaDeviceSynchronize() == cudaSuccess, "%s", op);
+  test.check_appended(op);
 }
 
 // What torch's attention adds to the scores of prompts that are padded on the left, and the zeros of those that see
@@ -837,11 +1100,10 @@ int main(int argc, char**) {
     for (const int64_t size : {2, 62, 64, 1000, 20'000}) {
       for (const int bits : {8, 4}) check_quantizer(dtype, size, bits, true), check_quantizer(dtype, size, bits, false);
     }
-    for (const int64_t columns : {32, 256, 4096, 34}) check_linear(dtype, 1, columns), check_linear(dtype, 3, columns);
-    for (const int64_t past : {0, 5, 300}) {
-      for (const int64_t head_dim : {64, 128, 10}) check_attention(dtype, past, head_dim);
-      check_attention_bias(dtype, past);
-    }
+    check_quantized_weights(dtype);
+    check_attention_layers(dtype);
+    for (const int64_t head_dim : {10, 64, 256}) check_append(dtype, head_dim);
+    for (const int64_t past : {0, 5, 300}) check_attention_bias(dtype, past);
     for (const int64_t rows : {0, 1, 63, 200}) check_column_sums(dtype, rows, 68), check_column_sums(dtype, rows, 777);
   }
   for (const Case& which : cases()) {

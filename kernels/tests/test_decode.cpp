@@ -5,6 +5,7 @@
 #include "at_levels.h"
 #include "attention_loops.h"
 #include "elements.h"
+#include "int4.h"
 #include "linear_loops.h"
 
 using namespace ds_kernels;
@@ -59,18 +60,6 @@ struct Shape {
 
 double activated(Activation activation, double x) {
   return activation == Activation::Relu ? std::max(x, 0.0) : activation == Activation::Silu ? x / (1 + std::exp(-x)) : x;
-}
-
-// Levels from -8 to 7 as pairs: column c of a block of 64 is in bits 4 (c / 16) and up of the block's word c % 16.
-std::vector<Int4Pair> pairs_of(std::vector<int8_t>& levels) {
-  std::vector<Int4Pair> pairs(levels.size() / 2);
-  for (size_t i = 0; i < levels.size(); ++i) {
-    levels[i] = static_cast<int8_t>((levels[i] & 15) - 8);
-    const size_t column = i % kInt4Block, bit = 4 * (column / 16);
-    Int4Pair& pair = pairs[i / kInt4Block * 32 + 2 * (column % 16) + bit / 8];
-    pair.bits = static_cast<uint8_t>(pair.bits | (levels[i] + 8) << bit % 8);
-  }
-  return pairs;
 }
 
 // `bits` of a weight: 4, 8, or 0 if weights are of the dtype.

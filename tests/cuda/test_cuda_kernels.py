@@ -28,6 +28,7 @@ CASES = (
     "ops.strided/residual_add_bias_/bfloat16",
     "ops.strided/rotary_/float16",
     "ops.strided/cached_attention/bfloat16",
+    "ops.strided/cached_attention_int8/float16",
     "ops.strided/cross_entropy_/bfloat16",
     "ops.strided/linear/float16",
     "ops.strided/quantize/float16",

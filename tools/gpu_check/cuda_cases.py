@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F  # noqa: N812  # torch's own convention
@@ -352,7 +353,9 @@ def prompt_cases() -> Iterator[Case]:
 
 
 def decode_cases() -> Iterator[Case]:
-    """One token after 4,095 others: attention, and a linear layer with int8 weights. LLaMA's shapes."""
+    """One token after 4,095 others: attention, to an int8 cache too, and a linear layer with int8 and int4 weights.
+    LLaMA's shapes.
+    """
     from ds_plugin_sdk.ops import attention, linear
 
     past, head_dim = 4095, 128
@@ -366,16 +369,34 @@ def decode_cases() -> Iterator[Case]:
                 q, key, value, enable_gqa=True
             ),
         })  # fmt: skip
+        yield _int8_cache_case(cache, (batch, heads, 1, head_dim), new, past)
     rows, columns = 11008, 4096
-    for inputs in (1, 4):
-        weights = [linear.quantize_weight(_random(rows, columns, dtype=torch.bfloat16)) for _ in range(8)]
+    quantized: tuple[tuple[int, Literal[4, 8]], ...] = ((1, 8), (4, 8), (1, 4), (4, 4))
+    for inputs, bits in quantized:
         floats = [_random(rows, columns, dtype=torch.bfloat16) for _ in range(8)]
+        weights = [linear.quantize_weight(matrix, bits=bits) for matrix in floats]
         x = _random(inputs, columns, dtype=torch.bfloat16)
-        yield Case(f"linear int8 [{inputs}, {columns}] x [{rows}]", rows * columns, {
-            "ds_plugin int8": [lambda x=x, w=w: linear.linear(x, w[0], scales=w[1]) for w in weights],
+        yield Case(f"linear int{bits} [{inputs}, {columns}] x [{rows}]", rows * columns * bits // 8, {
+            f"ds_plugin int{bits}": [lambda x=x, w=w: linear.linear(x, w[0], scales=w[1]) for w in weights],
             "ds_plugin bfloat16": [lambda x=x, w=w: linear.linear(x, w) for w in floats],
             "torch bfloat16": [lambda x=x, w=w: F.linear(x, w) for w in floats],
         })  # fmt: skip
+
+
+def _int8_cache_case(cache: tuple[int, ...], query: tuple[int, ...], new: tuple[int, ...], past: int) -> Case:
+    from ds_plugin_sdk.ops import attention
+
+    moved = 2 * math.prod(cache) + 2 * 4 * math.prod(cache[:3])
+    ours: list[Call] = []
+    theirs: list[Call] = []
+    for _ in range(_sets(moved)):
+        q, k, key, value = (_random(*shape, dtype=torch.bfloat16) for shape in (query, new, cache, cache))
+        (keys, key_scales), (values, value_scales) = attention.quantize_rows(key), attention.quantize_rows(value)
+        written = keys, values, key_scales, value_scales
+        ours.append(functools.partial(attention.cached_attention_int8, q, k, k, *written, past))
+        theirs.append(functools.partial(F.scaled_dot_product_attention, q, key, value, enable_gqa=True))
+    name = f"decode attention to int8 {list(cache)}, {query[1]} heads"
+    return Case(name, moved, {"ds_plugin": ours, "torch SDPA of bfloat16, nothing appended": theirs})
 
 
 def _random(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -390,14 +411,18 @@ def _case(
     dtype: torch.dtype = torch.bfloat16,
 ) -> Case:
     """A case of functions of tensors, rotating among as many sets of arguments as keep the L2 cache cold."""
-    l2 = torch.cuda.get_device_properties(DEVICE).L2_cache_size
-    sets = max(2, min(256, -(-ROTATION_IN_L2 * l2 // moved)))
-    arguments = [[_random(*shape, dtype=dtype) for shape in shapes] for _ in range(sets)]
+    arguments = [[_random(*shape, dtype=dtype) for shape in shapes] for _ in range(_sets(moved))]
 
     def call(function: Callable[..., Any], tensors: Sequence[Tensor]) -> Call:
         return lambda: function(*tensors)
 
     return Case(name, moved, {n: [call(f, tensors) for tensors in arguments] for n, f in functions.items()})
+
+
+def _sets(moved: int) -> int:
+    """How many sets of arguments of so many bytes keep the L2 cache cold."""
+    l2: int = torch.cuda.get_device_properties(DEVICE).L2_cache_size
+    return max(2, min(256, -(-ROTATION_IN_L2 * l2 // moved)))
 
 
 def groups_of_cases(own: Path | None) -> dict[str, Callable[[], Iterator[Case]]]:
