@@ -1,21 +1,25 @@
-"""Tokens per second of a language model: transformers plain and compiled, CTranslate2, and on the SDK's ops."""
+"""Tokens per second of a language model: transformers plain, compiled and on the SDK's ops, CTranslate2, llama.cpp."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import functools
+import json
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
+from ds_plugin_sdk.bench import gguf_model
 from ds_plugin_sdk.bench.timing import Spread, at_most, in_turns, spread
 from ds_plugin_sdk.integrations.transformers.weights import Weights
 
@@ -24,6 +28,16 @@ PLAIN = ("transformers, bfloat16", "transformers, float32")
 # Seconds that a first call may take, and compiling before it. The product of bfloat16 with weights laid as GPT-2's
 # takes minutes on a CPU without instructions for it.
 PATIENCE, COMPILING = 60.0, 120.0
+
+# Bytes of a weight, and of one of the layer that makes logits: where others have 4 bits it has 8, or llama.cpp's Q6_K.
+_ITEMSIZES = {
+    "float32": (4, 4),
+    "bfloat16": (2, 2),
+    "int8": (1, 1),
+    "int4": (0.5, 1),
+    "Q8_0": (1, 1),
+    "Q4_0": (0.5, 0.75),
+}
 
 Shape = Literal["gpt2", "llama"]
 
@@ -67,7 +81,13 @@ class Speed:
 Measure = Callable[[], Speed]
 
 
-def run(shape: Shape = "llama", compiled: bool = True, ctranslate2: bool = True, rounds: int = ROUNDS) -> list[Row]:
+def run(
+    shape: Shape = "llama",
+    compiled: bool = True,
+    ctranslate2: bool = True,
+    rounds: int = ROUNDS,
+    llama_cpp: bool = True,
+) -> list[Row]:
     """Measure all implementations in turn, in several rounds, so that noise falls on all alike.
 
     Args:
@@ -75,11 +95,12 @@ def run(shape: Shape = "llama", compiled: bool = True, ctranslate2: bool = True,
         compiled: compare with torch.compile too; it takes a minute.
         ctranslate2: compare with CTranslate2 in int8 too, if it is installed.
         rounds: that count.
+        llama_cpp: compare with llama.cpp too, if ``llama-cpp-python`` and ``gguf`` are installed.
     """
     model = _model(shape)
     rate = max(read_rates())
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):  # a converter prints
-        measures = _implementations(model, shape, compiled, Path(folder) if ctranslate2 else None)
+        measures = _implementations(model, shape, compiled, ctranslate2, llama_cpp, Path(folder))
         speeds, absent = _in_rounds(measures, rounds)
     title = f"{shape}, {sum(parameter.numel() for parameter in model.parameters()) / 1e6:.0f} M"
     rates = {name: [1 / each for each in speed.steps] for name, speed in speeds.items()}
@@ -104,16 +125,20 @@ def run(shape: Shape = "llama", compiled: bool = True, ctranslate2: bool = True,
     return [row(name) for name in measures]
 
 
-def _implementations(model: Any, shape: Shape, compiled: bool, folder: Path | None) -> dict[str, Measure]:
-    """What measures each, by name; warm from the second call on. `folder`: for CTranslate2's model, if any."""
+def _implementations(
+    model: Any, shape: Shape, compiled: bool, ctranslate2: bool, llama_cpp: bool, folder: Path
+) -> dict[str, Measure]:
+    """What measures each, by name; warm from the second call on. `folder`: for models in formats of others."""
     measures: dict[str, Measure] = {PLAIN[0]: lambda: _twice(model)}
     whole = copy.deepcopy(model).float()
     measures[PLAIN[1]] = lambda: _twice(whole)
     if compiled:
         forward = torch.compile(model.forward)
         measures["torch.compile, bfloat16"] = lambda: _compiled(model, forward)
-    if folder is not None:
+    if ctranslate2:
         measures["CTranslate2, int8"] = _ctranslate2(model, shape, folder)
+    if llama_cpp:
+        measures |= _llama_cpp(model, folder)
     measures["ours, bfloat16"] = lambda: _ours(model, None)
     measures["ours, int8"] = lambda: _ours(model, "int8")
     measures["ours, int4"] = lambda: _ours(model, "int4")
@@ -160,12 +185,10 @@ def _model(shape: Shape) -> Any:
 
 
 def _bytes_read(model: Any, implementation: str) -> float:
-    """The weights that each step reads whole: of linear layers, by either of transformers' names."""
-    itemsize = {"float32": 4, "bfloat16": 2, "int8": 1, "int4": 0.5}[implementation.split(", ")[1]]
+    """The weights, without scales, that each step reads whole: of linear layers, by either of transformers' names."""
+    itemsize, head = _ITEMSIZES[implementation.split(", ")[1]]
     layers = [module for module in model.modules() if type(module).__name__ in ("Linear", "Conv1D")]
-    # The layer that makes logits has 8 bits where others have 4.
-    read = sum(layer.weight.numel() * (max(itemsize, 1) if layer is model.lm_head else itemsize) for layer in layers)
-    return float(read)
+    return float(sum(layer.weight.numel() * (head if layer is model.lm_head else itemsize) for layer in layers))
 
 
 def _dynamic(model: Any) -> Any:
@@ -176,14 +199,22 @@ def _dynamic(model: Any) -> Any:
 
 @torch.no_grad()
 def _measure(model: Any, cache: Any) -> Speed:
-    tokens = torch.randint(0, 1000, (1, PROMPT), generator=torch.Generator().manual_seed(0))
+    return _timed(lambda tokens: model(tokens, past_key_values=cache, logits_to_keep=1).logits, _prompt())
+
+
+def _prompt() -> Tensor:
+    return torch.randint(0, 1000, (1, PROMPT), generator=torch.Generator().manual_seed(0))
+
+
+def _timed(logits_after: Callable[[Tensor], Tensor], tokens: Tensor) -> Speed:
+    """A prompt ``[1, tokens]`` and greedy steps after it; logits are ``[1, 1, vocab_size]``."""
     start = time.perf_counter()
-    logits = model(tokens, past_key_values=cache, logits_to_keep=1).logits
+    logits = logits_after(tokens)
     prompt = time.perf_counter() - start
     steps = []
     for _ in range(STEPS):
         start = time.perf_counter()
-        logits = model(logits[:, -1:].argmax(-1), past_key_values=cache, logits_to_keep=1).logits
+        logits = logits_after(logits.argmax(-1))
         steps.append(time.perf_counter() - start)
     return Speed([prompt], steps)
 
@@ -263,6 +294,47 @@ def _convert(model: Any, shape: Shape, folder: Path) -> Path:
     return target
 
 
+def _llama_cpp(model: Any, folder: Path) -> dict[str, Measure]:
+    """llama.cpp on files of these weights: as they are, and as it quantizes them itself."""
+
+    @functools.cache
+    def whole() -> Path:
+        import llama_cpp  # noqa: F401  # nothing is written where it is not installed
+
+        file = folder / "model.gguf"
+        gguf_model.write(model, file)
+        return file
+
+    quantized = functools.cache(lambda type: gguf_model.quantize(whole(), type))
+    return {
+        "llama.cpp, bfloat16": lambda: _generated(whole()),
+        "llama.cpp, Q8_0": lambda: _generated(quantized("Q8_0")),
+        "llama.cpp, Q4_0": lambda: _generated(quantized("Q4_0")),
+    }
+
+
+def _generated(file: Path) -> Speed:
+    """In a process of its own: if it crashes, others are measured; its memory and threads do not stay."""
+    command = [sys.executable, "-m", __name__, str(file), str(torch.get_num_threads())]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = done.stderr.strip().splitlines()[-1:]
+        raise RuntimeError(f"its process ended with status {done.returncode}" + "".join(f": {line}" for line in said))
+    return Speed(**json.loads(done.stdout))
+
+
+def _generate(file: Path) -> Speed:
+    """What that process does; it measures the second time, as is done with others."""
+    with gguf_model.loaded(file, PROMPT + STEPS) as generation:
+
+        def logits_after(tokens: Tensor) -> Tensor:
+            return generation.logits(tokens[0].tolist()).view(1, 1, -1)
+
+        _timed(logits_after, _prompt())
+        generation.restart()
+        return _timed(logits_after, _prompt())
+
+
 def read_rates() -> list[float]:
     """Bytes per second of reading large memory with all of torch's threads, in the largest pages there are."""
     from ds_plugin_sdk.integrations.transformers.weights import Arena
@@ -274,3 +346,8 @@ def read_rates() -> list[float]:
         memory.sum()
         rates.append(memory.nbytes / (time.perf_counter() - start))
     return rates
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(int(sys.argv[2]))
+    sys.stdout.write(json.dumps(asdict(_generate(Path(sys.argv[1])))))

@@ -27,7 +27,15 @@ from ds_plugin_sdk.report import versions_of
 FORMAT = 1
 QUIET = 0.1  # the part of all cores that others may take before a report says that its figures are provisional
 FILE, PAGE = "performance.json", "performance.md"
-_PACKAGES = ("ds-plugin-sdk", "ds-plugin-cpu", "torch", "deepspeed", "transformers", "ctranslate2")
+_PACKAGES = (
+    "ds-plugin-sdk",
+    "ds-plugin-cpu",
+    "torch",
+    "deepspeed",
+    "transformers",
+    "ctranslate2",
+    "llama-cpp-python",
+)
 
 Row = dict[str, Any]
 

@@ -158,7 +158,7 @@ def decode(
     rounds: int = typer.Option(5, min=1, help="Rounds in which all take turns."),
     as_json: bool = _JSON,
 ) -> None:
-    """Tokens per second of transformers, torch.compile, CTranslate2 and transformers on our ops."""
+    """Tokens per second of transformers, torch.compile, CTranslate2, llama.cpp and transformers on our ops."""
     _need("transformers", "transformers")
     from ds_plugin_sdk.bench import decode as benchmark
 
