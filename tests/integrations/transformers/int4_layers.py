@@ -92,7 +92,23 @@ class GptqLinear(Int4Linear):
         of = self.g_idx.long()
         weight = self.scales[of] * (levels_of(self.qweight, 0) - zeros[of]).to(self.scales.dtype)
         result = x @ weight.to(x.dtype)
-        return result if self.bias is None else result + self.bias
+        return result if self.bias is None else result + self.bias.to(x.dtype)
+
+
+class RepackingLinear(GptqLinear):
+    """As gptqmodel's layers for CPUs: the first call lays out the tensors anew, for inputs of its dtype alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        of = self.g_idx.long()
+        if self.qweight.dtype == torch.int32:
+            zeros = levels_of(self.qzeros, 1) + (1 if self.format == 1 else 0)
+            self.scales = self.scales.to(x.dtype)
+            self.qzeros = (8 - zeros).to(x.dtype) * self.scales
+            self.qweight = levels_of(self.qweight, 0).to(torch.uint8)
+        if x.dtype != self.scales.dtype:
+            raise RuntimeError(f"it was transformed for {self.scales.dtype} but received {x.dtype}")
+        result = x @ (self.scales[of] * (self.qweight.to(x.dtype) - 8) + self.qzeros[of])
+        return result if self.bias is None else result + self.bias.to(x.dtype)
 
 
 class AwqLinear(Int4Linear):
@@ -115,7 +131,7 @@ class AwqLinear(Int4Linear):
         levels, zeros = levels_of(self.qweight, 1, self.order), levels_of(self.qzeros, 1, self.order)
         groups = levels.unflatten(0, (-1, self.group_size)) - zeros.unsqueeze(1)
         result = x @ (groups.to(self.scales.dtype) * self.scales.unsqueeze(1)).flatten(0, 1).to(x.dtype)
-        return result if self.bias is None else result + self.bias
+        return result if self.bias is None else result + self.bias.to(x.dtype)
 
 
 def put_into(
@@ -123,7 +139,8 @@ def put_into(
 ) -> None:
     """Give a model layers in 4 bits in the place of all linear ones but the one that makes logits."""
     head = model.get_output_embeddings()
-    found = [(name, each) for name, each in model.named_modules() if type(each) is nn.Linear and each is not head]
+    kinds = (nn.Linear, Int4Linear)
+    found = [(name, each) for name, each in model.named_modules() if isinstance(each, kinds) and each is not head]
     for seed, (name, layer) in enumerate(found):
         drawn = Drawn(layer.in_features, layer.out_features, group, symmetric=symmetric, seed=seed)
         bias = None if layer.bias is None else layer.bias.detach()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import types
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
@@ -309,6 +310,30 @@ def test_a_forward_that_was_taken_and_put_back_counts_as_the_classs_own() -> Non
         attention.forward = attention.forward
         assert len(handle.layers) == 2
         assert_as_plain(model)
+
+
+def test_a_forward_that_is_wrapped_by_its_function_is_the_classs_own() -> None:
+    """As compressed-tensors wraps those of all modules when a model with its weights is called for the first time."""
+    model = make("llama")
+    seen: list[str] = []
+
+    def wrap(module: Any) -> None:
+        function = module.forward.__func__
+
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            seen.append(type(self).__name__)
+            return function(self, *args, **kwargs)
+
+        module.forward = types.MethodType(forward, module)
+
+    with accelerate(model) as handle:
+        for module in model.model.modules():
+            wrap(module)
+        assert (handle.layers, handle.linear) == ([], ["lm_head"])
+        assert "changed after" in handle.left["model.layers.0"]
+        ours = logits(model)
+    assert {"LlamaDecoderLayer", "LlamaMLP", "LlamaRMSNorm", "Linear"} <= set(seen)
+    torch.testing.assert_close(ours, logits(make("llama")), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["model.layers.1.self_attn.q_proj", "model.layers.1.mlp.act_fn", "lm_head"])

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from int4_layers import AwqLinear, Drawn, GptqLinear, levels_of, put_into
+from int4_layers import AwqLinear, Drawn, GptqLinear, Int4Linear, RepackingLinear, levels_of, put_into
 from torch import Tensor, nn
 
 from counted_calls import CountedCalls
@@ -101,7 +101,8 @@ def test_a_matrix_is_what_the_layers_stand_for(maker: str, symmetric: bool, dtyp
     """Of two layers in one, of which one has a bias: the definition in float64, but for float32's rounding."""
     drawn = [Drawn(256, rows, 128, symmetric=symmetric, seed=rows) for rows in (24, 40)]
     bias = torch.randn(24)
-    matrix = matrix_of(MAKERS[maker](drawn[0], bias, dtype=dtype), MAKERS[maker](drawn[1], dtype=dtype))
+    layers = MAKERS[maker](drawn[0], bias, dtype=dtype), MAKERS[maker](drawn[1], dtype=dtype)
+    matrix = matrix_of(*layers, dtype=dtype)
     weight, joined, scales, offsets = matrix.contents
     assert weight.dtype == torch.uint8
     assert scales is not None
@@ -135,7 +136,7 @@ def test_the_layer_says_what_the_last_zero_point_is(kind: type[GptqLinear], zero
     drawn.zeros[2, 7] = zero
     layer = kind(drawn)
     assert int(levels_of(layer.qzeros, 1)[2, 7]) == 15
-    matrix = matrix_of(layer)
+    matrix = matrix_of(layer, dtype=torch.float32)
     assert matrix.contents.offsets is not None
     assert torch.equal(matrix.contents.offsets, (drawn.scales * (8 - drawn.zeros)).t())
 
@@ -177,6 +178,40 @@ def test_a_layer_alone() -> None:
         assert handle.layers == ["model.layers.1"]
         assert len([name for name in handle.linear if name.startswith("model.layers.0")]) == 6
         assert "hooks" in handle.left["model.layers.0.mlp.down_proj"]
+        torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", [GptqLinear, AwqLinear, RepackingLinear])
+def test_scales_of_another_dtype_than_the_model(kind: type[Int4Linear], dtype: torch.dtype) -> None:
+    """Checkpoints keep scales and biases in float16; the model's dtype is that of the inputs, and decides."""
+    model = make("qwen2", "awq", dtype)
+    put_into(model, functools.partial(kind, dtype=torch.float16), 64)
+    before = {name: buffer for name, buffer in model.named_buffers() if "layers" in name}
+    if dtype == torch.float32 and kind is not RepackingLinear:
+        with accelerate(model) as handle:  # their products of scales and levels are rounded to float16
+            assert handle.layers == []
+            assert "does not compute" in handle.left["model.layers.0.self_attn.q_proj"]
+        return
+    with accelerate(model) as handle, CountedCalls() as counted:
+        assert len(handle.layers) == 2, str(handle)
+        ours = logits(model).float()
+        # Only copies were tried: the layers still serve whatever dtype they may be called with first.
+        now = dict(model.named_buffers())
+        assert all(now[name] is buffer and buffer.dtype != torch.uint8 for name, buffer in before.items())
+    assert counted.calls["decoder_layer"] == 2
+    bound = 1e-4 if dtype == torch.float32 else 5e-2
+    torch.testing.assert_close(ours, logits(model).float(), rtol=bound, atol=bound)
+
+
+def test_layers_that_were_called_before_are_left_alone() -> None:
+    """If that laid out their tensors anew; what to do is said."""
+    model = make("llama", "awq")
+    put_into(model, RepackingLinear, 64)
+    expected = logits(model)
+    with accelerate(model) as handle:
+        assert handle.layers == []
+        assert "accelerate the model before that" in handle.left["model.layers.0.self_attn.q_proj"]
         torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-4)
 
 
@@ -250,16 +285,17 @@ LEFT: dict[str, tuple[Callable[[], nn.Module], str]] = {
 
 @pytest.mark.parametrize("case", LEFT)
 def test_what_is_not_known_for_certain_is_left_alone(case: str) -> None:
-    layer, why = LEFT[case][0](), LEFT[case][1]
+    layer: Any = LEFT[case][0]()
+    why = LEFT[case][1]
     with pytest.raises(NotUnderstoodError, match=why):
-        matrix_of(layer)
+        matrix_of(layer, dtype=layer.scales.dtype)
 
 
 def test_layers_that_do_not_fit_together_are_no_matrix() -> None:
     with pytest.raises(NotUnderstoodError, match="several sizes"):
-        matrix_of(GptqLinear(_drawn()), GptqLinear(_drawn(group=128)))
+        matrix_of(GptqLinear(_drawn()), GptqLinear(_drawn(group=128)), dtype=torch.float32)
     with pytest.raises(NotUnderstoodError, match="is none"):
-        matrix_of(GptqLinear(_drawn()), nn.Linear(256, 40))
+        matrix_of(GptqLinear(_drawn()), nn.Linear(256, 40), dtype=torch.float32)
 
 
 def test_a_model_with_an_order_of_its_own_runs_its_own_code() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 import sys
@@ -15,9 +16,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from ds_plugin_sdk.errors import SdkError
-from ds_plugin_sdk.integrations.transformers import families
+from ds_plugin_sdk.integrations.transformers import families, int4
 from ds_plugin_sdk.integrations.transformers.attention import ATTENTION, register_attention
-from ds_plugin_sdk.integrations.transformers.int4 import matrix_of
 from ds_plugin_sdk.integrations.transformers.int4_layouts import is_int4
 from ds_plugin_sdk.integrations.transformers.kv_cache import AppendingLayer, GrowingLayer, Int8Layer
 from ds_plugin_sdk.integrations.transformers.loss import LossReplacement
@@ -216,6 +216,7 @@ def accelerate(
 # ---------------------------------------------------------------------- layers
 def _find_layers(model: transformers.PreTrainedModel, packer: Packer, found: _Found) -> None:
     head = model.get_output_embeddings()
+    matrix_of = functools.partial(int4.matrix_of, dtype=model.dtype)
     done: set[nn.Module] = set()
     rows: dict[str, Row] = defaultdict(Row)  # by what they are in
     for name, module in model.named_modules():
@@ -225,7 +226,7 @@ def _find_layers(model: transformers.PreTrainedModel, packer: Packer, found: _Fo
             attention = families.attention_of(module)
             if attention is not None:
                 row = rows[name.rpartition(".")[0]]
-                found.replacements[name] = _decoder(module, attention, packer, row, found.cache)
+                found.replacements[name] = _decoder(module, attention, packer, row, found.cache, matrix_of)
                 done.update(module.modules())
             elif isinstance(module, nn.Linear | Conv1D) or is_int4(module):
                 matrix = matrix_of(module, sensitive=module is head)
@@ -245,12 +246,17 @@ def _find_loss(model: transformers.PreTrainedModel, found: _Found) -> None:
 
 
 def _decoder(
-    module: nn.Module, attention: nn.Module, packer: Packer, row: Row, cache: type[AppendingLayer]
+    module: nn.Module,
+    attention: nn.Module,
+    packer: Packer,
+    row: Row,
+    cache: type[AppendingLayer],
+    matrix_of: families.MatrixOf,
 ) -> DecoderReplacement:
     check_no_other_forward(module)
     if getattr(attention.config, "_attn_implementation", None) != ATTENTION:
         raise NotUnderstoodError("its attention is not torch's")
-    layer = families.describe(module)
+    layer = families.describe(module, matrix_of)
     packer.add(*layer.matrices)
     return DecoderReplacement(module, attention, layer, row, cache)
 

@@ -14,7 +14,6 @@ from transformers.models.qwen2 import modeling_qwen2 as qwen2
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from ds_plugin_sdk.integrations.transformers.decoder import Decoder
-from ds_plugin_sdk.integrations.transformers.int4 import matrix_of
 from ds_plugin_sdk.integrations.transformers.understood import (
     NotUnderstoodError,
     activation_of,
@@ -22,9 +21,13 @@ from ds_plugin_sdk.integrations.transformers.understood import (
     norm_of,
     same_code,
 )
+from ds_plugin_sdk.integrations.transformers.weights import Matrix
+
+# Makes a matrix of one linear layer, or of several with the same input.
+MatrixOf = Callable[..., Matrix]
 
 # Classes of decoder layers -> what describes layers with their code, and where their attention is.
-FAMILIES: dict[type[nn.Module], tuple[Callable[[Any], Decoder], str]] = {}
+FAMILIES: dict[type[nn.Module], tuple[Callable[[Any, MatrixOf], Decoder], str]] = {}
 
 
 def attention_of(layer: nn.Module) -> nn.Module | None:
@@ -33,8 +36,8 @@ def attention_of(layer: nn.Module) -> nn.Module | None:
     return None if found is None else getattr(layer, found[1])
 
 
-def describe(layer: nn.Module) -> Decoder:
-    """What a decoder layer consists of.
+def describe(layer: nn.Module, matrix_of: MatrixOf) -> Decoder:
+    """What a decoder layer consists of; `matrix_of` makes its matrices.
 
     Raises:
         NotUnderstoodError: a part of it is not known.
@@ -42,15 +45,15 @@ def describe(layer: nn.Module) -> Decoder:
     found = _find(layer)
     if found is None:
         raise NotUnderstoodError("it is no decoder layer that is known")
-    return found[0](layer)
+    return found[0](layer, matrix_of)
 
 
-def _find(layer: nn.Module) -> tuple[Callable[[Any], Decoder], str] | None:
+def _find(layer: nn.Module) -> tuple[Callable[[Any, MatrixOf], Decoder], str] | None:
     code = type(layer).forward
     return next((found for kind, found in FAMILIES.items() if same_code(code, kind.forward)), None)
 
 
-def _gpt2(block: Any) -> Decoder:
+def _gpt2(block: Any, matrix_of: MatrixOf) -> Decoder:
     attn, mlp = block.attn, block.mlp
     check_code(attn, gpt2.GPT2Attention)
     check_code(mlp, gpt2.GPT2MLP)
@@ -69,7 +72,7 @@ def _gpt2(block: Any) -> Decoder:
     )
 
 
-def _opt(layer: Any) -> Decoder:
+def _opt(layer: Any, matrix_of: MatrixOf) -> Decoder:
     attn = layer.self_attn
     check_code(attn, opt.OPTAttention)
     return Decoder(
@@ -88,7 +91,7 @@ def _opt(layer: Any) -> Decoder:
     )
 
 
-def _llama(layer: Any) -> Decoder:
+def _llama(layer: Any, matrix_of: MatrixOf) -> Decoder:
     """LLaMA, and what has its parts' code: Mistral, Qwen 2, Qwen 3 (which norms each head) and others."""
     attn, mlp = layer.self_attn, layer.mlp
     head_norms = same_code(type(attn).forward, qwen3.Qwen3Attention.forward)
@@ -126,4 +129,4 @@ FAMILIES.update(
     }
 )
 
-__all__ = ["FAMILIES", "attention_of", "describe"]
+__all__ = ["FAMILIES", "MatrixOf", "attention_of", "describe"]

@@ -1,23 +1,26 @@
 """Linear layers that came in 4 bits, from GPTQ, AWQ or torchao, in our op's layout.
 
 The code of these layers is not known here. So names, dtypes and shapes must be a layout's (`int4_layouts`), and then
-the layer itself is called on a few inputs: it is taken over if it has computed what its tensors stand for.
+a copy of the layer is called on a few inputs: it is taken over if that has computed what its tensors stand for. A copy,
+for layers may lay out their tensors anew when they are called, for inputs of that dtype alone.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from ds_plugin_sdk.integrations.transformers.int4_layouts import (
+    DTYPES,
     OF_TORCHAO,
     Int4,
-    Source,
+    candidates_of,
     is_int4,
     is_of_torchao,
-    source_of,
+    plain,
 )
 from ds_plugin_sdk.integrations.transformers.understood import (
     NotUnderstoodError,
@@ -37,12 +40,12 @@ from ds_plugin_sdk.integrations.transformers.weights import (
 from ds_plugin_sdk.ops.linear import pack_int4
 
 
-def matrix_of(*layers: nn.Module, sensitive: bool = False) -> Matrix:
-    """The weights of linear layers as one matrix; arguments and errors as for `PlainMatrix`."""
+def matrix_of(*layers: nn.Module, dtype: torch.dtype, sensitive: bool = False) -> Matrix:
+    """The weights of linear layers as one matrix; arguments and errors as for `PlainMatrix` and `Int4Matrix`."""
     if not any(map(is_int4, layers)):
         return PlainMatrix(*layers, sensitive=sensitive)
     with torch.inference_mode(False), torch.no_grad():
-        return Int4Matrix(*layers)
+        return Int4Matrix(*layers, dtype=dtype)
 
 
 class Int4Matrix(Matrix):
@@ -50,23 +53,22 @@ class Int4Matrix(Matrix):
 
     Args:
         layers: each with the layout of one of the makers.
+        dtype: of the inputs that they are given, which may not be that of their scales.
 
     Raises:
         NotUnderstoodError: the layout of a layer is not known, or the layer does not compute what its tensors say.
     """
 
-    def __init__(self, *layers: nn.Module) -> None:
-        self.layers = layers
-        sources = [source_of(layer) for layer in layers]
-        self.dtype = sources[0].dtype
+    def __init__(self, *layers: nn.Module, dtype: torch.dtype) -> None:
+        if dtype not in DTYPES:
+            raise NotUnderstoodError(f"its inputs are {dtype}")
+        self.layers, self.dtype = layers, dtype
+        candidates = [candidates_of(layer) for layer in layers]
         self.device = _device_of(layers[0])
         biases = [_bias_of(layer) for layer in layers]
-        if len({source.kind() for source in sources}) != 1:
-            raise NotUnderstoodError("its layers in 4 bits have several dtypes, or groups of several sizes")
-        if any(bias is not None and bias.dtype != self.dtype for bias in biases):
-            raise NotUnderstoodError(f"its bias is not {self.dtype}, as its scales are")
-        # A layer may change its tensors when it is called: what was read before is what counts.
-        found = [_that_it_computes(layer, source) for layer, source in zip(layers, sources, strict=True)]
+        if len({(each.levels.shape[1], each.scales.shape[1]) for each, *_ in candidates}) != 1:
+            raise NotUnderstoodError("its layers in 4 bits have inputs, or groups, of several sizes")
+        found = [_that_it_computes(*each, dtype) for each in zip(layers, candidates, biases, strict=True)]
         self._rows = [each.levels.shape[0] for each in found]
         self.contents = self._packed(found, biases)
         self.held = Snapshot(place for layer in layers for place in _places_of(layer))
@@ -107,7 +109,7 @@ class Int4Matrix(Matrix):
         bias = None
         if any(each is not None for each in biases):
             parts = [
-                torch.zeros(rows, dtype=self.dtype) if each is None else each.detach().cpu()
+                torch.zeros(rows, dtype=self.dtype) if each is None else each.to(self.dtype)
                 for rows, each in zip(self._rows, biases, strict=True)
             ]
             bias = torch.cat(parts).to(self.device)
@@ -138,8 +140,10 @@ def _device_of(layer: nn.Module) -> torch.device:
 
 
 def _bias_of(layer: nn.Module) -> Tensor | None:
-    bias = layer._parameters.get("bias")
-    return layer._buffers.get("bias") if bias is None else bias
+    bias: Tensor | None = layer._parameters.get("bias")
+    if bias is None:
+        bias = layer._buffers.get("bias")
+    return None if bias is None else plain(bias, "bias")
 
 
 # ---------------------------------------------------------------------- what a layer computes
@@ -148,26 +152,26 @@ _ONE = 64.0
 _RANDOM_INPUTS = 4
 
 
-def _that_it_computes(layer: nn.Module, source: Source) -> Int4:
+def _that_it_computes(layer: nn.Module, candidates: Sequence[Int4], bias: Tensor | None, dtype: torch.dtype) -> Int4:
     """Of what a layer may stand for, that which it computes.
 
-    Inputs with a one in each group show every zero point and scale of every output, within what the layer's dtype may
-    round; random ones show all levels at their places, and by their large elements whether the layer rounds its inputs.
+    Inputs with a one in each group show every zero point and scale of every output, within what `dtype` may round;
+    random ones show all levels at their places, and by their large elements whether the layer rounds its inputs.
 
     Raises:
         NotUnderstoodError: it computes something else.
     """
     check_only_its_class(layer)
-    bias, first = _bias_of(layer), source.candidates[0]
-    inputs = _inputs(first, source.dtype)
+    first = candidates[0]
+    inputs = _inputs(first, dtype)
     outputs = _outputs(layer, inputs)
-    if outputs.dtype != source.dtype or outputs.shape != (len(inputs), len(first.levels)):
+    if outputs.dtype != dtype or outputs.shape != (len(inputs), len(first.levels)):
         raise NotUnderstoodError(f"it gives {outputs.dtype} {list(outputs.shape)}, as no linear layer does")
-    inputs, shift = inputs.to(torch.float64), torch.zeros(()) if bias is None else bias.detach().cpu().to(torch.float64)
+    inputs, shift = inputs.to(torch.float64), torch.zeros(()) if bias is None else bias.to(torch.float64)
     # Candidates differ in their zero points, which count by the sums of the inputs over each group.
     without_zeros = first._replace(zeros=torch.zeros_like(first.zeros)).products(inputs) + shift
     sums = inputs.reshape(len(inputs), first.scales.shape[1], -1).sum(2)
-    for each in source.candidates:
+    for each in candidates:
         expected = without_zeros - sums @ (each.scales.to(torch.float64) * each.zeros).t()
         if _agree(outputs, expected, each.scales, shift):
             return each
@@ -187,10 +191,10 @@ def _inputs(weights: Int4, dtype: torch.dtype) -> Tensor:
 
 
 def _outputs(layer: nn.Module, inputs: Tensor) -> Tensor:
-    """What the layer's own code makes of inputs."""
+    """What the layer's own code makes of inputs. The layer stays as it is."""
     device = _device_of(layer)
     try:
-        outputs = type(layer).forward(layer, inputs.to(device))
+        outputs = type(layer).forward(copy.deepcopy(layer), inputs.to(device))
     except Exception as error:  # others' code; the layer stays as it was
         raise NotUnderstoodError(f"it could not be called: {error}") from error
     if type(outputs) is not Tensor:

@@ -13,7 +13,7 @@ int32; the first of them is in its lowest bits:
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from ds_plugin_sdk.integrations.transformers.understood import NotUnderstoodErro
 
 _BUFFERS = ("qweight", "qzeros", "scales")
 OF_TORCHAO = ("qdata", "scale", "zero_point")
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _OF_A_WORD = 8
 # Where in a word of AWQ's output j of eight is.
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -109,20 +109,8 @@ def is_of_torchao(weight: Tensor | None) -> bool:
     return kind.__module__.startswith("torchao.") and kind.__name__ == "IntxUnpackedToInt8Tensor"
 
 
-class Source(NamedTuple):
-    """What a layer's tensors may stand for, one of which is right; the dtype of its scales, and of its inputs."""
-
-    candidates: list[Int4]
-    dtype: torch.dtype
-
-    def kind(self) -> tuple[Any, ...]:
-        """What is the same for layers in one matrix."""
-        first = self.candidates[0]
-        return self.dtype, first.levels.shape[1], first.scales.shape[1]
-
-
-def source_of(layer: nn.Module) -> Source:
-    """What a layer's tensors may stand for.
+def candidates_of(layer: nn.Module) -> list[Int4]:
+    """What a layer's tensors may stand for, one of which is right; all have groups of the same size.
 
     Raises:
         NotUnderstoodError: they are in no layout that is known.
@@ -134,12 +122,16 @@ def source_of(layer: nn.Module) -> Source:
     raise NotUnderstoodError(f"{name_of(layer)} is beside layers in 4 bits and is none")
 
 
-def _gptq_or_awq(layer: nn.Module) -> Source:
+def _gptq_or_awq(layer: nn.Module) -> list[Int4]:
     buffers = layer._buffers
-    tensors = [_checked(buffers[name], name) for name in _BUFFERS]
+    tensors = [plain(buffers[name], name) for name in _BUFFERS]
     qweight, qzeros, scales = tensors
     if qweight.dtype != torch.int32 or qzeros.dtype != torch.int32 or any(each.dim() != 2 for each in tensors):
-        raise NotUnderstoodError("its qweight and qzeros are no matrices of int32")
+        # Layers of gptqmodel for CPUs do so when they are called for the first time.
+        raise NotUnderstoodError(
+            "its qweight and qzeros are no matrices of int32; if its first call has laid them out anew, accelerate the "
+            "model before that"
+        )
     groups, rows = scales.shape
     of_gptq, of_awq = qweight.shape[1] == rows, qweight.shape[1] * _OF_A_WORD == rows
     if not (of_gptq or of_awq) or rows % _OF_A_WORD or qzeros.shape != (groups, rows // _OF_A_WORD):
@@ -149,14 +141,14 @@ def _gptq_or_awq(layer: nn.Module) -> Source:
     order = buffers.get("g_idx")
     if order is not None and order.numel() and not _is_in_order(order, columns // groups, columns):
         raise NotUnderstoodError("its inputs are in another order than its groups (desc_act)")
-    return Source(read(*tensors), scales.dtype)
+    return read(*tensors)
 
 
-def _torchao(layer: nn.Module) -> Source:
+def _torchao(layer: nn.Module) -> list[Int4]:
     weight = layer._parameters["weight"]
     assert weight is not None
     own = vars(weight)
-    tensors = [_checked(own.get(name), f"weight's {name}") for name in OF_TORCHAO]
+    tensors = [plain(own.get(name), f"weight's {name}") for name in OF_TORCHAO]
     qdata, scale, zero_point = tensors
     if str(own.get("target_dtype")) != "torch.int4" or own.get("activation_quantization") is not None:
         raise NotUnderstoodError("its weights are not in 4 bits, or its inputs are quantized too")
@@ -165,16 +157,16 @@ def _torchao(layer: nn.Module) -> Source:
     if scale.shape[0] != qdata.shape[0]:
         raise NotUnderstoodError("several of its outputs share a scale")
     _check_groups(qdata.shape[1], scale.shape[1])
-    return Source(read_torchao(*tensors), weight.dtype)
+    return read_torchao(*tensors)
 
 
-def _checked(tensor: object, name: str) -> Tensor:
-    """The tensor on the host, if it is a plain one."""
+def plain(tensor: object, name: str) -> Tensor:
+    """The tensor on the host; `NotUnderstoodError` if it is no plain one of a dtype that is known."""
     if type(tensor) not in (Tensor, nn.Parameter) or not isinstance(tensor, Tensor) or tensor.is_meta:
         raise NotUnderstoodError(f"its {name} is {type(tensor).__name__}, no plain tensor")
     if tensor.is_inference():
         raise NotUnderstoodError(f"its {name} was made in inference mode, where torch does not count changes")
-    if tensor.is_floating_point() and tensor.dtype not in _DTYPES:
+    if tensor.is_floating_point() and tensor.dtype not in DTYPES:
         raise NotUnderstoodError(f"its {name} is {tensor.dtype}")
     return tensor.detach().cpu()
 
@@ -189,13 +181,14 @@ def _is_in_order(g_idx: Tensor, width: int, columns: int) -> bool:
 
 
 __all__ = [
+    "DTYPES",
     "OF_TORCHAO",
     "Int4",
-    "Source",
+    "candidates_of",
     "is_int4",
     "is_of_torchao",
+    "plain",
     "read_awq",
     "read_gptq",
     "read_torchao",
-    "source_of",
 ]

@@ -52,6 +52,11 @@ class Replacement:
         """What the module's class does."""
         return type(self.module).forward(self.module, *args, **kwargs)
 
+    @property
+    def __func__(self) -> Callable[..., Any]:
+        """What a bound method has here, for code that wraps forwards by their functions, as compressed-tensors does."""
+        return type(self.module).forward
+
     def put_on(self) -> None:
         self.module.forward = self  # type: ignore[assignment]  # on the instance: its class stays
 
