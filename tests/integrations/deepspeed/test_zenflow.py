@@ -11,7 +11,9 @@ import pytest
 import torch
 from torch import Tensor, multiprocessing
 
+from ds_plugin_cpu.accelerator import CPU_Accelerator
 from ds_plugin_sdk.errors import SdkError
+from ds_plugin_sdk.integrations.deepspeed import zenflow
 from ds_plugin_sdk.integrations.deepspeed.modules import cpu_adam
 
 LR, BETAS, EPS = 0.01, (0.9, 0.95), 1e-6
@@ -85,3 +87,13 @@ def test_what_cannot_be_right_is_rejected() -> None:
     with pytest.raises(SdkError, match=r"no zenflow_adam_create\(\) that gave 99"):
         cpu_adam.zenflow_adam_run_worker(99, control.data_ptr())
     cpu_adam.zenflow_adam_destroy(99)
+
+
+def test_the_optimizer_process_is_told_which_accelerator_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is spawned and chooses by itself: with several plugins it would take DeepSpeed's own accelerator and op."""
+    monkeypatch.setenv("DS_ACCELERATOR", "")
+    monkeypatch.delenv("DS_ACCELERATOR")
+    monkeypatch.setattr(zenflow, "current", CPU_Accelerator)
+    control = torch.zeros(cpu_adam.zenflow_adam_ctrl_size(), dtype=torch.uint8)
+    cpu_adam.zenflow_adam_ctrl_init(control.data_ptr(), 1)
+    assert os.environ["DS_ACCELERATOR"] == "cpu"

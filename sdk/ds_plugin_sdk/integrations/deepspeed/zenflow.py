@@ -7,6 +7,7 @@ shared memory, moments in its own.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
@@ -17,8 +18,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ds_plugin_sdk.errors import SdkError
+from ds_plugin_sdk.errors import PluginError, SdkError
 from ds_plugin_sdk.ops.adam import adam_
+from ds_plugin_sdk.registry import current, scan
+from ds_plugin_sdk.settings import export
 
 MOST_GROUPS = 1024
 _NUMBERS = 6  # of a group: lr, beta1, beta2, eps, weight_decay, bias_correction
@@ -26,6 +29,20 @@ _SEMAPHORE_BYTES = 64  # sem_t has 32 on 64-bit Linux
 
 # Its functions let other threads of Python run while they wait.
 _libc = ctypes.CDLL(None, use_errno=True)
+
+
+def name_accelerator() -> None:
+    """Say in this process's environment which plugin its accelerator is of: the optimizer's process is to have it, too.
+
+    That process is spawned and chooses by itself. With another accelerator, such as DeepSpeed's own, it would have
+    another op, to which `Control` means nothing.
+    """
+    kind = type(current())
+    name = f"{kind.__module__}:{kind.__qualname__}"
+    for candidate in (each for installed in scan().values() for each in installed):
+        with contextlib.suppress(PluginError):  # another's, which is of no use here
+            if candidate.manifest.accelerator == name:
+                export({"DS_ACCELERATOR": candidate.name})
 
 
 class _Time(ctypes.Structure):

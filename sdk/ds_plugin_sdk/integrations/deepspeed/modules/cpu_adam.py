@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ds_plugin_sdk.errors import SdkError
-from ds_plugin_sdk.integrations.deepspeed.zenflow import Control, Step, Worker
+from ds_plugin_sdk.integrations.deepspeed.zenflow import Control, Step, Worker, name_accelerator
 from ds_plugin_sdk.ops import _library
 from ds_plugin_sdk.ops.adam import adam_rollback_, one_tensor
 
@@ -182,6 +182,7 @@ def zenflow_adam_ctrl_init(control: int, num_groups: int) -> None:
         SdkError: it has no room for so many groups.
     """
     Control.from_address(control).begin(num_groups)
+    name_accelerator()
 
 
 def zenflow_adam_submit(
