@@ -86,7 +86,7 @@ def test_all_reduce_is_compared_with_the_mpis_that_are_given(tmp_path: Path, mon
     program.chmod(0o755)
     (package / "__init__.py").touch()
     (package / "MPI.py").write_text(_MPI)
-    ours = [all_reduce.Row(all_reduce.OURS, size, "float32", 1e-6) for size in all_reduce.SIZES]
+    ours = [all_reduce.Row(all_reduce.OVER_AND_OVER, size, "float32", 1e-6) for size in all_reduce.SIZES]
     monkeypatch.setattr(all_reduce, "_of_torch", lambda *given: ours)
     rows = all_reduce.run(1, mpis=[tmp_path])
     assert rows[: len(ours)] == ours

@@ -26,7 +26,8 @@ DTYPES = ("float32", "bfloat16")
 SIZES = (1024, 16 * 1024, 1024 * 1024)  # hidden size 1024: a token's activations, 16 tokens', a long prompt's
 TURNS = 33  # with each of the calls first
 CALLS = 5  # one after the other, as a model's layers have them
-ROW = 200  # over and over
+ROW, ROWS = 200, 9  # over and over
+OVER_AND_OVER = f"{OURS}, over and over"
 
 # Of Open MPI's alone: as root, and more ranks than cores.
 _OPEN_MPI = {
@@ -41,7 +42,8 @@ class Row:
     """One call on one tensor, as rank 0 saw it.
 
     Attributes:
-        call: whose; "over and over" is 200 calls with nothing in between, else it is one of five after a barrier.
+        call: whose; "over and over", and MPIs', is 200 calls with nothing in between, else it is one of five after a
+            barrier.
         elements: of the tensor.
         dtype: of the tensor.
         microseconds: median wall time of a call.
@@ -84,17 +86,17 @@ def _of_torch(ranks: int, own: bool, file: Path) -> list[Row]:
 
 
 def _of_mpi(prefix: Path, ranks: int, rows: Sequence[Row], file: Path) -> Iterator[Row]:
-    """An MPI's rows, beside those of `OURS` among `rows`."""
+    """An MPI's rows, beside those of `OVER_AND_OVER`: after its barrier ranks start closer than after gloo's."""
     packages = sysconfig.get_path("purelib", vars={"base": str(prefix)})
     environment = child_environment(LD_LIBRARY_PATH=str(prefix / "lib"), **_OPEN_MPI)
     environment["PATH"] = os.pathsep.join([str(prefix / "bin"), environment["PATH"]])
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [packages, environment.get("PYTHONPATH")]))
-    given = [str(file), json.dumps(SIZES), str(TURNS), str(CALLS)]
+    given = [str(file), json.dumps(SIZES), str(ROWS), str(ROW)]
     _start(
         ["mpirun", "-n", str(ranks), sys.executable, "-m", "ds_plugin_sdk.bench.mpi_all_reduce", *given], environment
     )
     found = json.loads(file.read_text(encoding="utf-8"))
-    ours = {row.elements: row.microseconds for row in rows if row.call == OURS and row.dtype == "float32"}
+    ours = {row.elements: row.microseconds for row in rows if row.call == OVER_AND_OVER and row.dtype == "float32"}
     for elements, seconds in found["seconds"].items():
         row = _row(f"Allreduce of {found['library']}", torch.empty(int(elements)), "float32", seconds, None)
         yield replace(row, times=row.microseconds / ours[int(elements)])
@@ -130,8 +132,8 @@ def main(file: Path) -> None:
 
 def _measure(calls: dict[str, Callable[[torch.Tensor], Any]], tensor: torch.Tensor, dtype: str) -> Iterator[Row]:
     """The rows of a tensor. Who is first changes, so that none always follows the same one."""
-    row = [_seconds(calls[OURS], tensor, ROW) for _ in range(9)]
-    yield _row(f"{OURS}, over and over", tensor, dtype, row, None)
+    row = [_seconds(calls[OURS], tensor, ROW) for _ in range(ROWS)]
+    yield _row(OVER_AND_OVER, tensor, dtype, row, None)
     times: dict[str, list[float]] = {name: [] for name in calls}
     names = list(calls)
     for first in range(len(names)):
