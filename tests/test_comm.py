@@ -211,7 +211,10 @@ def test_where_one_rank_has_no_shared_memory_all_take_torchs(tmp_path: Path) -> 
 @shared_memory
 def test_where_one_rank_must_not_do_without_the_kernel_all_raise(tmp_path: Path) -> None:
     assert run(UNBUILT, 2, tmp_path) == [
-        *["rank 0: CollectiveError rank 1 of 2 cannot take part in all_reduce (op 'all_reduce'): CompileError: "
-          "compiling failed: no compiler here at once"] * 2,
+        *[
+            "rank 0: CollectiveError rank 1 of 2 cannot take part in all_reduce (op 'all_reduce'): CompileError: "
+            "compiling failed: no compiler here at once"
+        ]
+        * 2,
         *["rank 1: CompileError compiling failed: no compiler here at once"] * 2,
-    ]  # fmt: skip
+    ]

@@ -35,9 +35,14 @@ class Net(nn.Module):
     def __init__(self, args: argparse.Namespace) -> None:
         super().__init__()
         self.features = nn.Sequential(
-            nn.Conv2d(3, 16, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2),
-            nn.Conv2d(16, 32, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
-        )  # fmt: skip
+            nn.Conv2d(3, 16, 5, padding=2),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(16, 32, 5, padding=2),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+        )
         self.hidden = nn.Linear(32 * 8 * 8, 84)
         self.experts = None
         if args.moe:

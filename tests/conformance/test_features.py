@@ -95,9 +95,14 @@ def test_a_case_that_may_take_longer_gives_its_ranks_as_much_more(monkeypatch: p
     server = features._Server("cpu")
     monkeypatch.setattr(server, "_worker", Program())
     ran = Check(
-        "features.x", Clause("F1.1", "", ""), lambda target: server.run(features.Run("train"), {}, 120.0),
-        lambda target: [{}], lambda target: None, isolated=False, timeout=600.0,
-    )  # fmt: skip
+        "features.x",
+        Clause("F1.1", "", ""),
+        lambda target: server.run(features.Run("train"), {}, 120.0),
+        lambda target: [{}],
+        lambda target: None,
+        isolated=False,
+        timeout=600.0,
+    )
     for timeout in (600.0, 1800.0, 60.0):
         assert worker._run(Case(ran), Target.find("cpu"), timeout)["verdict"] == "passed"
     monkeypatch.undo()

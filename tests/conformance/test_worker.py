@@ -113,8 +113,15 @@ def test_a_failure_in_full_says_all_that_is_needed(outcomes: dict[str, Outcome])
     lines = explain(outcomes["differs"], "misfit:Misfit").splitlines()
     assert lines[0] == "failed: runtime.misfit.differs"
     assert [line.split(maxsplit=1)[0] for line in lines[1:]] == [
-        "R99.2", "because", "found", "why", "to", "check", "output", "again"
-    ]  # fmt: skip
+        "R99.2",
+        "because",
+        "found",
+        "why",
+        "to",
+        "check",
+        "output",
+        "again",
+    ]
     assert lines[-1].endswith("sdk conformance misfit:Misfit -k runtime.misfit.differs")
 
 

@@ -23,9 +23,19 @@ def project(tmp_path: Path) -> Project:
 def quiet_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No compiler, flag or temporary folder of the user who runs the tests."""
     for variable in (
-        "CC", "CXX", "CFLAGS", "CXXFLAGS", "LDFLAGS", "CPATH", "MAX_JOBS", "TORCH_CUDA_ARCH_LIST", "CUDA_HOME",
-        "DS_PLUGIN_LOCK_TIMEOUT", "NVCC_APPEND_FLAGS", "NVCC_PREPEND_FLAGS",
-    ):  # fmt: skip
+        "CC",
+        "CXX",
+        "CFLAGS",
+        "CXXFLAGS",
+        "LDFLAGS",
+        "CPATH",
+        "MAX_JOBS",
+        "TORCH_CUDA_ARCH_LIST",
+        "CUDA_HOME",
+        "DS_PLUGIN_LOCK_TIMEOUT",
+        "NVCC_APPEND_FLAGS",
+        "NVCC_PREPEND_FLAGS",
+    ):
         monkeypatch.delenv(variable, raising=False)
 
 

@@ -80,9 +80,7 @@ def test_a_torch_library(tmp_path: Path) -> None:
 def test_no_binary_carries_the_path_of_this_environment(tmp_path: Path) -> None:
     source = write(tmp_path, "total.cpp", LIBRARY)
     spec = BuildSpec(name="total", owner="ds-plugin-test", sources=(source,), cxx_args=("-DNAMESPACE=jit_test_path",))
-    tags = subprocess.run(
-        ["readelf", "-d", acquire(spec).path], capture_output=True, text=True, check=True
-    ).stdout  # fmt: skip
+    tags = subprocess.run(["readelf", "-d", acquire(spec).path], capture_output=True, text=True, check=True).stdout
     assert "libtorch_cpu.so" in tags
     assert "RPATH" not in tags and "RUNPATH" not in tags
     assert "gomp" not in tags  # torch's thread pool, never a second OpenMP

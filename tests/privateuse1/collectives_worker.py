@@ -155,8 +155,13 @@ def distributed_data_parallel() -> None:
 
 
 for check in (
-    reductions, broadcasts_gathers_scatters, into_one_tensor, coalesced, point_to_point, groups,
+    reductions,
+    broadcasts_gathers_scatters,
+    into_one_tensor,
+    coalesced,
+    point_to_point,
+    groups,
     distributed_data_parallel,
-):  # fmt: skip
+):
     check()
     sys.stdout.write(f"rank {RANK}: {check.__name__} holds\n")

@@ -64,9 +64,10 @@ def test_mistakes_in_torch_s_side_are_caught(with_change: Change, run_checks: Ru
     """Together, because they take long to compile and do not meet."""
     with_change("torch/hooks.cpp", "const DeviceIndex index = or_current(device);", "const DeviceIndex index = 0;")
     with_change(
-        "torch/allocators.cpp", "amount >= 0 ? all.increase(amount) : all.decrease(-amount);",
+        "torch/allocators.cpp",
+        "amount >= 0 ? all.increase(amount) : all.decrease(-amount);",
         "if (amount >= 0) all.increase(amount);",
-    )  # fmt: skip
+    )
     with_change("torch/allocators.cpp", "found->second.borrowers.insert(key);", "{}")
     with_change("torch/allocators.cpp", "found->second.streams.insert(key_of(stream));", "{}")
     caught = {

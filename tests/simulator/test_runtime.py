@@ -22,10 +22,22 @@ def test_threads_use_the_runtime_at_once(sanitizers: str, tmp_path: Path) -> Non
     sources = [HERE / "runtime_stress.cpp", *sorted(simulator.sources_dir().glob("*.cpp"))]
     subprocess.run(
         [
-            compiler, "-std=c++17", "-g", "-O1", "-Wall", "-Wextra", "-Werror", "-pthread", "-fno-sanitize-recover=all",
-            f"-fsanitize={sanitizers}", f"-I{privateuse1.include_dir()}", *map(str, sources), "-o", str(program),
+            compiler,
+            "-std=c++17",
+            "-g",
+            "-O1",
+            "-Wall",
+            "-Wextra",
+            "-Werror",
+            "-pthread",
+            "-fno-sanitize-recover=all",
+            f"-fsanitize={sanitizers}",
+            f"-I{privateuse1.include_dir()}",
+            *map(str, sources),
+            "-o",
+            str(program),
         ],
         check=True,
-    )  # fmt: skip
+    )
     done = subprocess.run([program], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr

@@ -385,11 +385,15 @@ def check(run: Run, environment: dict[str, Any]) -> Path:
     and clocks, each with the machine to itself.
     """
     works: list[bool] = []  # whether DeepSpeed does, with the plugin
-    do(run, environment, {
-        "install": lambda: install(run),
-        "choice": lambda: works.append(choice(run)),
-        "build": lambda: build(run),
-    })  # fmt: skip
+    do(
+        run,
+        environment,
+        {
+            "install": lambda: install(run),
+            "choice": lambda: works.append(choice(run)),
+            "build": lambda: build(run),
+        },
+    )
     native = environment["nvcc_path"], environment["arch"]
     of_ops = [part for part in CONFORMANCE if part.startswith("ops")]
     lanes: list[Steps] = [
@@ -401,10 +405,14 @@ def check(run: Run, environment: dict[str, Any]) -> Path:
         lanes.append({"DeepSpeed's own ops": lambda: deepspeed_ops(run)})
     with ThreadPoolExecutor(len(lanes)) as pool:
         list(pool.map(lambda steps: do(run, environment, steps), lanes))
-    do(run, environment, {
-        "conformance, runtime": lambda: conformance(run, "runtime"),
-        "benchmarks": lambda: benchmarks(run),
-    })  # fmt: skip
+    do(
+        run,
+        environment,
+        {
+            "conformance, runtime": lambda: conformance(run, "runtime"),
+            "benchmarks": lambda: benchmarks(run),
+        },
+    )
     return write_report(run, environment)
 
 

@@ -198,21 +198,36 @@ def op_cases(*shapes: tuple[int, int]) -> Iterator[Case]:
     for tokens, hidden in shapes:
         shape, weight, bias = (tokens, hidden), _random(hidden, dtype=half), _random(hidden, dtype=half)
         size = tokens * hidden * 2
-        yield _case(f"layer_norm {list(shape)}", [shape], 2 * size, {
-            "ds_plugin": lambda x, w=weight, b=bias: norm.layer_norm(x, w, b),
-            "torch eager": lambda x, w=weight, b=bias: F.layer_norm(x, (x.shape[-1],), w, b),
-            "torch compiled": torch.compile(lambda x, w=weight, b=bias: F.layer_norm(x, (x.shape[-1],), w, b)),
-        })  # fmt: skip
-        yield _case(f"rms_norm {list(shape)}", [shape], 2 * size, {
-            "ds_plugin": lambda x, w=weight: norm.rms_norm(x, w),
-            "torch eager": lambda x, w=weight: F.rms_norm(x, (x.shape[-1],), w, 1e-6),
-            "torch compiled": torch.compile(lambda x, w=weight: F.rms_norm(x, (x.shape[-1],), w, 1e-6)),
-        })  # fmt: skip
-        yield _case(f"bias_gelu {list(shape)}", [shape], 2 * size, {
-            "ds_plugin": lambda x, b=bias: activation.bias_activation(x, b, "gelu_tanh"),
-            "torch eager": lambda x, b=bias: F.gelu(x + b, approximate="tanh"),
-            "torch compiled": torch.compile(lambda x, b=bias: F.gelu(x + b, approximate="tanh")),
-        })  # fmt: skip
+        yield _case(
+            f"layer_norm {list(shape)}",
+            [shape],
+            2 * size,
+            {
+                "ds_plugin": lambda x, w=weight, b=bias: norm.layer_norm(x, w, b),
+                "torch eager": lambda x, w=weight, b=bias: F.layer_norm(x, (x.shape[-1],), w, b),
+                "torch compiled": torch.compile(lambda x, w=weight, b=bias: F.layer_norm(x, (x.shape[-1],), w, b)),
+            },
+        )
+        yield _case(
+            f"rms_norm {list(shape)}",
+            [shape],
+            2 * size,
+            {
+                "ds_plugin": lambda x, w=weight: norm.rms_norm(x, w),
+                "torch eager": lambda x, w=weight: F.rms_norm(x, (x.shape[-1],), w, 1e-6),
+                "torch compiled": torch.compile(lambda x, w=weight: F.rms_norm(x, (x.shape[-1],), w, 1e-6)),
+            },
+        )
+        yield _case(
+            f"bias_gelu {list(shape)}",
+            [shape],
+            2 * size,
+            {
+                "ds_plugin": lambda x, b=bias: activation.bias_activation(x, b, "gelu_tanh"),
+                "torch eager": lambda x, b=bias: F.gelu(x + b, approximate="tanh"),
+                "torch compiled": torch.compile(lambda x, b=bias: F.gelu(x + b, approximate="tanh")),
+            },
+        )
 
 
 def head_cases() -> Iterator[Case]:
@@ -227,18 +242,28 @@ def head_cases() -> Iterator[Case]:
         first, second = x.float().chunk(2, -1)
         return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
 
-    yield _case(f"rotary {list(heads_shape)}", [heads_shape], 2 * 2 * math.prod(heads_shape), {
-        "ds_plugin": lambda x: rotary.rotary(x, cos, sin),
-        "torch eager": turned,
-        "torch compiled": torch.compile(turned),
-    })  # fmt: skip
+    yield _case(
+        f"rotary {list(heads_shape)}",
+        [heads_shape],
+        2 * 2 * math.prod(heads_shape),
+        {
+            "ds_plugin": lambda x: rotary.rotary(x, cos, sin),
+            "torch eager": turned,
+            "torch compiled": torch.compile(turned),
+        },
+    )
     for batch, heads, length in ((8, 16, 2048), (32, 32, 128)):
         shape = (batch, heads, length, length)
-        yield _case(f"softmax {list(shape)}", [shape], 4 * batch * heads * length * length, {
-            "ds_plugin": lambda x: softmax.softmax(x, scale=0.125),
-            "torch eager": lambda x: torch.softmax(x * 0.125, -1),
-            "torch compiled": torch.compile(lambda x: torch.softmax(x * 0.125, -1)),
-        })  # fmt: skip
+        yield _case(
+            f"softmax {list(shape)}",
+            [shape],
+            4 * batch * heads * length * length,
+            {
+                "ds_plugin": lambda x: softmax.softmax(x, scale=0.125),
+                "torch eager": lambda x: torch.softmax(x * 0.125, -1),
+                "torch compiled": torch.compile(lambda x: torch.softmax(x * 0.125, -1)),
+            },
+        )
 
 
 def training_cases() -> Iterator[Case]:
@@ -252,23 +277,40 @@ def training_cases() -> Iterator[Case]:
     def sum_norm(x: Tensor, residual: Tensor) -> Tensor:
         return F.layer_norm(residual + F.dropout(x + bias, 0.1), (hidden,), weight, bias)
 
-    yield _case(f"dropout_add_layer_norm {list(shape)}", [shape, shape], 4 * size, {
-        "ds_plugin": lambda x, r: transformer.dropout_add_layer_norm(x, weight, bias, r, bias=bias, p=0.1, seed=seed),
-        "torch eager": sum_norm,
-        "torch compiled": torch.compile(sum_norm),
-    })  # fmt: skip
+    yield _case(
+        f"dropout_add_layer_norm {list(shape)}",
+        [shape, shape],
+        4 * size,
+        {
+            "ds_plugin": lambda x, r: transformer.dropout_add_layer_norm(
+                x, weight, bias, r, bias=bias, p=0.1, seed=seed
+            ),
+            "torch eager": sum_norm,
+            "torch compiled": torch.compile(sum_norm),
+        },
+    )
     mean, rstd = (torch.rand(8192, device=DEVICE) for _ in range(2))
     backward = torch.ops.ds_plugin.dropout_add_layer_norm_backward
     torch_backward = torch.ops.aten.native_layer_norm_backward
     statistics_of_torch = (mean.unsqueeze(1), rstd.unsqueeze(1))
-    yield _case(f"layer norm backward {list(shape)}", [shape, shape], 3 * size, {
-        "ds_plugin": lambda g, x: backward(g, None, x, mean, rstd, weight, None, None, 0.0, False),
-        "torch eager": lambda g, x: torch_backward(g, x, (hidden,), *statistics_of_torch, weight, bias, [True] * 3),
-    })  # fmt: skip
-    yield _case(f"gelu backward {list(shape)}", [shape, shape], 3 * size, {
-        "ds_plugin": lambda g, x: torch.ops.ds_plugin.fused_bias_gelu_backward(g, x, bias, True),
-        "torch eager": lambda g, x: torch.ops.aten.gelu_backward(g, x + bias, approximate="tanh").sum(0),
-    })  # fmt: skip
+    yield _case(
+        f"layer norm backward {list(shape)}",
+        [shape, shape],
+        3 * size,
+        {
+            "ds_plugin": lambda g, x: backward(g, None, x, mean, rstd, weight, None, None, 0.0, False),
+            "torch eager": lambda g, x: torch_backward(g, x, (hidden,), *statistics_of_torch, weight, bias, [True] * 3),
+        },
+    )
+    yield _case(
+        f"gelu backward {list(shape)}",
+        [shape, shape],
+        3 * size,
+        {
+            "ds_plugin": lambda g, x: torch.ops.ds_plugin.fused_bias_gelu_backward(g, x, bias, True),
+            "torch eager": lambda g, x: torch.ops.aten.gelu_backward(g, x + bias, approximate="tanh").sum(0),
+        },
+    )
     for length in (128, 1024):
         scores = (8 * (1024 // length) ** 2, 16, length, length)
         size = math.prod(scores) * 2
@@ -276,11 +318,16 @@ def training_cases() -> Iterator[Case]:
         def softmax(x: Tensor) -> Tensor:
             return F.dropout(torch.softmax(x * 0.125, -1), 0.1)
 
-        yield _case(f"masked_softmax_dropout {list(scores)}", [scores], 3 * size, {
-            "ds_plugin": lambda x: transformer.masked_softmax_dropout(x, scale=0.125, p=0.1, seed=seed),
-            "torch eager": softmax,
-            "torch compiled": torch.compile(softmax),
-        })  # fmt: skip
+        yield _case(
+            f"masked_softmax_dropout {list(scores)}",
+            [scores],
+            3 * size,
+            {
+                "ds_plugin": lambda x: transformer.masked_softmax_dropout(x, scale=0.125, p=0.1, seed=seed),
+                "torch eager": softmax,
+                "torch compiled": torch.compile(softmax),
+            },
+        )
 
 
 def token_cases(own: Path | None) -> Iterator[Case]:
@@ -346,10 +393,14 @@ def prompt_cases() -> Iterator[Case]:
     first = torch.arange(batch, device=DEVICE).unsqueeze(1) * 100
     mask = torch.arange(tokens, device=DEVICE) >= first
     allowed = mask[:, None, None] & torch.ones(tokens, tokens, dtype=torch.bool, device=DEVICE).tril()
-    yield Case(f"padded prompt {list(shape)}", 0, {
-        "ds_plugin": [lambda: attention.cached_attention(q, k, v, keys, values, 0, mask=mask)],
-        "torch SDPA, nothing appended": [lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=allowed)],
-    })  # fmt: skip
+    yield Case(
+        f"padded prompt {list(shape)}",
+        0,
+        {
+            "ds_plugin": [lambda: attention.cached_attention(q, k, v, keys, values, 0, mask=mask)],
+            "torch SDPA, nothing appended": [lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=allowed)],
+        },
+    )
 
 
 def decode_cases() -> Iterator[Case]:
@@ -362,13 +413,17 @@ def decode_cases() -> Iterator[Case]:
     for batch, heads, kv_heads in ((1, 32, 32), (8, 32, 8)):
         cache = (batch, kv_heads, past + 1, head_dim)
         new = (batch, kv_heads, 1, head_dim)
-        yield _case(f"decode attention {list(cache)}, {heads} heads", [(batch, heads, 1, head_dim), new, cache, cache],
-                    2 * 2 * math.prod(cache), {
-            "ds_plugin": lambda q, k, key, value: attention.cached_attention(q, k, k, key, value, past),
-            "torch SDPA, nothing appended": lambda q, k, key, value: F.scaled_dot_product_attention(
-                q, key, value, enable_gqa=True
-            ),
-        })  # fmt: skip
+        yield _case(
+            f"decode attention {list(cache)}, {heads} heads",
+            [(batch, heads, 1, head_dim), new, cache, cache],
+            2 * 2 * math.prod(cache),
+            {
+                "ds_plugin": lambda q, k, key, value: attention.cached_attention(q, k, k, key, value, past),
+                "torch SDPA, nothing appended": lambda q, k, key, value: F.scaled_dot_product_attention(
+                    q, key, value, enable_gqa=True
+                ),
+            },
+        )
         yield _int8_cache_case(cache, (batch, heads, 1, head_dim), new, past)
     rows, columns = 11008, 4096
     quantized: tuple[tuple[int, Literal[4, 8]], ...] = ((1, 8), (4, 8), (1, 4), (4, 4))
@@ -376,11 +431,15 @@ def decode_cases() -> Iterator[Case]:
         floats = [_random(rows, columns, dtype=torch.bfloat16) for _ in range(8)]
         weights = [linear.quantize_weight(matrix, bits=bits) for matrix in floats]
         x = _random(inputs, columns, dtype=torch.bfloat16)
-        yield Case(f"linear int{bits} [{inputs}, {columns}] x [{rows}]", rows * columns * bits // 8, {
-            f"ds_plugin int{bits}": [lambda x=x, w=w: linear.linear(x, w[0], scales=w[1]) for w in weights],
-            "ds_plugin bfloat16": [lambda x=x, w=w: linear.linear(x, w) for w in floats],
-            "torch bfloat16": [lambda x=x, w=w: F.linear(x, w) for w in floats],
-        })  # fmt: skip
+        yield Case(
+            f"linear int{bits} [{inputs}, {columns}] x [{rows}]",
+            rows * columns * bits // 8,
+            {
+                f"ds_plugin int{bits}": [lambda x=x, w=w: linear.linear(x, w[0], scales=w[1]) for w in weights],
+                "ds_plugin bfloat16": [lambda x=x, w=w: linear.linear(x, w) for w in floats],
+                "torch bfloat16": [lambda x=x, w=w: F.linear(x, w) for w in floats],
+            },
+        )
 
 
 def _int8_cache_case(cache: tuple[int, ...], query: tuple[int, ...], new: tuple[int, ...], past: int) -> Case:

@@ -23,21 +23,33 @@ HINTS = (
         "Python's headers are missing: install python3-dev (Debian), python3-devel (RHEL), or use a Python with them",
     ),
     (r"torch/.*\.h: No such file", "torch's headers are missing or older than 2.11: reinstall torch"),
-    (r"unsupported GNU version|unsupported clang version",
-     "the host compiler is too new for nvcc: name an older one with CXX, e.g. CXX=g++-13"),
-    (r"Unsupported gpu architecture|is not defined for option 'gpu-(architecture|code)'",
-     "this nvcc does not know an architecture asked for: check TORCH_CUDA_ARCH_LIST against `nvcc --list-gpu-arch`"),
-    (r"bad value .* for .-m(arch|cpu)|unknown (target CPU|architecture)|invalid -march|not a recognized",
-     "the compiler is too old for this CPU's name (g++ >= 12 or clang >= 14 know those of 2022): use a newer one"),
-    (r"unrecognized command[- ]line option|unknown argument|unknown option",
-     "the compiler does not know an argument: check CXX, CFLAGS, CXXFLAGS and LDFLAGS"),
-    (r"No space left on device|Disk quota exceeded",
-     "the disk is full: free some space, or put the cache elsewhere with DS_PLUGIN_CACHE_DIR"),
+    (
+        r"unsupported GNU version|unsupported clang version",
+        "the host compiler is too new for nvcc: name an older one with CXX, e.g. CXX=g++-13",
+    ),
+    (
+        r"Unsupported gpu architecture|is not defined for option 'gpu-(architecture|code)'",
+        "this nvcc does not know an architecture asked for: check TORCH_CUDA_ARCH_LIST against `nvcc --list-gpu-arch`",
+    ),
+    (
+        r"bad value .* for .-m(arch|cpu)|unknown (target CPU|architecture)|invalid -march|not a recognized",
+        "the compiler is too old for this CPU's name (g++ >= 12 or clang >= 14 know those of 2022): use a newer one",
+    ),
+    (
+        r"unrecognized command[- ]line option|unknown argument|unknown option",
+        "the compiler does not know an argument: check CXX, CFLAGS, CXXFLAGS and LDFLAGS",
+    ),
+    (
+        r"No space left on device|Disk quota exceeded",
+        "the disk is full: free some space, or put the cache elsewhere with DS_PLUGIN_CACHE_DIR",
+    ),
     (r"File size limit exceeded|File too large", "a file may not be that large here: see `ulimit -f`"),
-    (r"Killed|out of memory|virtual memory exhausted|Cannot allocate memory",
-     "the compiler was killed, probably for want of memory: try MAX_JOBS=1"),
+    (
+        r"Killed|out of memory|virtual memory exhausted|Cannot allocate memory",
+        "the compiler was killed, probably for want of memory: try MAX_JOBS=1",
+    ),
     (r"undefined reference|cannot find -l", "a library is missing at the link: check the builder's extra_ldflags"),
-)  # fmt: skip
+)
 
 # Their time stamps are when the commands began and ended.
 _BEGIN, _END = "begin", "end"

@@ -66,9 +66,12 @@ def _rejected(artifact: Artifact, spec: BuildSpec, why: str) -> ArtifactError:
     path = artifact.path
     entry.reject(path.parent, artifact.key, f"{path} could not be loaded: {why}")
     return ArtifactError(
-        f"the {artifact.origin} binary could not be loaded", plugin=spec.owner, op=spec.name, why=why,
+        f"the {artifact.origin} binary could not be loaded",
+        plugin=spec.owner,
+        op=spec.name,
+        why=why,
         hint=f"it is {path}; `sdk cache why {spec.name}` says what it was made of",
-    )  # fmt: skip
+    )
 
 
 def _name_of(file: int, path: str) -> str:

@@ -52,8 +52,10 @@ def _acquire(file: int, what: str, timeout: float, done: Callable[[], bool]) -> 
         if waited > timeout:
             _log.warning(
                 "op '%s': waited %.0f s for %s; building it here too (DS_PLUGIN_LOCK_TIMEOUT)",
-                what, waited, _holder(file),
-            )  # fmt: skip
+                what,
+                waited,
+                _holder(file),
+            )
             return False
         if waited > _PATIENCE_SECONDS and not told:
             told = True

@@ -198,9 +198,11 @@ class _Native:
         self._io = self._calls.ds_io_start(block_size, queue_depth, threads, flags)
         if not self._io:
             raise OpError(
-                "the threads that read and write files could not be started", op="async_io",
-                why=f"the system does not give {threads} more", hint="lower intra_op_parallelism, or raise `ulimit -u`",
-            )  # fmt: skip
+                "the threads that read and write files could not be started",
+                op="async_io",
+                why=f"the system does not give {threads} more",
+                hint="lower intra_op_parallelism, or raise `ulimit -u`",
+            )
         self.backend = "io_uring" if self._calls.ds_io_rings(self._io) else "threads"
 
     def submit(self, fd: int, fallback: int, memory: int, size: int, offset: int, write: bool) -> Any:

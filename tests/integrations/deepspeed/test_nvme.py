@@ -26,8 +26,10 @@ def train(device: str, offload: str, folder: Path, steps: int, *words: str, ends
     done = subprocess.run(
         [sys.executable, "-W", "ignore", str(WORKER), device, offload, str(folder), str(steps), *words],
         env={**os.environ, **{name: str(value) for name, value in launcher.items()}},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == ends_by, done.stderr
     return {} if ends_by else json.loads(done.stdout.splitlines()[-1])
 
