@@ -41,9 +41,8 @@ _HOST = "ds_plugin_sdk.conformance.programs.host:Host"
 # For each run of a feature, which takes seconds, and of one for which a compiler may be needed.
 _SECONDS, _COMPILER_SECONDS = 120.0, 300.0
 
-# What compiles: inductor, DeepSpeed's own op for NVMe where the target has none, and its Adam for ZenFlow's process,
-# which the host's runs start without an accelerator of ours.
-_COMPILED = ("compiled", "deepcompile", "muon", "nvme", "overlapped")
+# What compiles: inductor, and DeepSpeed's own op for NVMe where the target has none.
+_COMPILED = ("compiled", "deepcompile", "muon", "nvme")
 
 # Largest difference between numbers, relative to the larger of 1 and the number: sums in other orders, over some steps.
 _FLOAT32, _BFLOAT16, _FLOAT16 = 2e-4, 4e-2, 1e-2
@@ -361,10 +360,16 @@ FEATURES: tuple[Feature, ...] = (
 
 
 class _Server:
-    """A process that runs features on a target; another takes its place if it ends."""
+    """A process that runs features on a target; another takes its place if it ends.
 
-    def __init__(self, target: str) -> None:
+    Args:
+        target: its name.
+        plugin: whose accelerator the processes have that DeepSpeed spawns: they choose by themselves.
+    """
+
+    def __init__(self, target: str, plugin: str = "") -> None:
         self._target = target
+        self._chosen = {"DS_ACCELERATOR": plugin} if plugin else {}
         self._worker: Worker | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         atexit.register(self.close)
@@ -373,7 +378,7 @@ class _Server:
         """What each rank gave; `ds_plugin_sdk.conformance.programs.features` says in which form."""
         if self._worker is None:
             self._folder = tempfile.TemporaryDirectory(prefix="conformance-")
-            self._worker = Worker(self._target, _PROGRAM, environment=_compilers(self._folder.name))
+            self._worker = Worker(self._target, _PROGRAM, environment={**_compilers(self._folder.name), **self._chosen})
         seconds = allowed(seconds)
         request = {"task": run.task, "options": options, "ranks": run.ranks, "seconds": seconds}
         try:
@@ -405,18 +410,18 @@ def _compilers(folder: str) -> dict[str, str]:
 
 
 @functools.cache
-def _server(target: str) -> _Server:
-    return _Server(target)
+def _server(target: str, plugin: str = "") -> _Server:
+    return _Server(target, plugin)
 
 
-def _numbers(target: str, feature: Feature) -> dict[str, list[float]]:
+def _numbers(target: str, feature: Feature, plugin: str) -> dict[str, list[float]]:
     """What rank 0 gave in each run; where a rank failed, the error that says so."""
     found: dict[str, list[float]] = {}
     ops: dict[str, str] = {}
     with tempfile.TemporaryDirectory(prefix="conformance-") as folder:
         for index, run in enumerate(feature.runs):
             options = {**run.options, **({"folder": folder} if "folder" in run.options else {})}
-            ranks = _server(target).run(run, options, feature.seconds)
+            ranks = _server(target, plugin).run(run, options, feature.seconds)
             _expect_done(ranks)
             found.update({f"{run.task}.{index}.{name}": values for name, values in ranks[0]["result"].items()})
             ops.update(dict(ranks[0]["ops"]))
@@ -440,11 +445,11 @@ def _expect_done(ranks: Sequence[Mapping[str, Any]]) -> None:
 
 
 @functools.cache
-def _on_host(name: str) -> dict[str, list[float]] | str:
+def _on_host(name: str, plugin: str) -> dict[str, list[float]] | str:
     """The host's numbers, or why it has none."""
     feature = next(feature for feature in FEATURES if _id(feature) == name)
     try:
-        return _numbers(_HOST, feature)
+        return _numbers(_HOST, feature, plugin)
     except (NonconformanceError, ExcusedError) as error:
         return str(error)
 
@@ -502,8 +507,9 @@ def _run(group: str, target: Target, feature: str) -> None:
     why_not = _why_not(row, target)
     if why_not:
         raise ExcusedError("skipped", why_not)
-    host = _on_host(_id(row))
-    found = _numbers(target.name, row)
+    plugin = target.plugin.name if target.plugin else ""
+    host = _on_host(_id(row), plugin)
+    found = _numbers(target.name, row, plugin)
     if isinstance(host, str):
         raise NonconformanceError("the run on the host failed, and there is nothing to compare with", why=host)
     _expect_same(found, host, row.tolerance)
