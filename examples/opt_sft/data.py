@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# Lines as wide as they may be, rather than one for each name.
 # fmt: off
 MODULES = (
     "argparse", "ast", "base64", "bisect", "calendar", "collections", "configparser", "contextlib", "copy", "csv",

@@ -18,6 +18,7 @@ Runtime = Literal["simulated", "torch"]
 LICENSES = ("Apache-2.0", "MIT", "BSD-3-Clause", "Proprietary")
 
 # Device types that torch's c10 library knows (c10/core/DeviceType.h): a simulated device cannot take their names.
+# Lines as wide as they may be, rather than one for each name.
 # fmt: off
 TORCH_DEVICES = frozenset({
     "cpu", "cuda", "fpga", "hip", "hpu", "ideep", "ipu", "lazy", "maia", "meta", "metal", "mkldnn", "mps", "mtia",
