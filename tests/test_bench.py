@@ -167,9 +167,17 @@ def test_a_training_step_is_measured_beside_the_models_own_code(monkeypatch: pyt
     monkeypatch.setitem(step.SHAPES, "15m", step._Sizes(16, 1, 2, 32))
     told: list[str] = []
     eager, ours = step.run(vocabularies=(3000,), tokens=512, turns=2, compile=False, tell=told.append)
-    assert (eager.what, eager.times, eager.share) == ("eager", 1, 1)
-    assert ours.what == step.OURS and ours.lowest <= ours.times <= ours.highest
+    assert (eager.what, eager.times, eager.share) == (step.EAGER, 1, 1)
+    assert ours.what == step.OURS["llama"] and ours.lowest <= ours.times <= ours.highest
     assert len(told) == 2 * (1 + 2)
     logits = 512 * 3000 * 4 / 2**20
     assert eager.loss_mib > 2 * logits > ours.loss_mib
-    assert step.agreement(3, vocabulary=100, tokens=16).largest < 1e-5
+
+
+@pytest.mark.compiler
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("family", step.VOCABULARIES)
+def test_losses_by_ours_are_those_of_each_models_own_code(family: step.Family) -> None:
+    compared = step.agreement(3, family=family, vocabulary=100, tokens=32)
+    assert compared.first > compared.last
+    assert compared.largest < 1e-5

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ds_plugin_sdk.bench import decode, gguf_model
+from ds_plugin_sdk.bench import contexts, decode, gguf_model
 
 transformers = pytest.importorskip("transformers", reason="the models are transformers'")
 
@@ -167,3 +167,15 @@ def test_a_step_reads_each_matrix_by_the_bits_of_its_implementation() -> None:
     assert decode._bytes_read(model, "llama.cpp, Q8_0") == others + head
     assert decode._bytes_read(model, "llama.cpp, Q4_0") == others / 2 + head * 3 / 4
     assert decode._bytes_read(model, "ours, int4") == others / 2 + head
+
+
+@pytest.mark.compiler
+def test_batches_and_contexts_are_measured_for_every_implementation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contexts, "model_of", lambda shape, positions: tiny(shape))
+    told: list[str] = []
+    rows = list(contexts.run([1, 2], [8, 16], told.append))
+    places = [(1, 8), (2, 8), (1, 16)]
+    assert [(row.batch, row.context) for row in rows[:: len(rows) // 3]] == places
+    assert len(rows) == len(told) == 3 * len({row.implementation for row in rows})
+    assert {row.times for row in rows if row.implementation == contexts.PLAIN} == {1}
+    assert all(row.decode_tokens_per_second > 0 for row in rows)

@@ -47,6 +47,20 @@ def test_for_both(use_triton_ops):
     if not get_accelerator().is_triton_supported():
         pytest.skip("triton is not supported on this system")
 """,
+    "test_ranks.py": """
+import multiprocessing, time
+
+def rank(index):
+    if index == 0:
+        raise ValueError("rank 0 has no model")
+    time.sleep(600)
+
+def test_ranks():
+    with multiprocessing.get_context("forkserver").Pool(2) as pool:
+        pool.starmap(rank, [(0,), (1,)])
+
+def test_after(): pass
+""",
     "ops/test_device.py": """
 from deepspeed.accelerator import get_accelerator
 def test_device(): assert type(get_accelerator()).__module__ == "ds_plugin_cpu.accelerator"
@@ -92,6 +106,12 @@ def test_each_test_has_its_end_and_those_after_a_crash_or_a_hang_are_run(
         "test_hangs": "timed out",
         "test_after": "passed",
     }
+
+
+def test_a_test_ends_soon_after_one_of_its_ranks_has_failed(target: Target) -> None:
+    with pytest.raises(NonconformanceError, match="of 2 tests 1 failed, 1 passed") as error:
+        deepspeed.tests(target, "unit/test_ranks.py")
+    assert "ValueError: rank 0 has no model\n(the other ranks had not ended 20 s later)" in error.value.why
 
 
 def test_a_file_that_cannot_be_imported_fails(target: Target) -> None:

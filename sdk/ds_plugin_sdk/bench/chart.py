@@ -48,6 +48,8 @@ def draw_section(name: str, rows: Sequence[dict[str, Any]], folder: Path) -> Pat
         return draw_files([async_io.Row(**row) for row in rows], folder)
     if name == "scale":
         return _draw_scale([scale.Row(**row) for row in rows], folder / "scale.png")
+    if name == "contexts":
+        return _draw_contexts(rows, folder / "contexts.png")
     if name.startswith("decode"):
         return _draw_decode(rows, folder / f"{name}.png")
     return None
@@ -69,6 +71,30 @@ def _draw_decode(rows: Sequence[dict[str, Any]], path: Path) -> Path | None:
         axes.grid(axis="x", alpha=0.3)
     axes.invert_yaxis()
     figure.suptitle(rows[0]["model"], fontsize=10)
+    figure.savefig(path, dpi=_DPI)
+    return path
+
+
+def _draw_contexts(rows: Sequence[dict[str, Any]], path: Path) -> Path:
+    """Tokens per second over the number of sequences, and over their length."""
+    from matplotlib.figure import Figure
+
+    shortest = min(row["context"] for row in rows)
+    figure = Figure(figsize=(8, 3.6), layout="constrained")
+    panels = (
+        ("batch", "sequences of a batch", [row for row in rows if row["context"] == shortest]),
+        ("context", "tokens of one sequence", [row for row in rows if row["batch"] == 1]),
+    )
+    for axes, (key, what, found) in zip(figure.subplots(1, 2), panels, strict=True):
+        for name in dict.fromkeys(row["implementation"] for row in found):
+            own = [row for row in found if row["implementation"] == name]
+            axes.plot([row[key] for row in own], [row["decode_tokens_per_second"] for row in own], "o-", label=name)
+        counts = sorted({row[key] for row in found})
+        axes.set(xscale="log", yscale="log", xlabel=what, ylabel="decoded tokens/s")
+        axes.set_xticks(counts, [str(count) for count in counts])
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+    axes.legend(fontsize=7)
     figure.savefig(path, dpi=_DPI)
     return path
 

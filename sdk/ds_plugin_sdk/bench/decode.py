@@ -97,7 +97,7 @@ def run(
         rounds: that count.
         llama_cpp: compare with llama.cpp too, if ``llama-cpp-python`` and ``gguf`` are installed.
     """
-    model = _model(shape)
+    model = model_of(shape)
     rate = max(read_rates())
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):  # a converter prints
         measures = _implementations(model, shape, compiled, ctranslate2, llama_cpp, Path(folder))
@@ -163,7 +163,8 @@ def _in_rounds(measures: dict[str, Measure], rounds: int) -> tuple[dict[str, Spe
     return speeds, absent
 
 
-def _model(shape: Shape) -> Any:
+def model_of(shape: Shape, positions: int = 2048) -> Any:
+    """A model of a shape with random weights in bfloat16; a LLaMA's longest context is `positions`."""
     import transformers
 
     torch.manual_seed(0)
@@ -177,7 +178,7 @@ def _model(shape: Shape) -> Any:
             num_attention_heads=16,
             num_key_value_heads=16,
             vocab_size=32000,
-            max_position_embeddings=2048,
+            max_position_embeddings=positions,
         )
     )
     with torch.device("cpu"):

@@ -1,12 +1,17 @@
-"""A training step of a LLaMA of transformers: its own code, eager and compiled, and with a chunked loss.
+"""A training step of a model of transformers: its own code, eager and compiled, and with what the SDK has for it.
 
-One model serves all, whose calls take turns; the optimizer is torch's AdamW for all. Shapes are those of the smallest
-and the largest of llama2.c's models, which have a vocabulary of 32,000 words; 128,256 are those of Llama 3. Memory is
-that of the last layer and the loss alone, forward and backward.
+For a LLaMA and a GPT-2 that is `accelerate` with a chunked loss, for a BERT DeepSpeed's transformer layers, which call
+the plugin's op, in place of its own. All take turns on the same batch; the optimizer is torch's AdamW for all. Shapes
+are those of the smallest and the largest of llama2.c's models, which have a vocabulary of 32,000 words; 128,256 are
+those of Llama 3. Dropout is 0.1 where a family has it. Memory is that of the last layer and the loss alone, forward and
+backward.
 """
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import io
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -25,8 +30,10 @@ from ds_plugin_sdk.nn import linear_cross_entropy
 from ds_plugin_sdk.registry import get_accelerator
 
 Shape = Literal["15m", "110m"]
-VOCABULARIES = (32_000, 128_256)
-OURS = "chunked loss"
+Family = Literal["llama", "gpt2", "bert"]
+VOCABULARIES: dict[str, tuple[int, ...]] = {"llama": (32_000, 128_256), "gpt2": (50_257,), "bert": (30_522,)}
+EAGER = "eager"
+OURS = {"llama": "chunked loss", "gpt2": "chunked loss", "bert": "DeepSpeed's layers"}
 
 
 class _Sizes(NamedTuple):
@@ -44,6 +51,7 @@ class Row:
     """One kind of step.
 
     Attributes:
+        model: its family.
         vocabulary: words.
         what: whose code.
         seconds: of a step, median; wall time.
@@ -51,11 +59,12 @@ class Row:
         lowest, highest: of the turns.
         cpu_times: eager's CPU time over its own, likewise. With one thread it says more on a busy machine.
         loss_mib: the most memory that torch held in the last layer and the loss, forward and backward, beyond what it
-            held before.
+            held before. Nobody chunks BERT's.
         share: of eager's.
         spread: of the seconds.
     """
 
+    model: str
     vocabulary: int
     what: str
     seconds: float
@@ -70,24 +79,35 @@ class Row:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Losses of a model trained with logits and without, from the same weights on the same batches.
+    """Losses of a model trained by its own code and by ours, from the same weights on the same batches, no dropout.
 
     Attributes:
+        model: its family.
         steps: of each.
-        first, last: the losses with logits.
+        first, last: the losses by its own code.
         largest: relative difference at one step.
     """
 
+    model: str
     steps: int
     first: float
     last: float
     largest: float
 
 
+class _Kind(NamedTuple):
+    """How a step is taken: what is called, its parameters' optimizer, and where."""
+
+    call: Callable[..., Any]
+    optimizer: torch.optim.Optimizer
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+
 def run(
     shape: Shape = "15m",
     *,
-    vocabularies: tuple[int, ...] = VOCABULARIES,
+    family: Family = "llama",
+    vocabularies: tuple[int, ...] = (),
     dtype: str = "float32",
     tokens: int = 512,
     turns: int = 5,
@@ -98,7 +118,8 @@ def run(
 
     Args:
         shape: of `SHAPES`.
-        vocabularies: words of each model.
+        family: of the model.
+        vocabularies: words of each model; none: those of `VOCABULARIES`.
         dtype: of parameters and activations: float32 or bfloat16.
         tokens: of a batch, in two sequences.
         turns: steps of each kind that count.
@@ -106,63 +127,161 @@ def run(
         tell: called with a line for each turn.
 
     Raises:
-        SdkError: no such shape.
+        SdkError: no such shape or family.
     """
-    if shape not in SHAPES:
-        raise SdkError(f"There is no shape {shape!r}", hint=f"one of: {', '.join(SHAPES)}")
+    for what, known, names in ((shape, SHAPES, "shape"), (family, VOCABULARIES, "family of models")):
+        if what not in known:
+            raise SdkError(f"There is no {names} {what!r}", hint=f"one of: {', '.join(known)}")
     get_accelerator()
-    for vocabulary in vocabularies:
-        yield from _rows(SHAPES[shape], vocabulary, getattr(torch, dtype), tokens, turns, compile, tell)
+    for vocabulary in vocabularies or VOCABULARIES[family]:
+        yield from _rows(SHAPES[shape], family, vocabulary, getattr(torch, dtype), tokens, turns, compile, tell)
 
 
-def agreement(steps: int = 200, *, vocabulary: int = 32_000, dtype: str = "float32", tokens: int = 64) -> Agreement:
-    """Train a small LLaMA twice: by its own code, and with a chunked loss."""
-    losses = [_train(steps, vocabulary, getattr(torch, dtype), tokens, chunked) for chunked in (False, True)]
+def agreement(
+    steps: int = 200,
+    *,
+    family: Family = "llama",
+    vocabulary: int | None = None,
+    dtype: str = "float32",
+    tokens: int = 64,
+) -> Agreement:
+    """Train a small model twice: by its own code, and by ours."""
+    get_accelerator()
+    words = vocabulary or VOCABULARIES[family][0]
+    losses = [_train(steps, family, words, getattr(torch, dtype), tokens, what) for what in (EAGER, OURS[family])]
     apart = max(abs(a - b) / a for a, b in zip(*losses, strict=True))
-    return Agreement(steps, losses[0][0], losses[0][-1], apart)
+    return Agreement(family, steps, losses[0][0], losses[0][-1], apart)
 
 
-def _train(steps: int, vocabulary: int, dtype: torch.dtype, tokens: int, chunked: bool) -> list[float]:
-    model = _model(_Sizes(64, 2, 4, 176), vocabulary, dtype)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+def _train(steps: int, family: Family, vocabulary: int, dtype: torch.dtype, tokens: int, what: str) -> list[float]:
+    model = _model(_Sizes(64, 2, 4, 176), family, vocabulary, dtype, dropout=0.0)
+    kind = _kinds(model, family, lr=1e-3, compile=False)[what]
     ids = _ids(vocabulary, tokens)
-    losses = []
-    with accelerate(model, loss="chunked") if chunked else nullcontext():
-        for number in range(steps):
-            batch = ids.roll(number % 4, dims=1)
-            losses.append(_step(model, optimizer, batch))
-    return losses
+    with kind.context():
+        return [_step(kind, ids.roll(number % 4, dims=1)) for number in range(steps)]
 
 
-def _model(sizes: _Sizes, vocabulary: int, dtype: torch.dtype) -> transformers.PreTrainedModel:
+def _model(
+    sizes: _Sizes, family: Family, vocabulary: int, dtype: torch.dtype, dropout: float
+) -> transformers.PreTrainedModel:
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=sizes.hidden,
-        num_hidden_layers=sizes.layers,
-        num_attention_heads=sizes.heads,
-        num_key_value_heads=sizes.heads,
-        intermediate_size=sizes.intermediate,
-        tie_word_embeddings=True,
-        use_cache=False,
-    )
-    return transformers.LlamaForCausalLM(config).to(dtype).train()
+    hidden, layers, heads, intermediate = sizes
+    model: transformers.PreTrainedModel
+    if family == "llama":
+        llama = transformers.LlamaConfig(
+            vocab_size=vocabulary,
+            hidden_size=hidden,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=heads,
+            intermediate_size=intermediate,
+            tie_word_embeddings=True,
+            use_cache=False,
+        )
+        model = transformers.LlamaForCausalLM(llama)
+    elif family == "gpt2":
+        gpt2 = transformers.GPT2Config(
+            vocab_size=vocabulary,
+            n_embd=hidden,
+            n_layer=layers,
+            n_head=heads,
+            n_inner=intermediate,
+            embd_pdrop=dropout,
+            attn_pdrop=dropout,
+            resid_pdrop=dropout,
+            use_cache=False,
+        )
+        model = transformers.GPT2LMHeadModel(gpt2)
+    else:
+        bert = transformers.BertConfig(
+            vocab_size=vocabulary,
+            hidden_size=hidden,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            intermediate_size=intermediate,
+            hidden_act="gelu_pytorch_tanh",  # the form that DeepSpeed's layer has
+            hidden_dropout_prob=dropout,
+            attention_probs_dropout_prob=dropout,
+        )
+        model = transformers.BertForMaskedLM(bert)
+    return model.to(dtype).train()
+
+
+def _kinds(model: transformers.PreTrainedModel, family: Family, lr: float, compile: bool) -> dict[str, _Kind]:
+    """Each way of taking a step, from the same weights."""
+
+    def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
+
+    own = optimizer(model)
+    kinds = {EAGER: _Kind(model, own)}
+    if compile:
+        kinds["torch.compile"] = _Kind(timing.compiled(model), own)
+    if family == "bert":
+        layered = _with_deepspeeds_layers(model)
+        kinds[OURS[family]] = _Kind(layered, optimizer(layered))
+    else:
+        kinds[OURS[family]] = _Kind(model, own, lambda: accelerate(model, loss="chunked"))
+    return kinds
+
+
+def _with_deepspeeds_layers(model: Any) -> Any:
+    """A copy of a BERT whose encoder consists of DeepSpeed's layers, with its weights."""
+    from deepspeed.ops.transformer import DeepSpeedTransformerConfig, DeepSpeedTransformerLayer
+
+    model = copy.deepcopy(model)
+    config = model.config
+    for index, layer in enumerate(model.bert.encoder.layer):
+        attention = layer.attention
+        projections = (attention.self.query, attention.self.key, attention.self.value)
+        after_attention, after = attention.output, layer.output
+        linears = [*projections, after_attention.dense, after_attention.LayerNorm]
+        linears += [layer.intermediate.dense, after.dense, after.LayerNorm]
+        settings = DeepSpeedTransformerConfig(
+            batch_size=2,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            heads=config.num_attention_heads,
+            attn_dropout_ratio=config.attention_probs_dropout_prob,
+            hidden_dropout_ratio=config.hidden_dropout_prob,
+            num_hidden_layers=config.num_hidden_layers,
+            initializer_range=config.initializer_range,
+            layer_norm_eps=config.layer_norm_eps,
+            pre_layer_norm=False,
+        )
+        weights, biases = ([getattr(each, name) for each in linears] for name in ("weight", "bias"))
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints its configuration
+            theirs = DeepSpeedTransformerLayer(settings, weights, biases)
+        model.bert.encoder.layer[index] = _Layer(theirs.to(after.dense.weight.dtype))
+    return model.train()
+
+
+class _Layer(nn.Module):
+    """DeepSpeed's layer as transformers calls one of BERT's."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, *rest: Any, **options: Any) -> Any:
+        return self.layer(hidden_states, attention_mask)
 
 
 def _ids(vocabulary: int, tokens: int) -> Tensor:
     return torch.randint(0, vocabulary, (2, tokens // 2), generator=torch.Generator().manual_seed(1))
 
 
-def _step(model: Callable[..., Any], optimizer: torch.optim.Optimizer, ids: Tensor) -> float:
-    loss: Tensor = model(input_ids=ids, labels=ids)[0]
+def _step(kind: _Kind, ids: Tensor) -> float:
+    loss: Tensor = kind.call(input_ids=ids, labels=ids)[0]
     torch.autograd.backward(loss)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    kind.optimizer.step()
+    kind.optimizer.zero_grad(set_to_none=True)
     return float(loss.detach())
 
 
 def _rows(
     sizes: _Sizes,
+    family: Family,
     vocabulary: int,
     dtype: torch.dtype,
     tokens: int,
@@ -170,31 +289,28 @@ def _rows(
     compile: bool,
     tell: Callable[[str], None],
 ) -> Iterator[Row]:
-    model = _model(sizes, vocabulary, dtype)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    model = _model(sizes, family, vocabulary, dtype, dropout=0.1)
+    kinds = _kinds(model, family, lr=1e-4, compile=compile)
     ids = _ids(vocabulary, tokens)
-    calls: dict[str, tuple[Callable[..., Any], Callable[[], AbstractContextManager[Any]]]] = {
-        "eager": (model, nullcontext),
-        **({"torch.compile": (timing.compiled(model), nullcontext)} if compile else {}),
-        OURS: (model, lambda: accelerate(model, loss="chunked")),
-    }
 
     def measure(name: str) -> tuple[float, float]:
-        call, context = calls[name]
-        with context():
+        kind = kinds[name]
+        with kind.context():
             wall, cpu = time.perf_counter(), time.process_time()
-            _step(call, optimizer, ids)
+            _step(kind, ids)
             wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-        tell(f"{vocabulary} words, {name}: {wall:.2f} s, {cpu:.2f} s of CPU")
+        tell(f"{family}, {vocabulary} words, {name}: {wall:.2f} s, {cpu:.2f} s of CPU")
         return wall, cpu
 
-    measures = {name: lambda name=name: measure(name) for name in calls}
+    measures = {name: lambda name=name: measure(name) for name in kinds}
     timing.in_turns(measures, 1)  # compiles, and makes what stays
     found = timing.in_turns(measures, turns)
-    peaks = _peaks(vocabulary, sizes.hidden, dtype, tokens, compile)
+    peaks = _peaks(vocabulary, sizes.hidden, dtype, tokens, compile, None if family == "bert" else OURS[family])
     for name, times in found.items():
-        wall, cpu = ([a[clock] / b[clock] for a, b in zip(found["eager"], times, strict=True)] for clock in (0, 1))
+        wall, cpu = ([a[clock] / b[clock] for a, b in zip(found[EAGER], times, strict=True)] for clock in (0, 1))
+        peak = peaks.get(name, peaks[EAGER])
         yield Row(
+            family,
             vocabulary,
             name,
             statistics.median(seconds for seconds, _ in times),
@@ -202,13 +318,15 @@ def _rows(
             min(wall),
             max(wall),
             statistics.median(cpu),
-            peaks[name] / 2**20,
-            peaks[name] / peaks["eager"],
+            peak / 2**20,
+            peak / peaks[EAGER],
             {"seconds": timing.spread([seconds for seconds, _ in times])},
         )
 
 
-def _peaks(vocabulary: int, hidden: int, dtype: torch.dtype, tokens: int, compile: bool) -> dict[str, int]:
+def _peaks(
+    vocabulary: int, hidden: int, dtype: torch.dtype, tokens: int, compile: bool, chunked: str | None
+) -> dict[str, int]:
     """Bytes that the last layer and the loss take, forward and backward, by whose they are."""
     input = torch.randn(tokens, hidden).to(dtype).requires_grad_()
     weight = torch.randn(vocabulary, hidden).to(dtype).requires_grad_()
@@ -218,9 +336,9 @@ def _peaks(vocabulary: int, hidden: int, dtype: torch.dtype, tokens: int, compil
         return nn.functional.cross_entropy(nn.functional.linear(input, weight).float(), target)
 
     losses: dict[str, Callable[..., Tensor]] = {
-        "eager": plain,
+        EAGER: plain,
         **({"torch.compile": timing.compiled(plain)} if compile else {}),
-        OURS: lambda input, weight: linear_cross_entropy(input, weight, target),
+        **({chunked: lambda input, weight: linear_cross_entropy(input, weight, target)} if chunked else {}),
     }
 
     def peak(loss: Callable[..., Tensor]) -> int:

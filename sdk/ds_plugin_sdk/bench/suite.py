@@ -109,8 +109,14 @@ def _training(settings: Settings) -> Iterable[Any]:
 
 
 def _step(settings: Settings) -> Iterable[Any]:
-    yield from _module("step").run(vocabularies=(32_000,), turns=3)
-    yield from _module("step").run(vocabularies=(128_256,), turns=3, compile=False)
+    for family, words, compile in (("llama", 32_000, True), ("llama", 128_256, False), ("gpt2", 50_257, True)):
+        yield from _module("step").run(family=family, vocabularies=(words,), turns=3, compile=compile)
+    yield from _module("step").run(family="bert", turns=3)
+
+
+def _agreement(settings: Settings) -> Iterable[Any]:
+    for family in ("llama", "gpt2", "bert"):
+        yield _module("step").agreement(200, family=family)
 
 
 def _files(settings: Settings) -> Iterable[Any]:
@@ -230,13 +236,30 @@ BENCHMARKS: dict[str, Benchmark] = {
     "decode_llama": _decode("llama", True, False, 600),
     "decode_llama_1": _decode("llama", False, True, 600),
     "decode_gpt2": _decode("gpt2", False, False, 600),
+    "contexts": Benchmark(
+        "Batches and contexts",
+        "sdk bench contexts",
+        "The same LLaMA: prompts of 1 to 32 sequences of 128 tokens, and of one of up to 8192, and 8 steps after each.",
+        _of("contexts"),
+        900,
+        page="transformers.md",
+    ),
     "step": Benchmark(
-        "A training step with a chunked loss",
-        "sdk bench step --turns 3",
-        "A LLaMA of the shape of llama2.c's smallest, 512 tokens, with torch's AdamW; the larger vocabulary without"
-        " torch.compile, which takes minutes.",
+        "A training step of a LLaMA, a GPT-2 and a BERT",
+        "sdk bench step --model llama --turns 3",
+        "All of the shape of llama2.c's smallest, 512 tokens, with torch's AdamW; the larger vocabulary without"
+        " torch.compile, which takes minutes. LLaMA and GPT-2 have a chunked loss, BERT has DeepSpeed's layers.",
         _step,
-        600,
+        900,
+        page="ops/cross_entropy.md",
+    ),
+    "agreement": Benchmark(
+        "Losses of 200 steps",
+        "sdk bench step --model llama --turns 1 --no-compiled",
+        "Small models trained by their own code and by ours, from the same weights on the same batches; the largest"
+        " relative difference of two losses at one step.",
+        _agreement,
+        300,
         page="ops/cross_entropy.md",
     ),
     "training": Benchmark(

@@ -165,6 +165,19 @@ def decode(
     _show("Decode", benchmark.run(_one_of(shape, "gpt2", "llama"), compiled, rounds=rounds), as_json)
 
 
+@_command("contexts")
+def contexts(
+    batch: list[int] = typer.Option([1, 2, 4, 8, 16, 32], min=1, help="Sequences at once; may be repeated."),
+    context: list[int] = typer.Option([128, 512, 2048, 8192], min=2, help="Tokens of a sequence; may be repeated."),
+    as_json: bool = _JSON,
+) -> None:
+    """Tokens per second of larger batches, and after longer contexts: transformers and transformers on our ops."""
+    _need("transformers", "transformers")
+    from ds_plugin_sdk.bench import contexts as benchmark
+
+    _show("Batches and contexts", list(benchmark.run(batch, context, tell=errors.print)), as_json)
+
+
 @_command("perplexity")
 def perplexity(
     model: Path = typer.Argument(
@@ -215,8 +228,9 @@ def training(
 
 @_command("step")
 def step(
-    shape: str = typer.Option("15m", help="15m or 110m: the LLaMA's shape, by its parameters with 32,000 words."),
-    vocabulary: list[int] = typer.Option([32_000, 128_256], help="Words; may be repeated."),
+    model: str = typer.Option("llama", help="llama, gpt2 or bert."),
+    shape: str = typer.Option("15m", help="15m or 110m: the model's shape, by a LLaMA's parameters with 32,000 words."),
+    vocabulary: list[int] = typer.Option([], help="Words, instead of the model's own; may be repeated."),
     dtype: str = typer.Option("float32", help="float32 or bfloat16."),
     tokens: int = typer.Option(512, min=4, help="Tokens of a batch."),
     turns: int = typer.Option(5, min=1, help="Steps of each kind."),
@@ -224,13 +238,20 @@ def step(
     agreement: int = typer.Option(200, min=0, help="Steps of a small model whose losses are compared; 0 for none."),
     as_json: bool = _JSON,
 ) -> None:
-    """A training step of transformers' LLaMA with a chunked loss, beside its own code, eager and compiled."""
+    """A training step of a model of transformers by ours, beside its own code, eager and compiled.
+
+    Ours is a chunked loss for llama and gpt2, and DeepSpeed's transformer layer for bert.
+    """
     _need("transformers", "transformers")
     from ds_plugin_sdk.bench import step as benchmark
 
+    family = _one_of(model, "llama", "gpt2", "bert")
+    if family == "bert":
+        _need("deepspeed", "'ds-plugin-sdk[deepspeed]'")
     rows = list(
         benchmark.run(
             _one_of(shape, "15m", "110m"),
+            family=family,
             vocabularies=tuple(vocabulary),
             dtype=_one_of(dtype, "float32", "bfloat16"),
             tokens=tokens,
@@ -239,14 +260,14 @@ def step(
             tell=errors.print,
         )
     )
-    losses = [benchmark.agreement(agreement, dtype=dtype)] if agreement else []
+    losses = [benchmark.agreement(agreement, family=family, dtype=dtype)] if agreement else []
     if as_json:
         found = {"steps": [asdict(row) for row in rows], "losses": [asdict(row) for row in losses]}
         output.print_json(json.dumps(found))
         return
     _show(f"Training step, {shape}, {dtype}, {tokens} tokens", rows, False)
     if losses:
-        _show("Losses with logits and without", losses, False)
+        _show("Losses by its own code and by ours", losses, False)
 
 
 @_command("losses")

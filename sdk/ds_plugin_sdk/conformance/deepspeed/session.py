@@ -75,10 +75,12 @@ class Session:
                         return results
             except WorkerError as error:
                 self.close()
-                if started is None or started[0] in results:
+                if started is None:
                     results[_WHOLE_FILE] = Result("crashed", f"{error.what}\n{error.output}")
                     return results
                 case, began = started
+                if case in results:  # the process ended with it
+                    continue
                 late = error.hung or time.monotonic() - began >= RANKS_SECONDS
                 results[case] = Result("timed out" if late else "crashed", f"{error.what}\n{error.output}")
 

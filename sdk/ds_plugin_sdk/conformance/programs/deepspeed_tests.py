@@ -10,10 +10,16 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import multiprocessing
+import multiprocessing.pool
+import os
 import sys
+import time
+import traceback
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +32,9 @@ WHOLE_FILE = "(file)"
 
 _LONGEST = 1500
 
+# Seconds that the other ranks of a test have to end after one has failed: most wait for it, up to the test's limit.
+_AFTER_FAILURE = 20.0
+
 
 class Session:
     """A pytest plugin in place of pytest's own collection and loop."""
@@ -33,7 +42,14 @@ class Session:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._ends: dict[str, tuple[str, str]] = {}
+        self._case = ""
         self._calls = 0
+
+    def pytest_sessionstart(self) -> None:
+        """Take the clone itself from the path, where its tests put it: processes they spawn would import its DeepSpeed
+        instead of the release."""
+        clone = Path.cwd().parent
+        sys.path[:] = [folder for folder in sys.path if Path(folder or ".").resolve() != clone]
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection(self, session: pytest.Session) -> bool:
@@ -55,7 +71,7 @@ class Session:
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self._ends[nodeid] = ("passed", "")
-        self._calls = _calls()
+        self._case, self._calls = _case(nodeid), _calls()
         self._send({"start": _case(nodeid)})
 
     @pytest.hookimpl(wrapper=True)
@@ -75,6 +91,13 @@ class Session:
         outcome, why = self._ends.pop(nodeid)
         self._send({"end": _case(nodeid), "outcome": outcome, "why": why, "calls": _calls() - self._calls})
 
+    def give_up(self, failure: BaseException) -> None:
+        """End the test, a rank of which failed while others hang, and this process, for they cannot be had back."""
+        why = "".join(traceback.format_exception(failure))[-_LONGEST:]
+        why += f"(the other ranks had not ended {_AFTER_FAILURE:g} s later)"
+        self._send({"end": self._case, "outcome": "failed", "why": why, "calls": _calls() - self._calls})
+        os._exit(1)
+
     def _run(self, session: pytest.Session, file: str, without: set[str]) -> None:
         session.shouldfail = session.shouldstop = False
         items = [item for item in session.perform_collect([file]) if _case(item.nodeid) not in without]
@@ -92,6 +115,24 @@ def _forget_pools() -> None:
     harness = sys.modules.get("unit.common")
     if harness is not None:
         harness.DistributedExec._pool_cache.clear()
+
+
+def _watch_ranks(session: Session) -> None:
+    """Let a test end soon after one of its ranks has failed; a pool waits until all have ended."""
+    result: Any = multiprocessing.pool.MapResult
+    original = result.get
+
+    def get(self: Any, timeout: float | None = None) -> Any:
+        end = time.monotonic() + (math.inf if timeout is None else timeout)
+        while self._success and not self.ready() and time.monotonic() < end:
+            self.wait(0.25)
+        if not self._success:
+            self.wait(_AFTER_FAILURE)
+            if not self.ready():
+                session.give_up(self._value)
+        return original(self, 0)
+
+    result.get = get
 
 
 def _accelerator() -> Any:
@@ -121,7 +162,9 @@ def main() -> None:
     # The harness of the tests asks for a fork server each time; it is this one.
     multiprocessing.set_forkserver_preload([deepspeed_tests_setup.__name__])
     options = ["-o", "addopts=", "-p", "no:cacheprovider", "-p", "no:ds-conformance-suite", "--tb=short", "-q"]
-    sys.exit(pytest.main(options, plugins=[Session(connection)]))
+    session = Session(connection)
+    _watch_ranks(session)
+    sys.exit(pytest.main(options, plugins=[session]))
 
 
 if __name__ == "__main__":
