@@ -33,7 +33,7 @@ WHOLE_FILE = "(file)"
 _LONGEST = 1500
 
 # Seconds that the other ranks of a test have to end after one has failed: most wait for it, up to the test's limit.
-_AFTER_FAILURE = 20.0
+_AFTER_FAILURE = 5.0
 
 
 class Session:
