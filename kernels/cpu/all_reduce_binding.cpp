@@ -4,32 +4,45 @@
 #include <ds_kernels/arguments.h>
 
 #include "device.h"
+#include "plain_tensor.h"
 #include "shared_ranks.h"
 
 namespace ds_kernels::cpu {
 
+// What a rank shares with the others; ds_plugin_sdk.ops.all_reduce fills it in.
+struct SharedMemory {
+  void* base;
+  int64_t size, rank, ranks;
+  double patience;
+};
+
 namespace {
+
+int64_t add_up(SharedRanks& memory, const SharedMemory& shared, void* data, int64_t elements, Dtype dtype, int64_t start) {
+  const int64_t element = size_of(dtype);
+  const auto sum = loops_for<AllReduceLoops>("all_reduce_").sum(dtype);
+  const int64_t end = memory.all_reduce(
+      static_cast<char*>(data), elements * element, static_cast<int64_t>(dtype), start * element, shared.patience,
+      [&](void* output, const void* const* slots, int64_t bytes) { sum({output, slots, shared.ranks, bytes / element}); });
+  return end / element;
+}
 
 int64_t all_reduce_(const Tensor& self, const Tensor& shared, int64_t rank, int64_t ranks, int64_t start,
                     double patience) {
   const char* op = "all_reduce_";
   const Dtype dtype = dtype_of(op, "self", TensorRef(self.get()));
-  const int64_t element = size_of(dtype);
   DS_KERNELS_CHECK(self.is_contiguous(), op, "self is not contiguous");
   DS_KERNELS_CHECK(shared.is_contiguous(), op, "shared is not contiguous");
   DS_KERNELS_CHECK(0 <= rank && rank < ranks, op, "rank is ", rank, "; expected one of ", ranks);
   SharedRanks memory(shared.data_ptr(), shared.numel() * shared.element_size(), rank, ranks);
   DS_KERNELS_CHECK(memory.slot_bytes() > 0, op, "shared has no room for ", ranks, " ranks");
-  const auto sum = loops_for<AllReduceLoops>(op).sum(dtype);
-  const int64_t end = memory.all_reduce(
-      static_cast<char*>(self.data_ptr()), self.numel() * element, static_cast<int64_t>(dtype), start * element, patience,
-      [&](void* output, const void* const* slots, int64_t bytes) { sum({output, slots, ranks, bytes / element}); });
+  const int64_t end = add_up(memory, {nullptr, 0, rank, ranks, patience}, self.data_ptr(), self.numel(), dtype, start);
   DS_KERNELS_CHECK(memory.other() < 0 || memory.dtype_of(memory.other()) == memory.dtype_of(rank), op, "rank ",
                    memory.other(), " adds up ", name_of(static_cast<Dtype>(memory.dtype_of(memory.other()))),
                    " where this rank adds up ", name_of(dtype), "; expected the same of all");
   DS_KERNELS_CHECK(memory.other() < 0, op, "rank ", memory.other(), " has ", memory.bytes_of(memory.other()),
                    " bytes to add up where this rank has ", memory.bytes_of(rank), "; expected as many of all");
-  return end / element;
+  return end;
 }
 
 }  // namespace
@@ -37,3 +50,20 @@ int64_t all_reduce_(const Tensor& self, const Tensor& shared, int64_t rank, int6
 DS_KERNELS_IMPL(CPU, m) { m.impl("all_reduce_", TORCH_BOX(&all_reduce_)); }
 
 }  // namespace ds_kernels::cpu
+
+// The op past torch's dispatcher, which takes as long as the sum of some kilobytes. Gives what the op gives; or -1 where
+// it is for the op to compute or to say what is wrong.
+extern "C" __attribute__((visibility("default"))) int64_t ds_kernels_all_reduce_sum(
+    void* impl, const ds_kernels::cpu::SharedMemory* shared, int64_t start) {
+  using namespace ds_kernels::cpu;
+  try {
+    ds_kernels::Dtype dtype;
+    if (!is_plain(impl, dtype)) return -1;
+    SharedRanks memory(shared->base, shared->size, shared->rank, shared->ranks);
+    const auto tensor = tensor_of(impl);
+    const int64_t end = add_up(memory, *shared, tensor.data(), tensor.numel(), dtype, start);
+    return memory.other() < 0 ? end : -1;
+  } catch (const std::exception&) {
+    return -1;
+  }
+}

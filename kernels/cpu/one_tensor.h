@@ -7,30 +7,25 @@
 #pragma once
 
 #include "device.h"
+#include "plain_tensor.h"
 
 namespace ds_kernels::cpu {
 
 // A parameter, its gradient, and one state or two.
 class OneTensor {
  public:
-  // `impls` are at::TensorImpl*, the last may be null. A handle of the stable ABI is an at::Tensor*, and a Tensor holds
-  // one pointer to a TensorImpl.
-  OneTensor(void* const (&impls)[4], const double* numbers) : numbers_(numbers + 1), step_(static_cast<int64_t>(*numbers)) {
+  // `impls` are at::TensorImpl*, the last may be null.
+  OneTensor(void* const (&impls)[4], int64_t step, const double* numbers) : numbers_(numbers), step_(step) {
     for (; lists_ < 4 && impls[lists_]; ++lists_) impls_[lists_] = impls[lists_];
   }
 
-  // Whether all are contiguous, in host memory of their own, and of shapes and dtypes that fit together.
+  // Whether all are plain, in memory of their own, and of shapes and dtypes that fit together.
   bool understood() {
     for (size_t i = 0; i < lists_; ++i) {
-      const TensorRef tensor = at(i);
-      int32_t layout;
-      if (aoti_torch_get_layout(handle(i), &layout) || layout != aoti_torch_layout_strided()) return false;
-      if (tensor.device_type() != aoti_torch_device_type_cpu() || !tensor.is_contiguous()) return false;
-      if (tensor.sizes() != at(0).sizes() || !find_dtype(tensor.dtype_code(), dtypes_[i])) return false;
-      data_[i] = tensor.data();
+      if (!is_plain(impls_[i], dtypes_[i]) || at(i).sizes() != at(0).sizes()) return false;
+      data_[i] = at(i).data();
     }
     numel_ = at(0).numel();
-    if (numel_ < 2) return false;  // contiguous whatever its strides: it may be a part of a complex number, negated
     for (size_t i = 1; i < lists_; ++i) {
       if (dtypes_[i] != dtypes_[0] && dtypes_[i] != Dtype::Float32) return false;
     }
@@ -47,17 +42,7 @@ class OneTensor {
   }
 
  private:
-  AtenTensorHandle handle(size_t list) { return reinterpret_cast<AtenTensorHandle>(&impls_[list]); }
-  TensorRef at(size_t list) { return TensorRef(handle(list)); }
-
-  static bool find_dtype(int32_t code, Dtype& dtype) {
-    for (const auto& [known, its] : {std::pair(aoti_torch_dtype_float32(), Dtype::Float32),
-                                     std::pair(aoti_torch_dtype_bfloat16(), Dtype::BFloat16),
-                                     std::pair(aoti_torch_dtype_float16(), Dtype::Float16)}) {
-      if (code == known) return dtype = its, true;
-    }
-    return false;
-  }
+  TensorRef at(size_t list) { return tensor_of(impls_[list]); }
 
   // Whether no two share memory.
   bool apart() const {
@@ -82,16 +67,16 @@ class OneTensor {
 
 }  // namespace ds_kernels::cpu
 
-// `numbers` is the step's number and the op's other arguments. Gives 1; or 0 where nothing was written, and it is for
-// the op to compute or to say what is wrong.
+// `numbers` are the op's other arguments. Gives 1; or 0 where nothing was written, and it is for the op to compute or to
+// say what is wrong.
 #define DS_KERNELS_ONE_TENSOR(optimizer)                                                                         \
   namespace ds_kernels::cpu {                                                                                    \
   static void optimizer##_one(const OneTensor& one);                                                             \
   }                                                                                                              \
   extern "C" __attribute__((visibility("default"))) int32_t ds_kernels_##optimizer##_update(                     \
-      void* param, void* grad, void* first, void* second, const double* numbers) {                               \
+      void* param, void* grad, void* first, void* second, int64_t step, const double* numbers) {                 \
     try {                                                                                                        \
-      ds_kernels::cpu::OneTensor one({param, grad, first, second}, numbers);                                     \
+      ds_kernels::cpu::OneTensor one({param, grad, first, second}, step, numbers);                               \
       if (!one.understood()) return 0;                                                                           \
       ds_kernels::cpu::optimizer##_one(one);                                                                     \
       return 1;                                                                                                  \

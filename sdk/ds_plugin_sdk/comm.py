@@ -24,8 +24,7 @@ from torch.distributed import ProcessGroup, ReduceOp
 from torch.distributed.constants import default_pg_timeout
 
 from ds_plugin_sdk.errors import CollectiveError
-from ds_plugin_sdk.ops import _library
-from ds_plugin_sdk.ops.all_reduce import STATE_BYTES
+from ds_plugin_sdk.ops.all_reduce import STATE_BYTES, SharedSum
 
 _SHARED_MEMORY = Path("/dev/shm")  # what the ranks of a machine have in common, in memory
 _SLOT_BYTES = 256 * 1024  # of a tensor that goes through at a time: it stays in a core's cache
@@ -101,7 +100,8 @@ class _SharedMemory:
         # After from_file, which closes a descriptor of its own: that gives up all of a process's locks on a file.
         self._file = path.open("r+b")
         fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self._rank)
-        self._call(torch.empty(0), 0)  # fails where there is no kernel
+        self._sum = SharedSum(self._memory, self._rank, self._ranks, _PATIENCE)
+        self._sum(torch.empty(0), 0)  # fails where there is no kernel
 
     @classmethod
     def of(cls, group: ProcessGroup) -> _SharedMemory | None:
@@ -149,7 +149,7 @@ class _SharedMemory:
                 why=f"what rank {self._rank} posted for it is where the others look for this one's",
                 hint="restart the job",
             )
-        done = self._call(tensor, 0)
+        done = self._sum(tensor, 0)
         if done < tensor.numel():
             self._go_on(tensor, done)
         return tensor
@@ -160,12 +160,8 @@ class _SharedMemory:
         self._broken_off = True
         while done < tensor.numel():
             self._see_to_the_others(time.monotonic() - begun)
-            done = self._call(tensor, done)
+            done = self._sum(tensor, done)
         self._broken_off = False
-
-    def _call(self, tensor: Tensor, start: int) -> int:
-        done: int = _library.call("all_reduce_", tensor, self._memory, self._rank, self._ranks, start, _PATIENCE)
-        return done
 
     def _see_to_the_others(self, waited: float) -> None:
         posted = self._memory.view(torch.int64)[: self._ranks * STATE_BYTES // 8 : STATE_BYTES // 8].tolist()

@@ -6,6 +6,7 @@ environment of a running process. ``sdk report`` prints the table below with the
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -30,6 +31,7 @@ def _flag(text: str) -> bool:
     raise ValueError("expected 1 or 0")
 
 
+@functools.lru_cache(maxsize=64)  # DeepSpeed asks for the number of ranks again and again
 def _positive(text: str) -> int:
     number = int(text)
     if number < 1:
@@ -198,6 +200,9 @@ class Settings:
 
     def local_world_size(self) -> int | None:
         """Ranks on this machine as any of the common launchers says it; None outside a launcher."""
+        return _LOCAL_SIZE.read() or self._other_local_world_size()  # DeepSpeed's launcher sets it, and asks often
+
+    def _other_local_world_size(self) -> int | None:
         for setting in _LOCAL_WORLD_SIZES:
             size = setting.read()
             if size is not None:
@@ -236,7 +241,7 @@ LOCAL_WORLD_SIZE_VARIABLES = (
     "PMI_LOCAL_SIZE",
     "JSM_NAMESPACE_LOCAL_SIZE",
 )
-_LOCAL_WORLD_SIZES = [
+_LOCAL_SIZE, *_LOCAL_WORLD_SIZES = [
     Setting[int | None](variable, _positive, None, "ranks on this machine") for variable in LOCAL_WORLD_SIZE_VARIABLES
 ]
 

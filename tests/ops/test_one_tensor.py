@@ -20,9 +20,9 @@ from ds_plugin_sdk.ops._one_tensor import OneTensor
 pytestmark = [pytest.mark.compiler, pytest.mark.usefixtures("kernels")]
 
 # One tensor's function, its op, tensors, and the op's numbers; Adam's step comes before them.
-ADAM = (adam.one_tensor, "adam_", 4, (1e-2, 0.9, 0.99, 1e-8, 0.1, True, True))
-LION = (lion.one_tensor, "lion_", 3, (1e-2, 0.9, 0.99, 0.1))
-ADAGRAD = (adagrad.one_tensor, "adagrad_", 3, (1e-2, 1e-8, 0.1))
+ADAM = (adam.c_function, "adam_", 4, (1e-2, 0.9, 0.99, 1e-8, 0.1, True, True))
+LION = (lion.c_function, "lion_", 3, (1e-2, 0.9, 0.99, 0.1))
+ADAGRAD = (adagrad.c_function, "adagrad_", 3, (1e-2, 1e-8, 0.1))
 Case = tuple[OneTensor, str, int, tuple[float, ...]]
 CASES = pytest.mark.parametrize("case", [ADAM, LION, ADAGRAD], ids=["adam", "lion", "adagrad"])
 
@@ -61,7 +61,7 @@ def test_it_is_the_op(case: Case, dtypes: tuple[torch.dtype, ...], shape: tuple[
     ours, ops = _tensors(lists, *shape, dtypes=dtypes), _tensors(lists, *shape, dtypes=dtypes)
     versions = [tensor._version for tensor in ours]
     for step in (1, 2, 1000):
-        assert one_tensor.update((step, *numbers), *ours)
+        assert one_tensor.update(step, numbers, *ours)
         _by_op(case, ops, step)
     assert all(map(torch.equal, ours, ops))
     written = [tensor._version - version for tensor, version in zip(ours, versions, strict=True)]
@@ -76,8 +76,8 @@ def test_numbers_are_those_of_the_call(case: Case) -> None:
     for value in (0.5, 0.25, 0.5):
         rate.fill_(value)
         ours, exact = _tensors(lists, 9), _tensors(lists, 9)
-        assert one_tensor.update((1, rate, *numbers[1:]), *ours)
-        assert one_tensor.update((1, value, *numbers[1:]), *exact)
+        assert one_tensor.update(1, (rate, *numbers[1:]), *ours)
+        assert one_tensor.update(1, (value, *numbers[1:]), *exact)
         assert torch.equal(ours[0], exact[0])
 
 
@@ -125,7 +125,7 @@ def test_what_is_not_plain_is_for_the_op(case: Case, name: str) -> None:
     tensors = _tensors(lists, 8, 6)
     LEFT[name](tensors)
     before = [tensor.clone() for tensor in tensors]
-    assert not one_tensor.update((1, *numbers), *tensors)
+    assert not one_tensor.update(1, numbers, *tensors)
     for tensor, old in zip(tensors, before, strict=True):
         assert tensor.is_meta or torch.equal(tensor.to_dense(), old.to_dense())
 
@@ -134,21 +134,21 @@ def test_what_is_not_plain_is_for_the_op(case: Case, name: str) -> None:
 def test_a_mode_sees_the_op(case: Case) -> None:
     one_tensor, _, lists, numbers = case
     with CountedCalls():
-        assert not one_tensor.update((1, *numbers), *_tensors(lists, 9))
+        assert not one_tensor.update(1, numbers, *_tensors(lists, 9))
 
 
 def test_steps_are_counted_from_1() -> None:
-    assert not adam.one_tensor.update((0, *ADAM[3]), *_tensors(4, 9))
+    assert not adam.c_function.update(0, ADAM[3], *_tensors(4, 9))
 
 
 def test_a_kernel_that_was_loaded_later_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where a plugin has kernels of its own for the host."""
-    monkeypatch.setattr(adam.one_tensor, "_function", adam.one_tensor._function)
+    monkeypatch.setattr(adam.c_function, "_function", adam.c_function._function)
     monkeypatch.setattr(torch.ops, "loaded_libraries", {*torch.ops.loaded_libraries, "/another/library.so"})
-    assert adam.one_tensor.update((1, *ADAM[3]), *_tensors(4, 9))  # it has other ops
+    assert adam.c_function.update(1, ADAM[3], *_tensors(4, 9))  # it has other ops
     monkeypatch.setattr(torch.ops, "loaded_libraries", {*torch.ops.loaded_libraries, "/a/third.so"})
     monkeypatch.setattr(OneTensor, "_kernel_of_op", lambda self: "CPU: registered at theirs.cpp:1")
-    assert not adam.one_tensor.update((1, *ADAM[3]), *_tensors(4, 9))
+    assert not adam.c_function.update(1, ADAM[3], *_tensors(4, 9))
 
 
 @CASES
@@ -159,4 +159,4 @@ def test_a_kernel_that_python_registered_later_serves(case: Case, monkeypatch: p
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns of a kernel in place of another
             library.impl(op, lambda *arguments: None, "CPU", allow_override=True)
-        assert not one_tensor.update((1, *numbers), *_tensors(lists, 9))
+        assert not one_tensor.update(1, numbers, *_tensors(lists, 9))

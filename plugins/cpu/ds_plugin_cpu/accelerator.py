@@ -74,7 +74,7 @@ class CPU_Accelerator(DeepSpeedAccelerator):
         return _CPU
 
     def device_count(self) -> int:
-        return topology.device_count()
+        return settings.local_world_size() or topology.device_count()
 
     def is_available(self) -> bool:
         """Always: there is a CPU."""

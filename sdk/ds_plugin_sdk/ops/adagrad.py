@@ -12,7 +12,7 @@ from ds_plugin_sdk.ops._one_tensor import OneTensor
 from ds_plugin_sdk.ops._references import working
 
 # For DeepSpeed, which calls for each tensor.
-one_tensor = OneTensor("adagrad")
+c_function = OneTensor("adagrad")
 
 
 def adagrad_(

@@ -25,7 +25,7 @@ _NUMBERS = "float lr, float beta1, float beta2, float eps, float weight_decay"
 _WRITTEN = ("params", "exp_avgs", "exp_avg_sqs")
 
 # For DeepSpeed, which calls for each tensor.
-one_tensor = OneTensor("adam")
+c_function = OneTensor("adam")
 
 
 def adam_(

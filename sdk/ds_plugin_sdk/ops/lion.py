@@ -13,7 +13,7 @@ from ds_plugin_sdk.ops._one_tensor import OneTensor
 from ds_plugin_sdk.ops._references import working
 
 # For DeepSpeed, which calls for each tensor.
-one_tensor = OneTensor("lion")
+c_function = OneTensor("lion")
 
 
 def lion_(

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ds_plugin_sdk.ops import _library, async_io, pin_memory
+from ds_plugin_sdk.ops import _library, all_reduce, async_io, pin_memory
 from ds_plugin_sdk.ops._one_tensor import OneTensor
 
 _BYTES = 8
@@ -46,6 +46,7 @@ class Calls:
         for each in (torch._ops.OpOverload, torch._ops.OpOverloadPacket):
             self._watch(each, "__call__", lambda op: str(op).startswith(_library.NAMESPACE))
         self._watch(OneTensor, "update")
+        self._watch(all_reduce.SharedSum, "__call__")
         self._watch(async_io.AsyncIO, "_begin")
         self._watch(pin_memory, "empty")
 

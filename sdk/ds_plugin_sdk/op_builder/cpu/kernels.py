@@ -50,9 +50,9 @@ class CPUKernelBuilder(CppOpBuilder):
         from ds_plugin_sdk import jit
 
         outcome = super()._library_of_process()
-        one_tensor = getattr(importlib.import_module(f"ds_plugin_sdk.ops.{self._family()}"), "one_tensor", None)
-        if one_tensor is not None and not isinstance(outcome, BuildError):
-            one_tensor.use_library(jit.load(outcome, self.build_spec()))
+        function = getattr(importlib.import_module(f"ds_plugin_sdk.ops.{self._family()}"), "c_function", None)
+        if function is not None and not isinstance(outcome, BuildError):
+            function.use_library(jit.load(outcome, self.build_spec()))
         return outcome
 
     def compile_units(self, portable: bool) -> tuple[Source, ...]:

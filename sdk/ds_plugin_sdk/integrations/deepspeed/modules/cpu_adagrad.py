@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ds_plugin_sdk.ops import _library
-from ds_plugin_sdk.ops.adagrad import one_tensor
+from ds_plugin_sdk.ops.adagrad import c_function
 
 
 def create_adagrad(optimizer_id: int, lr: float, eps: float, weight_decay: float, should_log: bool) -> int:
@@ -37,7 +37,7 @@ def adagrad_update(
         InvalidTensorError: the tensors do not fit; nothing was modified.
     """
     numbers = (lr, eps, 0.0 if weight_decay < 0 else weight_decay)
-    if not one_tensor.update((1, *numbers), params, grads, exp_avg_sq):  # the formula has no step number
+    if not c_function.update(1, numbers, params, grads, exp_avg_sq):  # the formula has no step number
         _library.call("adagrad_", (params,), (grads,), (exp_avg_sq,), *numbers)
         _library.mark_modified((params, exp_avg_sq))
     return 0

@@ -16,7 +16,7 @@ from torch import Tensor
 from ds_plugin_sdk.errors import SdkError
 from ds_plugin_sdk.integrations.deepspeed.zenflow import Control, Step, Worker, name_accelerator
 from ds_plugin_sdk.ops import _library
-from ds_plugin_sdk.ops.adam import adam_rollback_, one_tensor
+from ds_plugin_sdk.ops.adam import adam_rollback_, c_function
 
 _adamw: dict[int, bool] = {}
 _workers: list[Worker | None] = []
@@ -67,7 +67,7 @@ def adam_update(
     """
     decay = 0.0 if weight_decay < 0 else weight_decay
     numbers = (lr, beta1, beta2, eps, decay, _mode(optimizer_id), bias_correction)
-    if not one_tensor.update((step, *numbers), params, grads, exp_avg, exp_avg_sq):
+    if not c_function.update(step, numbers, params, grads, exp_avg, exp_avg_sq):
         _library.call(
             "adam_", (params,), (grads,), (exp_avg,), (exp_avg_sq,), (step,), *numbers[:-1], bool(bias_correction)
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ds_plugin_sdk.ops import _library
-from ds_plugin_sdk.ops.lion import one_tensor
+from ds_plugin_sdk.ops.lion import c_function
 
 
 def create_lion(optimizer_id: int, lr: float, beta1: float, beta2: float, weight_decay: float, should_log: bool) -> int:
@@ -38,7 +38,7 @@ def lion_update(
         InvalidTensorError: the tensors do not fit; nothing was modified.
     """
     numbers = (lr, beta1, beta2, 0.0 if weight_decay < 0 else weight_decay)
-    if not one_tensor.update((1, *numbers), params, grads, exp_avg):  # the formula has no step number
+    if not c_function.update(1, numbers, params, grads, exp_avg):  # the formula has no step number
         _library.call("lion_", (params,), (grads,), (exp_avg,), *numbers)
         _library.mark_modified((params, exp_avg))
     return 0

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ds_plugin_sdk.ops import _library
 from ds_plugin_sdk.ops._checks import CheckError, check_dtype, check_lists, text
-from ds_plugin_sdk.ops.adam import adam_, one_tensor
+from ds_plugin_sdk.ops.adam import adam_, c_function
 
 _LISTS = ("grads", "params", "exp_avgs", "exp_avg_sqs", "outputs")
 # Elements whose gradients are float32 at a time: few enough for a cache, enough for a device.
@@ -45,8 +45,8 @@ def multi_tensor_adam(
     """
     grads, params, exp_avgs, exp_avg_sqs = tensor_lists
     if all(len(tensors) == 1 for tensors in tensor_lists):  # on the host the dispatcher may take longer than the update
-        numbers = (step, lr, beta1, beta2, eps, weight_decay, bool(adam_w_mode), bool(bias_correction))
-        if one_tensor.update(numbers, params[0], grads[0], exp_avgs[0], exp_avg_sqs[0]):
+        numbers = (lr, beta1, beta2, eps, weight_decay, bool(adam_w_mode), bool(bias_correction))
+        if c_function.update(step, numbers, params[0], grads[0], exp_avgs[0], exp_avg_sqs[0]):
             return
     adam_(
         params,
