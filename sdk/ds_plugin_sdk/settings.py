@@ -18,6 +18,8 @@ from ds_plugin_sdk.errors import SettingError
 
 T = TypeVar("T")
 
+_environment = os.environ.get  # looked up once: some settings are read in each step
+
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off", ""})
 
@@ -79,7 +81,7 @@ class Setting(Generic[T]):
         return self if instance is None else self.read()
 
     def read(self) -> T:
-        text = os.environ.get(self.variable)
+        text = _environment(self.variable)
         if text is None:
             return self.default
         try:

@@ -144,11 +144,15 @@ def test_steps_are_counted_from_1() -> None:
 def test_a_kernel_that_was_loaded_later_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where a plugin has kernels of its own for the host."""
     monkeypatch.setattr(adam.c_function, "_function", adam.c_function._function)
-    monkeypatch.setattr(torch.ops, "loaded_libraries", {*torch.ops.loaded_libraries, "/another/library.so"})
-    assert adam.c_function.update(1, ADAM[3], *_tensors(4, 9))  # it has other ops
-    monkeypatch.setattr(torch.ops, "loaded_libraries", {*torch.ops.loaded_libraries, "/a/third.so"})
-    monkeypatch.setattr(OneTensor, "_kernel_of_op", lambda self: "CPU: registered at theirs.cpp:1")
-    assert not adam.c_function.update(1, ADAM[3], *_tensors(4, 9))
+    others = ["/another/library.so", "/a/third.so"]
+    try:
+        torch.ops.loaded_libraries.add(others[0])
+        assert adam.c_function.update(1, ADAM[3], *_tensors(4, 9))  # it has other ops
+        torch.ops.loaded_libraries.add(others[1])
+        monkeypatch.setattr(OneTensor, "_kernel_of_op", lambda self: "CPU: registered at theirs.cpp:1")
+        assert not adam.c_function.update(1, ADAM[3], *_tensors(4, 9))
+    finally:
+        torch.ops.loaded_libraries.difference_update(others)
 
 
 @CASES

@@ -10,6 +10,9 @@ from typing import Any
 
 import torch
 
+# Loaded libraries and kernels that Python registered: who has another kernel for the op is among them.
+_LIBRARIES, _IMPLEMENTATIONS = torch.ops.loaded_libraries, torch.library._impls
+
 
 class CFunction:
     """``ds_kernels_<family>_<name>`` of ``kernels/cpu/<family>_binding.cpp``, once that library is loaded.
@@ -26,7 +29,7 @@ class CFunction:
         self._family, self._name, self._types = family, name, (result, arguments)
         self._function: Any = None
         self._kernel = ""  # the op's, when the function was taken
-        self._others = 0  # `_registered` when the kernel was looked at last
+        self._others = 0  # libraries and implementations when the kernel was looked at last
 
     def use_library(self, library: ctypes.CDLL) -> None:
         """Take the function, if it has one, of a library whose kernel has just become that of the op."""
@@ -34,14 +37,15 @@ class CFunction:
         self._kernel = self._kernel_of_op()
         if self._function is not None:
             self._function.restype, self._function.argtypes = self._types
-        self._others = _registered()
+        self._others = len(_LIBRARIES) + len(_IMPLEMENTATIONS)
 
     def usable(self) -> Any:
         """The function; None where the call is for the op: a mode looks at ops, or the kernel is another."""
         if torch._C._len_torch_dispatch_stack():
             return None
-        if _registered() != self._others:
-            self._others = _registered()
+        registered = len(_LIBRARIES) + len(_IMPLEMENTATIONS)
+        if registered != self._others:
+            self._others = registered
             if self._kernel_of_op() != self._kernel:
                 self._function = None
         return self._function
@@ -49,11 +53,6 @@ class CFunction:
     def _kernel_of_op(self) -> str:
         lines = torch._C._dispatch_dump(f"ds_plugin::{self._family}_").splitlines()
         return next((line for line in lines if line.startswith("CPU:")), "")
-
-
-def _registered() -> int:
-    """Loaded libraries and kernels that Python registered: who has another kernel for the op is among them."""
-    return len(torch.ops.loaded_libraries) + len(torch.library._impls)
 
 
 __all__ = ["CFunction"]
