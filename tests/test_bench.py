@@ -77,6 +77,14 @@ Get_library_version = lambda: "An MPI:\\t5.0, built here\\nfor nobody\\0"
 """
 
 
+def test_all_reduce_is_measured_for_numbers_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = [all_reduce.OVER_AND_OVER, all_reduce.OURS, "torch.distributed.all_reduce", "Allreduce of An MPI"]
+    rows = [all_reduce.Row(call, 1024, dtype, 1.0) for call in calls for dtype in all_reduce.DTYPES]
+    monkeypatch.setattr(all_reduce, "run", lambda ranks, mpis: rows)
+    found = [(row.ranks, row.call) for row in all_reduce.by_ranks((2, 4))]
+    assert found == [(ranks, call) for ranks in (2, 4) for call in calls if call != all_reduce.OURS]
+
+
 def test_all_reduce_is_compared_with_the_mpis_that_are_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "bin" / "mpirun"
     package = Path(sysconfig.get_path("purelib", vars={"base": str(tmp_path)})) / "mpi4py"

@@ -22,7 +22,7 @@ from ds_plugin_sdk.cli.bench import bench
 from ds_plugin_sdk.errors import SdkError
 
 ROOT = Path(__file__).resolve().parents[1]
-SETTINGS = Settings(example=None, wheels=None, disk=".", threads=2)
+SETTINGS = Settings(example=None, wheels=None, disk=".", mpis=(), threads=2)
 MACHINE = {"processor": "a", "cores": "2"}
 
 

@@ -28,6 +28,7 @@ TURNS = 33  # with each of the calls first
 CALLS = 5  # one after the other, as a model's layers have them
 ROW, ROWS = 200, 9  # over and over
 OVER_AND_OVER = f"{OURS}, over and over"
+COUNTS = (2, 4, 8, 16)
 
 # Of Open MPI's alone: as root, and more ranks than cores.
 _OPEN_MPI = {
@@ -57,6 +58,26 @@ class Row:
     microseconds: float
     times: float | None = None
     spread: dict[str, Spread] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RanksRow:
+    """A sum of float32 over a number of ranks on this machine's cores; attributes as those of `Row`."""
+
+    ranks: int
+    call: str
+    elements: int
+    microseconds: float
+    times: float | None = None
+    spread: dict[str, Spread] = field(default_factory=dict)
+
+
+def by_ranks(counts: Sequence[int] = COUNTS, mpis: Sequence[Path] = ()) -> Iterator[RanksRow]:
+    """Ours over and over, torch's over gloo, and MPIs', for several numbers of ranks; arguments as those of `run`."""
+    for ranks in counts:
+        for row in run(ranks, mpis=mpis):
+            if row.dtype == "float32" and row.call not in (OURS, "deepspeed.comm.all_reduce"):
+                yield RanksRow(ranks, row.call, row.elements, row.microseconds, row.times, row.spread)
 
 
 def run(ranks: int = 2, own: bool = False, mpis: Sequence[Path] = ()) -> list[Row]:

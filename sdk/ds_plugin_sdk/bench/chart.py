@@ -50,6 +50,8 @@ def draw_section(name: str, rows: Sequence[dict[str, Any]], folder: Path) -> Pat
         return _draw_scale([scale.Row(**row) for row in rows], folder / "scale.png")
     if name == "contexts":
         return _draw_contexts(rows, folder / "contexts.png")
+    if name == "all_reduce_ranks":
+        return _draw_ranks(rows, folder / "all_reduce_ranks.png")
     if name.startswith("decode"):
         return _draw_decode(rows, folder / f"{name}.png")
     return None
@@ -71,6 +73,26 @@ def _draw_decode(rows: Sequence[dict[str, Any]], path: Path) -> Path | None:
         axes.grid(axis="x", alpha=0.3)
     axes.invert_yaxis()
     figure.suptitle(rows[0]["model"], fontsize=10)
+    figure.savefig(path, dpi=_DPI)
+    return path
+
+
+def _draw_ranks(rows: Sequence[dict[str, Any]], path: Path) -> Path:
+    """Microseconds over the number of ranks, a panel for each number of elements."""
+    from matplotlib.figure import Figure
+
+    sizes = sorted({row["elements"] for row in rows})
+    figure = Figure(figsize=(1.5 + 2.8 * len(sizes), 3.6), layout="constrained")
+    for axes, size in zip(figure.subplots(1, len(sizes), squeeze=False)[0], sizes, strict=True):
+        for call in dict.fromkeys(row["call"] for row in rows):
+            own = [row for row in rows if (row["call"], row["elements"]) == (call, size)]
+            axes.plot([row["ranks"] for row in own], [row["microseconds"] for row in own], "o-", label=call)
+        counts = sorted({row["ranks"] for row in rows})
+        axes.set(xscale="log", yscale="log", xlabel="ranks", title=f"{size} elements", ylabel="microseconds")
+        axes.set_xticks(counts, [str(count) for count in counts])
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+    axes.legend(fontsize=7)
     figure.savefig(path, dpi=_DPI)
     return path
 

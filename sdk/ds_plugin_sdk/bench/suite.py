@@ -33,12 +33,14 @@ class Settings:
         example: the folder of the demo, for `sdk bench training`; None leaves its row empty.
         wheels: a folder with wheels, whose sizes are rows.
         disk: a folder on the disk that files are written to.
+        mpis: folders of MPIs, as `sdk bench all-reduce --mpi` has them.
         threads: the most that torch takes; all is measured with one thread too.
     """
 
     example: str | None
     wheels: str | None
     disk: str
+    mpis: tuple[str, ...]
     threads: int
 
     @property
@@ -121,6 +123,10 @@ def _agreement(settings: Settings) -> Iterable[Any]:
 
 def _files(settings: Settings) -> Iterable[Any]:
     yield from _module("async_io").run(Path(settings.disk), seconds=1.0)
+
+
+def _ranks(settings: Settings) -> Iterable[Any]:
+    yield from _module("all_reduce").by_ranks(mpis=[Path(mpi) for mpi in settings.mpis])
 
 
 def _scale(settings: Settings) -> Iterable[Any]:
@@ -235,7 +241,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     ),
     "decode_llama": _decode("llama", True, False, 600),
     "decode_llama_1": _decode("llama", False, True, 600),
-    "decode_gpt2": _decode("gpt2", False, False, 600),
+    "decode_gpt2": _decode("gpt2", True, False, 600),
     "contexts": Benchmark(
         "Batches and contexts",
         "sdk bench contexts",
@@ -284,6 +290,15 @@ BENCHMARKS: dict[str, Benchmark] = {
         "DeepSpeed's op is under the name of ours here.",
         _of("all_reduce", own=True),
         300,
+        page="ops/inference.md",
+    ),
+    "all_reduce_ranks": Benchmark(
+        "Sums over more ranks",
+        "sdk bench all-reduce --ranks 8",
+        "2 to 16 ranks, one thread each, on this machine's cores; float32, beside torch's all_reduce over gloo and the"
+        " MPIs that `--mpi` names. An MPI's `times` are to ours over and over, gloo's to ours after a barrier.",
+        _ranks,
+        900,
         page="ops/inference.md",
     ),
     "async_io": Benchmark(

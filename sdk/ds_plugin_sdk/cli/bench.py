@@ -359,6 +359,7 @@ def everything(
     example: Path | None = typer.Option(None, help="The demo: examples/tiny_gpt of the repository."),
     wheels: Path | None = typer.Option(None, help="A folder with wheels, whose sizes are figures too."),
     disk: Path = typer.Option(Path(), help="A folder on the disk to measure."),
+    mpi: list[Path] = typer.Option([], help="An MPI, as for `sdk bench all-reduce`; may be repeated."),
 ) -> None:
     """All of these, one after the other, each within a time limit: a report, a page and charts."""
     from ds_plugin_sdk.bench import report as benchmark
@@ -368,6 +369,7 @@ def everything(
         example=None if example is None else str(example.resolve()),
         wheels=None if wheels is None else str(wheels.resolve()),
         disk=str(disk.resolve()),
+        mpis=tuple(str(each.resolve()) for each in mpi),
         threads=min(2, len(os.sched_getaffinity(0))),
     )
     found = benchmark.run(report, settings, names=only, resume=resume, minutes=minutes, tell=errors.print)
