@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,15 +46,8 @@ def draw_section(name: str, rows: Sequence[dict[str, Any]], folder: Path) -> Pat
         return draw(name, [Row(**row) for row in rows], folder)
     if name == "async_io":
         return draw_files([async_io.Row(**row) for row in rows], folder)
-    if name == "scale":
-        return _draw_scale([scale.Row(**row) for row in rows], folder / "scale.png")
-    if name == "contexts":
-        return _draw_contexts(rows, folder / "contexts.png")
-    if name == "all_reduce_ranks":
-        return _draw_ranks(rows, folder / "all_reduce_ranks.png")
-    if name.startswith("decode"):
-        return _draw_decode(rows, folder / f"{name}.png")
-    return None
+    picture = _PICTURES.get(name.partition("_")[0] if name.startswith("decode") else name)
+    return None if picture is None else picture(rows, folder / f"{name}.png")
 
 
 def _draw_decode(rows: Sequence[dict[str, Any]], path: Path) -> Path | None:
@@ -121,10 +114,11 @@ def _draw_contexts(rows: Sequence[dict[str, Any]], path: Path) -> Path:
     return path
 
 
-def _draw_scale(rows: Sequence[scale.Row], path: Path) -> Path:
+def _draw_scale(figures: Sequence[dict[str, Any]], path: Path) -> Path:
     """Seconds over the number of plugins, and of processes on one cache."""
     from matplotlib.figure import Figure
 
+    rows = [scale.Row(**row) for row in figures]
     figure = Figure(figsize=(8, 3.4), layout="constrained")
     left, right = figure.subplots(1, 2)
     timed = [row for row in rows if row.seconds is not None]
@@ -142,6 +136,14 @@ def _draw_scale(rows: Sequence[scale.Row], path: Path) -> Path:
         axes.legend(fontsize=8)
     figure.savefig(path, dpi=_DPI)
     return path
+
+
+_PICTURES: dict[str, Callable[[Sequence[dict[str, Any]], Path], Path | None]] = {
+    "all_reduce_ranks": _draw_ranks,
+    "contexts": _draw_contexts,
+    "decode": _draw_decode,
+    "scale": _draw_scale,
+}
 
 
 def draw(family: str, rows: Sequence[Row], folder: Path) -> Path:
