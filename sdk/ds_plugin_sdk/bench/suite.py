@@ -295,7 +295,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "all_reduce_ranks": Benchmark(
         "Sums over more ranks",
         "sdk bench all-reduce --ranks 8",
-        "2 to 16 ranks, one thread each, on this machine's cores; float32, beside torch's all_reduce over gloo and the"
+        "2 to 8 ranks, one thread each, on this machine's cores; float32, beside torch's all_reduce over gloo and the"
         " MPIs that `--mpi` names. An MPI's `times` are to ours over and over, gloo's to ours after a barrier.",
         _ranks,
         900,
