@@ -61,6 +61,10 @@ def test_ranks():
 
 def test_after(): pass
 """,
+    "test_path.py": """
+import pathlib, sys
+def test_the_clone_is_not_on_the_path(): assert str(pathlib.Path.cwd().parent) not in sys.path
+""",
     "ops/test_device.py": """
 from deepspeed.accelerator import get_accelerator
 def test_device(): assert type(get_accelerator()).__module__ == "ds_plugin_cpu.accelerator"
@@ -73,6 +77,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("clone") / "tests"
     (made / "unit" / "ops").mkdir(parents=True)
     (made / "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
+    # As DeepSpeed's: spawned processes would import the clone's DeepSpeed.
+    conftest = "import os, sys\nsys.path.insert(1, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))\n"
+    (made / "conftest.py").write_text(conftest, encoding="utf-8")
     for name, text in FILES.items():
         (made / "unit" / name).write_text(text, encoding="utf-8")
     return made
@@ -140,6 +147,10 @@ def test_calls_of_ops_are_counted_in_ranks_too_and_what_needs_no_triton_runs_wit
 
 def test_the_tests_run_on_the_target(target: Target) -> None:
     deepspeed.tests(target, "unit/ops/test_device.py")
+
+
+def test_the_release_is_tested_not_the_clone(target: Target) -> None:
+    deepspeed.tests(target, "unit/test_path.py")
 
 
 def test_files_of_ops_come_first(target: Target) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,11 +80,8 @@ def _draw_ranks(rows: Sequence[dict[str, Any]], path: Path) -> Path:
         for call in dict.fromkeys(row["call"] for row in rows):
             own = [row for row in rows if (row["call"], row["elements"]) == (call, size)]
             axes.plot([row["ranks"] for row in own], [row["microseconds"] for row in own], "o-", label=call)
-        counts = sorted({row["ranks"] for row in rows})
-        axes.set(xscale="log", yscale="log", xlabel="ranks", title=f"{size} elements", ylabel="microseconds")
-        axes.set_xticks(counts, [str(count) for count in counts])
-        axes.minorticks_off()
-        axes.grid(alpha=0.3)
+        counts = {row["ranks"] for row in rows}
+        _logarithmic(axes, counts, xlabel="ranks", title=f"{size} elements", ylabel="microseconds")
     axes.legend(fontsize=7)
     figure.savefig(path, dpi=_DPI)
     return path
@@ -104,11 +101,7 @@ def _draw_contexts(rows: Sequence[dict[str, Any]], path: Path) -> Path:
         for name in dict.fromkeys(row["implementation"] for row in found):
             own = [row for row in found if row["implementation"] == name]
             axes.plot([row[key] for row in own], [row["decode_tokens_per_second"] for row in own], "o-", label=name)
-        counts = sorted({row[key] for row in found})
-        axes.set(xscale="log", yscale="log", xlabel=what, ylabel="decoded tokens/s")
-        axes.set_xticks(counts, [str(count) for count in counts])
-        axes.minorticks_off()
-        axes.grid(alpha=0.3)
+        _logarithmic(axes, {row[key] for row in found}, xlabel=what, ylabel="decoded tokens/s")
     axes.legend(fontsize=7)
     figure.savefig(path, dpi=_DPI)
     return path
@@ -128,14 +121,20 @@ def _draw_scale(figures: Sequence[dict[str, Any]], path: Path) -> Path:
         label, colour = ", ".join(each for each in key if each), _COLOURS[number % len(_COLOURS)]
         axes.plot([r.count for r in found], [r.seconds for r in found], "o-", color=colour, label=label)
     for axes, what in ((left, "plugins"), (right, "processes at once")):
-        axes.set(xscale="log", yscale="log", xlabel=what, ylabel="seconds")
-        counts = sorted({row.count for row in timed if (row.what == scale.CHOICE) == (axes is left)})
-        axes.set_xticks(counts, [str(count) for count in counts])
-        axes.minorticks_off()
-        axes.grid(alpha=0.3)
+        counts = {row.count for row in timed if (row.what == scale.CHOICE) == (axes is left)}
+        _logarithmic(axes, counts, xlabel=what, ylabel="seconds")
         axes.legend(fontsize=8)
     figure.savefig(path, dpi=_DPI)
     return path
+
+
+def _logarithmic(axes: Axes, counts: Iterable[int], **names: str) -> None:
+    """Both axes, with a tick at each count."""
+    axes.set(xscale="log", yscale="log", **names)
+    ordered = sorted(counts)
+    axes.set_xticks(ordered, [str(count) for count in ordered])
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
 
 
 _PICTURES: dict[str, Callable[[Sequence[dict[str, Any]], Path], Path | None]] = {
