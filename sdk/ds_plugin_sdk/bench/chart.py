@@ -130,7 +130,11 @@ def _draw_scale(figures: Sequence[dict[str, Any]], path: Path) -> Path:
 
 def _logarithmic(axes: Axes, counts: Iterable[int], **names: str) -> None:
     """Both axes, with a tick at each count."""
+    from matplotlib.ticker import LogLocator
+
     axes.set(xscale="log", yscale="log", **names)
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter("{x:g}")
     ordered = sorted(counts)
     axes.set_xticks(ordered, [str(count) for count in ordered])
     axes.minorticks_off()
