@@ -6,12 +6,14 @@ What is not plain is for the op: tensors of other classes, modes, kernels of oth
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 # Loaded libraries and kernels that Python registered: who has another kernel for the op is among them.
 _LIBRARIES, _IMPLEMENTATIONS = torch.ops.loaded_libraries, torch.library._impls
+_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 
 class CFunction:
@@ -41,7 +43,7 @@ class CFunction:
 
     def usable(self) -> Any:
         """The function; None where the call is for the op: a mode looks at ops, or the kernel is another."""
-        if torch._C._len_torch_dispatch_stack():
+        if _modes():
             return None
         registered = len(_LIBRARIES) + len(_IMPLEMENTATIONS)
         if registered != self._others:

@@ -46,27 +46,32 @@ class OneTensor(CFunction):
             numbers: the op's other arguments in the order of its schema.
             param, grad, first, second: the parameter, its gradient and its states.
         """
-        if not type(param) is type(grad) is type(first) is Tensor or (
-            second is not None and type(second) is not Tensor
-        ):
-            return False
         function = self.usable()
-        if function is None:
+        if function is None or not type(param) is type(grad) is type(first) is Tensor:
             return False
         known, packed = self._packed
         if known != numbers:
-            form = f"{len(numbers)}d"
-            packed = struct.pack(form, *numbers)
-            self._packed = struct.unpack(form, packed), packed  # plain numbers: a tensor among them may change
+            packed = self._pack(numbers)
+        written: tuple[Tensor, ...]
         if second is None:
             done = function(param._cdata, grad._cdata, first._cdata, None, int(step), packed)
-            written = [param, first]
-        else:
+            written = (param, first)
+        elif type(second) is Tensor:
             done = function(param._cdata, grad._cdata, first._cdata, second._cdata, int(step), packed)
-            written = [param, first, second]
+            written = (param, first, second)
+        else:
+            return False
         if done:
             increment_version(written)
         return bool(done)
+
+    def _pack(self, numbers: tuple[float, ...]) -> bytes:
+        form = f"{len(numbers)}d"
+        packed = struct.pack(form, *numbers)
+        # Plain numbers: a tensor among them may change. The same objects are compared fastest.
+        plain = all(type(number) in (float, int, bool) for number in numbers)
+        self._packed = numbers if plain else struct.unpack(form, packed), packed
+        return packed
 
 
 __all__ = ["OneTensor"]

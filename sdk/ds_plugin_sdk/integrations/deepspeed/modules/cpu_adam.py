@@ -65,8 +65,11 @@ def adam_update(
         InvalidTensorError: the tensors do not fit; nothing was modified.
         SdkError: no optimizer was created under the number.
     """
-    decay = 0.0 if weight_decay < 0 else weight_decay
-    numbers = (lr, beta1, beta2, eps, decay, _mode(optimizer_id), bias_correction)
+    try:
+        adamw = _adamw[optimizer_id]
+    except KeyError:
+        raise _unknown(optimizer_id) from None
+    numbers = (lr, beta1, beta2, eps, 0.0 if weight_decay < 0 else weight_decay, adamw, bias_correction)
     if not c_function.update(step, numbers, params, grads, exp_avg, exp_avg_sq):
         _library.call(
             "adam_", (params,), (grads,), (exp_avg,), (exp_avg_sq,), (step,), *numbers[:-1], bool(bias_correction)
@@ -118,15 +121,12 @@ def adam_rollback(
     return 0
 
 
-def _mode(optimizer_id: int) -> bool:
-    try:
-        return _adamw[optimizer_id]
-    except KeyError:
-        raise SdkError(
-            "this optimizer does not exist",
-            op="cpu_adam",
-            why=f"there is no create_adam({optimizer_id}, ...) before it, or destroy_adam({optimizer_id}) was called",
-        ) from None
+def _unknown(optimizer_id: int) -> SdkError:
+    return SdkError(
+        "this optimizer does not exist",
+        op="cpu_adam",
+        why=f"there is no create_adam({optimizer_id}, ...) before it, or destroy_adam({optimizer_id}) was called",
+    )
 
 
 # ---- ZenFlow's overlapped optimizer ----------------------------------------------------------------------------------
@@ -136,7 +136,9 @@ def zenflow_adam_create(optimizer_id: int, affinity: Sequence[int]) -> int:
     Raises:
         SdkError: no optimizer was created under `optimizer_id`.
     """
-    _workers.append(Worker(_mode(optimizer_id), affinity))
+    if optimizer_id not in _adamw:
+        raise _unknown(optimizer_id)
+    _workers.append(Worker(_adamw[optimizer_id], affinity))
     return len(_workers) - 1
 
 
