@@ -241,7 +241,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     ),
     "decode_llama": _decode("llama", True, False, 600),
     "decode_llama_1": _decode("llama", False, True, 600),
-    "decode_gpt2": _decode("gpt2", True, False, 600),
+    "decode_gpt2": _decode("gpt2", False, False, 600),
     "contexts": Benchmark(
         "Batches and contexts",
         "sdk bench contexts",
