@@ -18,6 +18,7 @@ from torch import distributed
 from ds_plugin_sdk import comm
 from ds_plugin_sdk.errors import CollectiveError, InvalidTensorError
 from ds_plugin_sdk.integrations.deepspeed import gloo
+from ds_plugin_sdk.ops import _library
 
 gloo.wait_at_exit()  # DeepSpeed's ranks do so by themselves: a rank must not end with SIGABRT after its work
 distributed.init_process_group("gloo")
@@ -56,6 +57,16 @@ comm.all_reduce(leaf)
 for tensor in (columns, leaf):
     assert (tensor == ranks * (ranks + 1) / 2).all(), tensor
 assert not by_torch, by_torch
+
+# Plain tensors go past torch's dispatcher; of one element, which may be a part of a complex number, the op's way.
+called, call = [], _library.call
+_library.call = lambda name, *rest: (called.append(name), call(name, *rest))[1]
+for dtype in (torch.float32, torch.bfloat16, torch.float16):
+    comm.all_reduce(torch.ones(1000, dtype=dtype))
+assert not called, called
+comm.all_reduce(torch.ones(1))
+assert called == ["all_reduce_"], called
+_library.call = call
 
 for dtype in (torch.float64, torch.int32):
     comm.all_reduce(torch.ones(3, dtype=dtype))

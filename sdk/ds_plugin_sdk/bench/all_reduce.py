@@ -61,15 +61,10 @@ class Row:
 
 
 @dataclass(frozen=True)
-class RanksRow:
-    """A sum of float32 over a number of ranks on this machine's cores; attributes as those of `Row`."""
+class RanksRow(Row):
+    """A `Row`, and over how many ranks it was taken."""
 
-    ranks: int
-    call: str
-    elements: int
-    microseconds: float
-    times: float | None = None
-    spread: dict[str, Spread] = field(default_factory=dict)
+    ranks: int = 2
 
 
 def by_ranks(counts: Sequence[int] = COUNTS, mpis: Sequence[Path] = ()) -> Iterator[RanksRow]:
@@ -77,7 +72,7 @@ def by_ranks(counts: Sequence[int] = COUNTS, mpis: Sequence[Path] = ()) -> Itera
     for ranks in counts:
         for row in run(ranks, mpis=mpis):
             if row.dtype == "float32" and row.call not in (OURS, "deepspeed.comm.all_reduce"):
-                yield RanksRow(ranks, row.call, row.elements, row.microseconds, row.times, row.spread)
+                yield RanksRow(**vars(row), ranks=ranks)
 
 
 def run(ranks: int = 2, own: bool = False, mpis: Sequence[Path] = ()) -> list[Row]:
