@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +150,30 @@ def test_a_call_that_takes_longer_or_fails_with_the_plugin_is_slower(
     (row,) = _measured(Scripted(before), Scripted(after))
     assert row.slower is slower
     assert (row.after_us is None) is (after is None)
+
+
+def test_a_call_that_does_more_may_take_longer() -> None:
+    (row,) = accelerator._measured("empty_cache()", Scripted(1e-7), Scripted(3e-6), turns=3)
+    assert not row.slower
+    assert row.does_more == "gives memory back to the system"
+
+
+def test_new_processes_measure_what_was_slower() -> None:
+    """Chance is not slower; what is slower each time, or fails, is."""
+    asked: list[list[str]] = []
+    calls = {"never": "---", "once": "+--", "twice": "++-", "always": "+++"}
+
+    def measure(wanted: Callable[[str], bool]) -> Iterator[accelerator.Row]:
+        asked.append([call for call in calls if wanted(call)])
+        times = len(asked)
+        for call in asked[-1]:
+            yield accelerator.Row(call, 1.0, times, times, calls[call][times - 1] == "+")
+
+    rows = accelerator.settled(measure)
+    assert [row.call for row in rows] == list(calls)
+    assert [row.call for row in rows if row.slower] == ["always"]
+    assert [row.after_us for row in rows] == [1, 2, 3, 3]
+    assert asked == [list(calls), ["once", "twice", "always"], ["twice", "always"]]
 
 
 def test_a_call_that_fails_without_the_plugin_is_left_out() -> None:

@@ -6,8 +6,8 @@
 
 DS_KERNELS_IMPL(CPU, m) { ds_kernels::AdagradOps<ds_kernels::cpu::Device>::implement(m); }
 
-DS_KERNELS_ONE_TENSOR(adagrad) {
-  const double* n = one.numbers();  // lr, eps, weight_decay
-  const AdagradStep step{static_cast<float>(n[0]), static_cast<float>(n[1]), static_cast<float>(n[2])};
-  one.update("adagrad_", AdagradLists{one.tensors(), step});
+// lr, eps, weight_decay
+DS_KERNELS_ONE_TENSOR(adagrad, 3, 3) {
+  const auto n = [&](size_t i) { return static_cast<float>(one.number(i)); };
+  return one.update("adagrad_", AdagradLists{one.tensors(), AdagradStep{n(0), n(1), n(2)}});
 }

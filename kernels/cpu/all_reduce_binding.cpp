@@ -4,7 +4,7 @@
 #include <ds_kernels/arguments.h>
 
 #include "device.h"
-#include "plain_tensor.h"
+#include "python_function.h"
 #include "shared_ranks.h"
 
 namespace ds_kernels::cpu {
@@ -51,19 +51,18 @@ DS_KERNELS_IMPL(CPU, m) { m.impl("all_reduce_", TORCH_BOX(&all_reduce_)); }
 
 }  // namespace ds_kernels::cpu
 
-// The op past torch's dispatcher, which takes as long as the sum of some kilobytes. Gives what the op gives; or -1 where
-// it is for the op to compute or to say what is wrong.
-extern "C" __attribute__((visibility("default"))) int64_t ds_kernels_all_reduce_sum(
-    void* impl, const ds_kernels::cpu::SharedMemory* shared, int64_t start) {
-  using namespace ds_kernels::cpu;
-  try {
-    ds_kernels::Dtype dtype;
-    if (!is_plain(impl, dtype)) return -1;
-    SharedRanks memory(shared->base, shared->size, shared->rank, shared->ranks);
-    const auto tensor = tensor_of(impl);
-    const int64_t end = add_up(memory, *shared, tensor.data(), tensor.numel(), dtype, start);
-    return memory.other() < 0 ? end : -1;
-  } catch (const std::exception&) {
-    return -1;
-  }
+// tensor, the address of a SharedMemory, start: what the op gives; or -1 where it is for the op to compute or to say what
+// is wrong.
+DS_KERNELS_PYTHON_FUNCTION(all_reduce) {
+  void* impl;
+  int64_t address, start;
+  ds_kernels::Dtype dtype;
+  if (arguments.left() != 3 || !arguments.take(impl) || !arguments.take(address) || !arguments.take(start)) return -1;
+  if (!is_plain(impl, dtype)) return -1;
+  const auto& shared = *reinterpret_cast<const SharedMemory*>(address);
+  SharedRanks memory(shared.base, shared.size, shared.rank, shared.ranks);
+  const auto tensor = tensor_of(impl);
+  const OtherThreads others;
+  const int64_t end = add_up(memory, shared, tensor.data(), tensor.numel(), dtype, start);
+  return memory.other() < 0 ? end : -1;
 }

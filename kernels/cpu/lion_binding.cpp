@@ -6,7 +6,8 @@
 
 DS_KERNELS_IMPL(CPU, m) { ds_kernels::LionOps<ds_kernels::cpu::Device>::implement(m); }
 
-DS_KERNELS_ONE_TENSOR(lion) {
-  const double* n = one.numbers();  // lr, beta1, beta2, weight_decay
-  one.update("lion_", LionLists{one.tensors(), lion_step(n[0], n[1], n[2], n[3])});
+// lr, beta1, beta2, weight_decay
+DS_KERNELS_ONE_TENSOR(lion, 3, 4) {
+  const LionStep step = lion_step(one.number(0), one.number(1), one.number(2), one.number(3));
+  return one.update("lion_", LionLists{one.tensors(), step});
 }

@@ -18,7 +18,7 @@ from ds_plugin_sdk.errors import SettingError
 
 T = TypeVar("T")
 
-_environment = os.environ.get  # looked up once: some settings are read in each step
+_environment = os.environ.__getitem__  # looked up once: some settings are read in each step
 
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off", ""})
@@ -81,8 +81,9 @@ class Setting(Generic[T]):
         return self if instance is None else self.read()
 
     def read(self) -> T:
-        text = _environment(self.variable)
-        if text is None:
+        try:
+            text = _environment(self.variable)
+        except KeyError:
             return self.default
         try:
             return self.parse(text)

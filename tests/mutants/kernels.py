@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -29,10 +28,6 @@ def kernel(target: Target, op: str, function: Kernel) -> Target:
     info = op_info.find(op)
     op_builder.load_family(info.family, target.device_type)
     original = getattr(torch.ops.ds_plugin_reference, op).default
-    one_tensor = getattr(importlib.import_module(f"ds_plugin_sdk.ops.{info.family}"), "one_tensor", None)
-    if one_tensor is not None and op == f"{info.family}_":
-        # DeepSpeed's optimizers on the host would go past the op; they look for other kernels when a library is loaded.
-        one_tensor.update = lambda *arguments: False
     _register("ds_plugin", op, lambda *arguments: function(original, *arguments), target)
     return target
 

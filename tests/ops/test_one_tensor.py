@@ -1,8 +1,10 @@
-"""An optimizer's step of one tensor without torch's dispatcher: the op's numbers, or left to the op."""
+"""Optimizers' steps of one tensor, as DeepSpeed calls them: the op's numbers without torch's dispatcher, or the op."""
 
 from __future__ import annotations
 
+import concurrent.futures
 import itertools
+import sys
 import warnings
 from collections.abc import Callable
 
@@ -12,18 +14,18 @@ from torch import Tensor
 
 from counted_calls import CountedCalls
 from ds_plugin_sdk.conformance.target import Target
-from ds_plugin_sdk.integrations.deepspeed.modules import fused_adam
+from ds_plugin_sdk.integrations.deepspeed.modules import cpu_adagrad, cpu_adam, cpu_lion, fused_adam
 from ds_plugin_sdk.op_builder.cpu import kernels as kernel_builders
 from ds_plugin_sdk.ops import _library, adagrad, adam, lion
-from ds_plugin_sdk.ops._one_tensor import OneTensor
+from ds_plugin_sdk.ops._c_function import CFunction
 
 pytestmark = [pytest.mark.compiler, pytest.mark.usefixtures("kernels")]
 
-# One tensor's function, its op, tensors, and the op's numbers; Adam's step comes before them.
+# The function, its op, tensors, and the op's numbers; of Adam's function the step comes after them.
 ADAM = (adam.c_function, "adam_", 4, (1e-2, 0.9, 0.99, 1e-8, 0.1, True, True))
 LION = (lion.c_function, "lion_", 3, (1e-2, 0.9, 0.99, 0.1))
 ADAGRAD = (adagrad.c_function, "adagrad_", 3, (1e-2, 1e-8, 0.1))
-Case = tuple[OneTensor, str, int, tuple[float, ...]]
+Case = tuple[CFunction, str, int, tuple[float, ...]]
 CASES = pytest.mark.parametrize("case", [ADAM, LION, ADAGRAD], ids=["adam", "lion", "adagrad"])
 
 DTYPES = [
@@ -37,6 +39,13 @@ DTYPES = [
 def kernels(compiled_once: None) -> None:
     """Taken anew: another test of this process may have loaded kernels of other folders."""
     Target.find("cpu")
+    for c_function, *_ in (ADAM, LION, ADAGRAD):
+        c_function._handle = 0
+    _load()
+
+
+def _load() -> None:
+    """As DeepSpeed does for each optimizer that it makes."""
     for name in ("CPUAdamBuilder", "CPULionBuilder", "CPUAdagradBuilder"):
         builder = kernel_builders.BUILDERS[name]()
         builder.load(verbose=False)
@@ -48,6 +57,13 @@ def _tensors(lists: int, *shape: int, dtypes: tuple[torch.dtype, ...] = (torch.f
     return [tensor.to(dtypes[min(i, 2)]) for i, tensor in enumerate(made)]
 
 
+def _update(case: Case, tensors: list[Tensor], step: object = 1, numbers: tuple[object, ...] = ()) -> bool:
+    """By the function; False if it leaves the call to the op."""
+    c_function, op, _, its = case
+    function = c_function.usable()
+    return function is not None and function(*tensors, *(numbers or its), *([step] if op == "adam_" else [])) >= 0
+
+
 def _by_op(case: Case, tensors: list[Tensor], step: int) -> None:
     _, op, _, numbers = case
     _library.call(op, *((tensor,) for tensor in tensors), *([(step,)] if op == "adam_" else []), *numbers)
@@ -57,28 +73,84 @@ def _by_op(case: Case, tensors: list[Tensor], step: int) -> None:
 @pytest.mark.parametrize("dtypes", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(2,), (7, 5), (3, 100_000)])
 def test_it_is_the_op(case: Case, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...]) -> None:
-    one_tensor, _, lists, numbers = case
+    lists = case[2]
     ours, ops = _tensors(lists, *shape, dtypes=dtypes), _tensors(lists, *shape, dtypes=dtypes)
-    versions = [tensor._version for tensor in ours]
     for step in (1, 2, 1000):
-        assert one_tensor.update(step, numbers, *ours)
+        assert _update(case, ours, step)
         _by_op(case, ops, step)
     assert all(map(torch.equal, ours, ops))
-    written = [tensor._version - version for tensor, version in zip(ours, versions, strict=True)]
-    assert written == [3, 0, 3, 3][:lists]
 
 
 @CASES
 def test_numbers_are_those_of_the_call(case: Case) -> None:
     """A number that is a tensor may change, and threads may have others."""
-    one_tensor, _, lists, numbers = case
+    _, _, lists, numbers = case
     rate = torch.tensor(0.5)
     for value in (0.5, 0.25, 0.5):
         rate.fill_(value)
         ours, exact = _tensors(lists, 9), _tensors(lists, 9)
-        assert one_tensor.update(1, (rate, *numbers[1:]), *ours)
-        assert one_tensor.update(1, (value, *numbers[1:]), *exact)
+        assert _update(case, ours, numbers=(rate, *numbers[1:]))
+        assert _update(case, exact, numbers=(value, *numbers[1:]))
         assert torch.equal(ours[0], exact[0])
+
+
+@CASES
+@pytest.mark.parametrize("wrong", ["text", None, torch.ones(2), object()], ids=repr)
+def test_a_number_that_is_none_is_for_the_op(case: Case, wrong: object) -> None:
+    """Which says what is wrong; nothing was raised or written before."""
+    _, _, lists, numbers = case
+    tensors = _tensors(lists, 9)
+    assert not _update(case, tensors, numbers=(*numbers[:-1], wrong))
+    assert all(map(torch.equal, tensors, _tensors(lists, 9)))
+
+
+@CASES
+def test_more_or_fewer_arguments_are_for_the_op(case: Case) -> None:
+    function = case[0].usable()
+    assert function is not None
+    assert function() == function(*_tensors(case[2], 9)) == function(*_tensors(case[2], 9), *range(9)) == -1
+
+
+@CASES
+def test_others_may_run_in_the_meantime(case: Case) -> None:
+    """Other threads of Python run while one computes, and each has its own numbers."""
+    _, _, lists, numbers = case
+
+    def run(value: float) -> Tensor:
+        tensors = _tensors(lists, 300_000)
+        for _ in range(20):
+            assert _update(case, tensors, numbers=(value, *numbers[1:]))
+        return tensors[0]
+
+    values = [0.5, 0.25, 0.125, 0.0625]
+    with concurrent.futures.ThreadPoolExecutor(len(values)) as threads:
+        together = list(threads.map(run, values))
+    assert all(map(torch.equal, together, map(run, values)))
+
+
+def test_autograd_notices() -> None:
+    steps: list[tuple[Callable[..., int], tuple[object, ...], int]] = [
+        (cpu_adam.adam_update, (4321, 1, 1e-2, 0.9, 0.99, 1e-8, 0.1, True), 4),
+        (cpu_lion.lion_update, (0, 1, 1e-2, 0.9, 0.99, 0.1), 3),
+        (cpu_adagrad.adagrad_update, (0, 1, 1e-2, 1e-8, 0.1), 3),
+    ]
+    cpu_adam.create_adam(4321, 1e-2, 0.9, 0.99, 1e-8, 0.1, True, False)
+    for step, arguments, lists in steps:
+        for tensors in (_tensors(lists, 9), [each[::2] for each in _tensors(lists, 9)]):  # the second: the op
+            versions = [tensor._version for tensor in tensors]
+            assert step(*arguments, *tensors) == 0
+            written = [tensor._version > version for tensor, version in zip(tensors, versions, strict=True)]
+            assert written == [True, False, True, True][:lists]
+    cpu_adam.destroy_adam(4321)
+
+
+@CASES
+def test_nothing_is_kept(case: Case) -> None:
+    tensors = _tensors(case[2], 9)
+    before = [sys.getrefcount(each) for each in (Tensor, *tensors, *case[3])]
+    for wrong in ("no", 1, 1, 1):
+        _update(case, tensors, numbers=(*case[3][:-1], wrong))
+    assert [sys.getrefcount(each) for each in (Tensor, *tensors, *case[3])] == before
 
 
 def test_fused_adam_calls_it_for_one_tensor_and_the_op_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,24 +193,22 @@ LEFT: dict[str, Callable[[list[Tensor]], None]] = {
 @CASES
 @pytest.mark.parametrize("name", LEFT)
 def test_what_is_not_plain_is_for_the_op(case: Case, name: str) -> None:
-    one_tensor, _, lists, numbers = case
-    tensors = _tensors(lists, 8, 6)
+    tensors = _tensors(case[2], 8, 6)
     LEFT[name](tensors)
     before = [tensor.clone() for tensor in tensors]
-    assert not one_tensor.update(1, numbers, *tensors)
+    assert not _update(case, tensors)
     for tensor, old in zip(tensors, before, strict=True):
         assert tensor.is_meta or torch.equal(tensor.to_dense(), old.to_dense())
 
 
 @CASES
 def test_a_mode_sees_the_op(case: Case) -> None:
-    one_tensor, _, lists, numbers = case
     with CountedCalls():
-        assert not one_tensor.update(1, numbers, *_tensors(lists, 9))
+        assert not _update(case, _tensors(case[2], 9))
 
 
 def test_steps_are_counted_from_1() -> None:
-    assert not adam.c_function.update(0, ADAM[3], *_tensors(4, 9))
+    assert not _update(ADAM, _tensors(4, 9), step=0)
 
 
 def test_a_kernel_that_was_loaded_later_serves(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,20 +217,22 @@ def test_a_kernel_that_was_loaded_later_serves(monkeypatch: pytest.MonkeyPatch) 
     others = ["/another/library.so", "/a/third.so"]
     try:
         torch.ops.loaded_libraries.add(others[0])
-        assert adam.c_function.update(1, ADAM[3], *_tensors(4, 9))  # it has other ops
+        assert _update(ADAM, _tensors(4, 9))  # it has other ops
         torch.ops.loaded_libraries.add(others[1])
-        monkeypatch.setattr(OneTensor, "_kernel_of_op", lambda self: "CPU: registered at theirs.cpp:1")
-        assert not adam.c_function.update(1, ADAM[3], *_tensors(4, 9))
+        monkeypatch.setattr(CFunction, "_kernel_of_op", lambda self: "CPU: registered at theirs.cpp:1")
+        assert not _update(ADAM, _tensors(4, 9))
     finally:
         torch.ops.loaded_libraries.difference_update(others)
 
 
 @CASES
 def test_a_kernel_that_python_registered_later_serves(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    one_tensor, op, lists, numbers = case
-    monkeypatch.setattr(one_tensor, "_function", one_tensor._function)
+    c_function, op, lists, _ = case
+    monkeypatch.setattr(c_function, "_function", c_function._function)
     with torch.library._scoped_library("ds_plugin", "IMPL") as library:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns of a kernel in place of another
             library.impl(op, lambda *arguments: None, "CPU", allow_override=True)
-        assert not one_tensor.update(1, numbers, *_tensors(lists, 9))
+        assert not _update(case, _tensors(lists, 9))
+        _load()
+        assert not _update(case, _tensors(lists, 9))

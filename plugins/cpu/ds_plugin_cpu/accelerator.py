@@ -12,6 +12,7 @@ from ds_plugin_cpu import collectives, memory, threads, topology
 from ds_plugin_sdk.accelerator import DeepSpeedAccelerator
 from ds_plugin_sdk.settings import settings
 
+_local_world_size = settings.local_world_size  # looked up once: DeepSpeed asks in each step
 _CPU = torch.device("cpu")
 _TENSOR_TYPES = {
     torch.bfloat16: torch.BFloat16Tensor,
@@ -74,7 +75,7 @@ class CPU_Accelerator(DeepSpeedAccelerator):
         return _CPU
 
     def device_count(self) -> int:
-        return settings.local_world_size() or topology.device_count()
+        return _local_world_size() or topology.device_count()
 
     def is_available(self) -> bool:
         """Always: there is a CPU."""

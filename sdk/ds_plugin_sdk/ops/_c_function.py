@@ -1,4 +1,4 @@
-"""C functions of the CPU kernels' libraries, beside ops for whose smallest calls torch's dispatcher takes longest.
+"""Functions of the CPU kernels' libraries, beside ops for whose smallest calls torch's dispatcher takes longest.
 
 What is not plain is for the op: tensors of other classes, modes, kernels of others.
 """
@@ -6,42 +6,51 @@ What is not plain is for the op: tensors of other classes, modes, kernels of oth
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
 
 import torch
+from torch import Tensor
 
 # Loaded libraries and kernels that Python registered: who has another kernel for the op is among them.
 _LIBRARIES, _IMPLEMENTATIONS = torch.ops.loaded_libraries, torch.library._impls
+_GIVES_FUNCTION = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.py_object)
 _modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+# That of torch.autograd.graph, which first looks at what it is given.
+increment_version: Callable[[Iterable[Tensor]], None] = torch._C._increment_version
 
 
 class CFunction:
-    """``ds_kernels_<family>_<name>`` of ``kernels/cpu/<family>_binding.cpp``, once that library is loaded.
+    """``<family>_function`` of ``kernels/cpu/<family>_binding.cpp``, once that library is loaded.
 
-    A module of `ds_plugin_sdk.ops` has its family's as ``c_function``.
+    A module of `ds_plugin_sdk.ops` has its family's as ``c_function``. It gives -1 where it did nothing and the call is
+    for the op.
 
     Args:
         family: module of `ds_plugin_sdk.ops`, whose op is ``<family>_``.
-        name: what it does.
-        result, arguments: its types.
     """
 
-    def __init__(self, family: str, name: str, result: type[Any], arguments: list[type[Any]]) -> None:
-        self._family, self._name, self._types = family, name, (result, arguments)
-        self._function: Any = None
+    def __init__(self, family: str) -> None:
+        self._family = family
+        self._function: Callable[..., int] | None = None
+        self._handle = 0  # of the library it is from
         self._kernel = ""  # the op's, when the function was taken
         self._others = 0  # libraries and implementations when the kernel was looked at last
 
     def use_library(self, library: ctypes.CDLL) -> None:
-        """Take the function, if it has one, of a library whose kernel has just become that of the op."""
-        self._function = getattr(library, f"ds_kernels_{self._family}_{self._name}", None)
-        self._kernel = self._kernel_of_op()
-        if self._function is not None:
-            self._function.restype, self._function.argtypes = self._types
-        self._others = len(_LIBRARIES) + len(_IMPLEMENTATIONS)
+        """Take the function, if it has one, of a library that was loaded just now: its kernel is the op's.
 
-    def usable(self) -> Any:
+        If it was taken before, others may have registered a kernel since.
+        """
+        if library._handle == self._handle:
+            return
+        self._function, self._handle = None, library._handle
+        self._kernel = self._kernel_of_op()
+        self._others = len(_LIBRARIES) + len(_IMPLEMENTATIONS)
+        name = f"ds_kernels_{self._family}_function"
+        if hasattr(library, name):
+            self._function = _GIVES_FUNCTION((name, library))(Tensor)
+
+    def usable(self) -> Callable[..., int] | None:
         """The function; None where the call is for the op: a mode looks at ops, or the kernel is another."""
         if _modes():
             return None
@@ -57,4 +66,4 @@ class CFunction:
         return next((line for line in lines if line.startswith("CPU:")), "")
 
 
-__all__ = ["CFunction"]
+__all__ = ["CFunction", "increment_version"]

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ds_plugin_sdk.ops import _library
+from ds_plugin_sdk.ops._c_function import CFunction
 from ds_plugin_sdk.ops._checks import TensorLists, check_dtypes, check_lists, check_memory
-from ds_plugin_sdk.ops._one_tensor import OneTensor
 from ds_plugin_sdk.ops._references import working
 
-# For DeepSpeed, which calls for each tensor.
-c_function = OneTensor("adagrad")
+# For DeepSpeed, which calls for each tensor: param, grad, state_sum; lr, eps, weight_decay.
+c_function = CFunction("adagrad")
 
 
 def adagrad_(

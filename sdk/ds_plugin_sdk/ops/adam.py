@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ds_plugin_sdk.ops import _library
+from ds_plugin_sdk.ops._c_function import CFunction
 from ds_plugin_sdk.ops._checks import (
     CheckError,
     TensorLists,
@@ -17,15 +18,15 @@ from ds_plugin_sdk.ops._checks import (
     check_steps,
     text,
 )
-from ds_plugin_sdk.ops._one_tensor import OneTensor
 from ds_plugin_sdk.ops._references import one_each, working
 
 _STATES = "Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, int[] steps"
 _NUMBERS = "float lr, float beta1, float beta2, float eps, float weight_decay"
 _WRITTEN = ("params", "exp_avgs", "exp_avg_sqs")
 
-# For DeepSpeed, which calls for each tensor.
-c_function = OneTensor("adam")
+# For DeepSpeed, which calls for each tensor: param, grad, exp_avg, exp_avg_sq; lr, beta1, beta2, eps, weight_decay,
+# adamw, bias_correction, step.
+c_function = CFunction("adam")
 
 
 def adam_(

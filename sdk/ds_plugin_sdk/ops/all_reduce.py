@@ -31,7 +31,7 @@ class _Memory(ctypes.Structure):
     )
 
 
-c_function = CFunction("all_reduce", "sum", ctypes.c_int64, [ctypes.c_void_p, ctypes.POINTER(_Memory), ctypes.c_int64])
+c_function = CFunction("all_reduce")
 
 
 class SharedSum:
@@ -46,7 +46,7 @@ class SharedSum:
     def __init__(self, shared: Tensor, rank: int, ranks: int, patience: float) -> None:
         self._others = (shared, rank, ranks, patience)
         self._memory = _Memory(shared.data_ptr(), shared.nbytes, rank, ranks, patience)
-        self._address = ctypes.byref(self._memory)
+        self._address = ctypes.addressof(self._memory)
 
     def __call__(self, tensor: Tensor, start: int) -> int:
         """Add up a contiguous tensor from element `start` on. Gives the element where it stopped, if a rank is late.
@@ -54,12 +54,12 @@ class SharedSum:
         Raises:
             InvalidTensorError: the ranks' tensors differ in size or dtype.
         """
-        function = c_function.usable() if type(tensor) is Tensor else None
-        done = -1 if function is None else function(tensor._cdata, self._address, start)
+        function = c_function.usable()
+        done = -1 if function is None else function(tensor, self._address, start)
         if done < 0:
             shared, rank, ranks, patience = self._others
             done = _library.call("all_reduce_", tensor, shared, rank, ranks, start, patience)
-        return int(done)
+        return done
 
 
 def _no_reference(*args: Any) -> NoReturn:

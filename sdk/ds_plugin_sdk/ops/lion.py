@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from ds_plugin_sdk.ops import _library
+from ds_plugin_sdk.ops._c_function import CFunction
 from ds_plugin_sdk.ops._checks import TensorLists, check_dtypes, check_lists, check_memory
-from ds_plugin_sdk.ops._one_tensor import OneTensor
 from ds_plugin_sdk.ops._references import working
 
-# For DeepSpeed, which calls for each tensor.
-c_function = OneTensor("lion")
+# For DeepSpeed, which calls for each tensor: param, grad, exp_avg; lr, beta1, beta2, weight_decay.
+c_function = CFunction("lion")
 
 
 def lion_(

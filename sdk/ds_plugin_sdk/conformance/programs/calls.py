@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from ds_plugin_sdk.ops import _library, all_reduce, async_io, pin_memory
-from ds_plugin_sdk.ops._one_tensor import OneTensor
+from ds_plugin_sdk.ops import _library, async_io, pin_memory
+from ds_plugin_sdk.ops._c_function import CFunction
 
 _BYTES = 8
 
@@ -45,8 +45,7 @@ class Calls:
         """Count what goes by torch's dispatcher from Python, and what goes past it."""
         for each in (torch._ops.OpOverload, torch._ops.OpOverloadPacket):
             self._watch(each, "__call__", lambda op: str(op).startswith(_library.NAMESPACE))
-        self._watch(OneTensor, "update")
-        self._watch(all_reduce.SharedSum, "__call__")
+        self._watch(CFunction, "usable")
         self._watch(async_io.AsyncIO, "_begin")
         self._watch(pin_memory, "empty")
 

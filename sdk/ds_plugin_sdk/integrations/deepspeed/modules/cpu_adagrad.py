@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ds_plugin_sdk.ops import _library
+from ds_plugin_sdk.ops._c_function import increment_version
 from ds_plugin_sdk.ops.adagrad import c_function
 
 
@@ -36,8 +37,9 @@ def adagrad_update(
     Raises:
         InvalidTensorError: the tensors do not fit; nothing was modified.
     """
-    numbers = (lr, eps, 0.0 if weight_decay < 0 else weight_decay)
-    if not c_function.update(1, numbers, params, grads, exp_avg_sq):  # the formula has no step number
-        _library.call("adagrad_", (params,), (grads,), (exp_avg_sq,), *numbers)
-        _library.mark_modified((params, exp_avg_sq))
+    decay = 0.0 if weight_decay < 0 else weight_decay
+    update = c_function.usable()
+    if update is None or update(params, grads, exp_avg_sq, lr, eps, decay) < 0:
+        _library.call("adagrad_", (params,), (grads,), (exp_avg_sq,), lr, eps, decay)
+    increment_version((params, exp_avg_sq))
     return 0

@@ -16,6 +16,7 @@ from torch import Tensor
 from ds_plugin_sdk.errors import SdkError
 from ds_plugin_sdk.integrations.deepspeed.zenflow import Control, Step, Worker, name_accelerator
 from ds_plugin_sdk.ops import _library
+from ds_plugin_sdk.ops._c_function import increment_version
 from ds_plugin_sdk.ops.adam import adam_rollback_, c_function
 
 _adamw: dict[int, bool] = {}
@@ -69,12 +70,15 @@ def adam_update(
         adamw = _adamw[optimizer_id]
     except KeyError:
         raise _unknown(optimizer_id) from None
-    numbers = (lr, beta1, beta2, eps, 0.0 if weight_decay < 0 else weight_decay, adamw, bias_correction)
-    if not c_function.update(step, numbers, params, grads, exp_avg, exp_avg_sq):
-        _library.call(
-            "adam_", (params,), (grads,), (exp_avg,), (exp_avg_sq,), (step,), *numbers[:-1], bool(bias_correction)
-        )
-        _library.mark_modified((params, exp_avg, exp_avg_sq))
+    decay = 0.0 if weight_decay < 0 else weight_decay
+    update = c_function.usable()
+    if (
+        update is None
+        or update(params, grads, exp_avg, exp_avg_sq, lr, beta1, beta2, eps, decay, adamw, bias_correction, step) < 0
+    ):
+        numbers = lr, beta1, beta2, eps, decay, adamw, bool(bias_correction)
+        _library.call("adam_", (params,), (grads,), (exp_avg,), (exp_avg_sq,), (step,), *numbers)
+    increment_version((params, exp_avg, exp_avg_sq))
     return 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ds_plugin_sdk.ops import _library
+from ds_plugin_sdk.ops._c_function import increment_version
 from ds_plugin_sdk.ops.lion import c_function
 
 
@@ -37,8 +38,9 @@ def lion_update(
     Raises:
         InvalidTensorError: the tensors do not fit; nothing was modified.
     """
-    numbers = (lr, beta1, beta2, 0.0 if weight_decay < 0 else weight_decay)
-    if not c_function.update(1, numbers, params, grads, exp_avg):  # the formula has no step number
-        _library.call("lion_", (params,), (grads,), (exp_avg,), *numbers)
-        _library.mark_modified((params, exp_avg))
+    decay = 0.0 if weight_decay < 0 else weight_decay
+    update = c_function.usable()
+    if update is None or update(params, grads, exp_avg, lr, beta1, beta2, decay) < 0:
+        _library.call("lion_", (params,), (grads,), (exp_avg,), lr, beta1, beta2, decay)
+    increment_version((params, exp_avg))
     return 0

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ds_plugin_sdk.ops import _library
+from ds_plugin_sdk.ops._c_function import increment_version
 from ds_plugin_sdk.ops._checks import CheckError, check_dtype, check_lists, text
 from ds_plugin_sdk.ops.adam import adam_, c_function
 
@@ -44,9 +45,12 @@ def multi_tensor_adam(
         InvalidTensorError: the tensors do not fit; nothing was modified.
     """
     grads, params, exp_avgs, exp_avg_sqs = tensor_lists
-    if all(len(tensors) == 1 for tensors in tensor_lists):  # on the host the dispatcher may take longer than the update
-        numbers = (lr, beta1, beta2, eps, weight_decay, bool(adam_w_mode), bool(bias_correction))
-        if c_function.update(step, numbers, params[0], grads[0], exp_avgs[0], exp_avg_sqs[0]):
+    update = c_function.usable() if all(len(tensors) == 1 for tensors in tensor_lists) else None
+    if update is not None:  # on the host the dispatcher may take longer than the update
+        (grad,), (param,), (first,), (second,) = tensor_lists
+        numbers = lr, beta1, beta2, eps, weight_decay, bool(adam_w_mode), bool(bias_correction), step
+        if update(param, grad, first, second, *numbers) >= 0:
+            increment_version((param, first, second))
             return
     adam_(
         params,

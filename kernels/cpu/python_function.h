@@ -1,0 +1,144 @@
+// Functions that Python calls past torch's dispatcher, which takes several times as long as the work on a small tensor.
+// ds_plugin_sdk/ops/_c_function.py takes them from the loaded library.
+//
+// They are in the stable part of CPython's C interface, the same in all versions from 3.10 on, and declared here: Python's
+// headers are not on every machine, and differ from version to version. A process that has torch has these functions.
+#pragma once
+
+#include <ds_kernels/binding.h>
+
+#pragma GCC visibility push(default)
+// Weak: the linker demands that every other symbol is in a library that it is given.
+#define DS_KERNELS_PYTHON extern "C" __attribute__((weak))
+namespace ds_kernels::cpu::python {
+
+using Object = void;  // PyObject
+using Function = Object* (*)(Object* self, Object* const* arguments, intptr_t count);
+
+struct Method {  // PyMethodDef
+  const char* name;
+  Function function;
+  int flags;
+  const char* text;
+};
+constexpr int kFastCall = 0x80;  // METH_FASTCALL
+
+DS_KERNELS_PYTHON Object* PyCFunction_NewEx(Method* method, Object* self, Object* module);
+DS_KERNELS_PYTHON Object* PyObject_Type(Object* object);
+DS_KERNELS_PYTHON Object* PyObject_GetAttr(Object* object, Object* name);
+DS_KERNELS_PYTHON Object* PyUnicode_InternFromString(const char* text);
+DS_KERNELS_PYTHON Object* PyLong_FromLongLong(long long value);
+DS_KERNELS_PYTHON long long PyLong_AsLongLong(Object* object);
+DS_KERNELS_PYTHON void* PyLong_AsVoidPtr(Object* object);
+DS_KERNELS_PYTHON double PyFloat_AsDouble(Object* object);
+DS_KERNELS_PYTHON void Py_DecRef(Object* object);
+DS_KERNELS_PYTHON Object* PyErr_Occurred();
+DS_KERNELS_PYTHON void PyErr_Clear();
+DS_KERNELS_PYTHON void* PyEval_SaveThread();
+DS_KERNELS_PYTHON void PyEval_RestoreThread(void* state);
+
+}  // namespace ds_kernels::cpu::python
+#undef DS_KERNELS_PYTHON
+#pragma GCC visibility pop
+
+namespace ds_kernels::cpu {
+
+// Other threads of Python run within its scope.
+class OtherThreads {
+ public:
+  OtherThreads() : state_(python::PyEval_SaveThread()) {}
+  ~OtherThreads() { python::PyEval_RestoreThread(state_); }
+  OtherThreads(const OtherThreads&) = delete;
+  OtherThreads& operator=(const OtherThreads&) = delete;
+
+ private:
+  void* const state_;
+};
+
+// A call's arguments, one after the other. What Python raised about one is forgotten: the op says what is wrong.
+class Arguments {
+ public:
+  // `tensor_class` is torch.Tensor.
+  Arguments(python::Object* tensor_class, python::Object* const* all, intptr_t count)
+      : tensor_class_(tensor_class), next_(all), end_(all + count) {}
+
+  size_t left() const { return static_cast<size_t>(end_ - next_); }
+
+  bool take(int64_t& number) {
+    number = python::PyLong_AsLongLong(*next_++);
+    return number != -1 || fine();
+  }
+
+  bool take(double& number) {
+    number = python::PyFloat_AsDouble(*next_++);
+    return number != -1 || fine();
+  }
+
+  // torch's pointer to the at::TensorImpl of a tensor that is of no other class.
+  bool take(void*& impl) {
+    static python::Object* const name = python::PyUnicode_InternFromString("_cdata");
+    python::Object* const tensor = *next_++;
+    python::Object* const its_class = python::PyObject_Type(tensor);
+    python::Py_DecRef(its_class);  // the tensor keeps it
+    if (its_class != tensor_class_) return false;
+    python::Object* const address = python::PyObject_GetAttr(tensor, name);
+    if (address == nullptr) return fine();
+    impl = python::PyLong_AsVoidPtr(address);
+    python::Py_DecRef(address);
+    return impl != nullptr || fine();
+  }
+
+ private:
+  static bool fine() {
+    if (python::PyErr_Occurred() == nullptr) return true;
+    python::PyErr_Clear();
+    return false;
+  }
+
+  python::Object* tensor_class_;
+  python::Object* const* next_;
+  python::Object* const* end_;
+};
+
+// A handle of the stable ABI is an at::Tensor*, and a Tensor holds one pointer to a TensorImpl.
+inline TensorRef tensor_of(void*& impl) { return TensorRef(reinterpret_cast<AtenTensorHandle>(&impl)); }
+
+// Whether a tensor is contiguous, in host memory, and of a dtype that kernels have. With fewer than two elements none is:
+// it is contiguous whatever its strides, and may be a part of a complex number, negated.
+inline bool is_plain(void*& impl, Dtype& dtype) {
+  static const int32_t strided = aoti_torch_layout_strided(), cpu = aoti_torch_device_type_cpu();
+  static const std::pair<int32_t, Dtype> dtypes[] = {{aoti_torch_dtype_float32(), Dtype::Float32},
+                                                     {aoti_torch_dtype_bfloat16(), Dtype::BFloat16},
+                                                     {aoti_torch_dtype_float16(), Dtype::Float16}};
+  const TensorRef tensor = tensor_of(impl);
+  int32_t layout;
+  if (aoti_torch_get_layout(reinterpret_cast<AtenTensorHandle>(&impl), &layout)) return false;
+  if (layout != strided || tensor.device_type() != cpu || !tensor.is_contiguous() || tensor.numel() < 2) return false;
+  const int32_t code = tensor.dtype_code();
+  for (const auto& [known, its] : dtypes) {
+    if (code == known) return dtype = its, true;
+  }
+  return false;
+}
+
+}  // namespace ds_kernels::cpu
+
+// Defines ds_kernels_<family>_function(), which gives Python `<family>_function(Arguments)`: an int64_t.
+#define DS_KERNELS_PYTHON_FUNCTION(family)                                                                          \
+  namespace ds_kernels::cpu {                                                                                      \
+  static int64_t family##_function(Arguments arguments);                                                          \
+  static python::Object* family##_call(python::Object* self, python::Object* const* arguments, intptr_t count) {  \
+    int64_t result = -1;                                                                                           \
+    try {                                                                                                          \
+      result = family##_function({self, arguments, count});                                                       \
+    } catch (const std::exception&) {                                                                              \
+    }                                                                                                              \
+    return python::PyLong_FromLongLong(result);                                                                    \
+  }                                                                                                                \
+  }                                                                                                                \
+  extern "C" __attribute__((visibility("default"))) void* ds_kernels_##family##_function(void* tensor_class) {     \
+    using namespace ds_kernels::cpu;                                                                               \
+    static python::Method method = {#family, family##_call, python::kFastCall, nullptr};                           \
+    return python::PyCFunction_NewEx(&method, tensor_class, nullptr);                                              \
+  }                                                                                                                \
+  static int64_t ds_kernels::cpu::family##_function(Arguments arguments)
