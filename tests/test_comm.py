@@ -1,4 +1,4 @@
-"""all_reduce through memory that ranks share: real ranks, against float64 and against torch's own."""
+"""Collectives through memory that ranks share: real ranks, against float64 and against torch's own."""
 
 from __future__ import annotations
 
@@ -87,6 +87,78 @@ comm.all_reduce(after)
 distributed.barrier()
 mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm/ds-plugin-" in line]
 say("then", after.tolist(), len(mapped), sum("(deleted)" in line for line in mapped))
+"""
+    + END
+)
+
+PARTS = (
+    START
+    + """
+for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
+    def counted(*tensors, name=name, own=getattr(distributed, name), **rest):
+        by_torch.append(name)
+        return own(*tensors, **rest)
+    setattr(distributed, name, counted)
+
+def numbers(of, numel, dtype):
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(of)) * 8
+    return values.bool() if dtype == torch.bool else values.to(dtype)
+
+for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int8, torch.bool):
+    for numel in (0, 1, 1000, 65536, 300_001):
+        expected = torch.cat([numbers(of, numel, dtype) for of in range(ranks)])
+        for in_place in (False, True):
+            output = torch.zeros(ranks * numel, dtype=dtype)
+            mine = output[rank * numel : (rank + 1) * numel] if in_place else torch.zeros(numel, dtype=dtype)
+            mine.copy_(numbers(rank, numel, dtype))
+            comm.all_gather_into_tensor(output, mine)
+            assert torch.equal(output, expected), (dtype, numel, in_place)
+assert not by_torch, by_torch
+
+for dtype, unit in ((torch.float32, 2**-24), (torch.bfloat16, 2**-8), (torch.float16, 2**-11)):
+    for numel in (0, 1, 1000, 65536, 300_001):
+        part = slice(rank * numel, (rank + 1) * numel)
+        exact = sum((numbers(of, ranks * numel, dtype)[part].double() for of in range(ranks)), torch.zeros(1))
+        for in_place in (False, True):
+            input = numbers(rank, ranks * numel, dtype)
+            output = input[part] if in_place else torch.zeros(numel, dtype=dtype)
+            comm.reduce_scatter_tensor(output, input)
+            assert ((output.double() - exact).abs() <= unit * exact.abs() + ranks * 128 * 2**-24).all(), (dtype, numel)
+            kept = numbers(rank, ranks * numel, dtype)
+            kept[part] = input[part]
+            assert torch.equal(input, kept), "the input was modified"
+assert not by_torch, by_torch
+
+# Not contiguous, and of a leaf that wants a gradient.
+columns = torch.zeros(5, ranks * 2).t()
+comm.all_gather_into_tensor(columns, torch.nn.Parameter(torch.full((5, 2), 1.0 + rank).t()))
+assert columns[::2, 0].tolist() == [1.0 + of for of in range(ranks)], columns
+sums = torch.zeros(3, 2)[:, 0]
+comm.reduce_scatter_tensor(sums, torch.full((3 * ranks, 2), 1.0 + rank)[:, 0])
+assert (sums == ranks * (ranks + 1) / 2).all() and not by_torch, (sums, by_torch)
+
+comm.all_gather_into_tensor(torch.empty(ranks, dtype=torch.complex64), torch.ones(1, dtype=torch.complex64))
+comm.reduce_scatter_tensor(torch.ones(2, dtype=torch.int32), torch.ones(2 * ranks, dtype=torch.int32))
+comm.reduce_scatter_tensor(torch.ones(2), torch.ones(2 * ranks), distributed.ReduceOp.MAX)
+say("by torch", *by_torch)
+try:
+    comm.all_gather_into_tensor(torch.empty(3), torch.ones(2))
+except Exception as error:
+    say("does not fit:", type(error).__name__)
+
+for wrong in (
+    lambda: comm.all_gather_into_tensor(torch.empty(ranks * (4 + rank)), torch.ones(4 + rank)),
+    lambda: comm.reduce_scatter_tensor(torch.empty(5), torch.ones(5 * ranks))
+    if rank
+    else comm.all_gather_into_tensor(torch.empty(5 * ranks), torch.ones(5)),
+):
+    try:
+        wrong()
+    except InvalidTensorError as error:
+        say(error)
+after = torch.empty(ranks)
+comm.all_gather_into_tensor(after, torch.full((1,), float(rank)))
+say("then", after.tolist())
 """
     + END
 )
@@ -182,7 +254,7 @@ def test_sums(ranks: int, tmp_path: Path) -> None:
         other = 1 if rank == 0 else 0
         largest = f"rank {rank}: largest {ranks - 1.0} torch.float64 torch.int32 torch.float32"
         rejected = (
-            f"rank {rank}: rank {other} has {40 + 4 * other} bytes to add up where this rank has {40 + 4 * rank} "
+            f"rank {rank}: rank {other} has {40 + 4 * other} bytes left where this rank has {40 + 4 * rank} "
             "(op 'all_reduce_'): expected as many of all"
         )
         theirs, ours = ("bfloat16", "float16")[:: 1 if rank == 0 else -1]
@@ -196,12 +268,30 @@ def test_sums(ranks: int, tmp_path: Path) -> None:
 
 
 @shared_memory
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_parts_are_gathered_and_sums_are_scattered(ranks: int, tmp_path: Path) -> None:
+    said = run(PARTS, ranks, tmp_path)
+    for rank in range(ranks):
+        other = 1 if rank == 0 else 0
+        by_torch = "all_gather_into_tensor reduce_scatter_tensor reduce_scatter_tensor"
+        sizes = (
+            f"rank {rank}: rank {other} has {16 + 4 * other} bytes left where this rank has {16 + 4 * rank} "
+            "(op 'all_gather_'): expected as many of all"
+        )
+        mine, theirs = ("all_gather_", "reduce_scatter_")[:: -1 if rank else 1]
+        mixed = f"rank {rank}: rank {other} is in {theirs} (op '{mine}'): expected the same of all"
+        then = f"rank {rank}: then {[float(of) for of in range(ranks)]}"
+        assert {f"rank {rank}: by torch {by_torch}", sizes, mixed, then} <= set(said), said
+        assert any(line.startswith(f"rank {rank}: does not fit: ") for line in said)
+
+
+@shared_memory
 def test_a_rank_that_ended_is_told(tmp_path: Path) -> None:
     again, ended, _ = run(ENDED, 2, tmp_path)
     assert ended.startswith(
         "rank 0: rank 1 of 2 ended before all_reduce (op 'all_reduce'): rank 0 has waited for it for"
     )
-    assert again.startswith("rank 0: an earlier all_reduce of this group was interrupted (op 'all_reduce'): ")
+    assert again.startswith("rank 0: an earlier collective of this group was interrupted (op 'all_reduce'): ")
 
 
 @shared_memory
@@ -223,7 +313,7 @@ def test_where_one_rank_has_no_shared_memory_all_take_torchs(tmp_path: Path) -> 
 def test_where_one_rank_must_not_do_without_the_kernel_all_raise(tmp_path: Path) -> None:
     assert run(UNBUILT, 2, tmp_path) == [
         *[
-            "rank 0: CollectiveError rank 1 of 2 cannot take part in all_reduce (op 'all_reduce'): CompileError: "
+            "rank 0: CollectiveError rank 1 of 2 cannot take part in collectives (op 'all_reduce'): CompileError: "
             "compiling failed: no compiler here at once"
         ]
         * 2,

@@ -1,4 +1,4 @@
-// ds_plugin::all_reduce_: sums over the ranks of a machine, through memory that they share.
+// ds_plugin::all_reduce_, all_gather_ and reduce_scatter_: among the ranks of a machine, through memory that they share.
 #include "all_reduce_loops.h"
 
 #include <ds_kernels/arguments.h>
@@ -18,13 +18,46 @@ struct SharedMemory {
 
 namespace {
 
+// What is done with tensors: a kind of `SharedRanks` is one of these and a dtype.
+enum Collective : int64_t { kAllReduce, kAllGather, kReduceScatter };
+constexpr const char* kNames[] = {"all_reduce_", "all_gather_", "reduce_scatter_"};
+constexpr int64_t kDtypes = 256;
+
+int64_t kind(Collective collective, Dtype dtype = {}) { return collective * kDtypes + static_cast<int64_t>(dtype); }
+
+auto adding(Dtype dtype, int64_t ranks) {
+  const auto sum = loops_for<AllReduceLoops>("all_reduce_").sum(dtype);
+  return [=](void* output, const void* const* slots, int64_t bytes) {
+    sum({output, slots, ranks, bytes / size_of(dtype)});
+  };
+}
+
 int64_t add_up(SharedRanks& memory, const SharedMemory& shared, void* data, int64_t elements, Dtype dtype, int64_t start) {
   const int64_t element = size_of(dtype);
-  const auto sum = loops_for<AllReduceLoops>("all_reduce_").sum(dtype);
-  const int64_t end = memory.all_reduce(
-      static_cast<char*>(data), elements * element, static_cast<int64_t>(dtype), start * element, shared.patience,
-      [&](void* output, const void* const* slots, int64_t bytes) { sum({output, slots, shared.ranks, bytes / element}); });
+  const int64_t end = memory.all_reduce(static_cast<char*>(data), elements * element, kind(kAllReduce, dtype),
+                                        start * element, shared.patience, adding(dtype, shared.ranks));
   return end / element;
+}
+
+SharedRanks ranks_of(const char* op, const Tensor& shared, int64_t rank, int64_t ranks, int64_t pieces = 1) {
+  DS_KERNELS_CHECK(shared.is_contiguous(), op, "shared is not contiguous");
+  DS_KERNELS_CHECK(0 <= rank && rank < ranks, op, "rank is ", rank, "; expected one of ", ranks);
+  const SharedRanks memory(shared.data_ptr(), shared.numel() * shared.element_size(), rank, ranks);
+  DS_KERNELS_CHECK(memory.has_room(pieces), op, "shared has no room for ", ranks, " ranks");
+  return memory;
+}
+
+// Whether all ranks do the same, with as much of the same dtype.
+void check_others(const char* op, const SharedRanks& memory, int64_t rank) {
+  const int64_t other = memory.other();
+  if (other < 0) return;
+  const int64_t theirs = memory.kind_of(other), ours = memory.kind_of(rank);
+  DS_KERNELS_CHECK(theirs / kDtypes == ours / kDtypes, op, "rank ", other, " is in ", kNames[theirs / kDtypes],
+                   "; expected the same of all");
+  DS_KERNELS_CHECK(theirs == ours, op, "rank ", other, " adds up ", name_of(static_cast<Dtype>(theirs % kDtypes)),
+                   " where this rank adds up ", name_of(static_cast<Dtype>(ours % kDtypes)), "; expected the same of all");
+  DS_KERNELS_CHECK(false, op, "rank ", other, " has ", memory.bytes_of(other), " bytes left where this rank has ",
+                   memory.bytes_of(rank), "; expected as many of all");
 }
 
 int64_t all_reduce_(const Tensor& self, const Tensor& shared, int64_t rank, int64_t ranks, int64_t start,
@@ -32,22 +65,55 @@ int64_t all_reduce_(const Tensor& self, const Tensor& shared, int64_t rank, int6
   const char* op = "all_reduce_";
   const Dtype dtype = dtype_of(op, "self", TensorRef(self.get()));
   DS_KERNELS_CHECK(self.is_contiguous(), op, "self is not contiguous");
-  DS_KERNELS_CHECK(shared.is_contiguous(), op, "shared is not contiguous");
-  DS_KERNELS_CHECK(0 <= rank && rank < ranks, op, "rank is ", rank, "; expected one of ", ranks);
-  SharedRanks memory(shared.data_ptr(), shared.numel() * shared.element_size(), rank, ranks);
-  DS_KERNELS_CHECK(memory.slot_bytes() > 0, op, "shared has no room for ", ranks, " ranks");
+  SharedRanks memory = ranks_of(op, shared, rank, ranks);
   const int64_t end = add_up(memory, {nullptr, 0, rank, ranks, patience}, self.data_ptr(), self.numel(), dtype, start);
-  DS_KERNELS_CHECK(memory.other() < 0 || memory.dtype_of(memory.other()) == memory.dtype_of(rank), op, "rank ",
-                   memory.other(), " adds up ", name_of(static_cast<Dtype>(memory.dtype_of(memory.other()))),
-                   " where this rank adds up ", name_of(dtype), "; expected the same of all");
-  DS_KERNELS_CHECK(memory.other() < 0, op, "rank ", memory.other(), " has ", memory.bytes_of(memory.other()),
-                   " bytes to add up where this rank has ", memory.bytes_of(rank), "; expected as many of all");
+  check_others(op, memory, rank);
   return end;
+}
+
+// `parts` is as large as `part` of all ranks together.
+void check_parts(const char* op, const Tensor& parts, const Tensor& part, int64_t ranks) {
+  DS_KERNELS_CHECK(parts.is_contiguous() && part.is_contiguous(), op, "a tensor is not contiguous");
+  const int64_t element = part.element_size();
+  DS_KERNELS_CHECK(parts.element_size() == element && parts.numel() == ranks * part.numel(), op, "tensors have ",
+                   parts.numel() * parts.element_size(), " and ", part.numel() * element, " bytes; expected one ", ranks,
+                   " times as large as the other");
+}
+
+int64_t all_gather_(const Tensor& output, const Tensor& input, const Tensor& shared, int64_t rank, int64_t ranks,
+                    int64_t start, double patience) {
+  const char* op = "all_gather_";
+  SharedRanks memory = ranks_of(op, shared, rank, ranks);
+  check_parts(op, output, input, ranks);
+  const int64_t element = input.element_size();
+  const int64_t end = memory.all_gather(static_cast<char*>(output.data_ptr()), static_cast<const char*>(input.data_ptr()),
+                                        input.numel() * element, kind(kAllGather), start * element, patience);
+  check_others(op, memory, rank);
+  return end / element;
+}
+
+int64_t reduce_scatter_(const Tensor& output, const Tensor& input, const Tensor& shared, int64_t rank, int64_t ranks,
+                        int64_t start, double patience) {
+  const char* op = "reduce_scatter_";
+  const Dtype dtype = dtype_of(op, "input", TensorRef(input.get()));
+  DS_KERNELS_CHECK(dtype == dtype_of(op, "output", TensorRef(output.get())), op, "output has another dtype than input");
+  SharedRanks memory = ranks_of(op, shared, rank, ranks, ranks);
+  check_parts(op, input, output, ranks);
+  const int64_t element = size_of(dtype);
+  const int64_t end = memory.reduce_scatter(
+      static_cast<char*>(output.data_ptr()), static_cast<const char*>(input.data_ptr()), output.numel() * element,
+      kind(kReduceScatter, dtype), start * element, patience, adding(dtype, ranks));
+  check_others(op, memory, rank);
+  return end / element;
 }
 
 }  // namespace
 
-DS_KERNELS_IMPL(CPU, m) { m.impl("all_reduce_", TORCH_BOX(&all_reduce_)); }
+DS_KERNELS_IMPL(CPU, m) {
+  m.impl("all_reduce_", TORCH_BOX(&all_reduce_));
+  m.impl("all_gather_", TORCH_BOX(&all_gather_));
+  m.impl("reduce_scatter_", TORCH_BOX(&reduce_scatter_));
+}
 
 }  // namespace ds_kernels::cpu
 

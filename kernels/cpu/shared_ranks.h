@@ -1,11 +1,12 @@
-// Sums over the ranks of a machine, through memory that they share: what they agree on, without torch.
+// Collectives among the ranks of a machine, through memory that they share: what they agree on, without torch.
 //
 // A tensor goes through the memory in pieces. Each rank has two slots, which it posts its pieces into in turn, and counts
-// its pieces. Who has seen that all others have posted piece n takes the sum out of all slots, and may then post n + 1
-// into its other slot: nobody posts n + 2, into the slot of n, before all have posted n + 1, and so are through with n.
+// its pieces. Who has seen that all others have posted piece n takes what it wants out of all slots, and may then post
+// n + 1 into its other slot: nobody posts n + 2, into the slot of n, before all have posted n + 1, and so are through with
+// n.
 //
-// Of a large piece, many ranks would each read all slots. There each adds up a share of it, into its own slot, where
-// nobody else reads that share; and takes the others' shares out of theirs when they are there.
+// Of a large piece that is to be added up, many ranks would each read all slots. There each adds up a share of it, into
+// its own slot, where nobody else reads that share; and takes the others' shares out of theirs when they are there.
 #pragma once
 
 #include <sched.h>
@@ -23,9 +24,9 @@ namespace ds_kernels::cpu {
 struct alignas(128) RankState {
   std::atomic<int64_t> posted;  // pieces; the rank alone writes it, after the slot and `bytes`
   std::atomic<int64_t> shared;  // the last piece of which this rank's share of the sum is in its slot; it alone writes it
-  int64_t summed;               // pieces; nobody else reads it
+  int64_t summed;               // pieces that it is through with; nobody else reads it
   int64_t bytes[2];             // what was left of the tensor when the slot was posted
-  int64_t dtype[2];             // what it consists of
+  int64_t kind[2];              // what it consists of, and what is done with it
 };
 static_assert(std::atomic<int64_t>::is_always_lock_free, "processes share it");
 
@@ -42,42 +43,87 @@ class SharedRanks {
         rank_(rank),
         ranks_(ranks) {}
 
-  int64_t slot_bytes() const { return slot_bytes_; }
+  // Whether a slot has room for so many pieces.
+  bool has_room(int64_t pieces = 1) const { return slot_bytes_ / pieces >= 128; }
 
-  // Adds up `data[start..bytes)` over all ranks. Returns where it stopped: at `bytes`, or before it where some rank has
-  // kept this one waiting for `patience` seconds; it is then called again with what it returned.
-  // `add(output, slots, bytes)` adds up a piece. All ranks call it with as many bytes of the same dtype, a number, or it
-  // fails: `other()` is then not -1.
+  // Each takes `start`, and returns where it stopped: at `bytes`, or before it where some rank has kept this one waiting
+  // for `patience` seconds; it is then called again with what it returned. All ranks call it with as many bytes of the
+  // same kind, a number, or it fails: `other()` is then not -1. `add(output, slots, bytes)` adds up a piece.
+
+  // Adds up `data[start..bytes)` over all ranks.
   template <class Add>
-  int64_t all_reduce(char* data, int64_t bytes, int64_t dtype, int64_t start, double patience, const Add& add) {
-    while (start < bytes && other_ < 0) {
-      const int64_t piece = std::min(bytes - start, slot_bytes_);
-      const int64_t number = mine().summed + 1;
-      if (mine().posted.load(std::memory_order_relaxed) < number) post(number, data + start, piece, bytes - start, dtype);
-      if (!wait_for_all(&RankState::posted, number, patience)) break;
-      other_ = find_other(number);
-      if (other_ < 0 && !sum(number, data + start, piece, patience, add)) break;
-      mine().summed = number;
-      start += piece;
-    }
-    return start;
+  int64_t all_reduce(char* data, int64_t bytes, int64_t kind, int64_t start, double patience, const Add& add) {
+    return pass(
+        bytes, slot_bytes_, kind, start, patience,
+        [&](char* slot, int64_t at, int64_t piece) { std::memcpy(slot, data + at, piece); },
+        [&](int64_t number, int64_t at, int64_t piece) { return sum(number, data + at, piece, patience, add); });
   }
 
-  // A rank that reduces another number of bytes than this one, or another dtype, or -1; and what was left of its tensor
+  // Puts the ranks' `input`, each of `bytes`, one after the other into `output`, in which this rank's may already lie.
+  int64_t all_gather(char* output, const char* input, int64_t bytes, int64_t kind, int64_t start, double patience) {
+    return pass(
+        bytes, slot_bytes_, kind, start, patience,
+        [&](char* slot, int64_t at, int64_t piece) { std::memcpy(slot, input + at, piece); },
+        [&](int64_t number, int64_t at, int64_t piece) {
+          for (int64_t rank = 0; rank < ranks_; ++rank) {
+            char* const target = output + rank * bytes + at;
+            const char* const source = rank == rank_ ? input + at : slot(rank, number);
+            if (target != source) std::memcpy(target, source, piece);
+          }
+          return true;
+        });
+  }
+
+  // Adds up part `rank` of the ranks' `input`, which has a part of `bytes` for each of them, into `output`; that may be
+  // this rank's part.
+  template <class Add>
+  int64_t reduce_scatter(char* output, const char* input, int64_t bytes, int64_t kind, int64_t start, double patience,
+                         const Add& add) {
+    return pass(
+        bytes, slot_bytes_ / ranks_ / 128 * 128, kind, start, patience,
+        [&](char* slot, int64_t at, int64_t piece) {
+          for (int64_t rank = 0; rank < ranks_; ++rank) {
+            std::memcpy(slot + rank * piece, input + rank * bytes + at, piece);
+          }
+        },
+        [&](int64_t number, int64_t at, int64_t piece) {
+          const int64_t part = rank_ * piece;
+          add_up(number, slot(rank_, number), output + at, part, part + piece, add);
+          return true;
+        });
+  }
+
+  // A rank that passes on another number of bytes than this one, or another kind, or -1; and what was left of its tensor
   // then.
   int64_t other() const { return other_; }
   int64_t bytes_of(int64_t rank) const { return states_[rank].bytes[mine().summed % 2]; }
-  int64_t dtype_of(int64_t rank) const { return states_[rank].dtype[mine().summed % 2]; }
+  int64_t kind_of(int64_t rank) const { return states_[rank].kind[mine().summed % 2]; }
 
  private:
   RankState& mine() const { return states_[rank_]; }
   char* slot(int64_t rank, int64_t number) const { return slots_ + (2 * rank + number % 2) * slot_bytes_; }
 
-  void post(int64_t number, const char* data, int64_t piece, int64_t left, int64_t dtype) const {
-    std::memcpy(slot(rank_, number), data, piece);
-    mine().bytes[number % 2] = left;
-    mine().dtype[number % 2] = dtype;
-    mine().posted.store(number, std::memory_order_release);
+  // In pieces of at most `most` bytes: `fill(slot, start, piece)` this rank's slot, and `take(number, start, piece)` from
+  // all, which gives whether it could.
+  template <class Fill, class Take>
+  int64_t pass(int64_t bytes, int64_t most, int64_t kind, int64_t start, double patience, const Fill& fill,
+               const Take& take) {
+    while (start < bytes && other_ < 0) {
+      const int64_t piece = std::min(bytes - start, most);
+      const int64_t number = mine().summed + 1;
+      if (mine().posted.load(std::memory_order_relaxed) < number) {
+        fill(slot(rank_, number), start, piece);
+        mine().bytes[number % 2] = bytes - start;
+        mine().kind[number % 2] = kind;
+        mine().posted.store(number, std::memory_order_release);
+      }
+      if (!wait_for_all(&RankState::posted, number, patience)) break;
+      other_ = find_other(number);
+      if (other_ < 0 && !take(number, start, piece)) break;
+      mine().summed = number;
+      start += piece;
+    }
+    return start;
   }
 
   // Whether the sum of a piece that all have posted is in `data`.
@@ -123,7 +169,7 @@ class SharedRanks {
     for (int64_t rank = 0; rank < ranks_; ++rank) {
       const RankState& state = states_[rank];
       if (state.bytes[number % 2] != mine().bytes[number % 2]) return rank;
-      if (state.dtype[number % 2] != mine().dtype[number % 2]) return rank;
+      if (state.kind[number % 2] != mine().kind[number % 2]) return rank;
     }
     return -1;
   }

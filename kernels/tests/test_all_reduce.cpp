@@ -1,4 +1,5 @@
 // Sums over ranks through shared memory, with threads for ranks: every level, every dtype, whatever the pieces are.
+#include <cstring>
 #include <string>
 #include <thread>
 #include <vector>
@@ -76,6 +77,53 @@ void test_sums(Dtype dtype, int64_t ranks, int64_t slot, const std::vector<size_
   }
 }
 
+// `work(rank)` of all ranks at once.
+template <class Work>
+void at_once(int64_t ranks, const Work& work) {
+  std::vector<std::thread> threads;
+  for (int64_t rank = 0; rank < ranks; ++rank) threads.emplace_back(work, rank);
+  for (std::thread& thread : threads) thread.join();
+}
+
+// All three in turn, through the same memory: more and fewer elements than a slot holds, in place and not.
+void test_all_three(Dtype dtype, int64_t ranks, int64_t slot, const std::vector<int64_t>& counts) {
+  Memory memory(ranks, slot);
+  const int64_t element = dtype == Dtype::Float32 ? 4 : 2;
+  const auto add = [&](void* output, const void* const* slots, int64_t bytes) {
+    loops->sum(dtype)({output, slots, ranks, bytes / element});
+  };
+  at_once(ranks, [&](int64_t rank) {
+    bool in_place = false;
+    for (const int64_t count : counts) {
+      in_place = !in_place;
+      const int64_t bytes = count * element;
+      Elements all(dtype, ranks * count), part = numbers(dtype, rank, count), sum(dtype, count);
+      char* const data = static_cast<char*>(all.data());
+      char* const own = in_place ? data + rank * bytes : static_cast<char*>(part.data());
+      std::memcpy(own, part.data(), bytes);
+      int64_t end = memory.of(rank).all_gather(data, own, bytes, 1, 0, kPatience);
+      int wrong = end != bytes;
+      for (int64_t i = 0; i < ranks * count; ++i) wrong += all[i] != numbers(dtype, i / count, count)[i % count];
+      CHECK(!wrong, "%d of %d elements of %d ranks", wrong, static_cast<int>(count), static_cast<int>(ranks));
+
+      // Of part p, rank r has its numbers times p + 1; what is added up is exact in every dtype for these.
+      for (int64_t i = 0; i < ranks * count; ++i) all.set(i, number(rank, i % count) + static_cast<float>(i / count));
+      char* const output = in_place ? data + rank * bytes : static_cast<char*>(sum.data());
+      end = memory.of(rank).reduce_scatter(output, data, bytes, 2, 0, kPatience, add);
+      if (in_place) std::memcpy(sum.data(), output, bytes);
+      wrong = end != bytes;
+      for (int64_t i = 0; i < count; ++i) {
+        float expected = 0;
+        for (int64_t other = 0; other < ranks; ++other) expected += number(other, i) + static_cast<float>(rank);
+        wrong += sum[i] != expected;
+      }
+      CHECK(!wrong, "%d of %d sums of a part over %d ranks", wrong, static_cast<int>(count), static_cast<int>(ranks));
+      reduce(memory.of(rank), ranks, dtype, part, 0, kPatience);
+      check_sums(dtype, ranks, part);
+    }
+  });
+}
+
 // A rank that is not there in time: the call says how far it got, and goes on from there.
 void test_patience() {
   Memory memory(2, 256);
@@ -107,6 +155,59 @@ void test_patience_with_shares() {
   for (const Elements& each : data) check_sums(Dtype::Float32, kRanks, each);
 }
 
+// The same of the other two.
+void test_patience_of_the_others() {
+  Memory memory(2, 256);
+  const auto add = [](void* output, const void* const* slots, int64_t bytes) {
+    loops->sum(Dtype::Float32)({output, slots, 2, bytes / 4});
+  };
+  std::vector<Elements> parts, all;
+  for (int64_t rank = 0; rank < 2; ++rank) {
+    parts.push_back(numbers(Dtype::Float32, rank, 100));
+    all.emplace_back(Dtype::Float32, 200);
+  }
+  const auto gather = [&](int64_t rank, int64_t start) {
+    return memory.of(rank).all_gather(static_cast<char*>(all[rank].data()), static_cast<char*>(parts[rank].data()), 400, 1,
+                                      start, 0.001);
+  };
+  CHECK(gather(0, 0) == 0, "nobody had come");
+  CHECK(gather(1, 0) == 256, "the first piece was there");
+  CHECK(gather(0, 0) == 400, "all pieces were there");
+  CHECK(gather(1, 256) == 400, "the rest was there");
+  for (size_t i = 0; i < 200; ++i) {
+    CHECK(all[0][i] == number(i / 100, i % 100) && all[1][i] == all[0][i], "element %zu", i);
+  }
+  const auto scatter = [&](int64_t rank, int64_t start) {
+    return memory.of(rank).reduce_scatter(static_cast<char*>(parts[rank].data()), static_cast<char*>(all[rank].data()), 400,
+                                          2, start, 0.001, add);
+  };
+  CHECK(scatter(0, 0) == 0, "nobody had come");
+  CHECK(scatter(1, 0) == 128, "the first piece was there");
+  CHECK(scatter(0, 0) == 256, "two pieces were there");
+  CHECK(scatter(1, 128) == 384, "and two more");
+  CHECK(scatter(0, 256) == 400, "all were there");
+  CHECK(scatter(1, 384) == 400, "the rest was there");
+  for (size_t i = 0; i < 100; ++i) {
+    CHECK(parts[0][i] == 2 * number(0, i) && parts[1][i] == 2 * number(1, i), "sum %zu", i);
+  }
+}
+
+// Ranks that do different things with as many bytes learn of it.
+void test_other_collective() {
+  Memory memory(2, 256);
+  at_once(2, [&](int64_t rank) {
+    SharedRanks mine = memory.of(rank);
+    Elements data = numbers(Dtype::Float32, rank, 50), all(Dtype::Float32, 100);
+    const auto never = [](void*, const void* const*, int64_t) { CHECK(false, "added up"); };
+    if (rank == 0) {
+      mine.all_reduce(static_cast<char*>(data.data()), 200, 0, 0, kPatience, never);
+    } else {
+      mine.all_gather(static_cast<char*>(all.data()), static_cast<char*>(data.data()), 200, 1, 0, kPatience);
+    }
+    CHECK(mine.other() == 1 - rank && mine.kind_of(0) == 0 && mine.kind_of(1) == 1, "rank %d", static_cast<int>(rank));
+  });
+}
+
 // Tensors of different sizes are not added up, and what comes after them is.
 void test_other_size() {
   Memory memory(2, 256);
@@ -135,7 +236,7 @@ void test_other_dtype() {
     const auto never = [](void*, const void* const*, int64_t) { CHECK(false, "added up"); };
     mine.all_reduce(static_cast<char*>(data.data()), 200, static_cast<int64_t>(dtype), 0, kPatience, never);
     CHECK(mine.other() == 1 - rank, "rank %d sees %d", static_cast<int>(rank), static_cast<int>(mine.other()));
-    CHECK(mine.dtype_of(0) != mine.dtype_of(1), "their dtypes");
+    CHECK(mine.kind_of(0) != mine.kind_of(1), "their dtypes");
   };
   std::thread other(work, 1, Dtype::Float16);
   work(0, Dtype::BFloat16);
@@ -164,9 +265,14 @@ int main() {
       for (const int64_t ranks : {1, 2, 3, 8}) test_sums(dtype, ranks, 256, {0, 1, 17, 64, 128, 129, 1000, 3, 5000, 2});
       for (const int64_t ranks : {3, 4, 7}) test_sums(dtype, ranks, 1 << 17, {99999, 5, 32769, 200000, 16384, 65536});
     }
+    for (const Dtype dtype : {Dtype::Float32, Dtype::BFloat16}) {
+      for (const int64_t ranks : {1, 2, 3, 8}) test_all_three(dtype, ranks, 1024, {0, 1, 17, 128, 129, 1000, 3, 2, 5000});
+    }
     test_rounding();
     test_patience();
     test_patience_with_shares();
+    test_patience_of_the_others();
+    test_other_collective();
     test_other_size();
     test_other_dtype();
   });

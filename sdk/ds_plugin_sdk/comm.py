@@ -1,11 +1,23 @@
-"""Collectives for tensors in host memory: sums over a machine's ranks need no sockets.
+"""Collectives for tensors in host memory: a machine's ranks need no sockets.
 
     from ds_plugin_sdk import comm
 
     comm.all_reduce(activations, group=tensor_parallel_group)
 
 Between layers that are divided among ranks, a token's activations are summed: some kilobytes, dozens of times a token.
-Ranks of one machine do it in memory that they share, in microseconds; gloo's sockets take dozens of times as long.
+ZeRO sums gradients and gathers parameters, all of a model's in each step. Ranks of one machine do it in memory that
+they share; gloo's sockets take several times as long, and for little tensors dozens of times.
+
+The functions are those of `torch.distributed` of the same names. Sums of float32, bfloat16 and float16, and gathering
+of what is not complex, go through shared memory if all ranks of the group run on one machine: added up in float32 in
+the order of the ranks and rounded once, so that all have the same bits. All else is `torch.distributed`'s, and so is a
+group in which one rank cannot have shared memory or the kernel.
+
+All of them raise:
+    CollectiveError: a rank has ended, did not come within the group's time, or must not do without the kernel and has
+        none (``DS_PLUGIN_FALLBACK=0``).
+    BuildError: that rank is this one.
+    InvalidTensorError: the ranks call different collectives, or their tensors differ in size or dtype.
 """
 
 from __future__ import annotations
@@ -15,6 +27,7 @@ import fcntl
 import os
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
@@ -24,7 +37,7 @@ from torch.distributed import ProcessGroup, ReduceOp
 from torch.distributed.constants import default_pg_timeout
 
 from ds_plugin_sdk.errors import CollectiveError
-from ds_plugin_sdk.ops.all_reduce import STATE_BYTES, SharedSum
+from ds_plugin_sdk.ops.all_reduce import STATE_BYTES, SharedRanks
 
 _SHARED_MEMORY = Path("/dev/shm")  # what the ranks of a machine have in common, in memory
 _SLOT_BYTES = 256 * 1024  # of a tensor that goes through at a time: it stays in a core's cache
@@ -35,37 +48,86 @@ _groups: WeakKeyDictionary[ProcessGroup, _SharedMemory | None] = WeakKeyDictiona
 
 
 def all_reduce(tensor: Tensor, op: ReduceOp.RedOpType = ReduceOp.SUM, group: ProcessGroup | None = None) -> None:
-    """Replace a tensor by its reduction over the ranks of a group; all of them get the same bits.
-
-    Sums of float32, bfloat16 and float16 in host memory go through memory that the ranks share, if all of them run on
-    one machine: added up in float32 in the order of the ranks, and rounded once. All else is
-    `torch.distributed.all_reduce`'s, and so is a group in which one rank cannot have shared memory or the kernel.
+    """Replace a tensor by its reduction over the ranks of a group.
 
     Args:
         tensor: any shape, the same on all ranks of the group, as is its dtype.
         op: the reduction.
         group: its ranks, None for all.
-
-    Raises:
-        CollectiveError: a rank has ended, did not come within the group's time, or must not do without the kernel and
-            has none (``DS_PLUGIN_FALLBACK=0``).
-        BuildError: that rank is this one.
-        InvalidTensorError: the ranks' tensors differ in size or dtype.
     """
-    group = distributed.group.WORLD if group is None else group
-    shared = _shared_by(group) if _fits(tensor, op) else None
-    if shared is None:
+    if not shared_all_reduce(tensor, op, group):
         distributed.all_reduce(tensor, op=op, group=group)
-        return
+
+
+def all_gather_into_tensor(output: Tensor, input: Tensor, group: ProcessGroup | None = None) -> None:
+    """Put the ranks' tensors one after the other.
+
+    Args:
+        output: as large as the inputs of all ranks; this rank's may be in its place there.
+        input: the same size and dtype on all ranks of the group.
+        group: its ranks, None for all.
+    """
+    if not shared_all_gather(output, input, group):
+        distributed.all_gather_into_tensor(output, input, group=group)
+
+
+def reduce_scatter_tensor(
+    output: Tensor, input: Tensor, op: ReduceOp.RedOpType = ReduceOp.SUM, group: ProcessGroup | None = None
+) -> None:
+    """Reduce a tensor that has a part for each rank, and keep this rank's part.
+
+    Args:
+        output: a part; it may be this rank's of `input`.
+        input: as large as the parts of all ranks, the same size and dtype on all of them. Modified only as `output` is.
+        op: the reduction.
+        group: its ranks, None for all.
+    """
+    if not shared_reduce_scatter(output, input, op, group):
+        distributed.reduce_scatter_tensor(output, input, op=op, group=group)
+
+
+def shared_all_reduce(tensor: Tensor, op: ReduceOp.RedOpType, group: ProcessGroup | None) -> bool:
+    """`all_reduce` if it goes through shared memory; False, on all ranks, if it is for the process group."""
+    shared = _shared_by(group) if _sums(tensor, op) else None
+    if shared is None:
+        return False
     plain = tensor.detach() if tensor.requires_grad else tensor
     if plain.is_contiguous():
-        shared.sum(plain)
+        shared.all_reduce(plain)
     else:
-        plain.copy_(shared.sum(plain.contiguous()))
+        plain.copy_(shared.all_reduce(plain.contiguous()))
+    return True
 
 
-def _fits(tensor: Tensor, op: ReduceOp.RedOpType) -> bool:
-    """What all ranks of a collective answer alike."""
+def shared_all_gather(output: Tensor, input: Tensor, group: ProcessGroup | None) -> bool:
+    """`all_gather_into_tensor` in the same way."""
+    shared = _shared_by(group) if _gathers(output, input) else None
+    if shared is None or not shared.divides(output, input):
+        return False
+    _into(output.detach(), lambda whole: shared.all_gather(whole, input.detach().contiguous()))
+    return True
+
+
+def shared_reduce_scatter(output: Tensor, input: Tensor, op: ReduceOp.RedOpType, group: ProcessGroup | None) -> bool:
+    """`reduce_scatter_tensor` in the same way."""
+    shared = _shared_by(group) if _sums(input, op) and _gathers(output, input) else None
+    if shared is None or not shared.divides(input, output):
+        return False
+    _into(output.detach(), lambda part: shared.reduce_scatter(part, input.detach().contiguous()))
+    return True
+
+
+def _into(output: Tensor, write: Callable[[Tensor], None]) -> None:
+    if output.is_contiguous():
+        write(output)
+    else:
+        whole = torch.empty_like(output, memory_format=torch.contiguous_format)
+        write(whole)
+        output.copy_(whole)
+
+
+# What all ranks of a collective answer alike.
+def _sums(tensor: Tensor, op: ReduceOp.RedOpType) -> bool:
     return (
         tensor.is_cpu
         and tensor.dtype in _DTYPES
@@ -74,8 +136,19 @@ def _fits(tensor: Tensor, op: ReduceOp.RedOpType) -> bool:
     )
 
 
+def _gathers(output: Tensor, input: Tensor) -> bool:
+    return (
+        output.is_cpu
+        and input.is_cpu
+        and output.dtype == input.dtype
+        and not input.dtype.is_complex  # whose conjugates are marked, and not computed
+        and not torch.compiler.is_compiling()
+    )
+
+
 def _shared_by(group: ProcessGroup | None) -> _SharedMemory | None:
     """The memory that the ranks of a group share, or None. Collective when the group is first seen."""
+    group = distributed.group.WORLD if group is None else group
     if not isinstance(group, ProcessGroup):  # of other ranks, or none: torch has words for it
         return None
     try:
@@ -85,7 +158,7 @@ def _shared_by(group: ProcessGroup | None) -> _SharedMemory | None:
 
 
 class _SharedMemory:
-    """Memory that the ranks of a group share, as the kernel of ``all_reduce_`` lays it out.
+    """Memory that the ranks of a group share, as the kernels of `ds_plugin_sdk.ops.all_reduce` lay it out.
 
     Its file has no name any more when the first sum is taken: whatever ends the ranks, nothing is left of it. Each rank
     holds a lock on a byte of it, which the system takes back when the rank ends; so the others learn of that.
@@ -100,8 +173,8 @@ class _SharedMemory:
         # After from_file, which closes a descriptor of its own: that gives up all of a process's locks on a file.
         self._file = path.open("r+b")
         fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self._rank)
-        self._sum = SharedSum(self._memory, self._rank, self._ranks, _PATIENCE)
-        self._sum(torch.empty(0), 0)  # fails where there is no kernel
+        self._pass = SharedRanks(self._memory, self._rank, self._ranks, _PATIENCE)
+        self._pass.all_reduce(torch.empty(0), 0)  # fails where there is no kernel
 
     @classmethod
     def of(cls, group: ProcessGroup) -> _SharedMemory | None:
@@ -126,7 +199,7 @@ class _SharedMemory:
         for rank, (_, why) in enumerate(outcomes):
             if why:
                 raise CollectiveError(
-                    f"rank {rank} of {group.size()} cannot take part in all_reduce", op="all_reduce", why=why
+                    f"rank {rank} of {group.size()} cannot take part in collectives", op="all_reduce", why=why
                 )
         return shared if all(opened for opened, _ in outcomes) else None
 
@@ -140,44 +213,61 @@ class _SharedMemory:
         except Exception as error:  # the other ranks wait for this one's answer, whatever it is
             return None, error
 
-    def sum(self, tensor: Tensor) -> Tensor:
+    def divides(self, whole: Tensor, part: Tensor) -> bool:
+        """Whether a tensor has a part of this size for each rank."""
+        return whole.numel() == self._ranks * part.numel()
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
         """A contiguous tensor, replaced by the sum over the ranks."""
+        self._run(tensor.numel(), self._pass.all_reduce, tensor)
+        return tensor
+
+    def all_gather(self, output: Tensor, input: Tensor) -> None:
+        """The ranks' inputs one after the other; both contiguous."""
+        outputs, mine = (tensor.view(-1).view(torch.uint8) for tensor in (output, input))  # of any dtype
+        self._run(mine.numel(), self._pass.all_gather, outputs, mine)
+
+    def reduce_scatter(self, output: Tensor, input: Tensor) -> None:
+        """The sum of this rank's part of the ranks' inputs; both contiguous."""
+        self._run(output.numel(), self._pass.reduce_scatter, output, input)
+
+    def _run(self, elements: int, collective: Callable[..., int], *tensors: Tensor) -> None:
+        """All of a method of `SharedRanks`, which gives where it stopped."""
         if self._broken_off:
             raise CollectiveError(
-                "an earlier all_reduce of this group was interrupted",
-                op="all_reduce",
+                "an earlier collective of this group was interrupted",
+                op=collective.__name__,
                 why=f"what rank {self._rank} posted for it is where the others look for this one's",
                 hint="restart the job",
             )
-        done = self._sum(tensor, 0)
-        if done < tensor.numel():
-            self._go_on(tensor, done)
-        return tensor
+        done = collective(*tensors, 0)
+        if done < elements:
+            self._go_on(done, elements, collective, *tensors)
 
-    def _go_on(self, tensor: Tensor, done: int) -> None:
-        """Wait for the others until the sum is whole or they cannot come."""
+    def _go_on(self, done: int, elements: int, collective: Callable[..., int], *tensors: Tensor) -> None:
+        """Wait for the others until it is whole or they cannot come."""
         begun = time.monotonic()
         self._broken_off = True
-        while done < tensor.numel():
-            self._see_to_the_others(time.monotonic() - begun)
-            done = self._sum(tensor, done)
+        while done < elements:
+            self._see_to_the_others(collective.__name__, time.monotonic() - begun)
+            done = collective(*tensors, done)
         self._broken_off = False
 
-    def _see_to_the_others(self, waited: float) -> None:
+    def _see_to_the_others(self, collective: str, waited: float) -> None:
         posted = self._memory.view(torch.int64)[: self._ranks * STATE_BYTES // 8 : STATE_BYTES // 8].tolist()
         missing = [rank for rank, pieces in enumerate(posted) if pieces < posted[self._rank]]
         for rank in missing:
             if self._has_ended(rank):
                 raise CollectiveError(
-                    f"rank {rank} of {self._ranks} ended before all_reduce",
-                    op="all_reduce",
+                    f"rank {rank} of {self._ranks} ended before {collective}",
+                    op=collective,
                     why=f"rank {self._rank} has waited for it for {waited:.0f} s, and its process is gone",
                     hint="what that rank printed last says why; restart the job",
                 )
         if missing and waited > self._timeout:
             raise CollectiveError(
-                f"ranks {missing} of {self._ranks} did not call all_reduce",
-                op="all_reduce",
+                f"ranks {missing} of {self._ranks} did not call {collective}",
+                op=collective,
                 why=f"rank {self._rank} has waited for {waited:.0f} s, the group's timeout",
                 hint="every rank of a group must call the same collectives in the same order",
             )

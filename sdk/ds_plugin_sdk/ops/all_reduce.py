@@ -1,7 +1,8 @@
-"""Sums over the ranks of a machine: ``ds_plugin::all_reduce_``, through memory that they share.
+"""Collectives among the ranks of a machine, through memory that they share: ``ds_plugin::all_reduce_``,
+``all_gather_`` and ``reduce_scatter_``.
 
 There is no reference implementation: no operation on tensors lets processes wait for each other. `ds_plugin_sdk.comm`
-calls it.
+calls them.
 """
 
 from __future__ import annotations
@@ -34,41 +35,62 @@ class _Memory(ctypes.Structure):
 c_function = CFunction("all_reduce")
 
 
-class SharedSum:
-    """The op for one memory, rank and patience.
+class SharedRanks:
+    """The ops for one memory, rank and patience.
+
+    Each takes contiguous tensors, and `start`, the element of a rank's part to begin with; it gives the element where
+    it stopped, which is not the last if a rank is late. They raise InvalidTensorError where ranks do different things,
+    or with tensors of different sizes or dtypes.
 
     Args:
-        shared: the memory, as the op has it.
+        shared: the memory, as the ops have it.
         rank, ranks: this process, and how many there are.
         patience: seconds until a rank that waits comes back.
     """
 
     def __init__(self, shared: Tensor, rank: int, ranks: int, patience: float) -> None:
-        self._others = (shared, rank, ranks, patience)
+        self._shared, self._rank, self._ranks, self._patience = shared, rank, ranks, patience
         self._memory = _Memory(shared.data_ptr(), shared.nbytes, rank, ranks, patience)
         self._address = ctypes.addressof(self._memory)
 
-    def __call__(self, tensor: Tensor, start: int) -> int:
-        """Add up a contiguous tensor from element `start` on. Gives the element where it stopped, if a rank is late.
-
-        Raises:
-            InvalidTensorError: the ranks' tensors differ in size or dtype.
-        """
+    def all_reduce(self, tensor: Tensor, start: int) -> int:
+        """Add up a tensor."""
         function = c_function.usable()
         done = -1 if function is None else function(tensor, self._address, start)
-        if done < 0:
-            shared, rank, ranks, patience = self._others
-            done = _library.call("all_reduce_", tensor, shared, rank, ranks, start, patience)
-        return done
+        return self._call("all_reduce_", tensor, start=start) if done < 0 else done
+
+    def all_gather(self, output: Tensor, input: Tensor, start: int) -> int:
+        """Put the ranks' inputs, of bytes, one after the other into `output`, in which this rank's may already lie."""
+        return self._call("all_gather_", output, input, start=start)
+
+    def reduce_scatter(self, output: Tensor, input: Tensor, start: int) -> int:
+        """Add up this rank's part of the ranks' inputs into `output`, which may be that part."""
+        return self._call("reduce_scatter_", output, input, start=start)
+
+    def _call(self, op: str, *tensors: Tensor, start: int) -> int:
+        return int(_library.call(op, *tensors, self._shared, self._rank, self._ranks, start, self._patience))
 
 
 def _no_reference(*args: Any) -> NoReturn:
-    raise NotImplementedError("ds_plugin::all_reduce_ has no kernel here, and no reference implementation")
+    raise NotImplementedError("the ops of ds_plugin_sdk.ops.all_reduce have no reference implementation")
 
 
+_SHARED = "Tensor(b!) shared, int rank, int ranks, int start, float patience) -> int"
 _library.register(
-    "all_reduce_(Tensor(a!) self, Tensor(b!) shared, int rank, int ranks, int start, float patience) -> int",
+    f"all_reduce_(Tensor(a!) self, {_SHARED}",
     _no_reference,
     fake=lambda self, *others: self.numel(),
+    family="all_reduce",
+)
+_library.register(
+    f"all_gather_(Tensor(a!) output, Tensor input, {_SHARED}",
+    _no_reference,
+    fake=lambda output, input, *others: input.numel(),
+    family="all_reduce",
+)
+_library.register(
+    f"reduce_scatter_(Tensor(a!) output, Tensor input, {_SHARED}",
+    _no_reference,
+    fake=lambda output, *others: output.numel(),
     family="all_reduce",
 )

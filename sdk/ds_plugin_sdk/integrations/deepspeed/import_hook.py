@@ -25,7 +25,7 @@ _LIGHTNING = "ds_plugin_sdk.integrations.lightning"
 # Right after the module on the left was executed, the function on the right is called with it.
 _AFTER = {
     REAL_ACCELERATOR: "ds_plugin_sdk.integrations.deepspeed.adopt:adopt",
-    "deepspeed.comm.torch": "ds_plugin_sdk.integrations.deepspeed.all_reduce:replace",
+    "deepspeed.comm.torch": "ds_plugin_sdk.integrations.deepspeed.collectives:replace",
     "deepspeed.inference.engine": "ds_plugin_sdk.integrations.deepspeed.injection:explain",
     "deepspeed.launcher.multinode_runner": "ds_plugin_sdk.integrations.deepspeed.launcher:carry_settings",
     "deepspeed.ops.op_builder.all_ops": "ds_plugin_sdk.integrations.deepspeed.op_table:complete",

@@ -1,4 +1,4 @@
-"""DeepSpeed's inference_all_reduce on our plugin: right for every group, op and dtype, under every launcher."""
+"""DeepSpeed's collectives on our plugin: right for every group, op and dtype, under every launcher."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ds_plugin_sdk import comm
-from ds_plugin_sdk.integrations.deepspeed import all_reduce
+from ds_plugin_sdk.integrations.deepspeed import collectives
 from launchers import LAUNCHERS, launch
 
 # DeepSpeed's own shared-memory op gives sums over all ranks for any group and op, leaves float64 and int32 as they are,
@@ -31,6 +31,30 @@ for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch
         dist.inference_all_reduce(tensor, op=op, group=group)
         values = tensor.unique().tolist()
         print(f"rank {rank} {str(dtype)[6:]} {'sum' if op == dist.ReduceOp.SUM else 'max'} {values}", flush=True)
+
+# The same three ways: into a result, and into one that a handle is waited for.
+for dtype in (torch.float32, torch.bfloat16, torch.int32):
+    for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX):
+        for async_op in (False, True):
+            mine, both = torch.full((1000,), rank + 1, dtype=dtype), torch.zeros(2000, dtype=dtype)
+            handles = [dist.all_gather_into_tensor(both, mine, group=group, async_op=async_op)]
+            for handle in handles:
+                assert (handle is None) is not async_op
+                assert not async_op or isinstance(handle, torch.distributed.Work) and handle.wait() is not False
+            scattered, reduced = torch.zeros(1000, dtype=dtype), mine.clone()
+            for handle in (
+                dist.reduce_scatter_tensor(scattered, both, op=op, group=group, async_op=async_op),
+                dist.all_reduce(reduced, op=op, group=group, async_op=async_op),
+            ):
+                assert (handle is None) is not async_op
+                if async_op:
+                    handle.wait()
+            low, high = rank // 2 * 2 + 1, rank // 2 * 2 + 2
+            added = op == dist.ReduceOp.SUM
+            assert both.tolist() == [low] * 1000 + [high] * 1000
+            assert scattered.unique().tolist() == [(rank + 1) * (2 if added else 1)], scattered
+            assert reduced.unique().tolist() == [low + high if added else high], reduced
+print(f"rank {rank} all three", flush=True)
 dist.barrier()
 torch.distributed.destroy_process_group()
 """
@@ -47,6 +71,7 @@ def test_two_groups_of_two_ranks(launcher: str, tmp_path: Path) -> None:
     printed = launch(launcher, 4, program)
     lines = re.findall(r"rank (\d) (\w+) (sum|max) \[([\d.]+)\]", printed)
     assert len(set(lines)) == 4 * 5 * 2, printed
+    assert printed.count("all three") == 4
     expected = {("0", "sum"): 3, ("0", "max"): 2, ("1", "sum"): 7, ("1", "max"): 4}
     wrong = [line for line in lines if float(line[3]) != expected[str(int(line[0]) // 2), line[2]]]
     assert not wrong, wrong
@@ -74,7 +99,7 @@ def test_who_has_deepspeeds_op_keeps_it(
 
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: ranks)
     monkeypatch.setattr(comm, "all_reduce", lambda *arguments: calls.append(("the SDK", *arguments)))
-    all_reduce.replace(SimpleNamespace(TorchBackend=TorchBackend))  # type: ignore[arg-type]  # stands for the module
+    collectives.replace(SimpleNamespace(TorchBackend=TorchBackend))  # type: ignore[arg-type]  # stands for the module
     TorchBackend().inference_all_reduce("a tensor", "SUM", "a group")
     reduction = "torch's SUM" if asked == "the SDK" else "SUM"
     assert calls == ([] if asked == "nobody" else [(asked, "a tensor", reduction, "a group")])
@@ -85,4 +110,4 @@ def test_deepspeed_calls_the_sdk(python) -> None:  # type: ignore[no-untyped-def
     done = python(
         "from deepspeed.comm.torch import TorchBackend as b\nprint(b.inference_all_reduce.__code__.co_filename)"
     )
-    assert done.stdout.splitlines()[-1] == all_reduce.__file__
+    assert done.stdout.splitlines()[-1] == collectives.__file__
