@@ -1,4 +1,4 @@
-"""DeepSpeed's ``inference_all_reduce`` on the CPU beside all_reduce over gloo, by DeepSpeed and torch, and MPIs."""
+"""DeepSpeed's ``inference_all_reduce`` and ``all_reduce`` on the CPU, beside torch's over gloo, and MPIs."""
 
 from __future__ import annotations
 
