@@ -40,7 +40,7 @@ def numbers(of, numel, dtype):
     return torch.randn(numel, generator=torch.Generator().manual_seed(of)).to(dtype)
 
 for dtype, unit in ((torch.float32, 2**-24), (torch.bfloat16, 2**-8), (torch.float16, 2**-11)):
-    for numel in (0, 1, 1000, 65536, 300_001):  # one piece, exactly one, and several
+    for numel in (1, 1000, 65536, 300_001):  # one piece, exactly one, and several
         tensor = numbers(rank, numel, dtype)
         exact = sum((numbers(of, numel, dtype).double() for of in range(ranks)), torch.zeros(1))
         comm.all_reduce(tensor)
@@ -105,7 +105,7 @@ def numbers(of, numel, dtype):
     return values.bool() if dtype == torch.bool else values.to(dtype)
 
 for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int8, torch.bool):
-    for numel in (0, 1, 1000, 65536, 300_001):
+    for numel in (1, 1000, 65536, 300_001):
         expected = torch.cat([numbers(of, numel, dtype) for of in range(ranks)])
         for in_place in (False, True):
             output = torch.zeros(ranks * numel, dtype=dtype)
@@ -116,7 +116,7 @@ for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch
 assert not by_torch, by_torch
 
 for dtype, unit in ((torch.float32, 2**-24), (torch.bfloat16, 2**-8), (torch.float16, 2**-11)):
-    for numel in (0, 1, 1000, 65536, 300_001):
+    for numel in (1, 1000, 65536, 300_001):
         part = slice(rank * numel, (rank + 1) * numel)
         exact = sum((numbers(of, ranks * numel, dtype)[part].double() for of in range(ranks)), torch.zeros(1))
         for in_place in (False, True):
@@ -137,6 +137,22 @@ sums = torch.zeros(3, 2)[:, 0]
 comm.reduce_scatter_tensor(sums, torch.full((3 * ranks, 2), 1.0 + rank)[:, 0])
 assert (sums == ranks * (ranks + 1) / 2).all() and not by_torch, (sums, by_torch)
 
+# An input elsewhere in the output, and one that torch has marked as negated.
+buffer = torch.arange(ranks * 3.0) + 100 * rank
+comm.all_gather_into_tensor(buffer, buffer[:3])
+assert buffer.tolist() == [100.0 * of + i for of in range(ranks) for i in range(3)], buffer
+buffer = torch.arange(ranks * 3.0)
+comm.reduce_scatter_tensor(buffer[1:4], buffer)
+assert buffer[1:4].tolist() == [ranks * (3.0 * rank + i) for i in range(3)], buffer
+negated = torch.tensor([1 + 2j]).conj().imag
+comm.all_gather_into_tensor(torch.empty(ranks), negated)
+comm.all_gather_into_tensor(torch.zeros(ranks, dtype=torch.complex64).conj().imag, torch.ones(1))
+assert not by_torch, by_torch
+
+comm.all_gather_into_tensor(torch.empty(0), torch.empty(0))
+comm.reduce_scatter_tensor(torch.empty(0), torch.empty(0))
+assert by_torch == ["all_gather_into_tensor", "reduce_scatter_tensor"], by_torch
+by_torch.clear()
 comm.all_gather_into_tensor(torch.empty(ranks, dtype=torch.complex64), torch.ones(1, dtype=torch.complex64))
 comm.reduce_scatter_tensor(torch.ones(2, dtype=torch.int32), torch.ones(2 * ranks, dtype=torch.int32))
 comm.reduce_scatter_tensor(torch.ones(2), torch.ones(2 * ranks), distributed.ReduceOp.MAX)
@@ -151,6 +167,11 @@ for wrong in (
     lambda: comm.reduce_scatter_tensor(torch.empty(5), torch.ones(5 * ranks))
     if rank
     else comm.all_gather_into_tensor(torch.empty(5 * ranks), torch.ones(5)),
+    # One of them past torch's dispatcher.
+    lambda: comm.all_gather_into_tensor(torch.empty(5 * ranks), torch.ones(5))
+    if rank
+    else comm.all_reduce(torch.ones(5)),
+    lambda: comm.all_reduce(torch.ones(1 if rank else 10)),
 ):
     try:
         wrong()
@@ -178,6 +199,46 @@ for _ in range(2):
 os._exit(0)
 """
 )
+
+INTERRUPTED = (
+    START
+    + """
+import signal
+
+class Interrupted(Exception):
+    pass
+
+def interrupt(*_):
+    raise Interrupted
+
+comm.all_reduce(torch.ones(3))
+if rank == 0:
+    signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    try:
+        comm.all_reduce(torch.ones(3))
+    except Interrupted:
+        say("interrupted")
+    try:
+        comm.all_reduce(torch.ones(3))
+    except CollectiveError as error:
+        say(str(error).replace("\\n", " "))
+else:
+    time.sleep(3)
+os._exit(0)
+"""
+)
+
+FAKE = """
+import torch
+from torch import distributed
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from ds_plugin_sdk import comm
+
+distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+comm.all_reduce(torch.ones(3))
+print("rank 0: done")
+"""
 
 LATE = (
     START
@@ -280,8 +341,13 @@ def test_parts_are_gathered_and_sums_are_scattered(ranks: int, tmp_path: Path) -
         )
         mine, theirs = ("all_gather_", "reduce_scatter_")[:: -1 if rank else 1]
         mixed = f"rank {rank}: rank {other} is in {theirs} (op '{mine}'): expected the same of all"
+        mine, theirs = ("all_reduce_", "all_gather_")[:: -1 if rank else 1]
+        past = f"rank {rank}: rank {0 if rank else 1} is in {theirs} (op '{mine}'): expected the same of all"
+        ours, others = (4, 40) if rank else (40, 4)
+        one = f"rank {rank}: rank {other} has {others} bytes left where this rank has {ours} (op 'all_reduce_'): "
         then = f"rank {rank}: then {[float(of) for of in range(ranks)]}"
-        assert {f"rank {rank}: by torch {by_torch}", sizes, mixed, then} <= set(said), said
+        assert {f"rank {rank}: by torch {by_torch}", sizes, mixed, past, then} <= set(said), said
+        assert any(line.startswith(one) for line in said), said
         assert any(line.startswith(f"rank {rank}: does not fit: ") for line in said)
 
 
@@ -292,6 +358,18 @@ def test_a_rank_that_ended_is_told(tmp_path: Path) -> None:
         "rank 0: rank 1 of 2 ended before all_reduce (op 'all_reduce'): rank 0 has waited for it for"
     )
     assert again.startswith("rank 0: an earlier collective of this group was interrupted (op 'all_reduce'): ")
+
+
+@shared_memory
+def test_after_an_interruption_nothing_is_added_up(tmp_path: Path) -> None:
+    """What was posted for it would be taken for the next sum's."""
+    after, interrupted = run(INTERRUPTED, 2, tmp_path)
+    assert interrupted == "rank 0: interrupted"
+    assert after.startswith("rank 0: an earlier collective of this group was interrupted (op 'all_reduce'): ")
+
+
+def test_ranks_that_do_not_exist_are_not_waited_for(tmp_path: Path) -> None:
+    assert run(FAKE, 1, tmp_path) == ["rank 0: done"]
 
 
 @shared_memory

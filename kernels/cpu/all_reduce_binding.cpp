@@ -22,6 +22,8 @@ namespace {
 enum Collective : int64_t { kAllReduce, kAllGather, kReduceScatter };
 constexpr const char* kNames[] = {"all_reduce_", "all_gather_", "reduce_scatter_"};
 constexpr int64_t kDtypes = 256;
+// Of the function for Python: the call is for the op; another rank does not do the same, which the op says if it starts so.
+constexpr int64_t kForTheOp = -1, kSayWhatIsWrong = -2;
 
 int64_t kind(Collective collective, Dtype dtype = {}) { return collective * kDtypes + static_cast<int64_t>(dtype); }
 
@@ -66,6 +68,10 @@ int64_t all_reduce_(const Tensor& self, const Tensor& shared, int64_t rank, int6
   const Dtype dtype = dtype_of(op, "self", TensorRef(self.get()));
   DS_KERNELS_CHECK(self.is_contiguous(), op, "self is not contiguous");
   SharedRanks memory = ranks_of(op, shared, rank, ranks);
+  if (start == kSayWhatIsWrong) {
+    memory.look_again();
+    check_others(op, memory, rank);
+  }
   const int64_t end = add_up(memory, {nullptr, 0, rank, ranks, patience}, self.data_ptr(), self.numel(), dtype, start);
   check_others(op, memory, rank);
   return end;
@@ -117,18 +123,18 @@ DS_KERNELS_IMPL(CPU, m) {
 
 }  // namespace ds_kernels::cpu
 
-// tensor, the address of a SharedMemory, start: what the op gives; or -1 where it is for the op to compute or to say what
-// is wrong.
+// tensor, the address of a SharedMemory, start: what the op gives, or one of the two above.
 DS_KERNELS_PYTHON_FUNCTION(all_reduce) {
   void* impl;
   int64_t address, start;
   ds_kernels::Dtype dtype;
-  if (arguments.left() != 3 || !arguments.take(impl) || !arguments.take(address) || !arguments.take(start)) return -1;
-  if (!is_plain(impl, dtype)) return -1;
+  if (arguments.left() != 3) return kForTheOp;
+  if (!arguments.take(impl) || !arguments.take(address) || !arguments.take(start)) return kForTheOp;
+  if (!is_plain(impl, dtype)) return kForTheOp;
   const auto& shared = *reinterpret_cast<const SharedMemory*>(address);
   SharedRanks memory(shared.base, shared.size, shared.rank, shared.ranks);
   const auto tensor = tensor_of(impl);
   const OtherThreads others;
   const int64_t end = add_up(memory, shared, tensor.data(), tensor.numel(), dtype, start);
-  return memory.other() < 0 ? end : -1;
+  return memory.other() < 0 ? end : kSayWhatIsWrong;
 }

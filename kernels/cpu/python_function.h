@@ -47,7 +47,7 @@ namespace ds_kernels::cpu {
 class OtherThreads {
  public:
   OtherThreads() : state_(python::PyEval_SaveThread()) {}
-  ~OtherThreads() { python::PyEval_RestoreThread(state_); }
+  ~OtherThreads() noexcept(false) { python::PyEval_RestoreThread(state_); }  // at Python's end it ends the thread
   OtherThreads(const OtherThreads&) = delete;
   OtherThreads& operator=(const OtherThreads&) = delete;
 

@@ -36,7 +36,7 @@ from torch import Tensor, distributed
 from torch.distributed import ProcessGroup, ReduceOp
 from torch.distributed.constants import default_pg_timeout
 
-from ds_plugin_sdk.errors import CollectiveError
+from ds_plugin_sdk.errors import CollectiveError, InvalidTensorError
 from ds_plugin_sdk.ops.all_reduce import STATE_BYTES, SharedRanks
 
 _SHARED_MEMORY = Path("/dev/shm")  # what the ranks of a machine have in common, in memory
@@ -104,7 +104,7 @@ def shared_all_gather(output: Tensor, input: Tensor, group: ProcessGroup | None)
     shared = _shared_by(group) if _gathers(output, input) else None
     if shared is None or not shared.divides(output, input):
         return False
-    _into(output.detach(), lambda whole: shared.all_gather(whole, input.detach().contiguous()))
+    _into(output.detach(), lambda whole: shared.all_gather(whole, _plain(input)))
     return True
 
 
@@ -113,12 +113,16 @@ def shared_reduce_scatter(output: Tensor, input: Tensor, op: ReduceOp.RedOpType,
     shared = _shared_by(group) if _sums(input, op) and _gathers(output, input) else None
     if shared is None or not shared.divides(input, output):
         return False
-    _into(output.detach(), lambda part: shared.reduce_scatter(part, input.detach().contiguous()))
+    _into(output.detach(), lambda part: shared.reduce_scatter(part, _plain(input)))
     return True
 
 
+def _plain(input: Tensor) -> Tensor:
+    return input.detach().resolve_neg().contiguous()
+
+
 def _into(output: Tensor, write: Callable[[Tensor], None]) -> None:
-    if output.is_contiguous():
+    if output.is_contiguous() and not output.is_neg():
         write(output)
     else:
         whole = torch.empty_like(output, memory_format=torch.contiguous_format)
@@ -131,6 +135,7 @@ def _sums(tensor: Tensor, op: ReduceOp.RedOpType) -> bool:
     return (
         tensor.is_cpu
         and tensor.dtype in _DTYPES
+        and tensor.numel() > 0  # else this rank would not wait for others that have some
         and (op is ReduceOp.SUM or op == ReduceOp.SUM)  # the second takes longer than all else here
         and not torch.compiler.is_compiling()  # which has collectives of its own
     )
@@ -142,6 +147,7 @@ def _gathers(output: Tensor, input: Tensor) -> bool:
         and input.is_cpu
         and output.dtype == input.dtype
         and not input.dtype.is_complex  # whose conjugates are marked, and not computed
+        and input.numel() > 0
         and not torch.compiler.is_compiling()
     )
 
@@ -154,7 +160,8 @@ def _shared_by(group: ProcessGroup | None) -> _SharedMemory | None:
     try:
         return _groups[group]
     except KeyError:
-        return _groups.setdefault(group, _SharedMemory.of(group) if group.size() > 1 else None)
+        alone = group.size() == 1 or distributed.get_backend(group) == "fake"  # whose other ranks do not exist
+        return _groups.setdefault(group, None if alone else _SharedMemory.of(group))
 
 
 class _SharedMemory:
@@ -169,12 +176,12 @@ class _SharedMemory:
         self._timeout = _timeout_of(group)
         self._broken_off = False
         size = path.stat().st_size
-        self._memory = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
+        self._memory = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8, device="cpu")
         # After from_file, which closes a descriptor of its own: that gives up all of a process's locks on a file.
         self._file = path.open("r+b")
         fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self._rank)
         self._pass = SharedRanks(self._memory, self._rank, self._ranks, _PATIENCE)
-        self._pass.all_reduce(torch.empty(0), 0)  # fails where there is no kernel
+        self._pass.all_reduce(torch.empty(0, device="cpu"), 0)  # fails where there is no kernel
 
     @classmethod
     def of(cls, group: ProcessGroup) -> _SharedMemory | None:
@@ -224,11 +231,16 @@ class _SharedMemory:
 
     def all_gather(self, output: Tensor, input: Tensor) -> None:
         """The ranks' inputs one after the other; both contiguous."""
-        outputs, mine = (tensor.view(-1).view(torch.uint8) for tensor in (output, input))  # of any dtype
+        place = output.data_ptr() + self._rank * input.nbytes
+        if _overlap(output, input) and input.data_ptr() != place:
+            input = input.clone()
+        outputs, mine = (_bytes(tensor) for tensor in (output, input))  # of any dtype
         self._run(mine.numel(), self._pass.all_gather, outputs, mine)
 
     def reduce_scatter(self, output: Tensor, input: Tensor) -> None:
         """The sum of this rank's part of the ranks' inputs; both contiguous."""
+        if _overlap(output, input) and (output.data_ptr() - input.data_ptr()) % output.nbytes:
+            input = input.clone()
         self._run(output.numel(), self._pass.reduce_scatter, output, input)
 
     def _run(self, elements: int, collective: Callable[..., int], *tensors: Tensor) -> None:
@@ -240,18 +252,22 @@ class _SharedMemory:
                 why=f"what rank {self._rank} posted for it is where the others look for this one's",
                 hint="restart the job",
             )
-        done = collective(*tensors, 0)
-        if done < elements:
-            self._go_on(done, elements, collective, *tensors)
+        self._broken_off = True  # as long as it is not whole: whatever ends the call, a signal's handler too
+        try:
+            done = collective(*tensors, 0)
+            if done < elements:
+                self._go_on(done, elements, collective, *tensors)
+        except InvalidTensorError:
+            self._broken_off = False  # all ranks have that, and are through with it
+            raise
+        self._broken_off = False
 
     def _go_on(self, done: int, elements: int, collective: Callable[..., int], *tensors: Tensor) -> None:
         """Wait for the others until it is whole or they cannot come."""
         begun = time.monotonic()
-        self._broken_off = True
         while done < elements:
             self._see_to_the_others(collective.__name__, time.monotonic() - begun)
             done = collective(*tensors, done)
-        self._broken_off = False
 
     def _see_to_the_others(self, collective: str, waited: float) -> None:
         posted = self._memory.view(torch.int64)[: self._ranks * STATE_BYTES // 8 : STATE_BYTES // 8].tolist()
@@ -279,6 +295,16 @@ class _SharedMemory:
             return False
         fcntl.lockf(self._file, fcntl.LOCK_UN, 1, rank)
         return True
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """Those of a contiguous tensor; of one element it may have any strides."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether two contiguous tensors have memory in common."""
+    return a.data_ptr() < b.data_ptr() + b.nbytes and b.data_ptr() < a.data_ptr() + a.nbytes
 
 
 def _new_file(ranks: int) -> Path | None:

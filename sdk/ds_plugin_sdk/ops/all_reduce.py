@@ -18,6 +18,7 @@ from ds_plugin_sdk.ops._c_function import CFunction
 # At the beginning of `shared`, for each rank: how many pieces it has posted (int64), and what the kernel keeps there.
 # The rest are two slots for each rank.
 STATE_BYTES = 128
+_FOR_THE_OP, _SAY_WHAT_IS_WRONG = -1, -2  # as kernels/cpu/all_reduce_binding.cpp has them
 
 
 class _Memory(ctypes.Structure):
@@ -56,8 +57,11 @@ class SharedRanks:
     def all_reduce(self, tensor: Tensor, start: int) -> int:
         """Add up a tensor."""
         function = c_function.usable()
-        done = -1 if function is None else function(tensor, self._address, start)
-        return self._call("all_reduce_", tensor, start=start) if done < 0 else done
+        done = _FOR_THE_OP if function is None else function(tensor, self._address, start)
+        if done >= 0:
+            return done
+        # What the function has found out about the others is not asked a second time: they may not be there any more.
+        return self._call("all_reduce_", tensor, start=start if done == _FOR_THE_OP else _SAY_WHAT_IS_WRONG)
 
     def all_gather(self, output: Tensor, input: Tensor, start: int) -> int:
         """Put the ranks' inputs, of bytes, one after the other into `output`, in which this rank's may already lie."""
