@@ -123,7 +123,7 @@ def test_autoload_off_leaves_the_methods_of_deepspeed_alone_until_an_accelerator
 @pytest.mark.parametrize(
     ("module", "function", "concerns"),
     [
-        ("all_reduce", "replace", "deepspeed.comm.torch"),
+        ("collectives", "replace", "deepspeed.comm.torch"),
         ("injection", "explain", "deepspeed.inference.engine"),
         ("op_table", "complete", "deepspeed.ops.op_builder.all_ops"),
     ],
