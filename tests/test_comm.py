@@ -162,6 +162,13 @@ try:
 except Exception as error:
     say("does not fit:", type(error).__name__)
 
+memory = comm._groups[distributed.group.WORLD]._memory
+for name, tensors in (("all_reduce_", [torch.ones(4)]), ("all_gather_", [torch.ones(4 * ranks), torch.ones(4)])):
+    try:
+        _library.call(name, *tensors, memory, rank, ranks, -2, 1.0)
+    except InvalidTensorError as error:
+        say(error)
+
 for wrong in (
     lambda: comm.all_gather_into_tensor(torch.empty(ranks * (4 + rank)), torch.ones(4 + rank)),
     lambda: comm.reduce_scatter_tensor(torch.empty(5), torch.ones(5 * ranks))
@@ -348,6 +355,7 @@ def test_parts_are_gathered_and_sums_are_scattered(ranks: int, tmp_path: Path) -
         then = f"rank {rank}: then {[float(of) for of in range(ranks)]}"
         assert {f"rank {rank}: by torch {by_torch}", sizes, mixed, past, then} <= set(said), said
         assert any(line.startswith(one) for line in said), said
+        assert sum("start is -2 (op 'all_" in line for line in said) == 2 * ranks, said
         assert any(line.startswith(f"rank {rank}: does not fit: ") for line in said)
 
 

@@ -62,6 +62,10 @@ void check_others(const char* op, const SharedRanks& memory, int64_t rank) {
                    memory.bytes_of(rank), "; expected as many of all");
 }
 
+void check_start(const char* op, int64_t start) {
+  DS_KERNELS_CHECK(start >= 0, op, "start is ", start, "; expected an element, from 0");
+}
+
 int64_t all_reduce_(const Tensor& self, const Tensor& shared, int64_t rank, int64_t ranks, int64_t start,
                     double patience) {
   const char* op = "all_reduce_";
@@ -72,6 +76,7 @@ int64_t all_reduce_(const Tensor& self, const Tensor& shared, int64_t rank, int6
     memory.look_again();
     check_others(op, memory, rank);
   }
+  check_start(op, start);
   const int64_t end = add_up(memory, {nullptr, 0, rank, ranks, patience}, self.data_ptr(), self.numel(), dtype, start);
   check_others(op, memory, rank);
   return end;
@@ -91,6 +96,7 @@ int64_t all_gather_(const Tensor& output, const Tensor& input, const Tensor& sha
   const char* op = "all_gather_";
   SharedRanks memory = ranks_of(op, shared, rank, ranks);
   check_parts(op, output, input, ranks);
+  check_start(op, start);
   const int64_t element = input.element_size();
   const int64_t end = memory.all_gather(static_cast<char*>(output.data_ptr()), static_cast<const char*>(input.data_ptr()),
                                         input.numel() * element, kind(kAllGather), start * element, patience);
@@ -105,6 +111,7 @@ int64_t reduce_scatter_(const Tensor& output, const Tensor& input, const Tensor&
   DS_KERNELS_CHECK(dtype == dtype_of(op, "output", TensorRef(output.get())), op, "output has another dtype than input");
   SharedRanks memory = ranks_of(op, shared, rank, ranks, ranks);
   check_parts(op, input, output, ranks);
+  check_start(op, start);
   const int64_t element = size_of(dtype);
   const int64_t end = memory.reduce_scatter(
       static_cast<char*>(output.data_ptr()), static_cast<const char*>(input.data_ptr()), output.numel() * element,

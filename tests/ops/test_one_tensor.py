@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import itertools
+import subprocess
 import sys
 import warnings
 from collections.abc import Callable
@@ -236,3 +237,31 @@ def test_a_kernel_that_python_registered_later_serves(case: Case, monkeypatch: p
         assert not _update(case, _tensors(lists, 9))
         _load()
         assert not _update(case, _tensors(lists, 9))
+
+
+DAEMON = """
+import threading, time
+import torch
+from ds_plugin_sdk.integrations.deepspeed.modules import cpu_adam
+from ds_plugin_sdk.op_builder.cpu import kernels
+from ds_plugin_sdk.ops import adam
+
+kernels.BUILDERS["CPUAdamBuilder"]().load(verbose=False)
+kernels.BUILDERS["CPUAdamBuilder"]()._library_of_process()
+assert adam.c_function.usable() is not None
+cpu_adam.create_adam(0, 1e-3, 0.9, 0.999, 1e-8, 0.0, True, False)
+tensors = [torch.rand(10_000_000) for _ in range(4)]
+
+def step():
+    while True:
+        cpu_adam.adam_update(0, 1, 1e-3, 0.9, 0.999, 1e-8, 0.0, True, *tensors)
+
+threading.Thread(target=step, daemon=True).start()
+time.sleep(0.3)
+"""
+
+
+def test_a_daemon_thread_in_a_step_lets_the_process_end() -> None:
+    """Python ends such a thread when it asks for the interpreter again: no destructor may stop that."""
+    done = subprocess.run([sys.executable, "-c", DAEMON], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
