@@ -204,6 +204,15 @@ def test_a_second_backward_pass_gives_the_same_and_a_second_derivative_is_an_err
         torch.autograd.grad(loss, weight, create_graph=True)
 
 
+def test_batched_gradients_are_those_one_by_one() -> None:
+    (input, weight), target = tensors(bias=False)
+    factors = torch.tensor([1.0, 3.0], dtype=torch.float64)
+    loss = linear_cross_entropy(input, weight, target)
+    one_by_one = [torch.autograd.grad(loss, weight, factor, retain_graph=True)[0] for factor in factors]
+    (batched,) = torch.autograd.grad(loss, weight, factors, is_grads_batched=True)
+    assert torch.equal(batched, torch.stack(one_by_one))
+
+
 def test_a_compiled_program_has_it_whole() -> None:
     leaves, target = tensors(torch.float32)
 
@@ -288,6 +297,15 @@ def test_logits_are_never_held() -> None:
     logits = 2048 * 24_000 * 4
     assert ours < logits / 2
     assert ours < torchs / 4
+
+
+def test_the_gradient_of_the_weight_is_once_in_memory() -> None:
+    """It is multiplied where it is; in float32 nothing else is as large."""
+    input, weight = torch.randn(64, 256, requires_grad=True), torch.randn(32_000, 256, requires_grad=True)
+    target = torch.randint(0, 32_000, (64,))
+    peak = peak_bytes(lambda: torch.autograd.grad(linear_cross_entropy(input, weight, target), (input, weight)))
+    logits = 64 * 32_000 * 4
+    assert peak < weight.nbytes + 1.1 * logits
 
 
 # ---- the module ------------------------------------------------------------------------------------------------------

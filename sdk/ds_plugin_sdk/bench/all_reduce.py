@@ -24,11 +24,11 @@ from ds_plugin_sdk.settings import child_environment
 OURS = "inference_all_reduce"
 DTYPES = ("float32", "bfloat16")
 SIZES = (1024, 16 * 1024, 1024 * 1024)  # hidden size 1024: a token's activations, 16 tokens', a long prompt's
-TURNS = 33  # with each of the calls first
+TURNS = 66  # over the number of ranks; with each of the calls first
 CALLS = 5  # one after the other, as a model's layers have them
 ROW, ROWS = 200, 9  # over and over
 OVER_AND_OVER = f"{OURS}, over and over"
-COUNTS = (2, 4, 8)  # with 16 on two cores gloo takes many minutes
+COUNTS = (2, 4, 8, 16)
 
 # Of Open MPI's alone: as root, and more ranks than cores.
 _OPEN_MPI = {
@@ -152,9 +152,10 @@ def _measure(calls: dict[str, Callable[[torch.Tensor], Any]], tensor: torch.Tens
     yield _row(OVER_AND_OVER, tensor, dtype, row, None)
     times: dict[str, list[float]] = {name: [] for name in calls}
     names = list(calls)
+    turns = max(TURNS // torch.distributed.get_world_size(), 3)
     for first in range(len(names)):
         order = names[first:] + names[:first]
-        for name, taken in in_turns({n: partial(_seconds, calls[n], tensor, CALLS) for n in order}, TURNS).items():
+        for name, taken in in_turns({n: partial(_seconds, calls[n], tensor, CALLS) for n in order}, turns).items():
             times[name] += taken
     for name, taken in times.items():
         ratio = statistics.median(theirs / ours for theirs, ours in zip(taken, times[OURS], strict=True))

@@ -33,6 +33,7 @@ Shape = Literal["15m", "110m"]
 Family = Literal["llama", "gpt2", "bert"]
 VOCABULARIES: dict[str, tuple[int, ...]] = {"llama": (32_000, 128_256), "gpt2": (50_257,), "bert": (30_522,)}
 EAGER = "eager"
+_LONG = 2048  # tokens
 OURS = {"llama": "chunked loss", "gpt2": "chunked loss", "bert": "DeepSpeed's layers"}
 
 
@@ -61,6 +62,7 @@ class Row:
         loss_mib: the most memory that torch held in the last layer and the loss, forward and backward, beyond what it
             held before. Nobody chunks BERT's.
         share: of eager's.
+        long_loss_mib, long_share: the same with 2048 tokens; torch.compile is not measured there.
         spread: of the seconds.
     """
 
@@ -74,6 +76,8 @@ class Row:
     cpu_times: float
     loss_mib: float
     share: float
+    long_loss_mib: float | None = None
+    long_share: float | None = None
     spread: dict[str, timing.Spread] = field(default_factory=dict)
 
 
@@ -305,7 +309,9 @@ def _rows(
     measures = {name: lambda name=name: measure(name) for name in kinds}
     timing.in_turns(measures, 1)  # compiles, and makes what stays
     found = timing.in_turns(measures, turns)
-    peaks = _peaks(vocabulary, sizes.hidden, dtype, tokens, compile, None if family == "bert" else OURS[family])
+    chunked = None if family == "bert" else OURS[family]
+    peaks = _peaks(vocabulary, sizes.hidden, dtype, tokens, compile, chunked)
+    long = _peaks(vocabulary, sizes.hidden, dtype, _LONG, False, chunked)
     for name, times in found.items():
         wall, cpu = ([a[clock] / b[clock] for a, b in zip(found[EAGER], times, strict=True)] for clock in (0, 1))
         peak = peaks.get(name, peaks[EAGER])
@@ -320,6 +326,8 @@ def _rows(
             statistics.median(cpu),
             peak / 2**20,
             peak / peaks[EAGER],
+            long[name] / 2**20 if name in long else None,
+            long[name] / long[EAGER] if name in long else None,
             {"seconds": timing.spread([seconds for seconds, _ in times])},
         )
 

@@ -241,7 +241,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     ),
     "decode_llama": _decode("llama", True, False, 600),
     "decode_llama_1": _decode("llama", False, True, 600),
-    "decode_gpt2": _decode("gpt2", False, False, 600),
+    "decode_gpt2": _decode("gpt2", True, False, 600),
     "contexts": Benchmark(
         "Batches and contexts",
         "sdk bench contexts",
@@ -294,8 +294,8 @@ BENCHMARKS: dict[str, Benchmark] = {
     ),
     "all_reduce_ranks": Benchmark(
         "Sums over more ranks",
-        "sdk bench all-reduce --ranks 8",
-        "2 to 8 ranks, one thread each, on this machine's cores; float32, beside torch's all_reduce over gloo and the"
+        "sdk bench all-reduce --ranks 16",
+        "2 to 16 ranks, one thread each, on this machine's cores; float32, beside torch's all_reduce over gloo and the"
         " MPIs that `--mpi` names. An MPI's `times` are to ours over and over, gloo's to ours after a barrier.",
         _ranks,
         900,

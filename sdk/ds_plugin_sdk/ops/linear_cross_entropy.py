@@ -22,7 +22,7 @@ from ds_plugin_sdk.ops._references import working
 from ds_plugin_sdk.ops.cross_entropy import check_options, check_range, check_target
 
 # Logits at a time: as few as leave products of so few rows as fast as those of many.
-_LOGITS = 1 << 24
+_LOGITS = 1 << 23
 _ROWS = 256
 
 
@@ -118,11 +118,21 @@ def _derive(ctx: Any, grad_loss: Tensor | None, *_: None) -> tuple[Tensor | None
             why="its gradients are computed in the forward pass (create_graph=True was asked for)",
             hint="torch.nn.functional.linear and cross_entropy have second derivatives",
         )
+    # The largest of them is as large as the weight: only who asks for them again has them twice in memory.
+    again = torch._C._autograd._get_current_graph_task_keep_graph() or _is_batched(grad_loss)
     input, weight, bias = (
-        (gradient * grad_loss).to(ctx.dtype) if wanted and grad_loss is not None else None
+        (gradient * grad_loss if again else gradient.mul_(grad_loss)).to(ctx.dtype)
+        if wanted and grad_loss is not None
+        else None
         for gradient, wanted in zip(ctx.saved_tensors, ctx.wanted, strict=True)
     )
     return input, weight, None, bias, *(None,) * 7
+
+
+def _is_batched(tensor: Tensor | None) -> bool:
+    """Whether it stands for several under ``vmap``, which cannot be written into one tensor."""
+    kinds = torch._C._functorch
+    return tensor is not None and (kinds.is_batchedtensor(tensor) or kinds.is_legacy_batchedtensor(tensor))
 
 
 @_library.op(
