@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ds_plugin_sdk.bench.decode import model_of
+from ds_plugin_sdk.bench.decode import as_argument, model_of
 from ds_plugin_sdk.bench.timing import Spread, spread
 from ds_plugin_sdk.integrations.transformers import accelerate
 
@@ -92,12 +92,12 @@ def _seconds(model: Any, batch: int, length: int) -> tuple[float, list[float]]:
     """Of a prompt, and of each step after it."""
     import transformers
 
-    cache = transformers.DynamicCache(config=model.config)
+    options = as_argument(model, transformers.DynamicCache(config=model.config))
     tokens = torch.randint(0, model.config.vocab_size, (batch, length), generator=torch.Generator().manual_seed(0))
     taken = []
     for _ in range(1 + STEPS):
         start = time.perf_counter()
-        logits = model(tokens, past_key_values=cache, logits_to_keep=1).logits
+        logits = model(tokens, **options, logits_to_keep=1).logits
         taken.append(time.perf_counter() - start)
         tokens = logits.argmax(-1)
     return taken[0], taken[1:]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import inspect
 import json
 import statistics
 import subprocess
@@ -192,6 +193,12 @@ def _bytes_read(model: Any, implementation: str) -> float:
     return float(sum(layer.weight.numel() * (head if layer is model.lm_head else itemsize) for layer in layers))
 
 
+def as_argument(model: Any, cache: Any) -> dict[str, Any]:
+    """A cache by the name that a model's forward has for it: transformers 5.24 changed it."""
+    name = "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
+    return {name: cache}
+
+
 def _dynamic(model: Any) -> Any:
     import transformers
 
@@ -200,7 +207,8 @@ def _dynamic(model: Any) -> Any:
 
 @torch.no_grad()
 def _measure(model: Any, cache: Any) -> Speed:
-    return _timed(lambda tokens: model(tokens, past_key_values=cache, logits_to_keep=1).logits, _prompt())
+    options = as_argument(model, cache)
+    return _timed(lambda tokens: model(tokens, **options, logits_to_keep=1).logits, _prompt())
 
 
 def _prompt() -> Tensor:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from small_models import make, prompt_and_step, tokens
+from small_models import logits, make, prompt_and_step, tokens
 
 from counted_calls import CountedCalls
 
@@ -115,3 +117,36 @@ def test_a_cache_that_is_told_where_to_write_is_the_layers_own_affair() -> None:
         assert counted.calls["linear"] == 0
         layer(hidden, past_key_values=transformers.DynamicCache(), cache_position=torch.tensor([0]), **options)
         assert counted.calls["linear"] == 4
+
+
+def test_a_layer_takes_its_cache_by_either_name() -> None:
+    """transformers 5.24 renamed `past_key_values` to `cache`."""
+    model = make("llama")
+    layer = model.model.layers[0]
+    names = {"past_key_values", "cache"} & {"past_key_values", *inspect.signature(type(layer).forward).parameters}
+    hidden = torch.randn((1, 1, 32))
+    options = {"position_embeddings": model.model.rotary_emb(hidden, torch.tensor([[0]]))}
+    with accelerate(model), torch.no_grad(), CountedCalls() as counted:
+        for number, name in enumerate(sorted(names), start=1):
+            cache = transformers.DynamicCache()
+            layer(hidden, **{name: cache}, **options)
+            assert cache.get_seq_length() == 1 and counted.calls["linear"] == 4 * number
+
+
+def test_a_forward_that_another_wrapper_is_around_stays_the_models() -> None:
+    """Only transformers' own wrapper that renames an argument is known."""
+    model = make("llama")
+    kind = type(model.model.layers[0].self_attn)
+    forward = kind.forward
+
+    @functools.wraps(forward)
+    def twice(*args: Any, **kwargs: Any) -> Any:
+        output, weights = forward(*args, **kwargs)
+        return 2 * output, weights
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kind, "forward", twice)
+        expected = logits(model)
+        with accelerate(model) as accelerated:
+            assert not accelerated.layers
+            torch.testing.assert_close(logits(model), expected)

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 from ds_plugin_sdk.errors import SdkError
+from ds_plugin_sdk.integrations.transformers import large_pages
 from ds_plugin_sdk.ops.attention import dequantize_rows, quantize_rows
 
 # Room for so many positions more, or for half as many again as there are.
@@ -89,7 +90,7 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not t
             room = past + tokens + max(_LEAST_SPARE, past // 2)
             for name, states in self._rooms.items():
                 batch, heads, _, head_dim = states.shape
-                grown = states.new_zeros((batch, heads, room, head_dim))
+                grown = large_pages.zeros((batch, heads, room, head_dim), states)
                 if past:
                     grown[:, :, :past] = states[:, :, :past]
                 self._rooms[name] = grown

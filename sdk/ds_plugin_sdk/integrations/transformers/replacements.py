@@ -36,6 +36,7 @@ from ds_plugin_sdk.integrations.transformers.weights import Matrix
 # without what the encoder has put out.
 _KNOWN_ARGUMENTS = IGNORED_ARGUMENTS | {
     "attention_mask",
+    "cache",
     "encoder_attention_mask",
     "past_key_values",
     "position_embeddings",
@@ -347,7 +348,7 @@ class DecoderReplacement(Replacement):
         named = {**dict(zip(self._names, args[1:], strict=False)), **kwargs} if len(args) > 1 else kwargs
         if not self._serves(hidden, named, asked):
             return None
-        embeddings, cache = named.get("position_embeddings"), named.get("past_key_values")
+        embeddings, cache = named.get("position_embeddings"), _cache_in(named)
         angles = None if embeddings is None else self._row.angles.of(embeddings, hidden, self.layer.head_dim)
         if (angles is None) == self.layer.rotary:
             return None
@@ -356,7 +357,7 @@ class DecoderReplacement(Replacement):
 
     def _serves(self, hidden: Tensor, named: dict[str, Any], asked: bool) -> bool:
         """Whether the layer is what it was found to be, and knows these arguments, if the embeddings are angles."""
-        cache, layer = named.get("past_key_values"), self.layer
+        cache, layer = _cache_in(named), self.layer
         return (
             is_plain_inference(hidden)
             and hidden.dim() == 3
@@ -413,6 +414,11 @@ class DecoderReplacement(Replacement):
             key, value = cache.update(key, value, attention.layer_idx)
         attended, _ = attention_forward(attention, query, key, value, given.mask, scaling=self.layer.scale)
         return attended.transpose(1, 2)
+
+
+def _cache_in(named: dict[str, Any]) -> Any:
+    """By its name of transformers 5.24, which counts if both are given, or the one before."""
+    return named["cache"] if "cache" in named else named.get("past_key_values")
 
 
 def _are_known(named: dict[str, Any]) -> bool:

@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import activations
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.pytorch_utils import Conv1D
+from transformers.utils.deprecation import deprecate_kwarg
 
 from ds_plugin_sdk.ops.linear import Activation
 
@@ -42,6 +43,9 @@ _ACTIVATIONS: dict[type[nn.Module], Activation] = {
     activations.FastGELUActivation: "gelu_tanh",
     activations.GELUTanh: "gelu_tanh",
 }
+
+# What a function that is decorated so runs first. transformers 5.24 renamed past_key_values to cache.
+_RENAMING = deprecate_kwarg("past_key_values", "999", new_name="cache")(lambda cache: cache).__code__
 
 # Hooks that apply to all modules; they are called around modules, which a whole layer's forward does not call.
 _GLOBAL_HOOKS = (nn_module._global_forward_hooks, nn_module._global_forward_pre_hooks)
@@ -101,7 +105,7 @@ def check_own_code(module: nn.Module) -> None:
     """Raise `NotUnderstoodError` unless a call of the module is a call of its class's forward, as it was written."""
     check_only_its_class(module)
     kind = type(module)
-    code = kind.forward
+    code = as_written(kind.forward)
     written = (code.__module__, code.__qualname__) == (kind.__module__, f"{kind.__qualname__}.forward")
     if not written or hasattr(code, "__wrapped__"):
         raise NotUnderstoodError(f"the forward of {name_of(module)} is not that of its class")
@@ -192,6 +196,7 @@ def same_code(function: Callable[..., Any], known: Callable[..., Any]) -> bool:
     transformers writes a family's layers anew into its file, so that many families have LLaMA's by other names. Which
     attention is called does not matter: that is what the registry decides.
     """
+    function, known = as_written(function), as_written(known)
     if function is known:
         return True
     if not isinstance(function, types.FunctionType) or not isinstance(known, types.FunctionType):
@@ -216,6 +221,13 @@ def same_code(function: Callable[..., Any], known: Callable[..., Any]) -> bool:
         or (isinstance(a, types.FunctionType) and isinstance(b, types.FunctionType) and same_code(a, b))
         for name in one.co_names
     )
+
+
+def as_written(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function without transformers' own wrapper that takes an argument by its former name too."""
+    while getattr(function, "__code__", None) is _RENAMING:
+        function = function.__wrapped__  # type: ignore[attr-defined]  # functools.wraps has set it
+    return function
 
 
 def _shape_of(code: types.CodeType) -> tuple[Any, ...]:

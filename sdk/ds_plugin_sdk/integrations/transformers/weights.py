@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import mmap
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
@@ -14,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from ds_plugin_sdk.integrations.transformers import large_pages
 from ds_plugin_sdk.integrations.transformers.understood import (
     NotUnderstoodError,
     Place,
@@ -27,7 +25,6 @@ from ds_plugin_sdk.ops.linear import quantize_weight
 Quantized = Literal["int8", "int4"]
 Weights = Quantized | None
 
-_MADV_HUGEPAGE = 14
 _ALIGNMENT = 64
 _MOST_GROUP = 128
 _LEAST_INT4_GROUP = 64
@@ -230,15 +227,14 @@ class PlainMatrix(Matrix):
 class Arena:
     """Memory for many tensors at once.
 
-    A token's step reads every weight once. With pages of 4 KiB the processor spends much of that time on looking up
-    addresses; large pages, where the system has them, are read up to 1.7 times as fast.
+    A token's step reads every weight once. Large pages, where the system has them, are read up to 1.7 times as fast.
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
         self._memory = torch.empty(size, dtype=torch.uint8, device=device)
         self._used = 0
         if device.type == "cpu":
-            _ask_for_large_pages(self._memory)
+            large_pages.ask(self._memory)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A tensor of this memory."""
@@ -251,17 +247,6 @@ class Arena:
 def padded(size: int) -> int:
     """Bytes that an arena needs for a tensor of `size` bytes."""
     return -(-size // _ALIGNMENT) * _ALIGNMENT
-
-
-def _ask_for_large_pages(memory: Tensor) -> None:
-    if not sys.platform.startswith("linux"):
-        return
-    start = memory.data_ptr()
-    first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
-    length = start + memory.nbytes - first
-    if length > 0:
-        # Advice: a system without large pages ignores it.
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(length), ctypes.c_int(_MADV_HUGEPAGE))
 
 
 class Packer:
