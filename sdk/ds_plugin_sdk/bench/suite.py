@@ -294,8 +294,8 @@ BENCHMARKS: dict[str, Benchmark] = {
     ),
     "all_reduce_ranks": Benchmark(
         "Sums over more ranks",
-        "sdk bench all-reduce --ranks 16",
-        "2 to 16 ranks, one thread each, on this machine's cores; float32, beside torch's all_reduce over gloo and the"
+        "sdk bench all-reduce --ranks 8",
+        "Ranks of one thread each, on this machine's cores; float32, beside torch's all_reduce over gloo and the"
         " MPIs that `--mpi` names. An MPI's `times` are to ours over and over, gloo's to ours after a barrier.",
         _ranks,
         900,

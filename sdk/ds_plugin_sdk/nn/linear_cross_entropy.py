@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup, ReduceOp
 
+from ds_plugin_sdk import comm
+from ds_plugin_sdk.errors import InvalidTensorError
 from ds_plugin_sdk.ops import linear_cross_entropy as ops
 
 _REDUCTIONS = ("mean", "sum")
@@ -24,6 +29,7 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     softcap: float = 0.0,
+    group: ProcessGroup | None = None,
 ) -> Tensor:
     """``cross_entropy(linear(input, linear_weight, linear_bias), target)``, some rows at a time.
 
@@ -45,31 +51,67 @@ def linear_cross_entropy(
         label_smoothing: share of the target that is spread over all columns.
         z_loss: factor of the mean, or sum, of ``logsumexp(logits)^2``.
         softcap: logits become ``softcap tanh(logits / softcap)`` first; 0 for none.
+        group: ranks among which the columns are divided, as a vocabulary is in tensor parallelism: the first rank has
+            the first columns. They call it together; `linear_weight` and `linear_bias` are this rank's part, all else
+            is the same on all ranks, targets count all columns. The gradient of input is the whole one on every rank.
 
     Returns:
         One number, float32 (float64 for float64 tensors).
 
     Raises:
-        InvalidTensorError: shapes, dtypes, devices or options do not fit, or a target is no column.
+        InvalidTensorError: shapes, dtypes, devices or options do not fit, or a target is no column; or the ranks of the
+            group have other rows, dtypes or gradients.
         ValueError: another reduction.
     """
     _check_reduction("linear_cross_entropy", reduction)
     rows = math.prod(input.shape[:-1])
     cast = _autocast_to(input)
-    loss = ops.linear_cross_entropy(
-        cast(input).reshape(rows, input.shape[-1]),
-        cast(linear_weight),
-        target.reshape(rows) if target.shape == input.shape[:-1] else target,
-        None if linear_bias is None else cast(linear_bias),
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-        softcap=softcap,
-    )
+    x, weight = cast(input).reshape(rows, input.shape[-1]), cast(linear_weight)
+    targets = target.reshape(rows) if target.shape == input.shape[:-1] else target
+    bias = None if linear_bias is None else cast(linear_bias)
+    options: dict[str, Any] = {
+        "ignore_index": ignore_index,
+        "label_smoothing": label_smoothing,
+        "z_loss": z_loss,
+        "softcap": softcap,
+    }
+    if group is None:
+        loss = ops.linear_cross_entropy(x, weight, targets, bias, **options)
+    else:
+        loss = ops.divided_linear_cross_entropy(x, weight, targets, bias, _columns(x, weight, group), **options)
     if reduction == "sum":
         return loss
     counted = (target != ignore_index).sum()
     return torch.where(counted == 0, torch.nan, loss / counted.clamp(min=1))
+
+
+def _columns(input: Tensor, weight: Tensor, group: ProcessGroup) -> ops.Columns:
+    """How the columns of all ranks' weights follow each other.
+
+    Raises:
+        InvalidTensorError: what must be the same on all ranks is not; all raise it.
+    """
+    rank, ranks = group.rank(), group.size()
+    wants = torch.is_grad_enabled() and input.requires_grad, torch.is_grad_enabled() and weight.requires_grad
+    mine = [weight.shape[:1].numel(), *input.shape, input.element_size(), *map(int, wants)]
+    given = torch.zeros(ranks, len(mine), dtype=torch.int64)
+    given[rank] = torch.tensor(mine)
+    given = given.to(input.device)
+    comm.all_reduce(given, group=group)
+    sizes, *same = given.cpu().t().tolist()
+    if any(len({*each}) > 1 for each in same):
+        raise InvalidTensorError(
+            "the ranks differ",
+            op="linear_cross_entropy",
+            why=f"rows, H, bytes of a number, and who wants gradients, by rank: {[*zip(*same, strict=True)]}",
+            hint="with group= the input is the same on all ranks, and all of them record gradients or none",
+        )
+    return ops.Columns(
+        tuple(sizes),
+        rank,
+        functools.partial(comm.all_reduce, group=group),
+        functools.partial(comm.all_reduce, op=ReduceOp.MAX, group=group),
+    )
 
 
 def _check_reduction(name: str, reduction: str) -> None:

@@ -5,6 +5,8 @@ It has no derivative: it is one. `ds_plugin_sdk.ops.linear_cross_entropy` is mad
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -131,6 +133,54 @@ def cross_entropy_reference(
             grad *= 4 * falling / (1 + falling) ** 2
         logits.copy_(grad.masked_fill_(ignored, 0))
     return losses.masked_fill_(ignored, 0).squeeze(1)
+
+
+def losses_of_columns(
+    logits: Tensor,
+    target: Tensor,
+    ignored: Tensor,
+    columns: int,
+    total: Callable[[Tensor], None],
+    largest: Callable[[Tensor], None],
+    *,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float,
+    gradient: bool,
+) -> Tensor:
+    """`cross_entropy_` of rows whose columns are divided among ranks, in plain torch on any device.
+
+    Args:
+        logits: ``[rows, this rank's columns]``; they become their part of the gradient.
+        target: int64 ``[rows]``, counted from this rank's first column; below 0 or beyond its last it is another one's.
+        ignored: bool ``[rows]``.
+        columns: of all ranks.
+        total, largest: sums, and largest numbers, over the ranks, in place.
+
+    Returns:
+        As `cross_entropy_`, the same on all ranks.
+    """
+    x = logits.to(working(logits))
+    y = softcap * torch.tanh(x / softcap) if softcap else x
+    top = x.new_full((len(x),), -torch.inf) if x.shape[1] == 0 else y.amax(dim=1)
+    largest(top)
+    e = torch.exp(y - top.unsqueeze(1))
+    own = ((target >= 0) & (target < x.shape[1]) & ~ignored).unsqueeze(1)
+    chosen = torch.where(own, target.unsqueeze(1), 0)
+    of_target = torch.where(own, y.gather(1, chosen), 0) if x.shape[1] else own.to(x.dtype)
+    sums = torch.stack([e.sum(dim=1), of_target.squeeze(1), y.sum(dim=1)])
+    total(sums)
+    logsumexp = top + torch.log(sums[0])
+    losses = logsumexp - (1 - label_smoothing) * sums[1] + z_loss * logsumexp**2 - label_smoothing / columns * sums[2]
+    if gradient:
+        grad = e.mul_(((1 + 2 * z_loss * logsumexp) / sums[0]).unsqueeze(1)).sub_(label_smoothing / columns)
+        if x.shape[1]:
+            grad.scatter_add_(1, chosen, own * torch.full_like(of_target, label_smoothing - 1))
+        if softcap:
+            falling = torch.exp(-2 / softcap * x.abs())  # as in `cross_entropy_reference`
+            grad *= 4 * falling / (1 + falling) ** 2
+        logits.copy_(grad.masked_fill_(ignored.unsqueeze(1), 0))
+    return losses.masked_fill_(ignored, 0)
 
 
 __all__ = ["cross_entropy_"]

@@ -10,7 +10,8 @@ The products are the device's own, by torch; between them stands ``ds_plugin::cr
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from ds_plugin_sdk.errors import SdkError
 from ds_plugin_sdk.ops import _library
 from ds_plugin_sdk.ops._checks import CheckError, check_first, check_other
 from ds_plugin_sdk.ops._references import working
-from ds_plugin_sdk.ops.cross_entropy import check_options, check_range, check_target
+from ds_plugin_sdk.ops.cross_entropy import check_options, check_range, check_target, losses_of_columns
 
 # Logits at a time: as few as leave products of so few rows as fast as those of many.
 _LOGITS = 1 << 23
@@ -111,6 +112,12 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 
 def _derive(ctx: Any, grad_loss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    input, weight, bias = _scaled(ctx, grad_loss)
+    return input, weight, None, bias, *(None,) * 7
+
+
+def _scaled(ctx: Any, grad_loss: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The gradients that were kept, of those that want one."""
     if torch.is_grad_enabled():
         raise SdkError(
             "no derivative of a gradient",
@@ -120,13 +127,12 @@ def _derive(ctx: Any, grad_loss: Tensor | None, *_: None) -> tuple[Tensor | None
         )
     # The largest of them is as large as the weight: only who asks for them again has them twice in memory.
     again = torch._C._autograd._get_current_graph_task_keep_graph() or _is_batched(grad_loss)
-    input, weight, bias = (
+    return tuple(
         (gradient * grad_loss if again else gradient.mul_(grad_loss)).to(ctx.dtype)
         if wanted and grad_loss is not None
         else None
         for gradient, wanted in zip(ctx.saved_tensors, ctx.wanted, strict=True)
     )
-    return input, weight, None, bias, *(None,) * 7
 
 
 def _is_batched(tensor: Tensor | None) -> bool:
@@ -157,25 +163,51 @@ def linear_cross_entropy_reference(
     bias_gradient: bool,
 ) -> tuple[Tensor, ...]:
     """``ds_plugin::linear_cross_entropy``, on any device: loss and gradients; of those not wanted, no elements."""
-    columns = weight.shape[0]
-    if input.device.type == "cpu":
-        check_range(target, columns, ignore_index)
+    options = ignore_index, label_smoothing, z_loss, softcap
     wanted = input_gradient, weight_gradient, bias_gradient
+    if input.device.type == "cpu":
+        check_range(target, weight.shape[0], ignore_index)
+
+    def losses_of(logits: Tensor, target: Tensor) -> Tensor:
+        return cast(Tensor, _library.call("cross_entropy_", logits, target, *options, any(wanted)))
+
+    loss, *gradients = _in_chunks(input, weight, target, bias, ignore_index, wanted, losses_of, weight.shape[0])
+    return loss, *(each.to(_kept(input)) for each in gradients)
+
+
+def _in_chunks(
+    input: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    ignore_index: int,
+    wanted: tuple[bool, ...],
+    losses_of: Callable[[Tensor, Tensor], Tensor],
+    most_columns: int,
+) -> tuple[Tensor, ...]:
+    """The sum of losses, and gradients before they are rounded.
+
+    Args:
+        wanted: gradients of input, weight and bias.
+        losses_of: the losses of rows of logits, which become their gradients, and targets.
+        most_columns: by which the sizes of chunks are chosen.
+    """
     dtype, exact = _product_dtype(input), working(input)  # of products, and of sums, which are rounded at their end
     loss = input.new_zeros((), dtype=exact)
-    of_input, of_weight, of_bias = _new_gradients(input, weight, exact, *wanted)
+    input_gradient, weight_gradient, bias_gradient = wanted
+    of_input, of_weight, of_bias = _new_gradients(input, weight, exact, input_gradient, weight_gradient, bias_gradient)
     for each in (of_input, of_bias):
         each.zero_()
     w, b = weight.to(dtype), None if bias is None else bias.to(dtype)
     counted = _counted(target, ignore_index)
-    chunks = _chunks(len(target) if counted is None else len(counted), columns)
-    memory = input.new_empty(max((chunk.stop - chunk.start for chunk in chunks), default=0), columns, dtype=dtype)
+    chunks = _chunks(len(target) if counted is None else len(counted), most_columns)
+    most = max((chunk.stop - chunk.start for chunk in chunks), default=0)
+    memory = input.new_empty(most, weight.shape[0], dtype=dtype)
     for chunk in chunks:
         rows = chunk if counted is None else counted[chunk]
         x = input[rows].to(dtype)
         logits = _product(x, w.t(), b, memory[: len(x)])
-        options = ignore_index, label_smoothing, z_loss, softcap
-        loss += _library.call("cross_entropy_", logits, target[rows], *options, any(wanted)).sum()
+        loss += losses_of(logits, target[rows]).sum()
         if input_gradient:
             of_input[rows] = (logits @ w).to(exact)
         if weight_gradient:
@@ -184,7 +216,7 @@ def linear_cross_entropy_reference(
             of_bias += logits.sum(dim=0, dtype=exact)
     if not chunks:
         of_weight.zero_()
-    return loss, *(each.to(_kept(input)) for each in (of_input, of_weight, of_bias))
+    return loss, of_input, of_weight, of_bias
 
 
 def _chunks(rows: int, columns: int) -> list[slice]:
@@ -226,4 +258,100 @@ def _product_dtype(input: Tensor) -> torch.dtype:
     return input.dtype
 
 
-__all__ = ["linear_cross_entropy"]
+# ---- columns that are divided among ranks ----------------------------------------------------------------------------
+class Columns(NamedTuple):
+    """How the columns of a weight are divided among ranks: one after the other, each rank's as many as it likes.
+
+    Attributes:
+        sizes: of each rank's part.
+        rank: this one.
+        total: adds a tensor up over the ranks, in place.
+        largest: its largest numbers over the ranks, in place.
+    """
+
+    sizes: tuple[int, ...]
+    rank: int
+    total: Callable[[Tensor], None]
+    largest: Callable[[Tensor], None]
+
+
+def divided_linear_cross_entropy(
+    input: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    columns: Columns,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float = 0.0,
+) -> Tensor:
+    """`linear_cross_entropy` of a weight whose columns are divided among ranks, which call it together.
+
+    No rank has a logit of another one's columns: of each row they exchange a largest number and two or three sums. Two
+    collectives for a chunk of rows, and one for the gradient of the input, which is the whole one on every rank.
+
+    Args:
+        weight, bias: this rank's ``[part of the columns, H]`` and ``[part of the columns]``.
+        input, target: the same on all ranks.
+        columns: who has which.
+
+    The rest, and errors, are as in `linear_cross_entropy`; it is torch's functions on every device.
+    """
+    tensors = (input, weight, bias)
+    wanted = tuple(torch.is_grad_enabled() and each is not None and each.requires_grad for each in tensors)
+    try:
+        _check(input, weight, target, bias, label_smoothing, softcap)
+        check_range(target, sum(columns.sizes), ignore_index)
+    except CheckError as error:
+        raise _library.invalid("linear_cross_entropy", str(error)) from None
+    options = ignore_index, label_smoothing, z_loss, softcap
+    return cast(Tensor, _Divided.apply(input, weight, bias, target, columns, wanted, options))  # type: ignore[no-untyped-call]  # torch's
+
+
+class _Divided(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        columns: Columns,
+        wanted: tuple[bool, ...],
+        options: tuple[int, float, float, float],
+    ) -> Tensor:
+        ignore_index, label_smoothing, z_loss, softcap = options
+        first = sum(columns.sizes[: columns.rank])
+
+        def losses_of(logits: Tensor, target: Tensor) -> Tensor:
+            return losses_of_columns(
+                logits,
+                target - first,
+                target == ignore_index,
+                sum(columns.sizes),
+                columns.total,
+                columns.largest,
+                label_smoothing=label_smoothing,
+                z_loss=z_loss,
+                softcap=softcap,
+                gradient=any(wanted),
+            )
+
+        with torch.autocast(input.device.type, enabled=False):
+            loss, of_input, *others = _in_chunks(
+                input, weight, target, bias, ignore_index, wanted, losses_of, max(columns.sizes)
+            )
+        if wanted[0]:
+            columns.total(of_input)
+        ctx.save_for_backward(*(each.to(_kept(input)) for each in (of_input, *others)))
+        ctx.dtype, ctx.wanted = input.dtype, wanted
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return *_scaled(ctx, grads[0]), None, None, None, None
+
+
+__all__ = ["Columns", "divided_linear_cross_entropy", "linear_cross_entropy"]
