@@ -17,10 +17,10 @@ import torch
 from torch import distributed
 from ds_plugin_sdk import comm
 from ds_plugin_sdk.errors import CollectiveError, InvalidTensorError
-from ds_plugin_sdk.integrations.deepspeed import gloo
+from ds_plugin_sdk import torch_threads
 from ds_plugin_sdk.ops import _library
 
-gloo.wait_at_exit()  # DeepSpeed's ranks do so by themselves: a rank must not end with SIGABRT after its work
+torch_threads.wait_at_exit()  # DeepSpeed's ranks do so by themselves: a rank must not end with SIGABRT after its work
 distributed.init_process_group("gloo")
 rank, ranks = distributed.get_rank(), distributed.get_world_size()
 by_torch = []

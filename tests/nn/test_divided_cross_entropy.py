@@ -12,11 +12,11 @@ PROGRAM = """
 import torch
 from torch import distributed
 from ds_plugin_sdk.errors import InvalidTensorError
-from ds_plugin_sdk.integrations.deepspeed import gloo
+from ds_plugin_sdk import torch_threads
 from ds_plugin_sdk.nn import linear_cross_entropy
 from ds_plugin_sdk.ops import linear_cross_entropy as ops
 
-gloo.wait_at_exit()
+torch_threads.wait_at_exit()
 distributed.init_process_group("gloo")
 rank, ranks, group = distributed.get_rank(), distributed.get_world_size(), distributed.group.WORLD
 ops._LOGITS, ops._ROWS = 5 * 40, 1  # several chunks

@@ -105,6 +105,18 @@ def test_collectives_have_the_name_they_are_given(collectives: str | None, regis
 
 
 @pytest.mark.compiler
+def test_the_threads_of_the_backward_pass_are_waited_for_at_exit(run: Run) -> None:
+    """Or one that drops the last reference to a tensor while Python ends takes the process with it: SIGABRT."""
+    program = (
+        "from ds_plugin_sdk import simulator, torch_threads\n"
+        "torch_threads.wait = lambda: print('waited')\n"
+        "simulator.install('zap', memory_mb=64)\n"
+        "print('done')\n"
+    )
+    assert run("-c", program).stdout.split() == ["done", "waited"]
+
+
+@pytest.mark.compiler
 def test_a_kernel_library_launches_through_the_runtime(run: Run) -> None:
     run("axpy_program.py")
 

@@ -8,6 +8,7 @@ import re
 import threading
 from typing import TYPE_CHECKING, Any
 
+from ds_plugin_sdk import torch_threads
 from ds_plugin_sdk.errors import DeviceNameError, InvalidAcceleratorError
 from ds_plugin_sdk.op_builder import OpBuilder
 from ds_plugin_sdk.privateuse1 import build
@@ -52,6 +53,7 @@ def install(name: str, *, runtime: build.RuntimeBuilder, collectives: str | None
         _builders = (runtime, backend)
         runtime.configure(_runtime)
         _start(_runtime, name)
+        torch_threads.wait_at_exit()
         _module = _register(name, f"{name}ccl" if collectives is None else collectives)
         return _module
 

@@ -1,4 +1,4 @@
-"""A rank whose training is done ends with status 0, also while torch's gloo still has a thread at work."""
+"""A process whose training is done ends with status 0, also while torch still has a thread at work."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from deepspeed_support import Python
 
-from ds_plugin_sdk.integrations.deepspeed import gloo
+from ds_plugin_sdk import torch_threads
 
 # Each child has a group that outlives destroy_process_group(), as a DeepSpeed engine keeps its groups, and a collective
 # whose tensors only gloo's thread still refers to; that thread waits for the GIL when the child ends. Nothing may be
@@ -48,32 +48,32 @@ def test_a_thread_of_gloo_that_wants_the_gil_ends_before_python_does(python: Pyt
     assert done.stdout.split() == ["0"] * 6, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("name", ["pt_gloo_runloop", "gloo_tcp_loop"])
+@pytest.mark.parametrize("name", ["pt_gloo_runloop", "gloo_tcp_loop", "pt_autograd_0", "pt_autograd_12"])
 def test_a_thread_at_work_is_waited_for_but_not_for_ever(name: str) -> None:
     started, stop = threading.Event(), threading.Event()
-    worker = threading.Thread(target=work_as_gloo, args=(name, started, stop))
+    worker = threading.Thread(target=work_under, args=(name, started, stop))
     worker.start()
     started.wait()
     try:
         start = time.monotonic()
-        gloo.wait(0.2)
+        torch_threads.wait(0.2)
         assert time.monotonic() - start >= 0.2
         threading.Timer(0.2, stop.set).start()
-        gloo.wait(60)
+        torch_threads.wait(60)
         assert stop.is_set()
     finally:
         stop.set()
         worker.join()
 
 
-def test_without_gloo_nothing_is_waited_for() -> None:
+def test_without_such_threads_nothing_is_waited_for() -> None:
     start = time.monotonic()
-    gloo.wait(60)
+    torch_threads.wait(60)
     assert time.monotonic() - start < 30
 
 
-def work_as_gloo(name: str, started: threading.Event, stop: threading.Event) -> None:
-    """Compute until `stop`, without the GIL most of the time, under the name of one of gloo's threads."""
+def work_under(name: str, started: threading.Event, stop: threading.Event) -> None:
+    """Compute until `stop`, without the GIL most of the time, under the name of one of torch's threads."""
     Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(name, encoding="utf-8")
     data = bytes(1 << 27)
     started.set()

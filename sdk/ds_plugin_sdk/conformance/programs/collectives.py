@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 
+from ds_plugin_sdk import torch_threads
 from ds_plugin_sdk.conformance.check import NonconformanceError, expect, expect_equal
 from ds_plugin_sdk.conformance.programs import free_port, give
 from ds_plugin_sdk.conformance.runtime.support import current_device_kept, slow_work
 from ds_plugin_sdk.conformance.target import Target
-from ds_plugin_sdk.integrations.deepspeed import gloo
 from ds_plugin_sdk.settings import settings
 
 # torch's stubs lack half of what is there.
@@ -426,7 +426,7 @@ def main() -> None:
     target.accelerator.set_device(settings.local_rank)
     backend = target.accelerator.communication_backend_name()
     dist.init_process_group(backend, timeout=timedelta(seconds=patience))
-    gloo.wait_at_exit()  # as in a program with DeepSpeed
+    torch_threads.wait_at_exit()  # as in a program with DeepSpeed
     it = _Rank(target)
     for index, (name, parameters) in enumerate(tasks):
         try:

@@ -18,10 +18,10 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
-from ds_plugin_sdk import op_builder, registry
+from ds_plugin_sdk import op_builder, registry, torch_threads
 from ds_plugin_sdk.accelerator import DeepSpeedAccelerator, installed
 from ds_plugin_sdk.errors import SdkError
-from ds_plugin_sdk.integrations.deepspeed import deepspeed_builders, drift, gloo, pinned, rebind
+from ds_plugin_sdk.integrations.deepspeed import deepspeed_builders, drift, pinned, rebind
 from ds_plugin_sdk.ported_accelerator import written_for_deepspeed
 from ds_plugin_sdk.settings import settings
 
@@ -124,7 +124,7 @@ def _use(real_accelerator: Any, accelerator: Any) -> None:
     if before is accelerator:
         return
     real_accelerator.ds_accelerator = accelerator
-    gloo.wait_at_exit()
+    torch_threads.wait_at_exit()
     if real_accelerator.accel_logger is not None:  # as DeepSpeed logs it
         real_accelerator.accel_logger.info(f"Setting ds_accelerator to {accelerator._name} ({accelerator!r})")
     if accelerator.device_name() not in real_accelerator.SUPPORTED_ACCELERATOR_LIST:
