@@ -9,8 +9,8 @@ namespace ds_kernels::cpu {
 
 namespace {
 
-// From this many inputs on torch's product is faster: for bfloat16 weights sooner where the CPU has AMX, for 16-bit
-// floats later where it has no instructions for them.
+// From this many inputs on torch's product is faster: for bfloat16 weights sooner where the CPU has AMX; later where it
+// is slow at 16-bit floats, for then theirs is one of floats.
 constexpr int64_t kManyInputs = 24;
 constexpr int64_t kManyInputsForTiles = 8;
 constexpr int64_t kManyInputsToWiden = 128;
@@ -29,14 +29,21 @@ bool has_feature(int bit) {
   }();
   return features >> bit & 1;
 }
-// Whether the CPU has AMX for bfloat16, and instructions for products of 16-bit floats.
+// Whether the CPU has AMX for bfloat16.
 bool multiplies_tiles() { return has_feature(22); }
+// Whether it has instructions for products of 16-bit floats.
 bool multiplies(Dtype dtype) {
   return dtype == Dtype::BFloat16 ? multiplies_tiles() || __builtin_cpu_supports("avx512bf16") : has_feature(23);
+}
+// Whether these are as fast as those of floats. With AVX512-BF16 alone Intel's take twice as long, AMD's half as long.
+// ds_plugin_sdk/ops/_products.py has the same rule for training.
+bool multiplies_fast(Dtype dtype) {
+  return multiplies(dtype) && !(dtype == Dtype::BFloat16 && !multiplies_tiles() && __builtin_cpu_is("intel"));
 }
 #else
 bool multiplies_tiles() { return false; }
 bool multiplies(Dtype) { return true; }  // unknown: torch decides
+bool multiplies_fast(Dtype) { return true; }
 #endif
 
 // A layer with its inputs in floats and, for quantized weights, in 16 bits.
@@ -79,7 +86,8 @@ struct Linear : Device {
 
   bool takes(const LinearLayer& layer, Dtype dtype) const {
     const bool tiles = dtype == Dtype::BFloat16 && !layer.scales && multiplies_tiles();
-    const int64_t many = tiles ? kManyInputsForTiles : widens(dtype) ? kManyInputsToWiden : kManyInputs;
+    const bool to_widen = is_slow(dtype) && (layer.scales || !multiplies(dtype));
+    const int64_t many = tiles ? kManyInputsForTiles : to_widen ? kManyInputsToWiden : kManyInputs;
     return layer.inputs < many || layer.columns == 0;
   }
 
@@ -93,13 +101,19 @@ struct Linear : Device {
     });
   }
 
-  // Without the instructions torch's product of 16-bit floats takes two to three times as long as that of floats.
-  bool widens(Dtype dtype) const { return dtype != Dtype::Float32 && !multiplies(dtype); }
+  // To make the weights floats takes its time too.
+  bool widens(const LinearLayer& layer, Dtype dtype) const {
+    return is_slow(dtype) && layer.inputs >= kManyInputsToWiden;
+  }
 
   int64_t rows_at_once(int64_t rows, int64_t columns, Dtype dtype) const {
     const int64_t fit = kBlockBytes / (columns * size_of(dtype));
     return std::min(rows, std::max(fit / kLeastBlock * kLeastBlock, kLeastBlock));
   }
+
+ private:
+  // Whether torch's product takes two to three times as long as that of floats.
+  static bool is_slow(Dtype dtype) { return dtype != Dtype::Float32 && !multiplies_fast(dtype); }
 };
 
 }  // namespace

@@ -18,7 +18,7 @@ struct Linear : Device {
            layer.columns < (int64_t{1} << 32);
   }
 
-  bool widens(Dtype) const { return false; }
+  bool widens(const LinearLayer&, Dtype) const { return false; }
 
   int64_t rows_at_once(int64_t rows, int64_t, Dtype) const { return rows; }
 };

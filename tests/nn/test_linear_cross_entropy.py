@@ -91,7 +91,7 @@ def test_it_is_torchs_in_float64(bias: bool, options: dict[str, Any]) -> None:
 def test_multiplied_in_float32_it_is_no_further_from_float64_than_one_rounding(
     dtype: torch.dtype, of_loss: float, of_gradients: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ops, "_product_dtype", lambda input: torch.float32)
+    monkeypatch.setattr(ops, "product_dtype", lambda input: torch.float32)
     leaves, target = tensors(dtype)
     exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
     loss = linear_cross_entropy(leaves[0], leaves[1], target, linear_bias=leaves[2])
@@ -109,7 +109,7 @@ def test_small_gradients_in_float16_wait_for_the_scale_of_the_loss(
     product: torch.dtype, atol: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Divided by a million rows they are below the smallest number of float16, multiplied by the scale they are not."""
-    monkeypatch.setattr(ops, "_product_dtype", lambda input: product)
+    monkeypatch.setattr(ops, "product_dtype", lambda input: product)
     (input, weight), target = tensors(torch.float16, bias=False)
     scale = 2.0**16
     loss = linear_cross_entropy(input, weight, target, reduction="sum") / 1e7 * scale
@@ -120,7 +120,7 @@ def test_small_gradients_in_float16_wait_for_the_scale_of_the_loss(
 
 
 def test_16_bits_are_multiplied_as_they_are_where_the_device_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "_product_dtype", lambda input: input.dtype)
+    monkeypatch.setattr(ops, "product_dtype", lambda input: input.dtype)
     leaves, target = tensors(torch.bfloat16)
     exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
     loss = linear_cross_entropy(leaves[0], leaves[1], target, linear_bias=leaves[2])

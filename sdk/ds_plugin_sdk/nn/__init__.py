@@ -1,5 +1,6 @@
 """Layers over the SDK's ops, for people without DeepSpeed."""
 
+from ds_plugin_sdk.nn.linear import Linear, linear
 from ds_plugin_sdk.nn.linear_cross_entropy import LinearCrossEntropyLoss, linear_cross_entropy
 from ds_plugin_sdk.nn.sparse_attention import SparseSelfAttention
 from ds_plugin_sdk.nn.sparsity import (
@@ -18,11 +19,13 @@ __all__ = [
     "BigBirdSparsityConfig",
     "DenseSparsityConfig",
     "FixedSparsityConfig",
+    "Linear",
     "LinearCrossEntropyLoss",
     "LocalSlidingWindowSparsityConfig",
     "SparseSelfAttention",
     "SparsityConfig",
     "TransformerLayer",
     "VariableSparsityConfig",
+    "linear",
     "linear_cross_entropy",
 ]

@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup, ReduceOp
 
 from ds_plugin_sdk import comm
 from ds_plugin_sdk.errors import InvalidTensorError
+from ds_plugin_sdk.nn.linear import autocast_to
 from ds_plugin_sdk.ops import linear_cross_entropy as ops
 
 _REDUCTIONS = ("mean", "sum")
@@ -65,7 +66,8 @@ def linear_cross_entropy(
     """
     _check_reduction("linear_cross_entropy", reduction)
     rows = math.prod(input.shape[:-1])
-    cast = _autocast_to(input)
+    dtype = autocast_to(input)
+    cast: Callable[[Tensor], Tensor] = (lambda tensor: tensor) if dtype is None else lambda tensor: tensor.to(dtype)
     x, weight = cast(input).reshape(rows, input.shape[-1]), cast(linear_weight)
     targets = target.reshape(rows) if target.shape == input.shape[:-1] else target
     bias = None if linear_bias is None else cast(linear_bias)
@@ -117,15 +119,6 @@ def _columns(input: Tensor, weight: Tensor, group: ProcessGroup) -> ops.Columns:
 def _check_reduction(name: str, reduction: str) -> None:
     if reduction not in _REDUCTIONS:
         raise ValueError(f"{name}: reduction={reduction!r}; expected 'mean' or 'sum'")
-
-
-def _autocast_to(input: Tensor) -> Callable[[Tensor], Tensor]:
-    """What torch's linear does to its arguments at the moment."""
-    device_type = input.device.type
-    if input.dtype == torch.float64 or not torch.is_autocast_enabled(device_type):
-        return lambda tensor: tensor
-    dtype = torch.get_autocast_dtype(device_type)
-    return lambda tensor: tensor.to(dtype)
 
 
 class LinearCrossEntropyLoss(nn.Module):

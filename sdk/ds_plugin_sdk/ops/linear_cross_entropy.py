@@ -19,6 +19,7 @@ from torch import Tensor
 from ds_plugin_sdk.errors import SdkError
 from ds_plugin_sdk.ops import _library
 from ds_plugin_sdk.ops._checks import CheckError, check_first, check_other
+from ds_plugin_sdk.ops._products import product_dtype
 from ds_plugin_sdk.ops._references import working
 from ds_plugin_sdk.ops.cross_entropy import check_options, check_range, check_target, losses_of_columns
 
@@ -192,7 +193,7 @@ def _in_chunks(
         losses_of: the losses of rows of logits, which become their gradients, and targets.
         most_columns: by which the sizes of chunks are chosen.
     """
-    dtype, exact = _product_dtype(input), working(input)  # of products, and of sums, which are rounded at their end
+    dtype, exact = product_dtype(input), working(input)  # of products, and of sums, which are rounded at their end
     loss = input.new_zeros((), dtype=exact)
     input_gradient, weight_gradient, bias_gradient = wanted
     of_input, of_weight, of_bias = _new_gradients(input, weight, exact, input_gradient, weight_gradient, bias_gradient)
@@ -246,16 +247,6 @@ def _counted(target: Tensor, ignore_index: int) -> Tensor | None:
         return None
     counted = target.ne(ignore_index).nonzero().squeeze(1)
     return None if len(counted) == len(target) else counted
-
-
-def _product_dtype(input: Tensor) -> torch.dtype:
-    """The dtype to multiply in: 16 bits where the device has instructions for them, else float32."""
-    if input.device.type == "cpu" and input.element_size() == 2:
-        mkldnn = torch.ops.mkldnn
-        bfloat16 = input.dtype == torch.bfloat16
-        has = mkldnn._is_mkldnn_bf16_supported() if bfloat16 else mkldnn._is_mkldnn_fp16_supported()
-        return input.dtype if has else torch.float32
-    return input.dtype
 
 
 # ---- columns that are divided among ranks ----------------------------------------------------------------------------

@@ -9,7 +9,8 @@ namespace ds_kernels {
 
 // Asks its Device, see binding.h, for LinearLayer, LinearFinish and QuantizedRows. It also has
 //   bool takes(const LinearLayer& layer, Dtype dtype) const;  // whether its own kernel is the way to do it
-//   bool widens(Dtype dtype) const;  // whether torch's product is faster with floats than with these
+//   // Whether torch's product is faster with floats than with these.
+//   bool widens(const LinearLayer& layer, Dtype dtype) const;
 //   // How many rows are to be widened at a time, for torch's product with them.
 //   int64_t rows_at_once(int64_t rows, int64_t columns, Dtype dtype) const;
 template <class Device>
@@ -113,7 +114,7 @@ struct LinearOps {
     }
 
     Tensor many() {
-      const bool widens = device_.widens(arguments_.dtype());
+      const bool widens = device_.widens(layer_, arguments_.dtype());
       Tensor sums = quantized_ || widens ? widened_product(widens) : product(input_, weight_, bias_);
       if (!sums.is_contiguous()) sums = torch::stable::contiguous(sums);
       if (layer_.activation == Activation::Identity && !layer_.gated && !layer_.residual) return sums;

@@ -1,4 +1,4 @@
-"""The hooks that DeepSpeed registers on the modules of a model that it trains."""
+"""What DeepSpeed puts around the modules of a model that it trains, and in the place of torch's functions."""
 
 from __future__ import annotations
 
@@ -14,4 +14,9 @@ def moves_parameters_alone(hook: Callable[..., Any]) -> bool:
     return str(getattr(hook, "__module__", "")).startswith(_MODULES)
 
 
-__all__ = ["moves_parameters_alone"]
+def is_linear_of_zero(function: Callable[..., Any]) -> bool:
+    """Whether it is what ZeRO 3 puts in the place of ``torch.nn.functional.linear``: it keeps no view of the weight."""
+    return getattr(function, "__module__", None) == "deepspeed.runtime.zero.linear"
+
+
+__all__ = ["is_linear_of_zero", "moves_parameters_alone"]

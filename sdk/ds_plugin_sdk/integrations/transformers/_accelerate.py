@@ -21,14 +21,14 @@ from ds_plugin_sdk.integrations.transformers.attention import ATTENTION, registe
 from ds_plugin_sdk.integrations.transformers.int4_layouts import is_int4
 from ds_plugin_sdk.integrations.transformers.kv_cache import AppendingLayer, GrowingLayer, Int8Layer
 from ds_plugin_sdk.integrations.transformers.loss import LossReplacement
+from ds_plugin_sdk.integrations.transformers.replacement import Replacement, is_replaced
 from ds_plugin_sdk.integrations.transformers.replacements import (
     DecoderReplacement,
     LinearReplacement,
     NormReplacement,
-    Replacement,
     Row,
-    is_replaced,
 )
+from ds_plugin_sdk.integrations.transformers.training import TrainedLinear
 from ds_plugin_sdk.integrations.transformers.understood import (
     NotUnderstoodError,
     check_no_other_forward,
@@ -228,6 +228,10 @@ def _find_layers(model: transformers.PreTrainedModel, packer: Packer, found: _Fo
                 row = rows[name.rpartition(".")[0]]
                 found.replacements[name] = _decoder(module, attention, packer, row, found.cache, matrix_of)
                 done.update(module.modules())
+                inner = ((f"{name}.{each}", one) for each, one in module.named_modules())
+                found.replacements.update(
+                    {each: TrainedLinear(one) for each, one in inner if type(one) in (nn.Linear, Conv1D)}
+                )
             elif isinstance(module, nn.Linear | Conv1D) or is_int4(module):
                 matrix = matrix_of(module, sensitive=module is head)
                 packer.add(matrix)

@@ -15,6 +15,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
 from ds_plugin_sdk.integrations.transformers.decoder import ops_for
+from ds_plugin_sdk.integrations.transformers.training import attends_in_training, attention_in_training
 from ds_plugin_sdk.integrations.transformers.understood import DTYPES, is_plain_inference
 
 ATTENTION = "ds_plugin"
@@ -69,21 +70,28 @@ def attention_forward(
     """
     causal = query.shape[2] > 1 and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
     own = _own_attention(type(module).__module__)
-    if (
-        own is not sdpa_attention_forward
-        or dropout
-        or not all(value is None or name in IGNORED_ARGUMENTS for name, value in kwargs.items())
-        or not is_plain_inference(query)
-        or not _fits(module, query, key, value)
-        or not mask_fits(attention_mask, query.dtype, query.shape[:3], key.shape[2])
-        or (causal and attention_mask is None and query.shape[2] > key.shape[2])
-    ):
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    understood = (
+        own is sdpa_attention_forward
+        and not dropout
+        and all(value is None or name in IGNORED_ARGUMENTS for name, value in kwargs.items())
+        and _fits(module, query, key, value)
+        and mask_fits(attention_mask, query.dtype, query.shape[:3], key.shape[2])
+        and not (causal and attention_mask is None and query.shape[2] > key.shape[2])
+    )
+    if understood and attends_in_training(query, key, value, attention_mask):
+        if causal and attention_mask is None:
+            key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
+        attended = attention_in_training(
+            query, key, value, attention_mask, bool(causal) and attention_mask is None, scale
+        )
+        return attended.transpose(1, 2).contiguous(), None
+    if not understood or not is_plain_inference(query):
         return own(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
         )
     if causal and attention_mask is None:
         key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     attended = attend(
         query, key[:, :, :0], value[:, :, :0], key, value, key.shape[2], scale, attention_mask, bool(causal)
     )

@@ -22,7 +22,7 @@ from transformers.models.opt.modeling_opt import OPTForCausalLM
 from transformers.utils import ModelOutput
 
 from ds_plugin_sdk.integrations.deepspeed.hooks import moves_parameters_alone
-from ds_plugin_sdk.integrations.transformers.replacements import Replacement, is_replaced
+from ds_plugin_sdk.integrations.transformers.replacement import Replacement, is_replaced
 from ds_plugin_sdk.integrations.transformers.understood import (
     NotUnderstoodError,
     check_no_other_forward,

@@ -12,7 +12,7 @@ import operator
 import sys
 import threading
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import repeat
 from typing import Any, NamedTuple
 
@@ -29,6 +29,8 @@ from ds_plugin_sdk.integrations.transformers.attention import (
 )
 from ds_plugin_sdk.integrations.transformers.decoder import Decoder, Ops, ops_for
 from ds_plugin_sdk.integrations.transformers.kv_cache import AppendingLayer, growing_layer, may_grow
+from ds_plugin_sdk.integrations.transformers.replacement import Replacement
+from ds_plugin_sdk.integrations.transformers.training import linear_in_training
 from ds_plugin_sdk.integrations.transformers.understood import Norm, Snapshot, Watch, is_plain_inference
 from ds_plugin_sdk.integrations.transformers.weights import Matrix
 
@@ -41,41 +43,6 @@ _KNOWN_ARGUMENTS = IGNORED_ARGUMENTS | {
     "past_key_values",
     "position_embeddings",
 }
-
-
-class Replacement:
-    """A forward on an instance. A copy of the module, or one that was pickled, has its class's again."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-
-    def own(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module's class does."""
-        return type(self.module).forward(self.module, *args, **kwargs)
-
-    @property
-    def __func__(self) -> Callable[..., Any]:
-        """What a bound method has here, for code that wraps forwards by their functions, as compressed-tensors does."""
-        return type(self.module).forward
-
-    def put_on(self) -> None:
-        self.module.forward = self  # type: ignore[assignment]  # on the instance: its class stays
-
-    def take_off(self) -> None:
-        """Give the module its forward back, unless somebody has given it another one since."""
-        if vars(self.module).get("forward") is self:
-            del self.module.forward
-
-    def holds(self) -> bool:
-        """Whether the module is still what it was found to be."""
-        raise NotImplementedError
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[nn.Module]]:
-        return _own_forward, (self.module,)
-
-
-def _own_forward(module: nn.Module) -> Callable[..., Any]:
-    return types.MethodType(type(module).forward, module)
 
 
 class LinearReplacement(Replacement):
@@ -92,6 +59,9 @@ class LinearReplacement(Replacement):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
             self.matrix.doubt()
+            trained = linear_in_training(self.module, args[0]) if len(args) == 1 and not kwargs else None
+            if trained is not None:
+                return trained
         elif len(args) == 1 and not kwargs and is_plain_inference(args[0]) and self.holds():
             input: Tensor = args[0]
             if input.dtype == self.matrix.dtype and input.device == self.matrix.device:
@@ -441,15 +411,9 @@ def _are_angles(embeddings: Any, hidden: Tensor, head_dim: int) -> bool:
     )
 
 
-def is_replaced(module: nn.Module) -> bool:
-    return isinstance(vars(module).get("forward"), Replacement)
-
-
 __all__ = [
     "DecoderReplacement",
     "LinearReplacement",
     "NormReplacement",
-    "Replacement",
     "Row",
-    "is_replaced",
 ]

@@ -24,6 +24,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.pytorch_utils import Conv1D
 from transformers.utils.deprecation import deprecate_kwarg
 
+from ds_plugin_sdk.integrations.transformers.training import TrainedLinear
 from ds_plugin_sdk.ops.linear import Activation
 
 try:
@@ -146,6 +147,9 @@ def check_no_other_forward(module: nn.Module) -> None:
 
 
 def _is_forward_of(module: nn.Module, forward: object) -> bool:
+    """Whether it computes what the class's does."""
+    if isinstance(forward, TrainedLinear):
+        return forward.module is module
     return (
         isinstance(forward, types.MethodType)
         and forward.__self__ is module
@@ -271,6 +275,7 @@ class Watch:
         self._modules = [*replaced, *inner]
         self._kinds = [*map(type, self._modules)]
         self._inner = [vars(module) for module in inner]
+        self._forwards: list[object] = [None] * len(inner)  # on the instances, as they were when last looked at
         asked = self._modules if inner else []
         self._not_training = [vars(module) for module in asked if not _ignores_training(module)]
         self._children = [module._modules for module in self._modules if module._modules]
@@ -299,13 +304,21 @@ class Watch:
             (not any(self._hooks) or _are_idle(self._hooks))
             and [*map(type, self._modules)] == self._kinds
             and not any(map(_is_training, self._not_training))
-            and (not any(map(operator.contains, self._inner, repeat("forward"))) or self._have_their_forwards())
+            and (
+                all(map(operator.is_, map(dict.get, self._inner, repeat("forward")), self._forwards))
+                or self._have_their_forwards()
+            )
             and self._children == self._known_children
         )
 
     def _have_their_forwards(self) -> bool:
         inner = self._modules[-len(self._inner) :]
-        return all("forward" not in vars(module) or _is_forward_of(module, vars(module)["forward"]) for module in inner)
+        forwards = [vars(module).get("forward") for module in inner]
+        found = zip(inner, forwards, strict=True)
+        if any(forward is not None and not _is_forward_of(module, forward) for module, forward in found):
+            return False
+        self._forwards = forwards
+        return True
 
 
 def _ignores_training(module: nn.Module) -> bool:

@@ -1,0 +1,114 @@
+"""What a model multiplies in training, on a CPU that multiplies 16-bit numbers more slowly than float32.
+
+Linear layers are those of `ds_plugin_sdk.nn.linear`. Attention is torch's own, of queries, keys and values that are
+made float32 for the call, forward and backward; what is kept in between has 16 bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from transformers.pytorch_utils import Conv1D
+
+from ds_plugin_sdk.integrations.deepspeed.hooks import is_linear_of_zero
+from ds_plugin_sdk.integrations.transformers.replacement import Replacement
+from ds_plugin_sdk.nn.linear import is_watched, multiplies, multiply
+from ds_plugin_sdk.ops._products import product_dtype
+
+
+def linear_in_training(module: nn.Module, input: object) -> Tensor | None:
+    """What a linear layer gives; None if its own code is to run: it is another class's, or would be no slower."""
+    transposed = type(module) is Conv1D
+    if not (transposed or type(module) is nn.Linear) or type(input) is not Tensor:
+        return None
+    functional = torch.nn.functional.linear
+    if functional is not torch._C._nn.linear and not is_linear_of_zero(functional):
+        return None  # somebody counts or changes what linear layers compute
+    weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
+    if weight is None or not multiplies(input, weight, bias):
+        return None
+    return multiply(input, weight, bias, transposed=transposed)
+
+
+class TrainedLinear(Replacement):
+    """A linear layer within a decoder layer, which calls it in training alone, and again where it is checkpointed."""
+
+    def holds(self) -> bool:
+        return True
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # Checkpoints may run it once without gradients, and must get the same then.
+        trains = len(args) == 1 and not kwargs and (torch.is_grad_enabled() or self.module.training)
+        trained = linear_in_training(self.module, args[0]) if trains else None
+        return self.own(*args, **kwargs) if trained is None else trained
+
+
+def attends_in_training(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+    """Whether `attention_in_training` does what torch's attention does, and sooner; shapes and dtypes must fit."""
+    return (
+        torch.is_grad_enabled()
+        and all(type(each) is Tensor for each in (query, key, value))
+        and query.shape[2] > 1
+        and product_dtype(query) != query.dtype
+        and not torch.is_autocast_enabled(query.device.type)
+        and not is_watched()
+        and all(each.stride(3) == 1 for each in (query, key, value))
+        and (mask is None or not mask.requires_grad)
+    )
+
+
+def attention_in_training(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float
+) -> Tensor:
+    """Attention of ``[batch, heads, tokens, head_dim]``; fewer heads of keys and values serve several of queries each.
+
+    Args:
+        mask: bool, or what is added to the scores, ``[batch or 1, heads or 1, tokens, positions]``.
+        causal: a query attends to the positions up to its own.
+
+    Returns:
+        ``[batch, heads, tokens, head_dim]``, the dtype of query, rounded once.
+    """
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
+        key, value = (each.repeat_interleave(groups, dim=1) for each in (key, value))
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, -torch.inf)
+    result: Tensor = _Attention.apply(query, key, value, mask, causal, scale)  # type: ignore[no-untyped-call]  # torch's
+    return result
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float
+    ) -> Tensor:
+        op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        wide, sums = op(*_floats(query, key, value), is_causal=causal, attn_mask=_float(mask), scale=scale)
+        output: Tensor = wide.to(query.dtype)
+        ctx.save_for_backward(query, key, value, output, sums, mask)
+        ctx.causal, ctx.scale = causal, scale
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, output, sums, mask = ctx.saved_tensors
+        op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        wide = _floats(grads[0], query, key, value, output)
+        found = op(*wide, sums, 0.0, ctx.causal, attn_mask=_float(mask), scale=ctx.scale)
+        return *(each.to(query.dtype) for each in found), None, None, None
+
+
+def _floats(*tensors: Tensor) -> list[Tensor]:
+    return [each.to(torch.float32) for each in tensors]
+
+
+def _float(mask: Tensor | None) -> Tensor | None:
+    return None if mask is None else mask.to(torch.float32)
+
+
+__all__ = ["TrainedLinear", "attends_in_training", "attention_in_training", "linear_in_training"]

@@ -1,0 +1,87 @@
+"""Under every stage of ZeRO, on two ranks: a model whose linear layers multiply in float32."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ds_plugin_sdk.conformance.programs import free_port
+from ds_plugin_sdk.settings import child_environment
+
+TRAIN = """
+import importlib, os, torch, deepspeed, transformers
+from ds_plugin_sdk.integrations.transformers import accelerate, training
+from ds_plugin_sdk.ops import _products
+
+# A CPU that is slow at 16-bit numbers, and products that are never too small.
+linear = importlib.import_module('ds_plugin_sdk.nn.linear')
+_products.multiplies_fast = lambda dtype: False
+linear._LEAST = linear._ROWS = 0
+calls = []
+multiply = training.multiply
+training.multiply = lambda *args, **options: calls.append(args[1].shape) or multiply(*args, **options)
+
+def losses(ours, stage, checkpointing):
+    torch.manual_seed(0)
+    config = {
+        'train_micro_batch_size_per_gpu': 2,
+        'gradient_accumulation_steps': 2,
+        'optimizer': {'type': 'AdamW', 'params': {'lr': 1e-2}},
+        'zero_optimization': {'stage': stage, 'stage3_param_persistence_threshold': 0},
+        'bf16': {'enabled': True},
+    }
+    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, vocab_size=96)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, use_cache=False))
+    if checkpointing:
+        model.gradient_checkpointing_enable({'use_reentrant': False})
+    if ours:
+        accelerate(model)
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    ids = torch.randint(0, 96, (2, 9), generator=torch.Generator().manual_seed(engine.global_rank))
+    for _ in range(4):
+        loss = engine(input_ids=ids, labels=ids).loss
+        engine.backward(loss)
+        engine.step()
+        yield loss.item()
+
+with open(f"losses-{os.environ['RANK']}", 'w') as file:
+    for stage in range(4):
+        for checkpointing in (False, True):
+            expected = list(losses(False, stage, checkpointing))
+            before = len(calls)
+            found = list(losses(True, stage, checkpointing))
+            apart = max(abs(a - b) / b for a, b in zip(found, expected))
+            print(stage, checkpointing, before, len(calls), apart, found[0], found[-1], file=file)
+            calls.clear()
+torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.deepspeed
+@pytest.mark.compiler
+@pytest.mark.slow
+def test_losses_are_those_of_the_plain_model_under_every_stage(tmp_path: Path, kernel_cache: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAIN, encoding="utf-8")
+    launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators", "2"]
+    done = subprocess.run(
+        [*launcher, "--master_port", str(free_port()), str(tmp_path / "train.py")],
+        cwd=tmp_path,
+        env=child_environment(DS_ACCELERATOR="cpu", DS_PLUGIN_CACHE_DIR=str(kernel_cache), OMP_NUM_THREADS="1"),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    for rank in (0, 1):
+        found = [line.split() for line in (tmp_path / f"losses-{rank}").read_text().splitlines()]
+        assert len(found) == 8
+        for stage, checkpointing, plain, ours, apart, first, last in found:
+            run = f"stage {stage}, checkpointing {checkpointing}"
+            assert plain == "0", run
+            # Seven linear layers in each of two layers, and that of logits; those of layers again by checkpoints.
+            assert int(ours) == 4 * (2 * 14 + 1 if checkpointing == "True" else 15), run
+            assert float(apart) < 2e-2 and float(last) < float(first), run

@@ -1,0 +1,237 @@
+"""Linear layers in training: torch's numbers, rounded once, from products in float32; and whose call is torch's own."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from ds_plugin_sdk.nn import Linear, linear
+from ds_plugin_sdk.ops import _products
+
+# The function has the module's name.
+training: Any = importlib.import_module("ds_plugin_sdk.nn.linear")
+
+ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+dtypes = pytest.mark.parametrize("dtype", ROUNDING, ids=str)
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU that is slow at 16-bit numbers, and products that are never too small."""
+    monkeypatch.setattr(_products, "multiplies_fast", lambda dtype: False)
+    monkeypatch.setattr(training, "_LEAST", 0)
+    monkeypatch.setattr(training, "_ROWS", 0)
+
+
+@pytest.fixture
+def calls(slow: None, monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
+    """The shape of the weight of each product that is ours."""
+    seen: list[torch.Size] = []
+    original = training.multiply
+    monkeypatch.setattr(
+        training,
+        "multiply",
+        lambda input, weight, *rest, **options: seen.append(weight.shape) or original(input, weight, *rest, **options),
+    )
+    return seen
+
+
+def tensors(dtype: torch.dtype, *leading: int, inner: int = 40, outer: int = 24) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    shapes = ((*leading, inner), (outer, inner), (outer,))
+    return [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
+
+
+def assert_rounded_once(found: Tensor, exact: Tensor, dtype: torch.dtype, lost: float = 1e-5) -> None:
+    assert found.dtype == dtype and found.is_contiguous()
+    torch.testing.assert_close(
+        found.double(), exact, rtol=ROUNDING[dtype], atol=lost * float(exact.detach().abs().max())
+    )
+
+
+@dtypes
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("parts", [None, (5, 7, 11)], ids=["whole", "in parts"])
+@pytest.mark.parametrize("leading", [(13,), (2, 3, 5), ()], ids=str)
+def test_results_and_gradients_are_exact_ones_rounded_once(
+    leading: tuple[int, ...],
+    parts: tuple[int, int, int] | None,
+    bias: bool,
+    dtype: torch.dtype,
+    calls: list[torch.Size],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if parts is not None:
+        for name, size in zip(("_ROWS", "_COLUMNS", "_SUMMED"), parts, strict=True):
+            monkeypatch.setattr(_products, name, size)
+    leaves = tensors(dtype, *leading)[: 3 if bias else 2]
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    found, expected = linear(*leaves), functional.linear(*exact)
+    assert calls == [(24, 40)]
+    assert_rounded_once(found, expected, dtype)
+    grad = torch.randn(expected.shape, generator=torch.Generator().manual_seed(2)).to(dtype)
+    ours = torch.autograd.grad(found, leaves, grad)
+    for one, wanted in zip(ours, torch.autograd.grad(expected, exact, grad.double()), strict=True):
+        assert_rounded_once(one, wanted, dtype)
+
+
+@pytest.mark.usefixtures("slow")
+def test_sizes_of_nothing() -> None:
+    for rows, inner, outer in ((0, 4, 5), (3, 0, 5), (3, 4, 0)):
+        input, weight, bias = tensors(torch.bfloat16, rows, inner=inner, outer=outer)
+        found = linear(input, weight, bias)
+        assert torch.equal(found, functional.linear(input, weight, bias))
+        found.sum().backward()
+        assert [input.grad.shape, weight.grad.shape] == [input.shape, weight.shape]
+        assert not weight.grad.any()
+
+
+@pytest.mark.usefixtures("slow")
+def test_a_weight_by_columns_as_gpt2_keeps_it() -> None:
+    input, weight, bias = tensors(torch.bfloat16, 13)
+    turned = weight.detach().t().contiguous().requires_grad_()
+    found, expected = training.multiply(input, turned, bias, transposed=True), linear(input, weight, bias)
+    assert torch.equal(found, expected)
+    found.sum().backward()
+    assert turned.grad.is_contiguous() and torch.equal(turned.grad, torch.autograd.grad(expected.sum(), weight)[0].t())
+
+
+@pytest.mark.usefixtures("slow")
+def test_only_what_wants_a_gradient_gets_one() -> None:
+    leaves = tensors(torch.bfloat16, 13)
+    for wanted in range(3):
+        for index, leaf in enumerate(leaves):
+            leaf.requires_grad_(index == wanted).grad = None
+        linear(*leaves).sum().backward()
+        assert [leaf.grad is not None for leaf in leaves] == [index == wanted for index in range(3)]
+
+
+@pytest.mark.usefixtures("slow")
+def test_the_weight_itself_is_kept_as_zero_3_needs_it() -> None:
+    """It takes numbers out of memory after the forward pass and gathers them before the backward pass."""
+    input, weight, bias = tensors(torch.bfloat16, 13)
+    expected = torch.autograd.grad(linear(input, weight, bias).sum(), input)[0]
+    parameter = nn.Parameter(weight.detach().clone())
+    found = linear(input, parameter, bias)
+    gathered, parameter.data = parameter.data, torch.empty(0, dtype=torch.bfloat16)
+    parameter.data = gathered.clone()
+    gathered.zero_()
+    assert torch.equal(torch.autograd.grad(found.sum(), input)[0], expected)
+
+
+@pytest.mark.usefixtures("slow")
+def test_a_weight_that_was_changed_in_between_is_an_error() -> None:
+    input, weight, _ = tensors(torch.bfloat16, 13)
+    found = linear(input, weight)
+    with torch.no_grad():
+        weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        found.sum().backward()
+
+
+@pytest.mark.usefixtures("slow")
+def test_second_derivatives() -> None:
+    def second(function: Any, leaves: list[Tensor]) -> Tensor:
+        (first,) = torch.autograd.grad(function(*leaves).square().sum(), leaves[0], create_graph=True)
+        return torch.autograd.grad(first.square().sum(), leaves[1])[0]
+
+    leaves = tensors(torch.bfloat16, 13)
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    wanted = second(functional.linear, exact)
+    error = (second(linear, leaves).double() - wanted).abs().max() / wanted.abs().max()
+    assert error < 0.03
+
+
+def test_autocast_casts_as_torchs_does(calls: list[torch.Size]) -> None:
+    leaves = tensors(torch.float32, 13)
+    rounded = [leaf.detach().bfloat16().double() for leaf in leaves]
+    with torch.autocast("cpu", torch.bfloat16):
+        found = linear(*leaves)
+        gradients = torch.autograd.grad(found.float().sum(), leaves)
+    assert len(calls) == 1
+    assert_rounded_once(found, functional.linear(*rounded), torch.bfloat16)
+    assert [each.dtype for each in gradients] == [torch.float32] * 3
+    wanted = rounded[1].sum(dim=0).expand(13, 40)
+    torch.testing.assert_close(gradients[0].double(), wanted, rtol=2**-7, atol=1e-4)
+
+
+@pytest.mark.usefixtures("slow")
+def test_checkpoints_and_saved_tensor_hooks() -> None:
+    input, weight, bias = tensors(torch.bfloat16, 13)
+    expected = torch.autograd.grad(linear(input, weight, bias).sum(), (input, weight))
+    for reentrant in (True, False):
+        found = checkpoint(linear, input, weight, bias, use_reentrant=reentrant)
+        found.sum().backward()
+        assert torch.equal(input.grad, expected[0]) and torch.equal(weight.grad, expected[1])
+        input.grad = weight.grad = bias.grad = None
+    with torch.autograd.graph.save_on_cpu():
+        found = linear(input, weight, bias)
+    assert torch.equal(torch.autograd.grad(found.sum(), weight)[0], expected[1])
+
+
+class Subclass(Tensor):
+    pass
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch.func's own
+def test_all_other_calls_are_torchs(calls: list[torch.Size], monkeypatch: pytest.MonkeyPatch) -> None:
+    input, weight, bias = (leaf.detach() for leaf in tensors(torch.bfloat16, 13))
+    expected = functional.linear(input, weight, bias)
+    assert torch.equal(linear(input.as_subclass(Subclass), weight, bias).as_subclass(Tensor), expected)
+    mapped = torch.func.vmap(linear, in_dims=(0, None, None))(input, weight, bias)
+    torch.testing.assert_close(mapped, expected, rtol=2**-6, atol=2**-6)
+    torch.func.jvp(lambda x: linear(x, weight), (input,), (input,))
+    torch.compile(linear, backend="eager", fullgraph=True)(input, weight, bias)
+    linear(input.float(), weight.float(), bias.float())
+    linear(input.double(), weight.double())
+    with pytest.raises(RuntimeError, match="dtype"):
+        linear(input, weight.float())
+    with torch.device("meta"):
+        assert linear(torch.empty(3, 4, dtype=torch.bfloat16), torch.empty(5, 4, dtype=torch.bfloat16)).is_meta
+    monkeypatch.setattr(_products, "multiplies_fast", lambda dtype: True)
+    assert torch.equal(linear(input, weight, bias), expected)
+    assert not calls
+
+
+def test_small_products_are_torchs(calls: list[torch.Size], monkeypatch: pytest.MonkeyPatch) -> None:
+    input, weight, _ = tensors(torch.bfloat16, 13)
+    for name, more in (("_ROWS", 14), ("_LEAST", 13 * 24 * 40 + 1)):
+        monkeypatch.setattr(training, name, more)
+        linear(input, weight)
+        assert not calls
+        monkeypatch.setattr(training, name, more - 1)
+        linear(input, weight)
+        assert calls.pop()
+
+
+def test_the_module_is_torchs_by_another_function(calls: list[torch.Size]) -> None:
+    torch.manual_seed(0)
+    module = Linear(40, 24, dtype=torch.bfloat16)
+    theirs = nn.Linear(40, 24, dtype=torch.bfloat16)
+    theirs.load_state_dict(module.state_dict())
+    input = tensors(torch.bfloat16, 13)[0]
+    torch.testing.assert_close(module(input), theirs(input), rtol=2**-7, atol=2**-8)
+    assert calls == [(24, 40)]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "vendor", "flags", "fast"),
+    [
+        (torch.bfloat16, "GenuineIntel", "avx2 avx512f", False),
+        (torch.bfloat16, "GenuineIntel", "avx512f avx512_bf16", False),
+        (torch.bfloat16, "GenuineIntel", "avx512_bf16 amx_bf16", True),
+        (torch.bfloat16, "AuthenticAMD", "avx2", False),
+        (torch.bfloat16, "AuthenticAMD", "avx512_bf16", True),
+        (torch.float16, "GenuineIntel", "avx512_bf16 amx_bf16", False),
+        (torch.float16, "GenuineIntel", "avx512_fp16", True),
+        (torch.float16, "AuthenticAMD", "avx512_bf16", False),
+    ],
+)
+def test_which_cpu_is_fast(dtype: torch.dtype, vendor: str, flags: str, fast: bool) -> None:
+    assert _products._is_fast(dtype, vendor, frozenset(flags.split())) == fast
