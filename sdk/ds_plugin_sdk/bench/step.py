@@ -1,10 +1,10 @@
 """A training step of a model of transformers: its own code, eager and compiled, and with what the SDK has for it.
 
-For a LLaMA and a GPT-2 that is `accelerate` with a chunked loss, for a BERT DeepSpeed's transformer layers, which call
-the plugin's op, in place of its own. All take turns on the same batch; the optimizer is torch's AdamW for all. Shapes
-are those of the smallest and the largest of llama2.c's models, which have a vocabulary of 32,000 words; 128,256 are
-those of Llama 3. Dropout is 0.1 where a family has it. Memory is that of the last layer and the loss alone, forward and
-backward.
+For a LLaMA and a GPT-2 that is `accelerate` with a chunked loss, which multiplies in float32 where the CPU is slow at
+16 bits; for a BERT DeepSpeed's transformer layers, which call the plugin's op, in place of its own. All take turns on
+the same batch; the optimizer is torch's AdamW for all. Shapes are those of the smallest and the largest of llama2.c's
+models, which have a vocabulary of 32,000 words; 128,256 are those of Llama 3. Dropout is 0.1 where a family has it.
+Memory is that of the last layer and the loss alone, forward and backward.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ class Row:
 
     Attributes:
         model: its family.
+        dtype: of parameters and activations.
         vocabulary: words.
         what: whose code.
         seconds: of a step, median; wall time.
@@ -67,6 +68,7 @@ class Row:
     """
 
     model: str
+    dtype: str
     vocabulary: int
     what: str
     seconds: float
@@ -87,12 +89,14 @@ class Agreement:
 
     Attributes:
         model: its family.
+        dtype: of parameters and activations.
         steps: of each.
         first, last: the losses by its own code.
         largest: relative difference at one step.
     """
 
     model: str
+    dtype: str
     steps: int
     first: float
     last: float
@@ -147,18 +151,30 @@ def agreement(
     family: Family = "llama",
     vocabulary: int | None = None,
     dtype: str = "float32",
-    tokens: int = 64,
+    tokens: int | None = None,
 ) -> Agreement:
-    """Train a small model twice: by its own code, and by ours."""
+    """Train a small model twice: by its own code, and by ours; in 16 bits a larger one, whose products are ours.
+
+    Args:
+        steps: of each.
+        family: of the model.
+        vocabulary: words; those of `VOCABULARIES` by default.
+        dtype: of parameters and activations: float32 or bfloat16.
+        tokens: of a batch; 64 by default, in 16 bits 256.
+    """
     get_accelerator()
-    words = vocabulary or VOCABULARIES[family][0]
-    losses = [_train(steps, family, words, getattr(torch, dtype), tokens, what) for what in (EAGER, OURS[family])]
+    words, small = vocabulary or VOCABULARIES[family][0], dtype == "float32"
+    sizes = _Sizes(64, 2, 4, 176) if small else _Sizes(256, 2, 4, 704)
+    given = (sizes, family, words, getattr(torch, dtype), tokens or (64 if small else 256))
+    losses = [_train(steps, *given, what) for what in (EAGER, OURS[family])]
     apart = max(abs(a - b) / a for a, b in zip(*losses, strict=True))
-    return Agreement(family, steps, losses[0][0], losses[0][-1], apart)
+    return Agreement(family, dtype, steps, losses[0][0], losses[0][-1], apart)
 
 
-def _train(steps: int, family: Family, vocabulary: int, dtype: torch.dtype, tokens: int, what: str) -> list[float]:
-    model = _model(_Sizes(64, 2, 4, 176), family, vocabulary, dtype, dropout=0.0)
+def _train(
+    steps: int, sizes: _Sizes, family: Family, vocabulary: int, dtype: torch.dtype, tokens: int, what: str
+) -> list[float]:
+    model = _model(sizes, family, vocabulary, dtype, dropout=0.0)
     kind = _kinds(model, family, lr=1e-3, compile=False)[what]
     ids = _ids(vocabulary, tokens)
     with kind.context():
@@ -317,6 +333,7 @@ def _rows(
         peak = peaks.get(name, peaks[EAGER])
         yield Row(
             family,
+            str(dtype).removeprefix("torch."),
             vocabulary,
             name,
             statistics.median(seconds for seconds, _ in times),

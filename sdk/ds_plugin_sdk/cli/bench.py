@@ -240,7 +240,7 @@ def step(
 ) -> None:
     """A training step of a model of transformers by ours, beside its own code, eager and compiled.
 
-    Ours is a chunked loss for llama and gpt2, and DeepSpeed's transformer layer for bert.
+    Ours is `accelerate` with a chunked loss for llama and gpt2, and DeepSpeed's transformer layer for bert.
     """
     _need("transformers", "transformers")
     from ds_plugin_sdk.bench import step as benchmark

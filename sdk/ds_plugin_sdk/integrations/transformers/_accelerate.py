@@ -155,8 +155,10 @@ def accelerate(
 
     Only what is known for certain is replaced: plain layers without hooks, whose code and parameters are known. All
     else, and every call with gradients, autocast, dropout or arguments that are not known here, runs the model's own
-    code, but for the loss in training if that is asked for. Wrap your own loops in ``torch.no_grad()``; ``generate``
-    does so itself. Greedy tokens in float32 are those of the plain model; 16-bit results differ in rounding.
+    code, but for the loss in training if that is asked for, and for products of 16-bit numbers on CPUs that are slow at
+    them: linear layers and attention multiply in float32 in training (`ds_plugin_sdk.nn.linear`). Wrap your own loops
+    in ``torch.no_grad()``; ``generate`` does so itself. Greedy tokens in float32 are those of the plain model; 16-bit
+    results differ in rounding.
 
     Args:
         model: on its device or devices, in float32, bfloat16 or float16, in eval mode.
