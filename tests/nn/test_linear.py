@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from ds_plugin_sdk.nn import Linear, linear
 from ds_plugin_sdk.ops import _products
@@ -136,6 +137,46 @@ def test_a_weight_that_was_changed_in_between_is_an_error() -> None:
 
 
 @pytest.mark.usefixtures("slow")
+def test_nothing_is_kept_that_no_gradient_needs() -> None:
+    input, weight, bias = tensors(torch.bfloat16, 13)
+    kept: list[torch.Size] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor.shape)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        linear(input, weight.detach(), bias)
+        linear(input.detach(), weight)
+        linear(input.detach(), weight.detach(), bias)
+    assert kept == [(24, 40), (13, 40)]
+
+
+@pytest.mark.usefixtures("slow")
+def test_autocast_keeps_no_copy_of_a_weight() -> None:
+    """DeepSpeed's ZeRO 3 could not take it out of memory."""
+    input, weight, _ = tensors(torch.float32, 13)
+    kept: list[Tensor] = []
+    with (
+        torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor),
+        torch.autocast("cpu", torch.bfloat16),
+    ):
+        linear(input, weight)
+    assert sum(each is weight for each in kept) == 1 and all(each.shape != weight.shape for each in kept[:-1])
+
+
+@pytest.mark.usefixtures("slow")
+def test_batches_of_gradients() -> None:
+    leaves = tensors(torch.bfloat16, 5)
+    found = linear(*leaves)
+    grads = torch.randn(3, 5, 24, generator=torch.Generator().manual_seed(3)).bfloat16()
+    batched = torch.autograd.grad(found, leaves, grads, is_grads_batched=True, retain_graph=True)
+    alone = [torch.autograd.grad(found, leaves, grad, retain_graph=True) for grad in grads]
+    for together, parts in zip(batched, zip(*alone, strict=True), strict=True):
+        torch.testing.assert_close(together, torch.stack(parts), rtol=2**-6, atol=2**-4)
+
+
+@pytest.mark.usefixtures("slow")
 def test_second_derivatives() -> None:
     def second(function: Any, leaves: list[Tensor]) -> Tensor:
         (first,) = torch.autograd.grad(function(*leaves).square().sum(), leaves[0], create_graph=True)
@@ -190,13 +231,50 @@ def test_all_other_calls_are_torchs(calls: list[torch.Size], monkeypatch: pytest
     torch.compile(linear, backend="eager", fullgraph=True)(input, weight, bias)
     linear(input.float(), weight.float(), bias.float())
     linear(input.double(), weight.double())
-    with pytest.raises(RuntimeError, match="dtype"):
-        linear(input, weight.float())
-    with torch.device("meta"):
-        assert linear(torch.empty(3, 4, dtype=torch.bfloat16), torch.empty(5, 4, dtype=torch.bfloat16)).is_meta
+    with FlopCounterMode(display=False) as counter:
+        linear(input, weight, bias)
+    assert counter.get_total_flops() == 2 * 13 * 24 * 40
+    assert linear(input.to("meta"), weight.to("meta"), bias.to("meta")).is_meta
+    nested = torch.nested.nested_tensor([input, input], layout=torch.jagged)
+    assert torch.equal(linear(nested, weight).unbind()[0], functional.linear(input, weight))
     monkeypatch.setattr(_products, "multiplies_fast", lambda dtype: True)
     assert torch.equal(linear(input, weight, bias), expected)
     assert not calls
+
+
+@pytest.mark.parametrize(
+    ("change", "autocast"),
+    [
+        (lambda input, weight, bias: (input, weight.float(), bias), False),
+        (lambda input, weight, bias: (input[:, :-1], weight, bias), False),
+        (lambda input, weight, bias: (input, weight[:, :-1], bias), False),
+        (lambda input, weight, bias: (input, weight, bias.repeat(2)), False),
+        (lambda input, weight, bias: (input, weight, bias.float()), False),
+        (lambda input, weight, bias: (input, weight[None, None], None), False),
+        (lambda input, weight, bias: (input.int(), weight, bias), True),
+        (lambda input, weight, bias: (input, weight.double(), bias), True),
+    ],
+)
+def test_what_torch_rejects_is_rejected(change: Any, autocast: bool, calls: list[torch.Size]) -> None:
+    given = change(*(leaf.detach() for leaf in tensors(torch.bfloat16, 13)))
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        for function in (functional.linear, linear):
+            with pytest.raises(RuntimeError):
+                function(*given)
+    assert not calls
+
+
+def test_a_bias_that_torch_broadcasts_is_torchs(calls: list[torch.Size]) -> None:
+    input, weight, bias = (leaf.detach() for leaf in tensors(torch.bfloat16, 13))
+    for other in (bias[:1], bias[0]):
+        assert torch.equal(linear(input, weight, other), functional.linear(input, weight, other))
+    assert not calls
+
+
+def test_a_default_device_changes_nothing(calls: list[torch.Size]) -> None:
+    with torch.device("cpu"):
+        linear(*tensors(torch.bfloat16, 13))
+    assert len(calls) == 1
 
 
 def test_small_products_are_torchs(calls: list[torch.Size], monkeypatch: pytest.MonkeyPatch) -> None:

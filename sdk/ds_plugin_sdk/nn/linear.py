@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.utils._device import DeviceContext
 
 from ds_plugin_sdk.ops._products import product, product_dtype
 
@@ -23,11 +24,12 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     Most CPUs are: without AMX, or AVX512-BF16 on AMD's, torch's product of bfloat16 takes two to three times as long as
     that of float32. There operands are made float32, tens of MiB at a time; sums are in float32 and rounded once, as in
-    torch's. All other calls are torch's: other devices and dtypes, small products, subclasses of tensors,
-    `torch.compile`, `torch.func`, forward-mode derivatives.
+    torch's. All other calls are torch's: other devices and dtypes, small products, subclasses of tensors, modes,
+    `torch.compile`, `torch.func`, forward-mode derivatives, gradients of gradients and batches of them. Who has
+    replaced ``torch.nn.functional.linear``, as profilers do, is not called for what is multiplied here.
 
-    What is kept for the backward pass is the weight itself, not a view of it: what ZeRO 3 takes out of memory in
-    between it has gathered again by then. Differentiable as often as torch's.
+    What is kept for the backward pass is the weight itself, not a view of it, nor a copy under autocast: what ZeRO 3
+    takes out of memory in between it has gathered again by then. Differentiable as often as torch's.
 
     Args:
         input: ``[..., in]``.
@@ -50,34 +52,32 @@ class Linear(nn.Linear):
         return linear(input, self.weight, self.bias)
 
 
-def multiplies(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+def multiplies(input: Tensor, weight: Tensor, bias: Tensor | None, *, transposed: bool = False) -> bool:
     """Whether `multiply` does what torch's linear does, and sooner. Weights are ``[out, in]``, or ``[in, out]``."""
     tensors = (input, weight) if bias is None else (input, weight, bias)
-    if not all(type(each) in (Tensor, nn.Parameter) for each in tensors):
-        return False
-    if is_watched():
+    if not all(type(each) in (Tensor, nn.Parameter) and is_plain(each) for each in tensors) or is_watched():
         return False
     cast = autocast_to(input)
     dtype = input.dtype if cast is None else cast
+    outer, inner = weight.shape[::-1] if transposed and weight.dim() == 2 else (*weight.shape, 0, 0)[:2]
     return (
         dtype in (torch.bfloat16, torch.float16)
         and product_dtype(input.new_empty(0, dtype=dtype)) != dtype
+        and all(each.dtype == dtype if cast is None else _is_cast(each) for each in tensors)
         and weight.dim() == 2
         and input.dim() > 0
-        and input.numel() >= _ROWS * max(input.shape[-1], 1)
-        and input.numel() * weight.numel() >= _LEAST * max(input.shape[-1], 1)
-        and all(each.device == input.device and each.layout == torch.strided for each in tensors)
-        and (cast is not None or all(each.dtype == dtype for each in tensors))
+        and input.shape[-1] == inner
+        and (bias is None or bias.shape == (outer,))
+        and input.numel() >= _ROWS * max(inner, 1)
+        and input.numel() * outer >= _LEAST
     )
 
 
 def multiply(input: Tensor, weight: Tensor, bias: Tensor | None, *, transposed: bool = False) -> Tensor:
     """The product where `multiplies` says so; `transposed` for a weight that is ``[in, out]``."""
-    dtype = autocast_to(input)
-    if dtype is not None:
-        input, weight = input.to(dtype), weight.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
-    rows = input.reshape(math.prod(input.shape[:-1]), input.shape[-1])
+    dtype = autocast_to(input) or input.dtype
+    rows = input.to(dtype).reshape(math.prod(input.shape[:-1]), input.shape[-1])
+    bias = None if bias is None else bias.to(dtype)
     result: Tensor = _Linear.apply(rows, weight, bias, transposed)  # type: ignore[no-untyped-call]  # torch's
     return result.view(*input.shape[:-1], result.shape[1])
 
@@ -85,9 +85,23 @@ def multiply(input: Tensor, weight: Tensor, bias: Tensor | None, *, transposed: 
 def autocast_to(input: Tensor) -> torch.dtype | None:
     """What torch's linear casts its arguments to at the moment; None if it does not."""
     device_type = input.device.type
-    if input.dtype == torch.float64 or not torch.is_autocast_enabled(device_type):
+    if input.dtype == torch.float64 or not is_autocast(device_type):
         return None
     return torch.get_autocast_dtype(device_type)
+
+
+def is_autocast(device_type: str) -> bool:
+    """Whether torch casts the arguments of functions on such a device."""
+    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+
+
+def _is_cast(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.dtype != torch.float64
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether it has numbers in memory of the CPU's, a rectangle of them."""
+    return tensor.device.type == "cpu" and tensor.layout == torch.strided and not tensor.is_nested
 
 
 def is_watched() -> bool:
@@ -97,30 +111,53 @@ def is_watched() -> bool:
         or torch._C._is_tracing()
         or torch._C._functorch.peek_interpreter_stack() is not None
         or forward_ad._current_level >= 0
-        or torch._C._is_torch_function_mode_enabled()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or any(
+            type(torch._C._get_function_stack_at(index)) is not DeviceContext  # torch.set_default_device
+            for index in range(torch._C._len_torch_function_stack())
+        )
     )
 
 
+def is_derived_otherwise(grad: Tensor) -> bool:
+    """Whether a gradient is to be derived again, or stands for several: only torch's own operations can do that."""
+    kinds = torch._C._functorch
+    return torch.is_grad_enabled() or kinds.is_batchedtensor(grad) or kinds.is_legacy_batchedtensor(grad)
+
+
 class _Linear(torch.autograd.Function):
+    """Of input and bias in 16 bits, and a weight that may be wider: autocast keeps no copy of it."""
+
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
-        ctx.save_for_backward(input, weight)
-        ctx.transposed = transposed
+        for_input, for_weight, *_ = ctx.needs_input_grad
+        ctx.save_for_backward(input if for_weight else None, weight if for_input else None)
+        ctx.transposed, ctx.of_weight = transposed, weight.dtype
+        weight = weight.to(input.dtype)
         return product(input, weight if transposed else weight.t(), bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
         input, weight = ctx.saved_tensors
-        # A gradient that is to be derived again is one of torch's products.
-        by: Callable[[Tensor, Tensor], Tensor] = torch.mm if torch.is_grad_enabled() else product
-        of_input, of_weight, of_bias, _ = ctx.needs_input_grad
-        return (
-            by(grad, weight.t() if ctx.transposed else weight) if of_input else None,
-            (by(input.t(), grad) if ctx.transposed else by(grad.t(), input)) if of_weight else None,
-            grad.sum(dim=0) if of_bias else None,
-            None,
-        )
+        by: Callable[[Tensor, Tensor], Tensor] = torch.mm if is_derived_otherwise(grad) else product
+        of_input = of_weight = None
+        if weight is not None:
+            weight = weight.to(grad.dtype)
+            of_input = by(grad, weight.t() if ctx.transposed else weight)
+        if input is not None:
+            of_weight = (by(input.t(), grad) if ctx.transposed else by(grad.t(), input)).to(ctx.of_weight)
+        return of_input, of_weight, grad.sum(dim=0) if ctx.needs_input_grad[2] else None, None
 
 
-__all__ = ["Linear", "autocast_to", "is_watched", "linear", "multiplies", "multiply"]
+__all__ = [
+    "Linear",
+    "autocast_to",
+    "is_autocast",
+    "is_derived_otherwise",
+    "is_plain",
+    "is_watched",
+    "linear",
+    "multiplies",
+    "multiply",
+]

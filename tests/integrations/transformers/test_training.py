@@ -167,6 +167,80 @@ def test_who_replaces_torchs_linear_is_called(calls: dict[str, int], monkeypatch
     assert len(seen) == 15 and not calls["linear"]
 
 
+def test_a_bias_that_is_no_parameter_is_added(calls: dict[str, int]) -> None:
+    """As `torch.nn.utils.prune` leaves it."""
+    model = make("gpt_neox")
+    layer = model.gpt_neox.layers[0].mlp.dense_h_to_4h
+    input = torch.randn(7, 64, dtype=torch.bfloat16)
+    with accelerate(model):
+        del layer.bias
+        layer.bias = torch.full((96,), 7.0, dtype=torch.bfloat16)
+        torch.testing.assert_close(layer(input), nn.functional.linear(input, layer.weight, layer.bias))
+    assert calls["linear"] == 1
+
+
+def test_a_compiled_model_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of torch's operations, whatever the CPU; dynamo does not look for the features of this one."""
+    _products.multiplies_fast.cache_clear()
+    monkeypatch.setattr(_products, "_x86", lambda: 1 / 0)
+    model = make()
+    with accelerate(model):
+        compiled = torch.compile(model.model, backend="eager", fullgraph=True)
+        assert compiled(batch()["input_ids"]).last_hidden_state.shape == (3, 20, 64)
+
+
+def test_who_replaces_or_forbids_torchs_attention_is_obeyed(
+    calls: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make()
+    with accelerate(model):
+        with torch.nn.attention.sdpa_kernel([torch.nn.attention.SDPBackend.MATH]):
+            gradients(model)
+        own = nn.functional.scaled_dot_product_attention
+        seen = []
+        monkeypatch.setattr(
+            nn.functional, "scaled_dot_product_attention", lambda *a, **o: seen.append(len(a)) or own(*a, **o)
+        )
+        gradients(model)
+    assert len(seen) == 2 and calls["attention"] == 0
+
+
+def test_selective_checkpoints(calls: dict[str, int]) -> None:
+    """Their modes see torch's operations."""
+    from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+    def policy(context: Any, op: Any, *args: Any, **options: Any) -> CheckpointPolicy:
+        products = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        return CheckpointPolicy.MUST_SAVE if op in products else CheckpointPolicy.PREFER_RECOMPUTE
+
+    model = make("gpt_neox")
+    plain = gradients(model)
+    with accelerate(model):
+        output = checkpoint(
+            lambda ids: model(input_ids=ids, labels=ids).loss,
+            batch()["input_ids"],
+            use_reentrant=False,
+            context_fn=lambda: create_selective_checkpoint_contexts(policy),
+        )
+        output.backward()
+        found = [parameter.grad.double() for parameter in model.parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True)) and not any(calls.values())
+
+
+def test_a_mask_is_kept_as_it_was_given(calls: dict[str, int]) -> None:
+    query = torch.randn(2, 2, 5, 8, dtype=torch.bfloat16, requires_grad=True)
+    mask = torch.ones(2, 1, 5, 5, dtype=torch.bool).tril()
+    kept: list[torch.dtype] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor.dtype)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        training.attention_in_training(query, query, query, mask, False, 0.3)
+    assert sorted(map(str, kept)) == ["torch.bfloat16"] * 4 + ["torch.bool", "torch.float32"]
+
+
 def test_autocast(calls: dict[str, int]) -> None:
     model = make(dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):

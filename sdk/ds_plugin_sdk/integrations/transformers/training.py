@@ -15,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ds_plugin_sdk.integrations.deepspeed.hooks import is_linear_of_zero
 from ds_plugin_sdk.integrations.transformers.replacement import Replacement
-from ds_plugin_sdk.nn.linear import is_watched, multiplies, multiply
+from ds_plugin_sdk.nn.linear import is_autocast, is_plain, is_watched, multiplies, multiply
 from ds_plugin_sdk.ops._products import product_dtype
 
 
@@ -27,8 +27,10 @@ def linear_in_training(module: nn.Module, input: object) -> Tensor | None:
     functional = torch.nn.functional.linear
     if functional is not torch._C._nn.linear and not is_linear_of_zero(functional):
         return None  # somebody counts or changes what linear layers compute
-    weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
-    if weight is None or not multiplies(input, weight, bias):
+    # Whatever they are: pruned ones are computed, and no parameters.
+    weight: Any = module.weight
+    bias: Any = module.bias
+    if not multiplies(input, weight, bias, transposed=transposed):
         return None
     return multiply(input, weight, bias, transposed=transposed)
 
@@ -49,13 +51,14 @@ class TrainedLinear(Replacement):
 def attends_in_training(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
     """Whether `attention_in_training` does what torch's attention does, and sooner; shapes and dtypes must fit."""
     return (
-        torch.is_grad_enabled()
-        and all(type(each) is Tensor for each in (query, key, value))
+        not is_watched()
+        and torch.is_grad_enabled()
+        and torch.nn.functional.scaled_dot_product_attention is torch._C._nn.scaled_dot_product_attention
+        and torch._C._get_flash_sdp_enabled()  # what torch asks for the CPU, too
+        and all(type(each) is Tensor and is_plain(each) and each.stride(3) == 1 for each in (query, key, value))
         and query.shape[2] > 1
         and product_dtype(query) != query.dtype
-        and not torch.is_autocast_enabled(query.device.type)
-        and not is_watched()
-        and all(each.stride(3) == 1 for each in (query, key, value))
+        and not is_autocast(query.device.type)
         and (mask is None or not mask.requires_grad)
     )
 
@@ -75,19 +78,19 @@ def attention_in_training(
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = (each.repeat_interleave(groups, dim=1) for each in (key, value))
-    if mask is not None and mask.dtype == torch.bool:
-        mask = torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, -torch.inf)
     result: Tensor = _Attention.apply(query, key, value, mask, causal, scale)  # type: ignore[no-untyped-call]  # torch's
     return result
 
 
 class _Attention(torch.autograd.Function):
+    """What is kept has the dtypes that it was given in."""
+
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float
     ) -> Tensor:
         op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        wide, sums = op(*_floats(query, key, value), is_causal=causal, attn_mask=_float(mask), scale=scale)
+        wide, sums = op(*_floats(query, key, value), is_causal=causal, attn_mask=_added(mask), scale=scale)
         output: Tensor = wide.to(query.dtype)
         ctx.save_for_backward(query, key, value, output, sums, mask)
         ctx.causal, ctx.scale = causal, scale
@@ -99,7 +102,7 @@ class _Attention(torch.autograd.Function):
         query, key, value, output, sums, mask = ctx.saved_tensors
         op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         wide = _floats(grads[0], query, key, value, output)
-        found = op(*wide, sums, 0.0, ctx.causal, attn_mask=_float(mask), scale=ctx.scale)
+        found = op(*wide, sums, 0.0, ctx.causal, attn_mask=_added(mask), scale=ctx.scale)
         return *(each.to(query.dtype) for each in found), None, None, None
 
 
@@ -107,8 +110,11 @@ def _floats(*tensors: Tensor) -> list[Tensor]:
     return [each.to(torch.float32) for each in tensors]
 
 
-def _float(mask: Tensor | None) -> Tensor | None:
-    return None if mask is None else mask.to(torch.float32)
+def _added(mask: Tensor | None) -> Tensor | None:
+    """What a mask adds to scores, float32."""
+    if mask is None or mask.dtype != torch.bool:
+        return None if mask is None else mask.to(torch.float32)
+    return torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, -torch.inf)
 
 
 __all__ = ["TrainedLinear", "attends_in_training", "attention_in_training", "linear_in_training"]
