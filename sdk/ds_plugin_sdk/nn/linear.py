@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.utils._device import DeviceContext
 
 from ds_plugin_sdk.ops._products import product, product_dtype
 
@@ -17,6 +16,8 @@ from ds_plugin_sdk.ops._products import product, product_dtype
 # which to make the weight float32 takes longer.
 _LEAST = 1 << 24
 _ROWS = 128
+# Where the mode is that torch.set_default_device sets: it changes no product.
+_DEFAULT_DEVICE = "torch.utils._device"
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -113,7 +114,7 @@ def is_watched() -> bool:
         or forward_ad._current_level >= 0
         or torch._C._len_torch_dispatch_stack() > 0
         or any(
-            type(torch._C._get_function_stack_at(index)) is not DeviceContext  # torch.set_default_device
+            type(torch._C._get_function_stack_at(index)).__module__ != _DEFAULT_DEVICE
             for index in range(torch._C._len_torch_function_stack())
         )
     )
