@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from ds_plugin_sdk.ops._products import product, product_dtype
+from ds_plugin_sdk.ops.linear_cross_entropy import is_batched
 
 # Multiplications below which what is saved, some 0.1 ms, is no more than what a function of Python's takes; rows below
 # which to make the weight float32 takes longer.
@@ -120,12 +121,6 @@ def is_watched() -> bool:
     )
 
 
-def is_derived_otherwise(grad: Tensor) -> bool:
-    """Whether a gradient is to be derived again, or stands for several: only torch's own operations can do that."""
-    kinds = torch._C._functorch
-    return torch.is_grad_enabled() or kinds.is_batchedtensor(grad) or kinds.is_legacy_batchedtensor(grad)
-
-
 class _Linear(torch.autograd.Function):
     """Of input and bias in 16 bits, and a weight that may be wider: autocast keeps no copy of it."""
 
@@ -141,7 +136,8 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
         input, weight = ctx.saved_tensors
-        by: Callable[[Tensor, Tensor], Tensor] = torch.mm if is_derived_otherwise(grad) else product
+        # What is to be derived again, or stands for several gradients, is for torch's own operations.
+        by: Callable[[Tensor, Tensor], Tensor] = torch.mm if torch.is_grad_enabled() or is_batched(grad) else product
         of_input = of_weight = None
         if weight is not None:
             weight = weight.to(grad.dtype)
@@ -155,7 +151,6 @@ __all__ = [
     "Linear",
     "autocast_to",
     "is_autocast",
-    "is_derived_otherwise",
     "is_plain",
     "is_watched",
     "linear",

@@ -127,7 +127,7 @@ def _scaled(ctx: Any, grad_loss: Tensor | None) -> tuple[Tensor | None, ...]:
             hint="torch.nn.functional.linear and cross_entropy have second derivatives",
         )
     # The largest of them is as large as the weight: only who asks for them again has them twice in memory.
-    again = torch._C._autograd._get_current_graph_task_keep_graph() or _is_batched(grad_loss)
+    again = torch._C._autograd._get_current_graph_task_keep_graph() or is_batched(grad_loss)
     return tuple(
         (gradient * grad_loss if again else gradient.mul_(grad_loss)).to(ctx.dtype)
         if wanted and grad_loss is not None
@@ -136,7 +136,7 @@ def _scaled(ctx: Any, grad_loss: Tensor | None) -> tuple[Tensor | None, ...]:
     )
 
 
-def _is_batched(tensor: Tensor | None) -> bool:
+def is_batched(tensor: Tensor | None) -> bool:
     """Whether it stands for several under ``vmap``, which cannot be written into one tensor."""
     kinds = torch._C._functorch
     return tensor is not None and (kinds.is_batchedtensor(tensor) or kinds.is_legacy_batchedtensor(tensor))
@@ -345,4 +345,4 @@ class _Divided(torch.autograd.Function):
         return *_scaled(ctx, grads[0]), None, None, None, None
 
 
-__all__ = ["Columns", "divided_linear_cross_entropy", "linear_cross_entropy"]
+__all__ = ["Columns", "divided_linear_cross_entropy", "is_batched", "linear_cross_entropy"]

@@ -79,19 +79,17 @@ def attention_forward(
         and mask_fits(attention_mask, query.dtype, query.shape[:3], key.shape[2])
         and not (causal and attention_mask is None and query.shape[2] > key.shape[2])
     )
-    if understood and attends_in_training(query, key, value, attention_mask):
-        if causal and attention_mask is None:
-            key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
-        attended = attention_in_training(
-            query, key, value, attention_mask, bool(causal) and attention_mask is None, scale
-        )
-        return attended.transpose(1, 2).contiguous(), None
-    if not understood or not is_plain_inference(query):
+    trains = understood and attends_in_training(query, key, value, attention_mask)
+    if not trains and not (understood and is_plain_inference(query)):
         return own(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
         )
     if causal and attention_mask is None:
         key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
+    if trains:
+        unmasked = attention_mask is None
+        attended = attention_in_training(query, key, value, attention_mask, bool(causal) and unmasked, scale)
+        return attended.transpose(1, 2).contiguous(), None
     attended = attend(
         query, key[:, :, :0], value[:, :, :0], key, value, key.shape[2], scale, attention_mask, bool(causal)
     )
