@@ -1,6 +1,7 @@
 // Loops of linear layers. Compiled once per instruction-set level, without torch.
 #include "linear_loops.h"
 
+#include "linear_tiles.h"
 #include "loops.h"
 
 #include <type_traits>
@@ -132,10 +133,40 @@ struct Linear {
 
   static void run(const LinearTask& task, int64_t begin, int64_t end) {
     if (task.inputs == 1) return run_one(task, begin, end);
+    if constexpr (kTiles && sizeof(Weight) == 1) {
+      if (task.shorts.values && task.inputs >= kLeastTileInputs) return run_tiles(task, begin, end);
+    }
     for (int64_t m = 0; m < task.inputs; m += kInputs) {
       const int64_t inputs = task.inputs - m < kInputs ? task.inputs - m : kInputs;
       for (int64_t o = begin; o < end; o += kBlock) block(task, m, inputs, o, end - o < kBlock ? end - o : kBlock);
     }
+  }
+
+  // Many inputs of quantized weights: all of some weights.
+  static void run_tiles(const LinearTask& task, int64_t begin, int64_t end) {
+    float sums[kMostTileInputs * kTileRows], gates[kMostTileInputs * kTileRows];
+    for (int64_t m = 0; m < task.inputs; m += kMostTileInputs) {
+      const int64_t inputs = task.inputs - m < kMostTileInputs ? task.inputs - m : kMostTileInputs;
+      for (int64_t o = begin; o < end; o += kTileRows) {
+        const int64_t count = end - o < kTileRows ? end - o : kTileRows;
+        tiles(task, m, inputs, o, count, sums);
+        if (task.gated) tiles(task, m, inputs, task.outputs + o, count, gates);
+        for (int64_t k = 0; k < inputs; ++k) {
+          const int64_t at = k * kTileRows;
+          finish<Element>(task, sums + at, task.gated ? gates + at : nullptr, m + k, o, count);
+        }
+      }
+    }
+  }
+
+  static void tiles(const LinearTask& task, int64_t first_input, int64_t inputs, int64_t first, int64_t count,
+                    float* sums) {
+    LinearTask some = task;
+    some.inputs = inputs;
+    some.shorts = inputs_from(task.shorts, {task.columns, task.stride, task.groups, task.groups}, first_input);
+    tile_sums<Weight>(some, first, count, sums);
+    if (!task.offsets) return;
+    for (int64_t m = 0; m < inputs; ++m) add_offsets(task, first, count, first_input + m, sums + m * kTileRows);
   }
 
   // One input waits for weights alone. They come as two streams of rows, the halves of the share, or both operands of
@@ -221,12 +252,20 @@ int32_t eights_of(const int16_t* values, int64_t count) {
   return -8 * sum;
 }
 
-bool shorten_inputs(const LinearTask& task, int16_t* values, float* scales, int32_t* eights) {
-  const int64_t width = task.columns / task.groups;
+// Whether inputs of quantized weights may be in 16 bits here.
+bool shortens(const LinearLayer& layer) {
+  const int64_t width = layer.columns / layer.groups;
 #ifdef __AVX512F__
   if (!__builtin_cpu_supports("avx512vnni")) return false;
 #endif
-  if (!kShortInputs || width % kShortStep != 0 || width > kMostShortColumns) return false;
+  return kShortInputs && layer.scales && width % kShortStep == 0 && width <= kMostShortColumns;
+}
+
+bool has_tiles(const LinearLayer& layer) { return kTiles && shortens(layer); }
+
+bool shorten_inputs(const LinearTask& task, int16_t* values, float* scales, int32_t* eights) {
+  const int64_t width = task.columns / task.groups;
+  if (!shortens(task)) return false;
   for (int64_t group = 0; group < task.inputs * task.groups; ++group) {
     scales[group] = shorten(task.widened + group * width, values + group * width, width);
     if (scales[group] != scales[group]) return false;
@@ -365,7 +404,7 @@ void compute(const LinearFinish& work, Dtype dtype, const Threads& threads) {
 
 template <>
 const LinearLoops& loops() {
-  static constexpr LinearLoops all{choose_linear, by_dtype<LinearWiden>, shorten_inputs, sum_groups};
+  static constexpr LinearLoops all{choose_linear, by_dtype<LinearWiden>, has_tiles, shorten_inputs, sum_groups};
   return all;
 }
 

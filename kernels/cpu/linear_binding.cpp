@@ -3,6 +3,8 @@
 
 #include <ds_kernels/ops/linear.h>
 
+#include <atomic>
+
 #include "device.h"
 
 namespace ds_kernels::cpu {
@@ -10,12 +12,12 @@ namespace ds_kernels::cpu {
 namespace {
 
 // From this many inputs on torch's product is faster: for bfloat16 weights sooner where the CPU has AMX; later where it
-// is slow at 16-bit floats, for then theirs is one of floats.
+// is slow at 16-bit floats, for then theirs is one of floats. Without AMX it is slower than the tiles of quantized weights.
 constexpr int64_t kManyInputs = 24;
-constexpr int64_t kManyInputsForTiles = 8;
+constexpr int64_t kManyInputsWithAmx = 8;
 constexpr int64_t kManyInputsToWiden = 128;
-// How much of the weights is widened at a time for that product: what then still is in the second cache.
-constexpr int64_t kBlockBytes = 1 << 20;
+// How much of the weights is widened at a time for that product: what then still is in the second cache, or near it.
+constexpr int64_t kBlockBytes = 2 << 20;
 constexpr int64_t kLeastBlock = 64;
 // Outputs of one share: at least a few cache lines of them.
 constexpr int64_t kShare = 16;
@@ -30,18 +32,18 @@ bool has_feature(int bit) {
   return features >> bit & 1;
 }
 // Whether the CPU has AMX for bfloat16.
-bool multiplies_tiles() { return has_feature(22); }
+bool has_amx() { return has_feature(22); }
 // Whether it has instructions for products of 16-bit floats.
 bool multiplies(Dtype dtype) {
-  return dtype == Dtype::BFloat16 ? multiplies_tiles() || __builtin_cpu_supports("avx512bf16") : has_feature(23);
+  return dtype == Dtype::BFloat16 ? has_amx() || __builtin_cpu_supports("avx512bf16") : has_feature(23);
 }
 // Whether these are as fast as those of floats. With AVX512-BF16 alone Intel's take twice as long, AMD's half as long.
 // ds_plugin_sdk/ops/_products.py has the same rule for training.
 bool multiplies_fast(Dtype dtype) {
-  return multiplies(dtype) && !(dtype == Dtype::BFloat16 && !multiplies_tiles() && __builtin_cpu_is("intel"));
+  return multiplies(dtype) && !(dtype == Dtype::BFloat16 && !has_amx() && __builtin_cpu_is("intel"));
 }
 #else
-bool multiplies_tiles() { return false; }
+bool has_amx() { return false; }
 bool multiplies(Dtype) { return true; }  // unknown: torch decides
 bool multiplies_fast(Dtype) { return true; }
 #endif
@@ -63,15 +65,26 @@ class PreparedLayer {
  private:
   void widen(const LinearLoops& loops, const LinearLayer& layer, Dtype dtype) {
     widened_.resize(layer.inputs * layer.columns);
-    loops.widen(dtype)(layer.input, widened_.data(), layer.inputs * layer.columns);
     task_.widened = widened_.data();
-    if (!layer.scales) return;
-    shorts_.resize(layer.inputs * layer.columns);
-    short_scales_.resize(layer.inputs * layer.groups);
-    eights_.resize(layer.inputs * layer.groups);
-    if (loops.shorten(task_, shorts_.data(), short_scales_.data(), eights_.data())) {
-      task_.shorts = {shorts_.data(), short_scales_.data(), eights_.data()};
+    if (layer.scales) {
+      shorts_.resize(layer.inputs * layer.columns);
+      short_scales_.resize(layer.inputs * layer.groups);
+      eights_.resize(layer.inputs * layer.groups);
     }
+    std::atomic<bool> shortened{layer.scales != nullptr};
+    parallel_for(0, layer.inputs, grain_of(layer.columns), [&](int64_t begin, int64_t end) {
+      const int64_t first = begin * layer.columns, group = begin * layer.groups;
+      LinearTask some = task_;
+      some.inputs = end - begin;
+      some.widened = widened_.data() + first;
+      const auto* input = static_cast<const char*>(layer.input) + first * size_of(dtype);
+      loops.widen(dtype)(input, widened_.data() + first, some.inputs * layer.columns);
+      if (!shortened) return;
+      if (!loops.shorten(some, shorts_.data() + first, short_scales_.data() + group, eights_.data() + group)) {
+        shortened = false;
+      }
+    });
+    if (shortened) task_.shorts = {shorts_.data(), short_scales_.data(), eights_.data()};
   }
 
   std::vector<float> widened_, short_scales_, group_sums_;
@@ -85,9 +98,10 @@ struct Linear : Device {
   using Device::run;
 
   bool takes(const LinearLayer& layer, Dtype dtype) const {
-    const bool tiles = dtype == Dtype::BFloat16 && !layer.scales && multiplies_tiles();
+    const bool amx = dtype == Dtype::BFloat16 && has_amx();
+    if (dtype != Dtype::Float32 && !amx && loops_for<LinearLoops>("linear").has_tiles(layer)) return true;
     const bool to_widen = is_slow(dtype) && (layer.scales || !multiplies(dtype));
-    const int64_t many = tiles ? kManyInputsForTiles : to_widen ? kManyInputsToWiden : kManyInputs;
+    const int64_t many = amx && !layer.scales ? kManyInputsWithAmx : to_widen ? kManyInputsToWiden : kManyInputs;
     return layer.inputs < many || layer.columns == 0;
   }
 

@@ -18,6 +18,9 @@ using LinearLoop = void (*)(const LinearTask& task, int64_t begin, int64_t end);
 // `count` elements to floats.
 using WidenLoop = void (*)(const void* from, float* to, int64_t count);
 
+// Whether a layer's products with many inputs, in 16 bits, are faster here than those of floats.
+using HasTiles = bool (*)(const LinearLayer& layer);
+
 // The inputs of a task in 16 bits; false if they cannot be had here, or have an element that is not finite.
 using ShortenLoop = bool (*)(const LinearTask& task, int16_t* values, float* scales, int32_t* eights);
 
@@ -27,6 +30,7 @@ using SumGroupsLoop = void (*)(const LinearTask& task, float* sums);
 struct LinearLoops {
   LinearLoop (*linear)(Dtype dtype, bool quantized, bool int4);
   WidenLoop (*widen)(Dtype dtype);
+  HasTiles has_tiles;
   ShortenLoop shorten;
   SumGroupsLoop sum_groups;
 };

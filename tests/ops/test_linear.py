@@ -19,8 +19,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 EPS = {torch.float32: 2**-23, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 SUMS = 2**-17
 SHORT_INPUTS = 2**-15
-# One input, tiles of two and four, more than one block of them, and as many as go to torch.
-INPUTS = (1, 2, 3, 7, 9, 130)
+# One input, tiles of two and four, more than one block of them, and as many as go to torch, or to tiles of twelve.
+INPUTS = (1, 2, 3, 7, 9, 29, 130)
 
 
 @pytest.fixture(scope="module", autouse=True)
