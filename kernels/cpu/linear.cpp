@@ -133,8 +133,11 @@ struct Linear {
 
   static void run(const LinearTask& task, int64_t begin, int64_t end) {
     if (task.inputs == 1) return run_one(task, begin, end);
-    if constexpr (kTiles && sizeof(Weight) == 1) {
-      if (task.shorts.values && task.inputs >= kLeastTileInputs) return run_tiles(task, begin, end);
+    if constexpr (kTiles) {
+      if (sizeof(Weight) == 1 ? task.shorts.values && task.inputs >= kLeastTileInputs
+                              : task.inputs >= kLeastFloatTileInputs) {
+        return run_tiles(task, begin, end);
+      }
     }
     for (int64_t m = 0; m < task.inputs; m += kInputs) {
       const int64_t inputs = task.inputs - m < kInputs ? task.inputs - m : kInputs;
@@ -142,7 +145,7 @@ struct Linear {
     }
   }
 
-  // Many inputs of quantized weights: all of some weights.
+  // Many inputs: all of some weights.
   static void run_tiles(const LinearTask& task, int64_t begin, int64_t end) {
     float sums[kMostTileInputs * kTileRows], gates[kMostTileInputs * kTileRows];
     for (int64_t m = 0; m < task.inputs; m += kMostTileInputs) {
@@ -163,7 +166,8 @@ struct Linear {
                     float* sums) {
     LinearTask some = task;
     some.inputs = inputs;
-    some.shorts = inputs_from(task.shorts, {task.columns, task.stride, task.groups, task.groups}, first_input);
+    some.widened += first_input * task.columns;
+    if (task.shorts.values) some.shorts = inputs_from(task.shorts, {task.columns, 0, task.groups, 0}, first_input);
     tile_sums<Weight>(some, first, count, sums);
     if (!task.offsets) return;
     for (int64_t m = 0; m < inputs; ++m) add_offsets(task, first, count, first_input + m, sums + m * kTileRows);
@@ -258,10 +262,10 @@ bool shortens(const LinearLayer& layer) {
 #ifdef __AVX512F__
   if (!__builtin_cpu_supports("avx512vnni")) return false;
 #endif
-  return kShortInputs && layer.scales && width % kShortStep == 0 && width <= kMostShortColumns;
+  return kShortInputs && width % kShortStep == 0 && width <= kMostShortColumns;
 }
 
-bool has_tiles(const LinearLayer& layer) { return kTiles && shortens(layer); }
+bool has_tiles(const LinearLayer& layer) { return kTiles && (!layer.scales || shortens(layer)); }
 
 bool shorten_inputs(const LinearTask& task, int16_t* values, float* scales, int32_t* eights) {
   const int64_t width = task.columns / task.groups;

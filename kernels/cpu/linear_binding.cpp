@@ -4,6 +4,7 @@
 #include <ds_kernels/ops/linear.h>
 
 #include <atomic>
+#include <memory>
 
 #include "device.h"
 
@@ -12,7 +13,8 @@ namespace ds_kernels::cpu {
 namespace {
 
 // From this many inputs on torch's product is faster: for bfloat16 weights sooner where the CPU has AMX; later where it
-// is slow at 16-bit floats, for then theirs is one of floats. Without AMX it is slower than the tiles of quantized weights.
+// is slow at 16-bit floats, for then theirs is one of floats. Tiles of weights are faster however many inputs there are:
+// without AMX those of quantized weights, and of 16-bit floats where the CPU is slow at these.
 constexpr int64_t kManyInputs = 24;
 constexpr int64_t kManyInputsWithAmx = 8;
 constexpr int64_t kManyInputsToWiden = 128;
@@ -55,41 +57,47 @@ class PreparedLayer {
       : task_{layer, static_cast<const float*>(layer.input), {}, nullptr} {
     if (dtype != Dtype::Float32) widen(loops, layer, dtype);  // those who want its accuracy ask for float32
     if (!layer.offsets) return;
-    group_sums_.resize(layer.inputs * layer.groups);
-    loops.sum_groups(task_, group_sums_.data());
-    task_.group_sums = group_sums_.data();
+    task_.group_sums = room_for(group_sums_, layer.inputs * layer.groups);
+    loops.sum_groups(task_, group_sums_.get());
   }
 
   const LinearTask& task() const { return task_; }
 
  private:
   void widen(const LinearLoops& loops, const LinearLayer& layer, Dtype dtype) {
-    widened_.resize(layer.inputs * layer.columns);
-    task_.widened = widened_.data();
+    const int64_t elements = layer.inputs * layer.columns, groups = layer.inputs * layer.groups;
+    task_.widened = room_for(widened_, elements);
     if (layer.scales) {
-      shorts_.resize(layer.inputs * layer.columns);
-      short_scales_.resize(layer.inputs * layer.groups);
-      eights_.resize(layer.inputs * layer.groups);
+      room_for(shorts_, elements);
+      room_for(short_scales_, groups);
+      room_for(eights_, groups);
     }
     std::atomic<bool> shortened{layer.scales != nullptr};
     parallel_for(0, layer.inputs, grain_of(layer.columns), [&](int64_t begin, int64_t end) {
       const int64_t first = begin * layer.columns, group = begin * layer.groups;
       LinearTask some = task_;
       some.inputs = end - begin;
-      some.widened = widened_.data() + first;
+      some.widened = widened_.get() + first;
       const auto* input = static_cast<const char*>(layer.input) + first * size_of(dtype);
-      loops.widen(dtype)(input, widened_.data() + first, some.inputs * layer.columns);
+      loops.widen(dtype)(input, widened_.get() + first, some.inputs * layer.columns);
       if (!shortened) return;
-      if (!loops.shorten(some, shorts_.data() + first, short_scales_.data() + group, eights_.data() + group)) {
+      if (!loops.shorten(some, shorts_.get() + first, short_scales_.get() + group, eights_.get() + group)) {
         shortened = false;
       }
     });
-    if (shortened) task_.shorts = {shorts_.data(), short_scales_.data(), eights_.data()};
+    if (shortened) task_.shorts = {shorts_.get(), short_scales_.get(), eights_.get()};
   }
 
-  std::vector<float> widened_, short_scales_, group_sums_;
-  std::vector<int16_t> shorts_;
-  std::vector<int32_t> eights_;
+  // No vectors: their zeros take as long to write as what replaces them.
+  template <class Element>
+  static Element* room_for(std::unique_ptr<Element[]>& elements, int64_t count) {
+    elements.reset(new Element[count]);
+    return elements.get();
+  }
+
+  std::unique_ptr<float[]> widened_, short_scales_, group_sums_;
+  std::unique_ptr<int16_t[]> shorts_;
+  std::unique_ptr<int32_t[]> eights_;
   LinearTask task_;
 };
 
@@ -99,7 +107,8 @@ struct Linear : Device {
 
   bool takes(const LinearLayer& layer, Dtype dtype) const {
     const bool amx = dtype == Dtype::BFloat16 && has_amx();
-    if (dtype != Dtype::Float32 && !amx && loops_for<LinearLoops>("linear").has_tiles(layer)) return true;
+    const bool torch_is_slower = layer.scales ? dtype != Dtype::Float32 && !amx : is_slow(dtype);
+    if (torch_is_slower && loops_for<LinearLoops>("linear").has_tiles(layer)) return true;
     const bool to_widen = is_slow(dtype) && (layer.scales || !multiplies(dtype));
     const int64_t many = amx && !layer.scales ? kManyInputsWithAmx : to_widen ? kManyInputsToWiden : kManyInputs;
     return layer.inputs < many || layer.columns == 0;

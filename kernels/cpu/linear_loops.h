@@ -18,7 +18,7 @@ using LinearLoop = void (*)(const LinearTask& task, int64_t begin, int64_t end);
 // `count` elements to floats.
 using WidenLoop = void (*)(const void* from, float* to, int64_t count);
 
-// Whether a layer's products with many inputs, in 16 bits, are faster here than those of floats.
+// Whether there are tiles here for a layer's products with many inputs of 16 bits.
 using HasTiles = bool (*)(const LinearLayer& layer);
 
 // The inputs of a task in 16 bits; false if they cannot be had here, or have an element that is not finite.

@@ -1,11 +1,14 @@
-// Products of int8 and int4 weights with many inputs in 16 bits, by AVX512-VNNI: twice as many in an instruction as of
-// floats.
+// Products of weights with many inputs, by AVX-512: of int8 and int4 weights in 16 bits, by VNNI, which multiplies twice
+// as many in an instruction as there are floats; of others in floats.
 //
-// A vector has two columns of 16 rows, so that the sums of 16 outputs are one vector, and a group's scale costs as little
-// as it can. Weights are laid out that way a few at a time; all inputs pass by them while they are in the first cache.
+// A vector has a column, or two, of 16 rows, so that the sums of 16 outputs are one vector, and a group's scale costs as
+// little as it can. Weights are laid out that way a few at a time; all inputs pass by them while they are in the first
+// cache.
 #pragma once
 
 #include <ds_kernels/linear.h>
+
+#include <type_traits>
 
 #include "linear_loops.h"
 
@@ -16,21 +19,51 @@ inline namespace DS_KERNELS_CPU_LEVEL {
 constexpr int64_t kTileRows = 32;
 // Columns that are laid out at a time, of one group.
 constexpr int64_t kTileColumns = 128;
-// From this many inputs on laying weights out takes less time than it saves, also where they come from memory.
+// From this many inputs on laying weights out takes less time than it saves, also where they come from memory: of
+// quantized weights, and of others.
 constexpr int64_t kLeastTileInputs = 5;
+constexpr int64_t kLeastFloatTileInputs = 7;
 // Inputs at a time: their sums, too, shall be in the first cache.
 constexpr int64_t kMostTileInputs = 128;
 
 #if defined(__AVX512F__)
 constexpr bool kTiles = true;
 
-// 32 rows of two columns each.
+// Two columns of kTileRows rows, with inputs in 16 bits.
 struct PairOfColumns {
-  int16_t values[kTileRows][2];
+  using Vector = ShortVector;
+  static constexpr int64_t kColumns = 2;
+  int16_t values[kTileRows][kColumns];
+
+  static DS_KERNELS_INLINE Vector in_all_lanes(const int16_t* input) {
+    int32_t pair;
+    __builtin_memcpy(&pair, input, sizeof pair);
+    return _mm512_set1_epi32(pair);
+  }
+  static DS_KERNELS_INLINE Vector add(Vector sums, Vector weights, Vector input) {
+    return add_pairs(sums, weights, input);
+  }
+  static DS_KERNELS_INLINE Floats floats(Vector sums) { return floats_of(sums); }
 };
 
-DS_KERNELS_INLINE void store_half(PairOfColumns& pair, int64_t first_row, ShortVector values) {
-  __builtin_memcpy(pair.values[first_row], &values, sizeof values);
+// A column, with inputs in floats.
+struct Column {
+  using Vector = Floats;
+  static constexpr int64_t kColumns = 1;
+  float values[kTileRows];
+
+  static DS_KERNELS_INLINE Vector in_all_lanes(const float* input) { return (Floats)_mm512_set1_ps(*input); }
+  static DS_KERNELS_INLINE Vector add(Vector sums, Vector weights, Vector input) { return sums + weights * input; }
+  static DS_KERNELS_INLINE Floats floats(Vector sums) { return sums; }
+};
+
+// What a tile of weights consists of.
+template <class Weight>
+using ColumnsOf = std::conditional_t<sizeof(Weight) == 1, PairOfColumns, Column>;
+
+template <class Columns>
+DS_KERNELS_INLINE void store_half(Columns& columns, int64_t first_row, typename Columns::Vector values) {
+  __builtin_memcpy(&columns.values[first_row], &values, sizeof values);
 }
 
 // Rows of 16 elements of 32 bits become columns.
@@ -107,50 +140,96 @@ DS_KERNELS_INLINE void lay_out(const Int4Pair* from, int64_t stride, int64_t row
   }
 }
 
-// Columns of one instruction above.
-constexpr int64_t columns_at_once(const int8_t*) { return 64; }
-constexpr int64_t columns_at_once(const Int4Pair*) { return 128; }
-constexpr int64_t elements_of(const int8_t*, int64_t columns) { return columns; }
-constexpr int64_t elements_of(const Int4Pair*, int64_t columns) { return columns / 2; }
+// The floats of 16-bit ones in the low halves, and in the high ones.
+DS_KERNELS_INLINE Floats low_floats(ShortVector pairs, BFloat16) { return (Floats)((Words)pairs << 16); }
+DS_KERNELS_INLINE Floats high_floats(ShortVector pairs, BFloat16) { return (Floats)((Words)pairs & 0xffff0000u); }
+DS_KERNELS_INLINE Floats low_floats(ShortVector pairs, Float16) {
+  return (Floats)_mm512_maskz_cvtph_ps(0xffff, _mm512_maskz_cvtepi32_epi16(0xffff, pairs));
+}
+DS_KERNELS_INLINE Floats high_floats(ShortVector pairs, Float16 type) {
+  return low_floats((ShortVector)((Words)pairs >> 16), type);
+}
+
+// 32 columns of 16-bit floats, or fewer.
+template <class Half>
+DS_KERNELS_INLINE void lay_out(const Half* from, int64_t stride, int64_t rows, int64_t count, Column* to,
+                               int64_t first_row) {
+  ShortVector pairs[16];
+  load_columns(from, stride * 2, rows, count * 2, pairs);
+  for (int64_t i = 0; i < count; i += 2) {
+    store_half(to[i], first_row, low_floats(pairs[i / 2], Half{}));
+    if (i + 1 < count) store_half(to[i + 1], first_row, high_floats(pairs[i / 2], Half{}));
+  }
+}
+
+// 16 columns of floats, or fewer.
+DS_KERNELS_INLINE void lay_out(const float* from, int64_t stride, int64_t rows, int64_t count, Column* to,
+                               int64_t first_row) {
+  ShortVector columns[16];
+  load_columns(from, stride * 4, rows, count * 4, columns);
+  for (int64_t i = 0; i < count; ++i) store_half(to[i], first_row, (Floats)columns[i]);
+}
+
+// Columns in 64 bytes; elements of columns.
+template <class Weight>
+constexpr int64_t columns_in_vector = 64 / sizeof(Weight);
+template <>
+constexpr int64_t columns_in_vector<Int4Pair> = 128;
+template <class Weight>
+constexpr int64_t elements_of(int64_t columns) {
+  return std::is_same_v<Weight, Int4Pair> ? columns / 2 : columns;
+}
 
 // Up to kTileColumns columns of up to kTileRows rows.
 template <class Weight>
 DS_KERNELS_INLINE void lay_out_tile(const Weight* from, int64_t stride, int64_t rows, int64_t columns,
-                                    PairOfColumns* to) {
-  constexpr int64_t most = columns_at_once(static_cast<const Weight*>(nullptr));
+                                    ColumnsOf<Weight>* to) {
+  constexpr int64_t most = columns_in_vector<Weight>;
   for (int64_t r = 0; r < kTileRows; r += 16) {
     for (int64_t c = 0; c < columns; c += most) {
-      lay_out(from + r * stride + elements_of(from, c), stride, rows - r, columns - c < most ? columns - c : most,
-              to + c / 2, r);
+      lay_out(from + r * stride + elements_of<Weight>(c), stride, rows - r, columns - c < most ? columns - c : most,
+              to + c / ColumnsOf<Weight>::kColumns, r);
     }
   }
 }
 
-// Adds the products of `inputs` inputs, times their scales and the rows', to their sums, [inputs, kTileRows].
-template <int inputs>
-DS_KERNELS_INLINE void add_tile(const PairOfColumns* weights, int64_t pairs, const int16_t* values,
-                                int64_t values_stride, const Floats (&row_scales)[2], const float* scales,
-                                int64_t scales_stride, float* sums) {
-  ShortVector products[inputs][2] = {};
-  for (int64_t p = 0; p < pairs; ++p) {
-    ShortVector rows[2];
-    __builtin_memcpy(rows, &weights[p], sizeof rows);
+// What sums of products are multiplied with: the scales of a group of the rows, and of each input.
+struct TileScales {
+  Floats rows[2];
+  const float* inputs;
+  int64_t stride;
+
+  DS_KERNELS_INLINE Floats times(Floats sums, int64_t input, int half) const {
+    return rows[half] * inputs[input * stride] * sums;
+  }
+};
+struct NoScales {
+  DS_KERNELS_INLINE Floats times(Floats sums, int64_t, int) const { return sums; }
+};
+
+// Adds the products of `inputs` inputs to their sums, [inputs, kTileRows].
+template <int inputs, class Columns, class Input, class Scales>
+DS_KERNELS_INLINE void add_tile(const Columns* weights, int64_t columns, const Input* input, int64_t stride,
+                                const Scales& scales, float* sums) {
+  typename Columns::Vector products[inputs][2] = {};
+  for (int64_t c = 0; c < columns; c += Columns::kColumns) {
+    const Columns& of_rows = weights[c / Columns::kColumns];
+    typename Columns::Vector first, second;
+    __builtin_memcpy(&first, of_rows.values, sizeof first);
+    __builtin_memcpy(&second, of_rows.values + kTileRows / 2, sizeof second);
     DS_KERNELS_UNROLL
     for (int m = 0; m < inputs; ++m) {
-      int32_t pair;
-      __builtin_memcpy(&pair, values + m * values_stride + 2 * p, sizeof pair);
-      const ShortVector both = _mm512_set1_epi32(pair);
-      products[m][0] = add_pairs(products[m][0], rows[0], both);
-      products[m][1] = add_pairs(products[m][1], rows[1], both);
+      const auto value = Columns::in_all_lanes(input + m * stride + c);
+      products[m][0] = Columns::add(products[m][0], first, value);
+      products[m][1] = Columns::add(products[m][1], second, value);
     }
   }
   DS_KERNELS_UNROLL
   for (int m = 0; m < inputs; ++m) {
-    const float scale = scales[m * scales_stride];
     DS_KERNELS_UNROLL
     for (int half = 0; half < 2; ++half) {
       float* to = sums + m * kTileRows + half * kLanes;
-      store_bits(to, load(to) + row_scales[half] * scale * floats_of(products[m][half]));
+      store_bits(to, load(to) + scales.times(Columns::floats(products[m][half]), m, half));
     }
   }
 }
@@ -165,28 +244,38 @@ DS_KERNELS_INLINE int64_t add_tiles(int64_t left, const All&... all) {
   return most;
 }
 
+DS_KERNELS_INLINE TileScales scales_of(const cpu::LinearTask& task, int64_t first, int64_t rows, int64_t group) {
+  float scales[kTileRows] = {};
+  for (int64_t r = 0; r < rows; ++r) scales[r] = task.scales[(first + r) * task.groups + group];
+  return {{load(scales), load(scales + kLanes)}, task.shorts.scales + group, task.groups};
+}
+
 // The sums of up to kTileRows rows from `first` on with all inputs, [inputs, kTileRows]. Not inline: each copy takes long
 // to compile.
 template <class Weight>
 __attribute__((noinline)) void tile_sums(const cpu::LinearTask& task, int64_t first, int64_t rows, float* sums) {
+  using Columns = ColumnsOf<Weight>;
   const int64_t width = task.columns / task.groups;
   const auto* weight = static_cast<const Weight*>(task.weight) + first * task.stride;
   for (int64_t i = 0; i < task.inputs * kTileRows; ++i) sums[i] = 0;
-  for (int64_t group = 0; group < task.groups; ++group) {
-    float scales[kTileRows] = {};
-    for (int64_t r = 0; r < rows; ++r) scales[r] = task.scales[(first + r) * task.groups + group];
-    const Floats row_scales[] = {load(scales), load(scales + kLanes)};
-    for (int64_t begin = 0; begin < width; begin += kTileColumns) {
-      const int64_t columns = width - begin < kTileColumns ? width - begin : kTileColumns;
-      const int64_t column = group * width + begin;
-      PairOfColumns laid_out[kTileColumns / 2];
-      lay_out_tile(weight + elements_of(weight, column), task.stride, rows, columns, laid_out);
+  for (int64_t column = 0; column < task.columns;) {
+    const int64_t left = width - column % width, columns = left < kTileColumns ? left : kTileColumns;
+    Columns laid_out[kTileColumns / Columns::kColumns];
+    lay_out_tile(weight + elements_of<Weight>(column), task.stride, rows, columns, laid_out);
+    const auto add_all = [&](const auto* input, auto scales) {
       for (int64_t m = 0; m < task.inputs;) {
-        m += add_tiles<12>(task.inputs - m, laid_out, columns / 2, task.shorts.values + m * task.columns + column,
-                           task.columns, row_scales, task.shorts.scales + m * task.groups + group, task.groups,
-                           sums + m * kTileRows);
+        const int64_t count = add_tiles<12>(task.inputs - m, laid_out, columns, input + m * task.columns + column,
+                                            task.columns, scales, sums + m * kTileRows);
+        if constexpr (sizeof(Weight) == 1) scales.inputs += count * scales.stride;
+        m += count;
       }
+    };
+    if constexpr (sizeof(Weight) == 1) {
+      add_all(task.shorts.values, scales_of(task, first, rows, column / width));
+    } else {
+      add_all(task.widened, NoScales{});
     }
+    column += columns;
   }
 }
 #else
