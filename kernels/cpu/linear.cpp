@@ -145,32 +145,17 @@ struct Linear {
     }
   }
 
-  // Many inputs: all of some weights.
+  // Many inputs, but no more than kMostTileInputs: all of them on some weights.
   static void run_tiles(const LinearTask& task, int64_t begin, int64_t end) {
-    float sums[kMostTileInputs * kTileRows], gates[kMostTileInputs * kTileRows];
-    for (int64_t m = 0; m < task.inputs; m += kMostTileInputs) {
-      const int64_t inputs = task.inputs - m < kMostTileInputs ? task.inputs - m : kMostTileInputs;
-      for (int64_t o = begin; o < end; o += kTileRows) {
-        const int64_t count = end - o < kTileRows ? end - o : kTileRows;
-        tiles(task, m, inputs, o, count, sums);
-        if (task.gated) tiles(task, m, inputs, task.outputs + o, count, gates);
-        for (int64_t k = 0; k < inputs; ++k) {
-          const int64_t at = k * kTileRows;
-          finish<Element>(task, sums + at, task.gated ? gates + at : nullptr, m + k, o, count);
-        }
+    alignas(64) float sums[kMostTileInputs * kTileRows], gates[kMostTileInputs * kTileRows];
+    for (int64_t o = begin; o < end; o += kTileRows) {
+      const int64_t count = end - o < kTileRows ? end - o : kTileRows;
+      tile_sums<Weight>(task, o, count, sums);
+      if (task.gated) tile_sums<Weight>(task, task.outputs + o, count, gates);
+      for (int64_t m = 0; m < task.inputs; ++m) {
+        finish<Element>(task, sums + m * kTileRows, task.gated ? gates + m * kTileRows : nullptr, m, o, count);
       }
     }
-  }
-
-  static void tiles(const LinearTask& task, int64_t first_input, int64_t inputs, int64_t first, int64_t count,
-                    float* sums) {
-    LinearTask some = task;
-    some.inputs = inputs;
-    some.widened += first_input * task.columns;
-    if (task.shorts.values) some.shorts = inputs_from(task.shorts, {task.columns, 0, task.groups, 0}, first_input);
-    tile_sums<Weight>(some, first, count, sums);
-    if (!task.offsets) return;
-    for (int64_t m = 0; m < inputs; ++m) add_offsets(task, first, count, first_input + m, sums + m * kTileRows);
   }
 
   // One input waits for weights alone. They come as two streams of rows, the halves of the share, or both operands of
@@ -270,12 +255,17 @@ bool has_tiles(const LinearLayer& layer) { return kTiles && (!layer.scales || sh
 bool shorten_inputs(const LinearTask& task, int16_t* values, float* scales, int32_t* eights) {
   const int64_t width = task.columns / task.groups;
   if (!shortens(task)) return false;
+  bool finite = true;
   for (int64_t group = 0; group < task.inputs * task.groups; ++group) {
-    scales[group] = shorten(task.widened + group * width, values + group * width, width);
-    if (scales[group] != scales[group]) return false;
-    if (task.int4) eights[group] = eights_of(values + group * width, width);
+    int16_t* to = values + group * width;
+    scales[group] = shorten(task.widened + group * width, to, width);
+    if (scales[group] != scales[group]) {
+      finite = false;
+      for (int64_t i = 0; i < width; ++i) to[i] = 0;
+    }
+    if (task.int4) eights[group] = eights_of(to, width);
   }
-  return true;
+  return finite;
 }
 
 // Of the inputs in 16 bits where those are used: what they lack then counts by the weight, not by its parts.

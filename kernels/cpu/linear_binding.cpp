@@ -23,6 +23,8 @@ constexpr int64_t kBlockBytes = 2 << 20;
 constexpr int64_t kLeastBlock = 64;
 // Outputs of one share: at least a few cache lines of them.
 constexpr int64_t kShare = 16;
+// Inputs at a time: what is made of them takes up to six bytes for each element.
+constexpr int64_t kMostInputs = 4 * kMostTileInputs;
 
 #if defined(__x86_64__)
 // Of the CPU's features, those in EDX of leaf 7: GCC before 11 cannot be asked for them by name.
@@ -50,6 +52,17 @@ bool multiplies(Dtype) { return true; }  // unknown: torch decides
 bool multiplies_fast(Dtype) { return true; }
 #endif
 
+// `count` inputs of a layer from `first` on.
+LinearLayer inputs_of(const LinearLayer& layer, int64_t first, int64_t count, Dtype dtype) {
+  LinearLayer some = layer;
+  some.inputs = count;
+  some.input = static_cast<const char*>(layer.input) + first * layer.columns * size_of(dtype);
+  const int64_t outputs = first * layer.outputs * size_of(dtype);
+  if (layer.residual) some.residual = static_cast<const char*>(layer.residual) + outputs;
+  some.output = static_cast<char*>(layer.output) + outputs;
+  return some;
+}
+
 // A layer with its inputs in floats and, for quantized weights, in 16 bits.
 class PreparedLayer {
  public:
@@ -61,7 +74,18 @@ class PreparedLayer {
     loops.sum_groups(task_, group_sums_.get());
   }
 
-  const LinearTask& task() const { return task_; }
+  // That of so many inputs from `first` on.
+  LinearTask task(int64_t first, int64_t count, Dtype dtype) const {
+    LinearTask some = task_;
+    static_cast<LinearLayer&>(some) = inputs_of(task_, first, count, dtype);
+    const int64_t group = first * task_.groups;
+    some.widened += first * task_.columns;
+    if (task_.group_sums) some.group_sums += group;
+    if (const ShortInputs& all = task_.shorts; all.values) {
+      some.shorts = {all.values + first * task_.columns, all.scales + group, all.eights + group};
+    }
+    return some;
+  }
 
  private:
   void widen(const LinearLoops& loops, const LinearLayer& layer, Dtype dtype) {
@@ -85,7 +109,10 @@ class PreparedLayer {
         shortened = false;
       }
     });
-    if (shortened) task_.shorts = {shorts_.get(), short_scales_.get(), eights_.get()};
+    // A few inputs that are not finite have loops in floats; of many they shall not make the others slow.
+    if (shortened || (layer.inputs >= kLeastTileInputs && loops.has_tiles(layer))) {
+      task_.shorts = {shorts_.get(), short_scales_.get(), eights_.get()};
+    }
   }
 
   // No vectors: their zeros take as long to write as what replaces them.
@@ -115,13 +142,9 @@ struct Linear : Device {
   }
 
   void run(const char* op, const LinearLayer& layer, Dtype dtype) const {
-    const LinearLoops& loops = loops_for<LinearLoops>(op);
-    const PreparedLayer prepared(loops, layer, dtype);
-    const LinearLoop loop = loops.linear(dtype, layer.scales != nullptr, layer.int4);
-    const int64_t work = kShare * layer.columns * (layer.gated ? 2 : 1);
-    parallel_for(0, (layer.outputs + kShare - 1) / kShare, grain_of(work), [&](int64_t begin, int64_t end) {
-      loop(prepared.task(), begin * kShare, std::min(end * kShare, layer.outputs));
-    });
+    for (int64_t first = 0; first < layer.inputs; first += kMostInputs) {
+      run_some(op, inputs_of(layer, first, std::min(layer.inputs - first, kMostInputs), dtype), dtype);
+    }
   }
 
   // To make the weights floats takes its time too.
@@ -135,6 +158,25 @@ struct Linear : Device {
   }
 
  private:
+  // Threads share outputs and, of many inputs, blocks of those.
+  void run_some(const char* op, const LinearLayer& layer, Dtype dtype) const {
+    const LinearLoops& loops = loops_for<LinearLoops>(op);
+    const PreparedLayer prepared(loops, layer, dtype);
+    const LinearLoop loop = loops.linear(dtype, layer.scales != nullptr, layer.int4);
+    const int64_t shares = (layer.outputs + kShare - 1) / kShare;
+    const int64_t blocks = (layer.inputs + kMostTileInputs - 1) / kMostTileInputs;
+    const int64_t work = kShare * layer.columns * (layer.gated ? 2 : 1) * std::min(layer.inputs, kMostTileInputs);
+    parallel_for(0, blocks * shares, grain_of(work), [&](int64_t begin, int64_t end) {
+      for (int64_t next; begin < end; begin = next) {
+        const int64_t block = begin / shares, input = block * kMostTileInputs;
+        next = std::min(end, (block + 1) * shares);
+        const LinearTask task = prepared.task(input, std::min(layer.inputs - input, kMostTileInputs), dtype);
+        const int64_t last = (next - block * shares) * kShare;
+        loop(task, begin % shares * kShare, std::min(last, layer.outputs));
+      }
+    });
+  }
+
   // Whether torch's product takes two to three times as long as that of floats.
   static bool is_slow(Dtype dtype) { return dtype != Dtype::Float32 && !multiplies_fast(dtype); }
 };

@@ -12,16 +12,22 @@ struct LinearTask : LinearLayer {
   const float* group_sums;  // what sum_groups gives, for weights with offsets
 };
 
-// Computes outputs [begin, end) of every input.
+// Computes outputs [begin, end) of every input, of which there are at most kMostTileInputs.
 using LinearLoop = void (*)(const LinearTask& task, int64_t begin, int64_t end);
 
 // `count` elements to floats.
 using WidenLoop = void (*)(const void* from, float* to, int64_t count);
 
+// From this many inputs on laying out tiles of quantized weights takes less time than it saves, also where weights come from
+// memory; and inputs at a time: their sums, too, shall be in the first cache.
+constexpr int64_t kLeastTileInputs = 5;
+constexpr int64_t kMostTileInputs = 128;
+
 // Whether there are tiles here for a layer's products with many inputs of 16 bits.
 using HasTiles = bool (*)(const LinearLayer& layer);
 
-// The inputs of a task in 16 bits; false if they cannot be had here, or have an element that is not finite.
+// The inputs of a task in 16 bits; false if they cannot be had here, or have an element that is not finite: a group with
+// one is zeros with NaN as their scale.
 using ShortenLoop = bool (*)(const LinearTask& task, int16_t* values, float* scales, int32_t* eights);
 
 // The sums of each group of a task's inputs, [inputs, groups].

@@ -19,15 +19,12 @@ inline namespace DS_KERNELS_CPU_LEVEL {
 constexpr int64_t kTileRows = 32;
 // Columns that are laid out at a time, of one group.
 constexpr int64_t kTileColumns = 128;
-// From this many inputs on laying weights out takes less time than it saves, also where they come from memory: of
-// quantized weights, and of others.
-constexpr int64_t kLeastTileInputs = 5;
+// As kLeastTileInputs, for weights that are not quantized.
 constexpr int64_t kLeastFloatTileInputs = 7;
-// Inputs at a time: their sums, too, shall be in the first cache.
-constexpr int64_t kMostTileInputs = 128;
 
 #if defined(__AVX512F__)
 constexpr bool kTiles = true;
+static_assert(kTileRows == 2 * kLanes);
 
 // Two columns of kTileRows rows, with inputs in 16 bits.
 struct PairOfColumns {
@@ -193,14 +190,38 @@ DS_KERNELS_INLINE void lay_out_tile(const Weight* from, int64_t stride, int64_t 
   }
 }
 
+// What up to kTileRows rows have for a group, of [rows, groups].
+struct OfRows {
+  Floats halves[2];
+
+  OfRows(const float* all, const cpu::LinearTask& task, int64_t first, int64_t rows, int64_t group) {
+    float values[kTileRows] = {};
+    for (int64_t r = 0; r < rows; ++r) values[r] = all[(first + r) * task.groups + group];
+    halves[0] = load(values);
+    halves[1] = load(values + kLanes);
+  }
+};
+
+// Adds what the offsets of a group make of all inputs to their sums.
+DS_KERNELS_INLINE void add_offsets(const OfRows& offsets, const cpu::LinearTask& task, int64_t group, float* sums) {
+  for (int64_t m = 0; m < task.inputs; ++m) {
+    const float sum = task.group_sums[m * task.groups + group];
+    DS_KERNELS_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      float* to = sums + m * kTileRows + half * kLanes;
+      store_bits(to, load(to) + offsets.halves[half] * sum);
+    }
+  }
+}
+
 // What sums of products are multiplied with: the scales of a group of the rows, and of each input.
 struct TileScales {
-  Floats rows[2];
+  OfRows rows;
   const float* inputs;
   int64_t stride;
 
   DS_KERNELS_INLINE Floats times(Floats sums, int64_t input, int half) const {
-    return rows[half] * inputs[input * stride] * sums;
+    return rows.halves[half] * (inputs[input * stride] * sums);  // both scales may be tiny
   }
 };
 struct NoScales {
@@ -244,12 +265,6 @@ DS_KERNELS_INLINE int64_t add_tiles(int64_t left, const All&... all) {
   return most;
 }
 
-DS_KERNELS_INLINE TileScales scales_of(const cpu::LinearTask& task, int64_t first, int64_t rows, int64_t group) {
-  float scales[kTileRows] = {};
-  for (int64_t r = 0; r < rows; ++r) scales[r] = task.scales[(first + r) * task.groups + group];
-  return {{load(scales), load(scales + kLanes)}, task.shorts.scales + group, task.groups};
-}
-
 // The sums of up to kTileRows rows from `first` on with all inputs, [inputs, kTileRows]. Not inline: each copy takes long
 // to compile.
 template <class Weight>
@@ -260,7 +275,7 @@ __attribute__((noinline)) void tile_sums(const cpu::LinearTask& task, int64_t fi
   for (int64_t i = 0; i < task.inputs * kTileRows; ++i) sums[i] = 0;
   for (int64_t column = 0; column < task.columns;) {
     const int64_t left = width - column % width, columns = left < kTileColumns ? left : kTileColumns;
-    Columns laid_out[kTileColumns / Columns::kColumns];
+    alignas(64) Columns laid_out[kTileColumns / Columns::kColumns];
     lay_out_tile(weight + elements_of<Weight>(column), task.stride, rows, columns, laid_out);
     const auto add_all = [&](const auto* input, auto scales) {
       for (int64_t m = 0; m < task.inputs;) {
@@ -271,7 +286,12 @@ __attribute__((noinline)) void tile_sums(const cpu::LinearTask& task, int64_t fi
       }
     };
     if constexpr (sizeof(Weight) == 1) {
-      add_all(task.shorts.values, scales_of(task, first, rows, column / width));
+      const int64_t group = column / width;
+      const OfRows scales(task.scales, task, first, rows, group);
+      add_all(task.shorts.values, TileScales{scales, task.shorts.scales + group, task.groups});
+      if (task.offsets && column % width == 0) {
+        add_offsets(OfRows(task.offsets, task, first, rows, group), task, group, sums);
+      }
     } else {
       add_all(task.widened, NoScales{});
     }

@@ -155,7 +155,7 @@ def test_prompts_on_int4_weights_with_zero_points_of_several_blocks(inputs: int,
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_a_prompt_of_16_bit_floats_in_several_blocks(dtype: torch.dtype) -> None:
-    """Without instructions for their products, kernels widen a MiB of weights at a time: here three blocks."""
+    """Without instructions for their products, nor AVX-512, kernels widen 2 MiB of weights at a time: two blocks."""
     input, weight = torch.randn(2, 65, 1024).to(dtype), (torch.randn(600, 1024) / 32).to(dtype)
     bias, residual = torch.randn(600).to(dtype), torch.randn(2, 65, 300).to(dtype)
     check(input.view(130, 1024), weight, bias, None, "identity", False, 0)
@@ -171,7 +171,7 @@ def test_a_prompt_of_16_bit_floats_in_several_blocks(dtype: torch.dtype) -> None
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("columns", "rows", "group"), [(2048, 600, 128), (4200, 150, 100)])
 def test_prompts_on_int8_weights_of_several_blocks(columns: int, rows: int, group: int, dtype: torch.dtype) -> None:
-    """Kernels dequantize a MiB of weights at a time, and no less than 64 rows: here two to four blocks and a rest."""
+    """Kernels dequantize 2 MiB of weights at a time, and no less than 64 rows: here two or three blocks and a rest."""
     generator = torch.Generator().manual_seed(columns)
     input = torch.randn(130, columns, generator=generator).to(dtype)
     # Of sizes that tell the rows of one block from those of the next.
@@ -210,10 +210,11 @@ def test_no_columns_and_no_rows() -> None:
     assert linear(torch.randn(2, 8), torch.randn(0, 8)).shape == (2, 0)
 
 
-@pytest.mark.parametrize("inputs", [1, 130])
+@pytest.mark.parametrize("inputs", [1, 5, 130, 1030])
 @pytest.mark.parametrize("broken", [torch.nan, torch.inf])
 @pytest.mark.parametrize("bits", [None, 8, 4])
 def test_what_is_not_finite_spreads(broken: float, inputs: int, bits: Literal[4, 8] | None) -> None:
+    """Over the outputs of its input, and no others."""
     input = torch.ones(inputs, 64, dtype=torch.bfloat16)
     input[0, 5] = broken
     weight = torch.ones(3, 64)
@@ -234,17 +235,29 @@ def test_sixteen_bits_of_large_and_tiny_inputs() -> None:
     check(input, weight, None, None, "identity", False, 64)
 
 
-def test_the_same_for_any_number_of_threads() -> None:
-    input, weight = torch.randn(3, 512).bfloat16(), torch.randn(777, 512).bfloat16()
+@pytest.mark.parametrize("inputs", [3, 29, 130, 1030])
+@pytest.mark.parametrize("bits", [None, 8, 4])
+def test_the_same_for_any_number_of_threads(bits: Literal[4, 8] | None, inputs: int) -> None:
+    """And of inputs beside them, as soon as there are many: they are shared in blocks."""
+    input, weight = torch.randn(inputs, 512).bfloat16(), torch.randn(777, 512)
+    matrix, scales = quantize_weight(weight, 128, bits) if bits else (weight.bfloat16(), None)
     threads = torch.get_num_threads()
     try:
         results = []
         for count in (1, 2, 3):
             torch.set_num_threads(count)
-            results.append(linear(input, weight))
+            results.append(linear(input, matrix, scales=scales))
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(result, results[0]) for result in results)
+    check(input, matrix if bits is None else weight, None, None, "identity", False, 128 if bits else 0, bits or 8)
+
+
+def test_a_few_outputs_of_many_inputs() -> None:
+    """Inputs are shared among threads then."""
+    input, weight = torch.randn(1030, 256).bfloat16(), torch.randn(4, 256)
+    check(input, weight.bfloat16(), None, torch.randn(1030, 2).bfloat16(), "silu", True, 0)
+    check(input, weight, None, torch.randn(1030, 2).bfloat16(), "silu", True, 64)
 
 
 def test_quantize_weight() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from int4_layers import AwqLinear, Drawn, GptqLinear, put_into
-from test_int4_layers import generate, logits, make
+from test_int4_layers import generate, logits, make, shuffled
 from torch import Tensor, nn
 
 from counted_calls import CountedCalls
@@ -41,15 +41,20 @@ def _module_of(name: str) -> Any:
     return importlib.import_module(f"gptqmodel.nn_modules.qlinear.{name}")
 
 
-def _layer(module: str, drawn: Drawn, bias: Tensor | None) -> nn.Module:
+def _layer(module: str, drawn: Drawn, bias: Tensor | None, desc_act: bool = False) -> nn.Module:
     """As gptqmodel loads one: buffers in float16, format 2 of GPTQ's zero points."""
-    ours = GptqLinear(drawn, bias, torch.float16, format=2) if module in GPTQ else AwqLinear(drawn, bias, torch.float16)
     columns, rows = drawn.levels.shape
+    order = shuffled(columns, drawn.group, 0) if desc_act else None
+    ours = (
+        GptqLinear(drawn, bias, torch.float16, format=2, order=order)
+        if module in GPTQ
+        else AwqLinear(drawn, bias, torch.float16)
+    )
     layer: nn.Module = getattr(_module_of(module), {**GPTQ, **AWQ}[module])(
         bits=4,
         group_size=drawn.group,
         sym=False,
-        desc_act=False,
+        desc_act=desc_act,
         in_features=columns,
         out_features=rows,
         bias=bias is not None,
@@ -61,9 +66,9 @@ def _layer(module: str, drawn: Drawn, bias: Tensor | None) -> nn.Module:
     return layer.eval()
 
 
-def _make(module: str, dtype: torch.dtype, group: int = 64) -> Any:
+def _make(module: str, dtype: torch.dtype, group: int = 64, desc_act: bool = False) -> Any:
     model = make("qwen2", "awq", dtype)
-    put_into(model, lambda drawn, bias: _layer(module, drawn, bias), group)
+    put_into(model, lambda drawn, bias: _layer(module, drawn, bias, desc_act), group)
     return model
 
 
@@ -80,6 +85,24 @@ def test_models_of_gptqmodel_run_whole(module: str, dtype: torch.dtype) -> None:
         ours = logits(model).float()
         assert generate(model).shape == (2, 15)
     assert counted.calls["decoder_layer"] == 2 * 13
+    own = logits(model).float()
+    error = (ours - reference).abs().mean()
+    assert error <= 1.2 * (own - reference).abs().mean() + 1e-3
+    assert error < 0.05 * reference.abs().mean()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("module", GPTQ)
+def test_inputs_in_another_order(module: str, dtype: torch.dtype) -> None:
+    """desc_act."""
+    model = _make(module, dtype, desc_act=True)
+    exact = make("qwen2", "gptq, format 2")
+    exact.load_state_dict(model.state_dict())
+    reference = logits(exact)
+    with accelerate(model) as handle:
+        assert len(handle.layers) == 2, str(handle)
+        ours = logits(model).float()
+        assert generate(model).shape == (2, 15)
     own = logits(model).float()
     error = (ours - reference).abs().mean()
     assert error <= 1.2 * (own - reference).abs().mean() + 1e-3

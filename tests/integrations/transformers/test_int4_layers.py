@@ -262,10 +262,11 @@ def _with(name: str, change: Callable[[Tensor], Tensor], layer: nn.Module | None
 
 
 LEFT: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "desc_act": (
-        lambda: GptqLinear(_drawn(), order=(torch.arange(256) // 64)[torch.randperm(256)]),
+    "groups of several sizes": (
+        lambda: GptqLinear(_drawn(), order=torch.randint(0, 4, (256,), generator=torch.Generator().manual_seed(0))),
         "desc_act",
     ),
+    "no groups": (lambda: GptqLinear(_drawn(), order=(torch.arange(256) // 64) % 3), "desc_act"),
     "small groups": (lambda: GptqLinear(_drawn(group=32)), "multiples of 64"),
     "inputs in 8 bits": (lambda: Rounding(_drawn()), "does not compute"),
     "inputs in 8 bits, bfloat16": (lambda: Rounding(_drawn(), dtype=torch.bfloat16), "does not compute"),
@@ -298,16 +299,79 @@ def test_layers_that_do_not_fit_together_are_no_matrix() -> None:
         matrix_of(GptqLinear(_drawn()), nn.Linear(256, 40), dtype=torch.float32)
 
 
-def test_a_model_with_an_order_of_its_own_runs_its_own_code() -> None:
-    model = make("llama", "gptq, format 1")
-    for layer in model.model.layers:
-        layer.mlp.up_proj.g_idx = layer.mlp.up_proj.g_idx.flip(0)
+# ---------------------------------------------------------------------- inputs in another order
+def shuffled(columns: int, group: int, seed: int) -> Tensor:
+    """The group of each input, as GPTQ with desc_act has them."""
+    return (torch.arange(columns) // group)[torch.randperm(columns, generator=torch.Generator().manual_seed(seed))]
+
+
+def with_orders(model: Any, seed_of: Callable[[str], int]) -> Any:
+    """All layers in 4 bits have inputs in an order, which layers of the same seed share."""
+    for name, layer in model.named_modules():
+        if isinstance(layer, GptqLinear):
+            group = layer.in_features // layer.scales.shape[0]
+            layer.g_idx = shuffled(layer.in_features, group, seed_of(name)).to(torch.int32)
+    return model
+
+
+def _input_of(name: str) -> int:
+    """A number for what a layer's input is: queries, keys and values have the same, and gate and up."""
+    return next(
+        i
+        for i, each in enumerate((("q_", "k_", "v_"), ("o_", "out_"), ("up_", "gate_", "fc1"), ("",)))
+        if any(part in name.rpartition(".")[2] for part in each)
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_inputs_in_another_order(name: str, dtype: torch.dtype) -> None:
+    """desc_act: whole layers, whose inputs are gathered."""
+    model = with_orders(make(name, "gptq, format 1", dtype), _input_of)
+    exact = with_orders(make(name, "gptq, format 1", dtype), _input_of).float()
+    reference, expected, plain = logits(exact), logits(model), generate(model)
+    with accelerate(model) as handle, CountedCalls() as counted:
+        assert len(handle.layers) == 2, str(handle)
+        ours = logits(model)
+        if dtype == torch.float32:
+            torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
+            assert torch.equal(generate(model), plain)
+    assert counted.calls["linear"] >= 2 * 4
+    error = (ours.float() - reference).abs().mean()
+    assert error <= 1.2 * (expected.float() - reference).abs().mean() + 1e-3
+
+
+def test_orders_that_differ_make_no_matrix() -> None:
+    """Queries, keys and values have one input each then: layers run alone."""
+    model = with_orders(make("llama", "gptq, format 1"), lambda name: len(name) + ord(name.rpartition(".")[2][0]))
     expected = logits(model)
     with accelerate(model) as handle:
         assert handle.layers == []
-        assert "desc_act" in handle.left["model.layers.0.mlp.up_proj"]
-        assert "model.layers.0.mlp.down_proj" in handle.linear
+        assert len([name for name in handle.linear if "layers" in name]) == 14
+        assert "several orders" in handle.left["model.layers.0"]
         torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("columns", [100, 300])
+def test_inputs_of_another_size_are_an_error(columns: int) -> None:
+    """Gathered, more inputs than the layer has could seem to fit."""
+    model = with_orders(make("llama", "gptq, format 1"), lambda name: len(name) + ord(name.rpartition(".")[2][0]))
+    with accelerate(model) as handle, torch.no_grad():
+        layer = model.model.layers[0].mlp.up_proj
+        assert "model.layers.0.mlp.up_proj" in handle.linear
+        with pytest.raises(RuntimeError):
+            layer(torch.randn(2, columns))
+
+
+def test_an_order_that_changes_is_a_change() -> None:
+    model = with_orders(make("llama", "gptq, format 1"), _input_of)
+    with accelerate(model) as handle:
+        logits(model)
+        layer = model.model.layers[0].mlp.down_proj
+        layer.g_idx.copy_(shuffled(layer.in_features, 64, 99))
+        ours = logits(model)
+        assert handle.layers == ["model.layers.1"]
+    torch.testing.assert_close(ours, logits(model), rtol=1e-4, atol=1e-4)
 
 
 # ---------------------------------------------------------------------- later

@@ -63,6 +63,11 @@ class Decoder:
         return self.qkv, self.output, self.mlp_in, self.mlp_out
 
     @functools.cached_property
+    def in_order(self) -> bool:
+        """Whether all matrices take their inputs as they come."""
+        return all(matrix.order is None for matrix in self.matrices)
+
+    @functools.cached_property
     def norms(self) -> tuple[Norm, ...]:
         found = (self.attention_norm, self.mlp_norm, self.query_norm, self.key_norm)
         return tuple(norm for norm in found if norm is not None)
@@ -125,6 +130,9 @@ def linear(
     activation: int = _IDENTITY,
     gated: bool = False,
 ) -> Tensor:
+    # An input of another size is for the op, which says so; gathered, it could seem to fit.
+    if matrix.order is not None and input.shape[-1] == matrix.order.numel():
+        input = input.index_select(-1, matrix.order)
     result: Tensor = ops.linear(input, *matrix.contents, residual, activation, gated)
     return result
 
@@ -145,7 +153,7 @@ def run_whole(
     mask: Tensor | None,
     angles: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
-    """`run` by one call, where `has_whole`.
+    """`run` by one call, where `has_whole`, and for layers that are `in_order`.
 
     Args:
         cache: with room for the new keys and values.

@@ -20,6 +20,7 @@ from ds_plugin_sdk.integrations.transformers.int4_layouts import (
     candidates_of,
     is_int4,
     is_of_torchao,
+    order_of,
     plain,
 )
 from ds_plugin_sdk.integrations.transformers.understood import (
@@ -68,7 +69,9 @@ class Int4Matrix(Matrix):
         biases = [_bias_of(layer) for layer in layers]
         if len({(each.levels.shape[1], each.scales.shape[1]) for each, *_ in candidates}) != 1:
             raise NotUnderstoodError("its layers in 4 bits have inputs, or groups, of several sizes")
-        found = [_that_it_computes(*each, dtype) for each in zip(layers, candidates, biases, strict=True)]
+        order = _order_of_all(layers)
+        found = [_that_it_computes(*each, order, dtype) for each in zip(layers, candidates, biases, strict=True)]
+        self.order = None if order is None else order.to(self.device)
         self._rows = [each.levels.shape[0] for each in found]
         self.contents = self._packed(found, biases)
         self.held = Snapshot(place for layer in layers for place in _places_of(layer))
@@ -134,6 +137,14 @@ def _places_of(layer: nn.Module) -> list[Place]:
     return places
 
 
+def _order_of_all(layers: Sequence[nn.Module]) -> Tensor | None:
+    """In which their inputs are to be, which is one."""
+    first, *others = map(order_of, layers)
+    if not all(other is first if other is None or first is None else torch.equal(first, other) for other in others):
+        raise NotUnderstoodError("its layers in 4 bits have inputs in several orders (desc_act)")
+    return first
+
+
 def _device_of(layer: nn.Module) -> torch.device:
     device: torch.device = next(place.tensor.device for place in _places_of(layer) if place.tensor is not None)
     return device
@@ -152,7 +163,9 @@ _ONE = 64.0
 _RANDOM_INPUTS = 4
 
 
-def _that_it_computes(layer: nn.Module, candidates: Sequence[Int4], bias: Tensor | None, dtype: torch.dtype) -> Int4:
+def _that_it_computes(
+    layer: nn.Module, candidates: Sequence[Int4], bias: Tensor | None, order: Tensor | None, dtype: torch.dtype
+) -> Int4:
     """Of what a layer may stand for, that which it computes.
 
     Inputs with a one in each group show every zero point and scale of every output, within what `dtype` may round;
@@ -164,7 +177,7 @@ def _that_it_computes(layer: nn.Module, candidates: Sequence[Int4], bias: Tensor
     check_only_its_class(layer)
     first = candidates[0]
     inputs = _inputs(first, dtype)
-    outputs = _outputs(layer, inputs)
+    outputs = _outputs(layer, inputs if order is None else inputs[:, order.argsort()])
     if outputs.dtype != dtype or outputs.shape != (len(inputs), len(first.levels)):
         raise NotUnderstoodError(f"it gives {outputs.dtype} {list(outputs.shape)}, as no linear layer does")
     inputs, shift = inputs.to(torch.float64), torch.zeros(()) if bias is None else bias.to(torch.float64)

@@ -4,8 +4,9 @@ Weights are ``scale * (level - zero)``, with a scale and a zero point for each g
 int32; the first of them is in its lowest bits:
 
 - GPTQ (gptqmodel, AutoGPTQ): ``qweight`` ``[in / 8, out]``, ``qzeros`` ``[groups, out / 8]``, ``scales``
-  ``[groups, out]``, ``g_idx`` ``[in]``, the group of each input. Format 2 of ``qzeros`` has the zero points, format 1
-  what is one less, and no tensor says which it is.
+  ``[groups, out]``, ``g_idx`` ``[in]``, the group of each input: of its place, or of any where the inputs that count
+  most were quantized first (desc_act). Format 2 of ``qzeros`` has the zero points, format 1 what is one less, and no
+  tensor says which it is.
 - AWQ (gptqmodel, AutoAWQ; "gemm"): ``qweight`` ``[in, out / 8]``, the others alike, without ``g_idx``. Of eight outputs
   a word has 0, 2, 4, 6, 1, 3, 5, 7.
 - torchao's `IntxUnpackedToInt8Tensor` of ``torch.int4``, as a plain layer's weight: levels -8 to 7 in bytes.
@@ -109,8 +110,30 @@ def is_of_torchao(weight: Tensor | None) -> bool:
     return kind.__module__.startswith("torchao.") and kind.__name__ == "IntxUnpackedToInt8Tensor"
 
 
+def order_of(layer: nn.Module) -> Tensor | None:
+    """The inputs of a layer by group, ``[in]``, int64 on the host; None if their groups are those of their places.
+
+    Raises:
+        NotUnderstoodError: groups are not of one size, or no groups.
+    """
+    g_idx = layer._buffers.get("g_idx")
+    scales = layer._buffers.get("scales")
+    if g_idx is None or scales is None or not g_idx.numel():
+        return None
+    of = plain(g_idx, "g_idx").to(torch.int64)
+    groups = torch.arange(of.numel()) // max(of.numel() // max(scales.shape[0], 1), 1)
+    if torch.equal(of, groups):
+        return None
+    order = of.argsort(stable=True) if of.dim() == 1 else of
+    if of.dim() != 1 or not torch.equal(of[order], groups):
+        raise NotUnderstoodError("its g_idx (desc_act) does not give each group as many inputs")
+    return order
+
+
 def candidates_of(layer: nn.Module) -> list[Int4]:
     """What a layer's tensors may stand for, one of which is right; all have groups of the same size.
+
+    Columns are as `order_of` has them.
 
     Raises:
         NotUnderstoodError: they are in no layout that is known.
@@ -138,10 +161,12 @@ def _gptq_or_awq(layer: nn.Module) -> list[Int4]:
         raise NotUnderstoodError("the shapes of its qweight, qzeros and scales are in no layout that is known")
     read, columns = (read_gptq, qweight.shape[0] * _OF_A_WORD) if of_gptq else (read_awq, qweight.shape[0])
     _check_groups(columns, groups)
-    order = buffers.get("g_idx")
-    if order is not None and order.numel() and not _is_in_order(order, columns // groups, columns):
-        raise NotUnderstoodError("its inputs are in another order than its groups (desc_act)")
-    return read(*tensors)
+    order = order_of(layer)
+    if order is not None and order.numel() != columns:
+        raise NotUnderstoodError("its g_idx (desc_act) has another size than its inputs")
+    found = read(*tensors)
+    levels = found[0].levels if order is None else found[0].levels[:, order]  # they differ in their zero points alone
+    return [each._replace(levels=levels) for each in found]
 
 
 def _torchao(layer: nn.Module) -> list[Int4]:
@@ -176,10 +201,6 @@ def _check_groups(columns: int, groups: int) -> None:
         raise NotUnderstoodError(f"its {columns} inputs are in {groups} groups, which are no multiples of {_BLOCK}")
 
 
-def _is_in_order(g_idx: Tensor, width: int, columns: int) -> bool:
-    return torch.equal(g_idx.cpu().to(torch.int64), torch.arange(columns) // width)
-
-
 __all__ = [
     "DTYPES",
     "OF_TORCHAO",
@@ -187,6 +208,7 @@ __all__ = [
     "candidates_of",
     "is_int4",
     "is_of_torchao",
+    "order_of",
     "plain",
     "read_awq",
     "read_gptq",

@@ -349,7 +349,7 @@ class DecoderReplacement(Replacement):
             room = growing_layer(cache, self.attention.layer_idx, self._cache)
         if room is None or not self._fits(room, hidden, mask):
             return decoder.run(given.ops, self.layer, hidden, given.angles, functools.partial(self._attend, given))
-        if given.whole:
+        if given.whole and self.layer.in_order:
             result = decoder.run_whole(self.layer, hidden, room.make_room(hidden.shape[1]), mask, given.angles)
         else:
             attend = functools.partial(self._attend_in_place, given, room)

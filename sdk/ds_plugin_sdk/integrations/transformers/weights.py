@@ -54,12 +54,14 @@ class Matrix:
     Attributes:
         layers: that have them.
         contents: what products read.
+        order: which input each column of the contents is for, ``[in]``, int64; None if they are in their order.
         dtype, device: of inputs that they serve.
         held: the layers' tensors when `contents` were made.
     """
 
     layers: Sequence[nn.Module]
     contents: Contents
+    order: Tensor | None = None
     dtype: torch.dtype
     device: torch.device
     held: Snapshot
