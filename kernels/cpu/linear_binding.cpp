@@ -96,7 +96,7 @@ class PreparedLayer {
       room_for(short_scales_, groups);
       room_for(eights_, groups);
     }
-    std::atomic<bool> shortened{layer.scales != nullptr};
+    std::atomic<bool> shortened{true};
     parallel_for(0, layer.inputs, grain_of(layer.columns), [&](int64_t begin, int64_t end) {
       const int64_t first = begin * layer.columns, group = begin * layer.groups;
       LinearTask some = task_;
@@ -104,11 +104,13 @@ class PreparedLayer {
       some.widened = widened_.get() + first;
       const auto* input = static_cast<const char*>(layer.input) + first * size_of(dtype);
       loops.widen(dtype)(input, widened_.get() + first, some.inputs * layer.columns);
-      if (!shortened) return;
+      if (!layer.scales) return;
+      // All of them, also where another thread has found one that is not finite: tiles are not told which it is.
       if (!loops.shorten(some, shorts_.get() + first, short_scales_.get() + group, eights_.get() + group)) {
         shortened = false;
       }
     });
+    if (!layer.scales) return;
     // A few inputs that are not finite have loops in floats; of many they shall not make the others slow.
     if (shortened || (layer.inputs >= kLeastTileInputs && loops.has_tiles(layer))) {
       task_.shorts = {shorts_.get(), short_scales_.get(), eights_.get()};

@@ -224,6 +224,25 @@ def test_what_is_not_finite_spreads(broken: float, inputs: int, bits: Literal[4,
     assert result[1:].isfinite().all()
 
 
+@pytest.mark.parametrize("bits", [None, 8, 4])
+def test_what_is_not_finite_leaves_other_inputs_as_they_are(bits: Literal[4, 8] | None) -> None:
+    """Whichever thread makes them ready, and whenever."""
+    weight = torch.randn(64, 1024)
+    matrix, scales = quantize_weight(weight, 128, bits) if bits else (weight.bfloat16(), None)
+    input = torch.randn(512, 1024).bfloat16()
+    broken = input.clone()
+    broken[0, 5] = torch.inf
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(8)
+        expected = linear(input, matrix, scales=scales)
+        for _ in range(50):
+            linear(torch.randn_like(input), matrix, scales=scales)  # memory that is used again has other numbers
+            assert torch.equal(linear(broken, matrix, scales=scales)[1:], expected[1:])
+    finally:
+        torch.set_num_threads(threads)
+
+
 def test_sixteen_bits_of_large_and_tiny_inputs() -> None:
     """Groups of very different sizes, and of nothing but zeros, keep their own scales."""
     input = torch.randn(1, 256).bfloat16()
