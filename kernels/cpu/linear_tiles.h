@@ -19,6 +19,8 @@ inline namespace DS_KERNELS_CPU_LEVEL {
 constexpr int64_t kTileRows = 32;
 // Columns that are laid out at a time, of one group.
 constexpr int64_t kTileColumns = 128;
+// How far ahead of a row's weights others are fetched, in bytes.
+constexpr int64_t kTileAhead = 128;
 // As kLeastTileInputs, for weights that are not quantized.
 constexpr int64_t kLeastFloatTileInputs = 7;
 
@@ -100,7 +102,7 @@ DS_KERNELS_INLINE void load_columns(const void* from, int64_t stride, int64_t ro
   for (int r = 0; r < 16; ++r) {
     const char* row = static_cast<const char*>(from) + r * stride;
     columns[r] = _mm512_maskz_loadu_epi8(r < rows ? mask : 0, row);
-    __builtin_prefetch(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(row) + kTileColumns));
+    __builtin_prefetch(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(row) + kTileAhead));
   }
   transpose(columns);
 }

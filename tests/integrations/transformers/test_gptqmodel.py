@@ -73,10 +73,12 @@ def _make(module: str, dtype: torch.dtype, group: int = 64, desc_act: bool = Fal
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("module", [*GPTQ, *AWQ])
-def test_models_of_gptqmodel_run_whole(module: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("module", "desc_act"), [*((each, False) for each in (*GPTQ, *AWQ)), *((each, True) for each in GPTQ)]
+)
+def test_models_of_gptqmodel_run_whole(module: str, desc_act: bool, dtype: torch.dtype) -> None:
     """No further from the layers' definition in float32 than gptqmodel's own code, which runs unchanged after that."""
-    model = _make(module, dtype)
+    model = _make(module, dtype, desc_act=desc_act)
     exact = make("qwen2", "gptq, format 2" if module in GPTQ else "awq")
     exact.load_state_dict(model.state_dict())
     reference = logits(exact)
@@ -84,25 +86,8 @@ def test_models_of_gptqmodel_run_whole(module: str, dtype: torch.dtype) -> None:
         assert len(handle.layers) == 2, str(handle)
         ours = logits(model).float()
         assert generate(model).shape == (2, 15)
-    assert counted.calls["decoder_layer"] == 2 * 13
-    own = logits(model).float()
-    error = (ours - reference).abs().mean()
-    assert error <= 1.2 * (own - reference).abs().mean() + 1e-3
-    assert error < 0.05 * reference.abs().mean()
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("module", GPTQ)
-def test_inputs_in_another_order(module: str, dtype: torch.dtype) -> None:
-    """desc_act."""
-    model = _make(module, dtype, desc_act=True)
-    exact = make("qwen2", "gptq, format 2")
-    exact.load_state_dict(model.state_dict())
-    reference = logits(exact)
-    with accelerate(model) as handle:
-        assert len(handle.layers) == 2, str(handle)
-        ours = logits(model).float()
-        assert generate(model).shape == (2, 15)
+    assert counted.calls["decoder_layer"] == (0 if desc_act else 2 * 13)
+    assert counted.calls["linear"] >= 2 * 13 * 4
     own = logits(model).float()
     error = (ours - reference).abs().mean()
     assert error <= 1.2 * (own - reference).abs().mean() + 1e-3

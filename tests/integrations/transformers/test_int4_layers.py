@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
+import itertools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -314,13 +315,12 @@ def with_orders(model: Any, seed_of: Callable[[str], int]) -> Any:
     return model
 
 
+# Layers with the same input.
+_INPUTS = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "gate_proj": 1, "up_proj": 1, "fc1": 1}
+
+
 def _input_of(name: str) -> int:
-    """A number for what a layer's input is: queries, keys and values have the same, and gate and up."""
-    return next(
-        i
-        for i, each in enumerate((("q_", "k_", "v_"), ("o_", "out_"), ("up_", "gate_", "fc1"), ("",)))
-        if any(part in name.rpartition(".")[2] for part in each)
-    )
+    return _INPUTS.get(name.rpartition(".")[2], 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -343,7 +343,8 @@ def test_inputs_in_another_order(name: str, dtype: torch.dtype) -> None:
 
 def test_orders_that_differ_make_no_matrix() -> None:
     """Queries, keys and values have one input each then: layers run alone."""
-    model = with_orders(make("llama", "gptq, format 1"), lambda name: len(name) + ord(name.rpartition(".")[2][0]))
+    seeds = itertools.count()
+    model = with_orders(make("llama", "gptq, format 1"), lambda _: next(seeds))
     expected = logits(model)
     with accelerate(model) as handle:
         assert handle.layers == []
@@ -355,7 +356,8 @@ def test_orders_that_differ_make_no_matrix() -> None:
 @pytest.mark.parametrize("columns", [100, 300])
 def test_inputs_of_another_size_are_an_error(columns: int) -> None:
     """Gathered, more inputs than the layer has could seem to fit."""
-    model = with_orders(make("llama", "gptq, format 1"), lambda name: len(name) + ord(name.rpartition(".")[2][0]))
+    seeds = itertools.count()
+    model = with_orders(make("llama", "gptq, format 1"), lambda _: next(seeds))
     with accelerate(model) as handle, torch.no_grad():
         layer = model.model.layers[0].mlp.up_proj
         assert "model.layers.0.mlp.up_proj" in handle.linear

@@ -67,9 +67,12 @@ class Int4Matrix(Matrix):
         candidates = [candidates_of(layer) for layer in layers]
         self.device = _device_of(layers[0])
         biases = [_bias_of(layer) for layer in layers]
-        if len({(each.levels.shape[1], each.scales.shape[1]) for each, *_ in candidates}) != 1:
+        sizes = {(each.levels.shape[1], each.scales.shape[1]) for each, *_ in candidates}
+        if len(sizes) != 1:
             raise NotUnderstoodError("its layers in 4 bits have inputs, or groups, of several sizes")
-        order = _order_of_all(layers)
+        order = _order_of_all(layers, *sizes.pop())
+        if order is not None:
+            candidates = [_in_order(each, order) for each in candidates]
         found = [_that_it_computes(*each, order, dtype) for each in zip(layers, candidates, biases, strict=True)]
         self.order = None if order is None else order.to(self.device)
         self._rows = [each.levels.shape[0] for each in found]
@@ -137,12 +140,18 @@ def _places_of(layer: nn.Module) -> list[Place]:
     return places
 
 
-def _order_of_all(layers: Sequence[nn.Module]) -> Tensor | None:
+def _order_of_all(layers: Sequence[nn.Module], columns: int, groups: int) -> Tensor | None:
     """In which their inputs are to be, which is one."""
-    first, *others = map(order_of, layers)
+    first, *others = (order_of(layer, columns, groups) for layer in layers)
     if not all(other is first if other is None or first is None else torch.equal(first, other) for other in others):
         raise NotUnderstoodError("its layers in 4 bits have inputs in several orders (desc_act)")
     return first
+
+
+def _in_order(candidates: Sequence[Int4], order: Tensor) -> list[Int4]:
+    """With their columns by group; they differ in their zero points alone."""
+    levels = candidates[0].levels[:, order]
+    return [each._replace(levels=levels) for each in candidates]
 
 
 def _device_of(layer: nn.Module) -> torch.device:

@@ -110,30 +110,27 @@ def is_of_torchao(weight: Tensor | None) -> bool:
     return kind.__module__.startswith("torchao.") and kind.__name__ == "IntxUnpackedToInt8Tensor"
 
 
-def order_of(layer: nn.Module) -> Tensor | None:
-    """The inputs of a layer by group, ``[in]``, int64 on the host; None if their groups are those of their places.
+def order_of(layer: nn.Module, columns: int, groups: int) -> Tensor | None:
+    """The inputs of a layer by group, ``[columns]``, int64 on the host; None if their groups are those of their places.
 
     Raises:
-        NotUnderstoodError: groups are not of one size, or no groups.
+        NotUnderstoodError: not every group has as many inputs.
     """
     g_idx = layer._buffers.get("g_idx")
-    scales = layer._buffers.get("scales")
-    if g_idx is None or scales is None or not g_idx.numel():
+    if g_idx is None or not g_idx.numel():
         return None
-    of = plain(g_idx, "g_idx").to(torch.int64)
-    groups = torch.arange(of.numel()) // max(of.numel() // max(scales.shape[0], 1), 1)
-    if torch.equal(of, groups):
-        return None
-    order = of.argsort(stable=True) if of.dim() == 1 else of
-    if of.dim() != 1 or not torch.equal(of[order], groups):
+    of = plain(g_idx, "g_idx").to(torch.int64).flatten()
+    sorted_groups, order = of.sort(stable=True)
+    in_place = torch.arange(columns) // (columns // groups)
+    if not torch.equal(sorted_groups, in_place):
         raise NotUnderstoodError("its g_idx (desc_act) does not give each group as many inputs")
-    return order
+    return None if torch.equal(of, in_place) else order
 
 
 def candidates_of(layer: nn.Module) -> list[Int4]:
     """What a layer's tensors may stand for, one of which is right; all have groups of the same size.
 
-    Columns are as `order_of` has them.
+    Columns are in the layer's own order, see `order_of`.
 
     Raises:
         NotUnderstoodError: they are in no layout that is known.
@@ -161,12 +158,7 @@ def _gptq_or_awq(layer: nn.Module) -> list[Int4]:
         raise NotUnderstoodError("the shapes of its qweight, qzeros and scales are in no layout that is known")
     read, columns = (read_gptq, qweight.shape[0] * _OF_A_WORD) if of_gptq else (read_awq, qweight.shape[0])
     _check_groups(columns, groups)
-    order = order_of(layer)
-    if order is not None and order.numel() != columns:
-        raise NotUnderstoodError("its g_idx (desc_act) has another size than its inputs")
-    found = read(*tensors)
-    levels = found[0].levels if order is None else found[0].levels[:, order]  # they differ in their zero points alone
-    return [each._replace(levels=levels) for each in found]
+    return read(*tensors)
 
 
 def _torchao(layer: nn.Module) -> list[Int4]:
