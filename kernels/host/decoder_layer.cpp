@@ -1,4 +1,4 @@
-// ds_plugin_calls::decoder_layer: the ops of a decoder layer, one after the other, on any device.
+// ds_plugin_calls::decoder_layers: the ops of decoder layers, one after the other, on any device.
 //
 // It computes nothing. A step of one token calls seven small ops and four views in each layer; from Python these calls
 // take longer than the ops of a small model.
@@ -6,6 +6,7 @@
 
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 // torch 2.13 and later have it: the message of the last error. Releases before print that.
 extern "C" __attribute__((weak)) const char* torch_exception_get_what_without_backtrace();
@@ -29,28 +30,25 @@ Tensor result_of(const char* op, StableIValue* stack) {
 }
 
 struct Norm {
-  const Tensor& weight;
-  const OptionalTensor& bias;  // none for an RMS norm
+  OptionalTensor weight;
+  OptionalTensor bias;  // none for an RMS norm
   double eps;
 
   Tensor of(const Tensor& input) const {
     if (!bias) {
-      StableIValue stack[] = {from(input), from(weight), from(eps)};
+      StableIValue stack[] = {from(input), from(*weight), from(eps)};
       return result_of("ds_plugin::rms_norm", stack);
     }
-    StableIValue stack[] = {from(input), from(weight), from(*bias), from(eps)};
+    StableIValue stack[] = {from(input), from(*weight), from(*bias), from(eps)};
     return result_of("ds_plugin::layer_norm", stack);
   }
 };
 
 struct Matrix {
-  const Tensor& weight;
-  const OptionalTensor& bias;
-  const OptionalTensor& scales;
-  const OptionalTensor& offsets;
+  OptionalTensor weight, bias, scales, offsets;
 
   Tensor of(const Tensor& input, const OptionalTensor& residual = {}, int64_t activation = 0, bool gated = false) const {
-    StableIValue stack[] = {from(input),   from(weight),   from(bias),       from(scales),
+    StableIValue stack[] = {from(input),   from(*weight),  from(bias),       from(scales),
                             from(offsets), from(residual), from(activation), from(gated)};
     return result_of("ds_plugin::linear", stack);
   }
@@ -82,69 +80,131 @@ void turn(const Tensor& heads, const OptionalTensor& cos, const OptionalTensor& 
   call("ds_plugin::rotary_", stack);
 }
 
-// With scales the caches are int8.
-Tensor attend(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& key_cache,
-              const Tensor& value_cache, const OptionalTensor& key_scales, const OptionalTensor& value_scales,
-              int64_t past, double scale, const OptionalTensor& mask) {
-  const OptionalTensor no_alibi;
-  if (key_scales && value_scales) {
-    StableIValue stack[] = {from(query),       from(key),           from(value), from(key_cache), from(value_cache),
-                            from(*key_scales), from(*value_scales), from(past),  from(scale),     from(mask),
-                            from(no_alibi),    from(int64_t{0}),    from(!mask)};
-    return result_of("ds_plugin::cached_attention_int8", stack);
-  }
-  StableIValue stack[] = {from(query), from(key),  from(value),    from(key_cache),  from(value_cache), from(past),
-                          from(scale), from(mask), from(no_alibi), from(int64_t{0}), from(!mask)};
-  return result_of("ds_plugin::cached_attention", stack);
-}
+// Of one layer; with scales they are int8.
+struct Caches {
+  const Tensor* all;  // keys, values, and their scales if there are any
+  int64_t count, past;
 
-Tensor decoder_layer(const Tensor& hidden, const Tensor& key_cache, const Tensor& value_cache,
-                     const OptionalTensor& key_scales, const OptionalTensor& value_scales, int64_t past,
-                     const OptionalTensor& mask, const OptionalTensor& cos, const OptionalTensor& sin,
-                     const Tensor& attention_norm, const OptionalTensor& attention_norm_bias, double attention_norm_eps,
-                     const Tensor& mlp_norm, const OptionalTensor& mlp_norm_bias, double mlp_norm_eps,
-                     const OptionalTensor& query_norm, const OptionalTensor& key_norm, double head_norm_eps,
-                     const Tensor& qkv, const OptionalTensor& qkv_bias, const OptionalTensor& qkv_scales,
-                     const OptionalTensor& qkv_offsets,
-                     const Tensor& output, const OptionalTensor& output_bias, const OptionalTensor& output_scales,
-                     const OptionalTensor& output_offsets,
-                     const Tensor& mlp_in, const OptionalTensor& mlp_in_bias, const OptionalTensor& mlp_in_scales,
-                     const OptionalTensor& mlp_in_offsets,
-                     const Tensor& mlp_out, const OptionalTensor& mlp_out_bias, const OptionalTensor& mlp_out_scales,
-                     const OptionalTensor& mlp_out_offsets,
-                     int64_t heads, double scale, int64_t activation, bool gated, bool norm_first) {
+  Tensor attend(const Tensor& query, const Tensor& key, const Tensor& value, double scale,
+                const OptionalTensor& mask) const {
+    const OptionalTensor no_alibi;
+    if (count == 4) {
+      StableIValue stack[] = {from(query),       from(key),        from(value), from(all[0]),  from(all[1]),
+                              from(all[2]),      from(all[3]),     from(past),  from(scale),   from(mask),
+                              from(no_alibi),    from(int64_t{0}), from(!mask)};
+      return result_of("ds_plugin::cached_attention_int8", stack);
+    }
+    StableIValue stack[] = {from(query), from(key),  from(value),    from(all[0]),     from(all[1]), from(past),
+                            from(scale), from(mask), from(no_alibi), from(int64_t{0}), from(!mask)};
+    return result_of("ds_plugin::cached_attention", stack);
+  }
+};
+
+// What is the same for all layers of a call.
+struct Given {
+  const OptionalTensor &mask, &cos, &sin;
+};
+
+struct Layer {
+  Norm attention_norm, mlp_norm, query_norm, key_norm;
+  Matrix qkv, output, mlp_in, mlp_out;
+  double scale;
+  int64_t heads, activation;
+  bool gated, norm_first;
+
+  Tensor run(const Tensor& hidden, const Caches& caches, const Given& given) const {
+    const int64_t kv_heads = caches.all[0].size(1), head_dim = caches.all[0].size(3);
+    const Tensor all = qkv.of(norm_first ? attention_norm.of(hidden) : hidden);
+    Tensor query = heads_of(all, 0, heads, head_dim), key = heads_of(all, heads, kv_heads, head_dim);
+    const Tensor value = heads_of(all, heads + kv_heads, kv_heads, head_dim);
+    if (query_norm.weight && key_norm.weight) {
+      query = query_norm.of(query);
+      key = key_norm.of(key);
+      turn(query, given.cos, given.sin);
+      turn(key, given.cos, given.sin);
+    } else {
+      turn(heads_of(all, 0, heads + kv_heads, head_dim), given.cos, given.sin);
+    }
+
+    const Tensor attended = side_by_side(caches.attend(query, key, value, scale, given.mask));
+    Tensor sum = output.of(attended, hidden);
+    if (!norm_first) sum = attention_norm.of(sum);
+    const Tensor inner = mlp_in.of(norm_first ? mlp_norm.of(sum) : sum, {}, activation, gated);
+    const Tensor result = mlp_out.of(inner, sum);
+    return norm_first ? result : mlp_norm.of(result);
+  }
+};
+
+// Takes layers off the lists of a call: `Decoder.arguments` of ds_plugin_sdk.integrations.transformers.decoder puts them
+// there, in this order.
+class Layers {
+ public:
+  Layers(const std::vector<Tensor>& tensors, const std::vector<int64_t>& integers, const std::vector<double>& numbers)
+      : tensors_(tensors), integers_(integers), numbers_(numbers) {}
+
+  size_t count() const { return integers_.size() / kIntegers; }
+
+  Layer next() {
+    present_ = integer();
+    Layer layer{};
+    for (Norm* norm : {&layer.attention_norm, &layer.mlp_norm, &layer.query_norm, &layer.key_norm}) {
+      norm->weight = tensor();
+      norm->bias = tensor();
+      norm->eps = number();
+    }
+    for (Matrix* matrix : {&layer.qkv, &layer.output, &layer.mlp_in, &layer.mlp_out}) {
+      for (OptionalTensor* part : {&matrix->weight, &matrix->bias, &matrix->scales, &matrix->offsets}) *part = tensor();
+    }
+    layer.scale = number();
+    layer.heads = integer();
+    layer.activation = integer();
+    layer.gated = integer();
+    layer.norm_first = integer();
+    return layer;
+  }
+
+ private:
+  static constexpr size_t kIntegers = 5;
+
+  int64_t integer() { return integers_.at(next_integer_++); }
+  double number() { return numbers_.at(next_number_++); }
+  // Bits tell which of a layer's tensors there are.
+  OptionalTensor tensor() {
+    const bool present = present_ & 1;
+    present_ >>= 1;
+    return present ? OptionalTensor(tensors_.at(next_tensor_++)) : OptionalTensor();
+  }
+
+  const std::vector<Tensor>& tensors_;
+  const std::vector<int64_t>& integers_;
+  const std::vector<double>& numbers_;
+  size_t next_tensor_ = 0, next_integer_ = 0, next_number_ = 0;
+  int64_t present_ = 0;
+};
+
+std::vector<Tensor> decoder_layers(const Tensor& hidden, std::vector<Tensor> caches, int64_t past,
+                                   const OptionalTensor& mask, const OptionalTensor& cos, const OptionalTensor& sin,
+                                   std::vector<Tensor> tensors, std::vector<int64_t> integers,
+                                   std::vector<double> numbers) {
   const NoGrad guard;
-  const Norm before_attention{attention_norm, attention_norm_bias, attention_norm_eps};
-  const Norm before_mlp{mlp_norm, mlp_norm_bias, mlp_norm_eps};
-  const int64_t kv_heads = key_cache.size(1), head_dim = key_cache.size(3);
-
-  const Matrix to_heads{qkv, qkv_bias, qkv_scales, qkv_offsets};
-  const Tensor all = to_heads.of(norm_first ? before_attention.of(hidden) : hidden);
-  Tensor query = heads_of(all, 0, heads, head_dim), key = heads_of(all, heads, kv_heads, head_dim);
-  const Tensor value = heads_of(all, heads + kv_heads, kv_heads, head_dim);
-  if (query_norm && key_norm) {
-    query = Norm{*query_norm, {}, head_norm_eps}.of(query);
-    key = Norm{*key_norm, {}, head_norm_eps}.of(key);
-    turn(query, cos, sin);
-    turn(key, cos, sin);
-  } else {
-    turn(heads_of(all, 0, heads + kv_heads, head_dim), cos, sin);
+  Layers layers(tensors, integers, numbers);
+  const size_t count = layers.count(), of_each = count ? caches.size() / count : 0;
+  if (count * of_each != caches.size() || (of_each != 2 && of_each != 4)) {
+    throw std::runtime_error("ds_plugin_calls::decoder_layers: " + std::to_string(caches.size()) + " caches for " +
+                             std::to_string(count) + " layers; expected two of each, or four");
   }
-
-  const Tensor attended =
-      side_by_side(attend(query, key, value, key_cache, value_cache, key_scales, value_scales, past, scale, mask));
-
-  Tensor sum = Matrix{output, output_bias, output_scales, output_offsets}.of(attended, hidden);
-  if (!norm_first) sum = before_attention.of(sum);
-  const Matrix to_mlp{mlp_in, mlp_in_bias, mlp_in_scales, mlp_in_offsets};
-  const Tensor inner = to_mlp.of(norm_first ? before_mlp.of(sum) : sum, {}, activation, gated);
-  const Tensor result = Matrix{mlp_out, mlp_out_bias, mlp_out_scales, mlp_out_offsets}.of(inner, sum);
-  return norm_first ? result : before_mlp.of(result);
+  std::vector<Tensor> results;
+  results.reserve(count);
+  for (size_t i = 0; i < count; ++i) {
+    const Caches of_layer{&caches[i * of_each], static_cast<int64_t>(of_each), past};
+    results.push_back(layers.next().run(i ? results.back() : hidden, of_layer, {mask, cos, sin}));
+  }
+  return results;
 }
 
 }  // namespace
 }  // namespace ds_kernels
 
 STABLE_TORCH_LIBRARY_IMPL(ds_plugin_calls, CompositeExplicitAutograd, m) {
-  m.impl("decoder_layer", TORCH_BOX(&ds_kernels::decoder_layer));
+  m.impl("decoder_layers", TORCH_BOX(&ds_kernels::decoder_layers));
 }

@@ -1,9 +1,9 @@
-"""A decoder layer as eight calls of ops, or as one that makes them, whatever model it comes from."""
+"""A decoder layer as eight calls of ops, or several as one that makes them, whatever model they come from."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -147,40 +147,45 @@ def norm(ops: Ops, norm: Norm, input: Tensor) -> Tensor:
 
 
 def run_whole(
-    layer: Decoder,
+    layers: Arguments,
     hidden: Tensor,
-    cache: Room,
+    rooms: Sequence[Room],
     mask: Tensor | None,
     angles: tuple[Tensor, Tensor] | None,
-) -> Tensor:
-    """`run` by one call, where `has_whole`, and for layers that are `in_order`.
+) -> list[Tensor]:
+    """What each layer puts out, run one after the other by one call, where `has_whole`; they are `in_order`.
 
     Args:
-        cache: with room for the new keys and values.
+        layers: `arguments_of` them.
+        rooms: for the new keys and values of each layer, with as many positions held by all.
         mask: as `ds_plugin_sdk.ops.attention.cached_attention` takes it; causal if None.
     """
-    query_norm, key_norm = layer.query_norm, layer.key_norm
-    result: Tensor = decoder_layer.call(
-        hidden,
-        *cache,
-        mask,
-        *(angles or (None, None)),
-        *layer.attention_norm.arguments(),
-        *layer.mlp_norm.arguments(),
-        None if query_norm is None else query_norm.parameters["weight"],
-        None if key_norm is None else key_norm.parameters["weight"],
-        0.0 if query_norm is None else query_norm.eps,
-        *layer.qkv.contents,
-        *layer.output.contents,
-        *layer.mlp_in.contents,
-        *layer.mlp_out.contents,
-        layer.heads,
-        layer.scale,
-        layer.activation_index,
-        layer.gated,
-        layer.norm_first,
-    )
-    return result
+    caches = [each for room in rooms for each in room[: 2 if room.key_scales is None else 4]]
+    results: list[Tensor] = decoder_layer.call(hidden, caches, rooms[0].past, mask, *(angles or (None, None)), *layers)
+    return results
+
+
+class Arguments(NamedTuple):
+    """Layers as ``ds_plugin_calls::decoder_layers`` takes them: what each has, one after the other."""
+
+    tensors: list[Tensor]
+    integers: list[int]
+    numbers: list[float]
+
+
+def arguments_of(*layers: Decoder) -> Arguments:
+    """Layers for `run_whole`, with the parameters that they have now."""
+    found = Arguments([], [], [])
+    for layer in layers:
+        norms = (layer.attention_norm, layer.mlp_norm, layer.query_norm, layer.key_norm)
+        of_norms = [(None, None, 0.0) if norm is None else norm.arguments() for norm in norms]
+        tensors = [tensor for weight, bias, _ in of_norms for tensor in (weight, bias)]
+        tensors += [tensor for matrix in layer.matrices for tensor in matrix.contents]
+        present = sum(1 << index for index, tensor in enumerate(tensors) if tensor is not None)
+        found.tensors.extend(tensor for tensor in tensors if tensor is not None)
+        found.integers.extend((present, layer.heads, layer.activation_index, layer.gated, layer.norm_first))
+        found.numbers.extend((*(eps for _, _, eps in of_norms), layer.scale))
+    return found
 
 
 def has_whole(dtype: torch.dtype) -> bool:

@@ -32,7 +32,7 @@ from ds_plugin_sdk.integrations.transformers.kv_cache import AppendingLayer, gro
 from ds_plugin_sdk.integrations.transformers.replacement import Replacement
 from ds_plugin_sdk.integrations.transformers.training import linear_in_training
 from ds_plugin_sdk.integrations.transformers.understood import Norm, Snapshot, Watch, is_plain_inference
-from ds_plugin_sdk.integrations.transformers.weights import Matrix
+from ds_plugin_sdk.integrations.transformers.weights import Contents, Matrix
 
 # What a decoder layer does with these is known; others may be given if they are None. The encoder's mask has no meaning
 # without what the encoder has put out.
@@ -136,12 +136,17 @@ class Row:
     Those after it rely on that as long as each is given the tensor that the one before it has returned, and is called
     by the model's own loop: then nothing else has run in between. Asked by each layer, between kernels that read all
     weights, the same takes several times as long.
+
+    If all layers were given the same in the step before, the first one runs those after it as well, by one call. Each
+    then returns what was made of the very tensor that it is given; called with anything else it computes as if nothing
+    had been computed: caches count what was appended only when the layer is called.
     """
 
     def __init__(self) -> None:
         self.replacements: list[DecoderReplacement] = []
         self.angles = Angles()
         self._snapshot: _RowSnapshot | None = None
+        self._runs_ahead = False  # whether the last step's layers were alike
         self._step = _Step()
 
     def forget(self) -> None:
@@ -153,7 +158,9 @@ class Row:
         step = self._step
         if hidden is step.last and step.loop is not None and sys._getframe(1 + step.depth).f_code is step.loop:
             return True
-        step.end()
+        if step.last is not None:
+            self._runs_ahead = False  # that step did not come to its end
+            step.end()
         return False
 
     def given_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given | None:
@@ -162,7 +169,41 @@ class Row:
         same = (len(args), *kwargs) == step.names and all(
             map(operator.is_, (*args[1:], *kwargs.values()), step.arguments)
         )
+        if not same:
+            self.differs()
         return step.given if same else None
+
+    def differs(self) -> None:
+        """A layer of this step does something else than the one before it."""
+        self._step.alike = False
+        self._step.ahead.clear()
+
+    def take_ahead(self, replacement: DecoderReplacement, hidden: Tensor) -> Tensor | None:
+        """What was made of `hidden` ahead, for a layer to which `given_again` has given something."""
+        if not self._step.ahead:
+            return None
+        ahead = self._step.ahead.pop()
+        if ahead.replacement is not replacement or hidden._version != ahead.version:
+            self.differs()
+            return None
+        ahead.room.advance(1)
+        return ahead.result
+
+    def run_ahead(self, replacement: DecoderReplacement, hidden: Tensor, given: Given) -> Tensor | None:
+        """Run all layers by one call, if they will be called alike, and this is the first of them: its result."""
+        snapshot = self._snapshot
+        if not self._runs_ahead or snapshot is None or self._step.given is not given or torch.is_inference_mode_enabled():
+            return None  # torch does not count who writes to tensors of inference mode
+        rooms = _alike([each.room(hidden, given) for each in self.replacements])
+        if rooms is None:
+            return None
+        made = [room.make_room(1) for room in rooms]
+        results = decoder.run_whole(snapshot.arguments(), hidden, made, given.mask, given.angles)
+        versions = (hidden._version, *(result._version for result in results))
+        *others, first = map(_Ahead, self.replacements[::-1], versions[-2::-1], results[::-1], rooms[::-1])
+        self._step.ahead = others
+        first.room.advance(1)
+        return first.result
 
     def begin(self, replacement: DecoderReplacement, hidden: Tensor) -> bool:
         """Ask all layers, if this is the first one in a step of one token; False if each has to be asked by itself."""
@@ -173,7 +214,7 @@ class Row:
         elif self._snapshot is not None and not self._snapshot.holds():
             self._snapshot = None
         if self._snapshot is not None:
-            self._step.last = hidden
+            self._step.begin(hidden)
         return self._snapshot is not None
 
     def _are_alike(self) -> bool:
@@ -189,10 +230,31 @@ class Row:
 
     def ran(self, replacement: DecoderReplacement, hidden: Tensor, result: Tensor) -> None:
         """A layer has made `result` of `hidden`."""
+        step = self._step
+        if hidden is not step.last:
+            return
+        step.last = result
+        step.alike = step.alike and replacement is self.replacements[step.count]
+        step.count += 1
         if replacement is self.replacements[-1]:
-            self._step.end()
-        elif hidden is self._step.last:
-            self._step.last = result
+            self._runs_ahead = step.alike
+            step.end()
+
+
+class _Ahead(NamedTuple):
+    """What a layer was computed to make of hidden states of a version, and where it will have appended."""
+
+    replacement: DecoderReplacement
+    version: int
+    result: Tensor
+    room: AppendingLayer
+
+
+def _alike(rooms: Sequence[AppendingLayer | None]) -> list[AppendingLayer] | None:
+    """Layers of a cache, if they are of one kind, hold as many positions, and no two are the same."""
+    found = [room for room in rooms if room is not None]
+    kinds = {(type(room), room.get_seq_length()) for room in found}
+    return found if len(kinds) == 1 and len({*map(id, found)}) == len(rooms) else None
 
 
 class _Step(threading.local):
@@ -200,21 +262,33 @@ class _Step(threading.local):
 
     Attributes:
         last: the hidden states, ``[batch, 1, hidden]``, that the next layer is given.
+        count, alike: how many layers have run; whether these were the first ones, in their order, by one call each and
+            given the same.
+        ahead: what the others will make, the next one's last.
         depth, loop: how far up from a layer's forward the code is that calls the layers, and which it is.
         names, arguments: how many arguments the first layer was given, with which names, and what all but `last` were.
         given: what these mean.
     """
 
     last: Tensor | None = None
+    count: int = 0
+    alike: bool = True
     depth: int = 0
     loop: types.CodeType | None = None
     names: tuple[int | str, ...] = ()
     arguments: tuple[Any, ...] = ()
     given: Given | None = None
 
+    def __init__(self) -> None:
+        self.ahead: list[_Ahead] = []
+
+    def begin(self, hidden: Tensor) -> None:
+        self.last, self.count, self.alike = hidden, 0, True
+
     def end(self) -> None:
         """Keep nothing alive."""
         self.last, self.loop, self.given, self.arguments = None, None, None, ()
+        self.ahead.clear()
 
 
 def _loop_around(module: nn.Module) -> tuple[int, types.CodeType | None]:
@@ -240,6 +314,8 @@ class _RowSnapshot:
         matrices = [place for each in replacements for matrix in each.layer.matrices for place in matrix.held.places]
         norms = [place for each in replacements for norm in each.layer.norms for place in norm.places()]
         self._parameters = Snapshot([*matrices, *norms])
+        self._matrices = [matrix for each in replacements for matrix in each.layer.matrices]
+        self._contents: list[Contents] = []
         # What `DecoderReplacement.attends` asks: most layers share a configuration.
         self._attentions = [vars(each.attention) for each in replacements]
         self._configs = [each.config for each in replacements]
@@ -253,6 +329,15 @@ class _RowSnapshot:
             and all(map(operator.is_, map(dict.get, self._attentions, repeat("config")), self._configs))
             and all(each.attends() for each in self._different)
         )
+
+    def arguments(self) -> decoder.Arguments:
+        """All layers', if they are `in_order`."""
+        contents = [matrix.contents for matrix in self._matrices]
+        # A prompt finds changes that torch does not count, and has contents made again.
+        if len(contents) != len(self._contents) or not all(map(operator.is_, contents, self._contents)):
+            self._contents = contents
+            self._arguments = decoder.arguments_of(*(each.layer for each in self._replacements))
+        return self._arguments
 
 
 class DecoderReplacement(Replacement):
@@ -302,12 +387,16 @@ class DecoderReplacement(Replacement):
         elif 1 <= len(args) <= 1 + len(self._names):
             goes_on = self._row.goes_on(args[0])
             given = self._row.given_again(args, kwargs) if goes_on else None
-            if given is None:
+            result = None
+            if given is not None:
+                result = self._row.take_ahead(self, args[0])
+            else:
                 given = self._understand(args, kwargs, goes_on)
                 if given is not None:
                     self._row.keep(args, kwargs, given)
+                    result = self._row.run_ahead(self, args[0], given)
             if given is not None:
-                result = self._run(args[0], given)
+                result = self._run(args[0], given) if result is None else result
                 self._row.ran(self, args[0], result)
                 return result
         return self.own(*args, **kwargs)
@@ -343,19 +432,27 @@ class DecoderReplacement(Replacement):
         )
 
     def _run(self, hidden: Tensor, given: Given) -> Tensor:
-        cache, mask = given.cache, given.mask
-        room = None
-        if cache is not None and given.grows:
-            room = growing_layer(cache, self.attention.layer_idx, self._cache)
-        if room is None or not self._fits(room, hidden, mask):
+        room = self.room(hidden, given)
+        if room is not None and given.whole and self.layer.in_order:
+            made = room.make_room(hidden.shape[1])
+            (result,) = decoder.run_whole(decoder.arguments_of(self.layer), hidden, [made], given.mask, given.angles)
+            room.advance(hidden.shape[1])
+            return result
+        self._row.differs()
+        if room is None:
             return decoder.run(given.ops, self.layer, hidden, given.angles, functools.partial(self._attend, given))
-        if given.whole and self.layer.in_order:
-            result = decoder.run_whole(self.layer, hidden, room.make_room(hidden.shape[1]), mask, given.angles)
-        else:
-            attend = functools.partial(self._attend_in_place, given, room)
-            result = decoder.run(given.ops, self.layer, hidden, given.angles, attend)
+        attend = functools.partial(self._attend_in_place, given, room)
+        result = decoder.run(given.ops, self.layer, hidden, given.angles, attend)
         room.advance(hidden.shape[1])
         return result
+
+    def room(self, hidden: Tensor, given: Given) -> AppendingLayer | None:
+        """Its layer of the cache, if the op can append to it and attend."""
+        cache = given.cache
+        if cache is None or not given.grows:
+            return None
+        room = growing_layer(cache, self.attention.layer_idx, self._cache)
+        return room if room is not None and self._fits(room, hidden, given.mask) else None
 
     def _fits(self, room: AppendingLayer, hidden: Tensor, mask: Tensor | None) -> bool:
         """Whether the op can append and attend: if no mask says to which, only to all, or to all before a query."""
