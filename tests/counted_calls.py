@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# Where the schema has the scales of an int8 cache.
-_KEY_SCALES = 3
+# How many of each layer there are in the op's lists.
+_INTEGERS, _CACHES = 5, 2
 
 
 class CountedCalls(TorchDispatchMode):
@@ -28,12 +28,13 @@ class CountedCalls(TorchDispatchMode):
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         namespace, _, name = op._schema.name.partition("::")
         if namespace in ("ds_plugin", "ds_plugin_calls"):
-            self.calls.update(_of_a_layer(args) if name == "decoder_layer" else {name: 1})
+            self.calls.update(_of_layers(args) if name == "decoder_layers" else {name: 1})
             self.devices |= {arg.device.type for arg in args if isinstance(arg, torch.Tensor)}
         return op(*args, **(kwargs or {}))
 
 
-def _of_a_layer(args: Any) -> dict[str, int]:
-    """What a layer in one call calls: torch shows a mode the one call only."""
-    attention = "cached_attention" if args[_KEY_SCALES] is None else "cached_attention_int8"
-    return {"decoder_layer": 1, "linear": 4, attention: 1}
+def _of_layers(args: Any) -> dict[str, int]:
+    """What layers in one call call: torch shows a mode the one call only."""
+    caches, layers = len(args[1]), len(args[-2]) // _INTEGERS
+    attention = "cached_attention" if caches == _CACHES * layers else "cached_attention_int8"
+    return {"decoder_layers": 1, "decoder_layer": layers, "linear": 4 * layers, attention: layers}

@@ -191,9 +191,9 @@ class Row:
 
     def run_ahead(self, replacement: DecoderReplacement, hidden: Tensor, given: Given) -> Tensor | None:
         """Run all layers by one call, if they will be called alike, and this is the first of them: its result."""
-        snapshot = self._snapshot
-        if not self._runs_ahead or snapshot is None or self._step.given is not given or torch.is_inference_mode_enabled():
-            return None  # torch does not count who writes to tensors of inference mode
+        snapshot, is_first = self._snapshot, self._step.given is given
+        if snapshot is None or not (self._runs_ahead and is_first and given.whole) or torch.is_inference_mode_enabled():
+            return None  # torch counts no changes of tensors that are made in inference mode
         rooms = _alike([each.room(hidden, given) for each in self.replacements])
         if rooms is None:
             return None

@@ -1,0 +1,181 @@
+"""A step whose layers are run by one call, ahead of their own calls: what happens between these counts all the same."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from small_models import LLAMA
+
+from counted_calls import CountedCalls
+
+with warnings.catch_warnings():
+    # transformers' own dependencies warn of each other's releases.
+    warnings.simplefilter("ignore")
+    import transformers
+    from transformers.models.llama import modeling_llama
+
+from ds_plugin_sdk.integrations.transformers import accelerate
+
+pytestmark = [pytest.mark.compiler, pytest.mark.usefixtures("kernels")]
+
+LAYERS, STEPS = 3, 6
+
+# Layers count on each other only in a loop of the file that their class is in.
+_LOOP = """
+def loop(layers, hidden, given, between):
+    for index, layer in enumerate(layers):
+        hidden = between(index, layer(hidden, **given(index)))
+    return hidden
+"""
+_names: dict[str, Any] = {}
+exec(compile(_LOOP, modeling_llama.__file__, "exec"), _names)
+loop: Callable[..., torch.Tensor] = _names["loop"]
+
+
+def make() -> Any:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**{**LLAMA, "num_hidden_layers": LAYERS})
+    return transformers.AutoModelForCausalLM.from_config(config).eval()
+
+
+def as_it_is(index: int, hidden: torch.Tensor) -> torch.Tensor:
+    return hidden
+
+
+class Odd:
+    """One step of several that is unlike the others."""
+
+    def __init__(
+        self,
+        order: Sequence[int] = range(LAYERS),
+        between: Callable[[int, torch.Tensor], torch.Tensor] = as_it_is,
+        masked: int | None = None,
+    ) -> None:
+        self.order, self.between, self.masked = order, between, masked
+
+
+def double_in_place(index: int, hidden: torch.Tensor) -> torch.Tensor:
+    return hidden.mul_(2) if index == 0 else hidden
+
+
+def double_data(index: int, hidden: torch.Tensor) -> torch.Tensor:
+    return 2 * hidden if index == 0 else hidden
+
+
+def add_a_view(index: int, hidden: torch.Tensor) -> torch.Tensor:
+    if index == 1:
+        hidden[:, :, ::2].add_(1)
+    return hidden
+
+
+ODD = {
+    "nothing": Odd(),
+    "written in place": Odd(between=double_in_place),
+    "a part is written": Odd(between=add_a_view),
+    "another tensor": Odd(between=double_data),
+    "another order": Odd((1, 0, 2)),
+    "the first layer comes later": Odd((2, 0, 1)),
+    "a layer is left out": Odd((0, 2)),
+    "the last layers are left out": Odd((0,)),
+    "a layer comes twice": Odd((0, 1, 1, 2)),
+    "a layer has a mask": Odd(masked=1),
+}
+
+
+@torch.no_grad()
+def run(model: Any, odd: Odd, odd_steps: int = 1, crop: bool = False) -> list[torch.Tensor]:
+    """What steps of one token put out, those before the last odd ones; and the cache."""
+    cache = transformers.DynamicCache(config=model.config)
+    model(torch.arange(3, 13).view(2, 5), past_key_values=cache)
+    found = []
+    for step in range(STEPS):
+        hidden = torch.randn(2, 1, 32, generator=torch.Generator().manual_seed(step))
+        angles = model.model.rotary_emb(hidden, torch.tensor([[5 + step]]))
+        this = odd if STEPS - 1 - odd_steps <= step < STEPS - 1 else Odd()
+
+        def given(index: int, angles: Any = angles, this: Odd = this, step: int = step) -> dict[str, Any]:
+            options = {"position_embeddings": angles, "past_key_values": cache}
+            if index == this.masked:
+                mask = torch.zeros(2, 1, 1, 6 + step)
+                mask[..., 1:3] = torch.finfo(torch.float32).min
+                options["attention_mask"] = mask
+            return options
+
+        layers = [model.model.layers[index] for index in this.order]
+        found.append(loop(layers, hidden, given, this.between).clone())
+        if crop:  # as after a guess by the first layers alone
+            least = min(layer.get_seq_length() for layer in cache.layers)
+            for layer in cache.layers:
+                if layer.get_seq_length() > least:
+                    layer.crop(least - layer.get_seq_length())
+    return found + [each for layer in cache.layers for each in (layer.keys, layer.values)]
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_what_is_between_layers_counts(name: str) -> None:
+    model = make()
+    expected = run(model, ODD[name])
+    with accelerate(model):
+        torch.testing.assert_close(run(model, ODD[name]), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("odd", "in_vain"),
+    [
+        (ODD["a layer has a mask"], 2),
+        (Odd(masked=LAYERS - 1), 1),
+        (Odd((0, 2, 1)), 2),
+        (ODD["the last layers are left out"], 2),
+    ],
+)
+def test_of_steps_that_are_unlike_the_first_alone_is_run_ahead(odd: Odd, in_vain: int) -> None:
+    model, odd_steps = make(), 3
+    with accelerate(model), CountedCalls() as counted:
+        run(model, odd, odd_steps, crop=True)
+    called = LAYERS * (1 + STEPS - odd_steps) + len(odd.order) * odd_steps
+    assert counted.calls["decoder_layer"] == called + in_vain
+
+
+def test_layers_that_share_keys_and_values() -> None:
+    model = make()
+    for layer in model.model.layers:
+        layer.self_attn.layer_idx = 0
+    expected = run(model, Odd())
+    with accelerate(model):
+        torch.testing.assert_close(run(model, Odd()), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("guard", [torch.no_grad, torch.inference_mode])
+def test_steps_after_the_first_are_one_call(guard: Callable[[], Any]) -> None:
+    """But for those in inference mode, where torch does not count what is written to hidden states in between."""
+    model = make()
+    plain = copy.deepcopy(model)
+    prompt = torch.arange(3, 9).view(1, 6)
+    options = {"max_new_tokens": STEPS + 1, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    with guard():
+        expected = plain.generate(prompt, **options)
+        with accelerate(model), CountedCalls() as counted:
+            assert torch.equal(model.generate(prompt, **options), expected)
+    assert counted.calls["decoder_layer"] == LAYERS * (STEPS + 1)
+    one_by_one = LAYERS * (STEPS + 1) if guard is torch.inference_mode else 2 * LAYERS
+    ahead = 0 if guard is torch.inference_mode else STEPS - 1
+    assert counted.calls["decoder_layers"] == one_by_one + ahead
+
+
+def test_weights_that_are_exchanged_without_torchs_counting_are_read() -> None:
+    """A prompt finds out; the steps after it run ahead with what it has made of them."""
+    model = make()
+    weight = model.model.layers[1].self_attn.o_proj.weight
+    with accelerate(model, "int8") as handle:
+        run(model, Odd())
+        weight.data.copy_(3 * weight.data)
+        ours = run(model, Odd())
+        handle.remove()
+    with accelerate(model, "int8"):
+        torch.testing.assert_close(ours, run(model, Odd()))
+    assert not torch.allclose(ours[-1], run(make(), Odd())[-1], atol=0.1)
