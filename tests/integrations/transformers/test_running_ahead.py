@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -37,6 +37,7 @@ exec(compile(_LOOP, modeling_llama.__file__, "exec"), _names)
 loop: Callable[..., torch.Tensor] = _names["loop"]
 
 
+@torch.inference_mode(False)
 def make() -> Any:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(**{**LLAMA, "num_hidden_layers": LAYERS})
@@ -87,7 +88,6 @@ ODD = {
 }
 
 
-@torch.no_grad()
 def run(model: Any, odd: Odd, odd_steps: int = 1, crop: bool = False) -> list[torch.Tensor]:
     """What steps of one token put out, those before the last odd ones; and the cache."""
     cache = transformers.DynamicCache(config=model.config)
@@ -114,6 +114,12 @@ def run(model: Any, odd: Odd, odd_steps: int = 1, crop: bool = False) -> list[to
                 if layer.get_seq_length() > least:
                     layer.crop(least - layer.get_seq_length())
     return found + [each for layer in cache.layers for each in (layer.keys, layer.values)]
+
+
+@pytest.fixture(autouse=True, params=[torch.no_grad, torch.inference_mode], ids=lambda guard: guard.__name__)
+def without_gradients(request: pytest.FixtureRequest) -> Iterator[None]:
+    with request.param():
+        yield
 
 
 @pytest.mark.parametrize("name", ODD)
@@ -150,21 +156,15 @@ def test_layers_that_share_keys_and_values() -> None:
         torch.testing.assert_close(run(model, Odd()), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("guard", [torch.no_grad, torch.inference_mode])
-def test_steps_after_the_first_are_one_call(guard: Callable[[], Any]) -> None:
-    """But for those in inference mode, where torch does not count what is written to hidden states in between."""
+def test_steps_after_the_first_are_one_call() -> None:
     model = make()
-    plain = copy.deepcopy(model)
     prompt = torch.arange(3, 9).view(1, 6)
     options = {"max_new_tokens": STEPS + 1, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    with guard():
-        expected = plain.generate(prompt, **options)
-        with accelerate(model), CountedCalls() as counted:
-            assert torch.equal(model.generate(prompt, **options), expected)
+    expected = copy.deepcopy(model).generate(prompt, **options)
+    with accelerate(model), CountedCalls() as counted:
+        assert torch.equal(model.generate(prompt, **options), expected)
     assert counted.calls["decoder_layer"] == LAYERS * (STEPS + 1)
-    one_by_one = LAYERS * (STEPS + 1) if guard is torch.inference_mode else 2 * LAYERS
-    ahead = 0 if guard is torch.inference_mode else STEPS - 1
-    assert counted.calls["decoder_layers"] == one_by_one + ahead
+    assert counted.calls["decoder_layers"] == 2 * LAYERS + STEPS - 1
 
 
 def test_weights_that_are_exchanged_without_torchs_counting_are_read() -> None:

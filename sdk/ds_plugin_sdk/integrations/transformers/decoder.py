@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -147,7 +148,7 @@ def norm(ops: Ops, norm: Norm, input: Tensor) -> Tensor:
 
 
 def run_whole(
-    layers: Arguments,
+    layers: Layers,
     hidden: Tensor,
     rooms: Sequence[Room],
     mask: Tensor | None,
@@ -156,26 +157,46 @@ def run_whole(
     """What each layer puts out, run one after the other by one call, where `has_whole`; they are `in_order`.
 
     Args:
-        layers: `arguments_of` them.
         rooms: for the new keys and values of each layer, with as many positions held by all.
         mask: as `ds_plugin_sdk.ops.attention.cached_attention` takes it; causal if None.
     """
     caches = [each for room in rooms for each in room[: 2 if room.key_scales is None else 4]]
-    results: list[Tensor] = decoder_layer.call(hidden, caches, rooms[0].past, mask, *(angles or (None, None)), *layers)
+    given = (rooms[0].past, mask, *(angles or (None, None)))
+    results: list[Tensor] = decoder_layer.call(hidden, caches, *given, *layers.arguments())
     return results
 
 
-class Arguments(NamedTuple):
-    """Layers as ``ds_plugin_calls::decoder_layers`` takes them: what each has, one after the other."""
+class _Arguments(NamedTuple):
+    """What ``ds_plugin_calls::decoder_layers`` takes: all that each layer has, layer after layer."""
 
     tensors: list[Tensor]
     integers: list[int]
     numbers: list[float]
 
 
-def arguments_of(*layers: Decoder) -> Arguments:
-    """Layers for `run_whole`, with the parameters that they have now."""
-    found = Arguments([], [], [])
+class Layers:
+    """Layers for `run_whole`."""
+
+    def __init__(self, *layers: Decoder) -> None:
+        self._layers = layers
+        self._matrices = [matrix for layer in layers for matrix in layer.matrices]
+        places = [place for layer in layers for norm in layer.norms for place in norm.places()]
+        self._owners, self._names = [place.owner for place in places], [place.name for place in places]
+        self._read: list[object] = []
+
+    def arguments(self) -> _Arguments:
+        """With the parameters that they have now."""
+        read = [*map(_contents, self._matrices), *map(dict.get, self._owners, self._names)]
+        if not (self._read and all(map(operator.is_, read, self._read))):
+            self._read, self._arguments = read, _arguments_of(self._layers)
+        return self._arguments
+
+
+_contents = operator.attrgetter("contents")
+
+
+def _arguments_of(layers: Sequence[Decoder]) -> _Arguments:
+    found = _Arguments([], [], [])
     for layer in layers:
         norms = (layer.attention_norm, layer.mlp_norm, layer.query_norm, layer.key_norm)
         of_norms = [(None, None, 0.0) if norm is None else norm.arguments() for norm in norms]

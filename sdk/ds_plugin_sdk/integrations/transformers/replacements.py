@@ -32,7 +32,7 @@ from ds_plugin_sdk.integrations.transformers.kv_cache import AppendingLayer, gro
 from ds_plugin_sdk.integrations.transformers.replacement import Replacement
 from ds_plugin_sdk.integrations.transformers.training import linear_in_training
 from ds_plugin_sdk.integrations.transformers.understood import Norm, Snapshot, Watch, is_plain_inference
-from ds_plugin_sdk.integrations.transformers.weights import Contents, Matrix
+from ds_plugin_sdk.integrations.transformers.weights import Matrix
 
 # What a decoder layer does with these is known; others may be given if they are None. The encoder's mask has no meaning
 # without what the encoder has put out.
@@ -192,14 +192,17 @@ class Row:
     def run_ahead(self, replacement: DecoderReplacement, hidden: Tensor, given: Given) -> Tensor | None:
         """Run all layers by one call, if they will be called alike, and this is the first of them: its result."""
         snapshot, is_first = self._snapshot, self._step.given is given
-        if snapshot is None or not (self._runs_ahead and is_first and given.whole) or torch.is_inference_mode_enabled():
-            return None  # torch counts no changes of tensors that are made in inference mode
+        if snapshot is None or not (self._runs_ahead and is_first and given.whole):
+            return None
         rooms = _alike([each.room(hidden, given) for each in self.replacements])
         if rooms is None:
             return None
         made = [room.make_room(1) for room in rooms]
-        results = decoder.run_whole(snapshot.arguments(), hidden, made, given.mask, given.angles)
-        versions = (hidden._version, *(result._version for result in results))
+        results = decoder.run_whole(snapshot.layers, hidden, made, given.mask, given.angles)
+        if torch.is_inference_mode_enabled():  # of tensors that are made in it torch counts no changes
+            with torch.inference_mode(False):
+                results = [result.clone() for result in results]
+        versions = (0, *(result._version for result in results))
         *others, first = map(_Ahead, self.replacements[::-1], versions[-2::-1], results[::-1], rooms[::-1])
         self._step.ahead = others
         first.room.advance(1)
@@ -314,8 +317,7 @@ class _RowSnapshot:
         matrices = [place for each in replacements for matrix in each.layer.matrices for place in matrix.held.places]
         norms = [place for each in replacements for norm in each.layer.norms for place in norm.places()]
         self._parameters = Snapshot([*matrices, *norms])
-        self._matrices = [matrix for each in replacements for matrix in each.layer.matrices]
-        self._contents: list[Contents] = []
+        self.layers = decoder.Layers(*(each.layer for each in replacements))
         # What `DecoderReplacement.attends` asks: most layers share a configuration.
         self._attentions = [vars(each.attention) for each in replacements]
         self._configs = [each.config for each in replacements]
@@ -329,15 +331,6 @@ class _RowSnapshot:
             and all(map(operator.is_, map(dict.get, self._attentions, repeat("config")), self._configs))
             and all(each.attends() for each in self._different)
         )
-
-    def arguments(self) -> decoder.Arguments:
-        """All layers', if they are `in_order`."""
-        contents = [matrix.contents for matrix in self._matrices]
-        # A prompt finds changes that torch does not count, and has contents made again.
-        if len(contents) != len(self._contents) or not all(map(operator.is_, contents, self._contents)):
-            self._contents = contents
-            self._arguments = decoder.arguments_of(*(each.layer for each in self._replacements))
-        return self._arguments
 
 
 class DecoderReplacement(Replacement):
@@ -354,6 +347,7 @@ class DecoderReplacement(Replacement):
         # A configuration's own attributes are found by Python code, which takes as long as all other checks.
         self._options = vars(attention.config)
         self._row = row
+        self._alone = decoder.Layers(layer)
         self._names = tuple(inspect.signature(type(module).forward).parameters)[2:]
         self._watch = Watch.over(module)
         row.replacements.append(self)
@@ -435,7 +429,7 @@ class DecoderReplacement(Replacement):
         room = self.room(hidden, given)
         if room is not None and given.whole and self.layer.in_order:
             made = room.make_room(hidden.shape[1])
-            (result,) = decoder.run_whole(decoder.arguments_of(self.layer), hidden, [made], given.mask, given.angles)
+            (result,) = decoder.run_whole(self._alone, hidden, [made], given.mask, given.angles)
             room.advance(hidden.shape[1])
             return result
         self._row.differs()
