@@ -135,6 +135,15 @@ def test_resuming_measures_what_failed(results: dict[str, Result], tmp_path: Pat
     assert [result.rows[0]["seconds"] for result in made.results.values()] == [2.0, 7.0]
 
 
+def test_resuming_measures_what_is_named_again(results: dict[str, Result], tmp_path: Path) -> None:
+    results |= {"jit": measured(begun="2026-01-01T00:00:00+0000"), "imports": measured(7.0)}
+    report.run(tmp_path, SETTINGS)
+    results |= {"jit": measured(3.0, begun="2026-01-02T00:00:00+0000"), "imports": measured(99.0)}
+    made = report.run(tmp_path, SETTINGS, names=["jit"], resume=True)
+    assert {name: result.rows[0]["seconds"] for name, result in made.results.items()} == {"jit": 3.0, "imports": 7.0}
+    assert "| 2026-01-02 00:00:00+0000 |" in (tmp_path / report.PAGE).read_text(encoding="utf-8")
+
+
 def test_what_cannot_be_gone_on_with_is_an_error(results: dict[str, Result], tmp_path: Path) -> None:
     with pytest.raises(SdkError, match="cannot be read as a report"):
         report.run(tmp_path, SETTINGS, resume=True)

@@ -72,7 +72,7 @@ def run(
         folder: where to; made if it is missing. Charts go to ``img`` in it.
         settings: for the benchmarks.
         names: of `BENCHMARKS`; all of them if there are none.
-        resume: keep what the report in the folder has, but for what failed.
+        resume: keep what the report in the folder has, but for what failed and what is named.
         minutes: for all; what comes later is not begun.
         tell: gets a line for each benchmark.
 
@@ -90,7 +90,9 @@ def run(
             hint = "start again without --resume"
             raise SdkError("This run cannot be resumed", why="machine or versions have changed", hint=hint)
         report.date = before.date
-        report.results = {name: result for name, result in before.results.items() if not result.failed}
+        report.results = {
+            name: result for name, result in before.results.items() if not result.failed and name not in names
+        }
     end = time.monotonic() + 60 * minutes
     for name in names or BENCHMARKS:
         if name not in report.results:
@@ -172,6 +174,7 @@ def _head(report: Report) -> str:
         [
             f"[{BENCHMARKS[name].title}](#{_anchor(BENCHMARKS[name].title)})",
             "measured" if not result.failed else f"not whole: {_cell(result.failed)}",
+            (result.begun or report.date).replace("T", " "),
             f"{result.seconds:.0f}",
             f"{100 * result.others:.0f} %",
         ]
@@ -183,7 +186,7 @@ def _head(report: Report) -> str:
             "## Machine and versions",
             _table(["", ""], machine),
             "## Sections",
-            _table(["section", "result", "seconds", "others' part of the cores"], done),
+            _table(["section", "result", "begun", "seconds", "others' part of the cores"], done),
         ]
     )
 

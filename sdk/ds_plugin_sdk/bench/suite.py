@@ -82,6 +82,7 @@ class Result:
         failed: why there are no more rows.
         seconds: that it took.
         others: the part of all cores that other programs took meanwhile.
+        begun: when, by the clock of the machine, ISO 8601; empty in reports of before.
     """
 
     rows: list[dict[str, Any]]
@@ -89,6 +90,7 @@ class Result:
     failed: str | None = None
     seconds: float = 0.0
     others: float = 0.0
+    begun: str = ""
 
 
 def _of(module: str, **options: Any) -> Callable[[Settings], Iterable[Any]]:
@@ -379,6 +381,7 @@ def measure(name: str, settings: Settings, seconds_left: float = float("inf")) -
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "rows.jsonl")
         command = [sys.executable, "-m", __name__, name, json.dumps(asdict(settings)), str(file)]
+        begun = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         with _others() as others:
             start = time.perf_counter()
             failed = _run(command, min(benchmark.limit, seconds_left), child_environment(OMP_NUM_THREADS=str(threads)))
@@ -386,7 +389,7 @@ def measure(name: str, settings: Settings, seconds_left: float = float("inf")) -
         lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     found = [json.loads(line) for line in lines]
     rows, notes = [each for each in found if isinstance(each, dict)], [each for each in found if isinstance(each, str)]
-    return Result(rows, list(dict.fromkeys(notes)), failed, seconds, others[0])
+    return Result(rows, list(dict.fromkeys(notes)), failed, seconds, others[0], begun)
 
 
 def _run(command: list[str], limit: float, environment: dict[str, str]) -> str | None:

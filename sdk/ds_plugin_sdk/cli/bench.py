@@ -354,7 +354,9 @@ def scale(
 def everything(
     report: Path = typer.Option(help="The folder for performance.json, the page performance.md and img."),
     only: list[str] = typer.Option([], help="Only this benchmark, by its key in performance.json; may be repeated."),
-    resume: bool = typer.Option(False, help="Keep what the report in the folder has, but for what failed."),
+    resume: bool = typer.Option(
+        False, help="Keep what the report in the folder has, but for what failed and what --only names."
+    ),
     minutes: float = typer.Option(60.0, min=0, help="For all: what would begin later is not begun."),
     example: Path | None = typer.Option(None, help="The demo: examples/tiny_gpt of the repository."),
     wheels: Path | None = typer.Option(None, help="A folder with wheels, whose sizes are figures too."),
