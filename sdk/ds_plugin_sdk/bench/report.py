@@ -174,7 +174,7 @@ def _head(report: Report) -> str:
         [
             f"[{BENCHMARKS[name].title}](#{_anchor(BENCHMARKS[name].title)})",
             "measured" if not result.failed else f"not whole: {_cell(result.failed)}",
-            (result.begun or report.date).replace("T", " "),
+            result.begun.replace("T", " "),
             f"{result.seconds:.0f}",
             f"{100 * result.others:.0f} %",
         ]
