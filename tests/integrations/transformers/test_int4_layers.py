@@ -121,6 +121,18 @@ def test_a_matrix_is_what_the_layers_stand_for(maker: str, symmetric: bool, dtyp
     assert matrix.dtype == dtype
 
 
+@pytest.mark.parametrize("maker", MAKERS)
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("group", [32, 96])
+def test_groups_that_are_no_blocks_are_kept_in_8_bits(maker: str, symmetric: bool, group: int) -> None:
+    drawn = Drawn(192, 40, group, symmetric=symmetric)
+    weight, _, scales, offsets = matrix_of(MAKERS[maker](drawn), dtype=torch.float32).contents
+    assert weight.dtype == torch.int8
+    assert scales is not None
+    assert offsets is None
+    assert torch.equal(dequantize_weight(weight, scales.double(), torch.float64), drawn.weight())
+
+
 class Wrapping(GptqLinear):
     """15 in format 1 is 0, as in gptqmodel; 16 elsewhere."""
 
@@ -145,8 +157,9 @@ def test_the_layer_says_what_the_last_zero_point_is(kind: type[GptqLinear], zero
 # ---------------------------------------------------------------------- models
 @pytest.mark.parametrize("maker", MAKERS)
 @pytest.mark.parametrize("name", CONFIGS)
-def test_models_of_others_run_whole(name: str, maker: str) -> None:
-    model = make(name, maker)
+@pytest.mark.parametrize("group", [32, 64])
+def test_models_of_others_run_whole(name: str, maker: str, group: int) -> None:
+    model = make(name, maker, group=group)
     expected, plain = logits(model), generate(model)
     with accelerate(model) as handle, CountedCalls() as counted:
         assert len(handle.layers) == 2, str(handle)
@@ -268,7 +281,7 @@ LEFT: dict[str, tuple[Callable[[], nn.Module], str]] = {
         "desc_act",
     ),
     "no groups": (lambda: GptqLinear(_drawn(), order=(torch.arange(256) // 64) % 3), "desc_act"),
-    "small groups": (lambda: GptqLinear(_drawn(group=32)), "multiples of 64"),
+    "small groups": (lambda: GptqLinear(_drawn(group=16)), "multiples of 32"),
     "inputs in 8 bits": (lambda: Rounding(_drawn()), "does not compute"),
     "inputs in 8 bits, bfloat16": (lambda: Rounding(_drawn(), dtype=torch.bfloat16), "does not compute"),
     "adapter": (lambda: WithMore(_drawn()), "does not compute"),
@@ -427,8 +440,9 @@ def test_a_copy_is_a_plain_model() -> None:
 # torchao uses functions of torch's that torch calls deprecated.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("mapping", ["SYMMETRIC", "ASYMMETRIC"])
+@pytest.mark.parametrize("group", [32, 64])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_weights_of_torchao(dtype: torch.dtype, mapping: str) -> None:
+def test_weights_of_torchao(dtype: torch.dtype, group: int, mapping: str) -> None:
     quantization = pytest.importorskip(
         "torchao.quantization", reason="torchao comes with the extra `test` on x86-64, where it has wheels"
     )
@@ -436,7 +450,7 @@ def test_weights_of_torchao(dtype: torch.dtype, mapping: str) -> None:
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(CONFIGS["qwen2"]()).eval().to(dtype)
     config = quantization.IntxWeightOnlyConfig(
-        torch.int4, quantization.PerGroup(64), mapping_type=primitives.MappingType[mapping]
+        torch.int4, quantization.PerGroup(group), mapping_type=primitives.MappingType[mapping]
     )
     quantization.quantize_(model.model, config)
     expected = logits(model)
@@ -446,8 +460,8 @@ def test_weights_of_torchao(dtype: torch.dtype, mapping: str) -> None:
         replacement: Any = handle._found.replacements["model.layers.0"]
         contents = replacement.layer.qkv.contents
     assert counted.calls["decoder_layer"] == 2
-    assert contents.weight.dtype == torch.uint8
-    assert (contents.offsets is None) == (mapping == "SYMMETRIC")
+    assert contents.weight.dtype == (torch.uint8 if group == 64 else torch.int8)
+    assert (contents.offsets is None) == (mapping == "SYMMETRIC" or group == 32)
     bound = 1e-4 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(ours, expected, rtol=bound, atol=bound)
     assert torch.equal(logits(model), expected)

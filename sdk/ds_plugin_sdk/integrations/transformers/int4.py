@@ -52,6 +52,8 @@ def matrix_of(*layers: nn.Module, dtype: torch.dtype, sensitive: bool = False) -
 class Int4Matrix(Matrix):
     """That of layers that came in 4 bits: copies, which serve as long as no tensor of the layers changes.
 
+    Groups of whole blocks of our layout stay in 4 bits. Others, of 32 inputs, are kept in 8, with the same numbers.
+
     Args:
         layers: each with the layout of one of the makers.
         dtype: of the inputs that they are given, which may not be that of their scales.
@@ -110,8 +112,9 @@ class Int4Matrix(Matrix):
         return not all(torch.equal(sample(now), then) for now, then in zip(self.held.moved, self._samples, strict=True))
 
     def _packed(self, found: Sequence[Int4], biases: Sequence[Tensor | None]) -> Contents:
-        pairs, scales, offsets = pack_int4(*(torch.cat(parts) for parts in zip(*found, strict=True)))
-        arena = Arena(padded(pairs.nbytes), self.device)
+        whole = Int4(*(torch.cat(parts) for parts in zip(*found, strict=True)))
+        weight, scales, offsets = pack_int4(*whole) if whole.in_blocks else (whole.steps(), whole.scales, None)
+        arena = Arena(padded(weight.nbytes), self.device)
         bias = None
         if any(each is not None for each in biases):
             parts = [
@@ -120,7 +123,7 @@ class Int4Matrix(Matrix):
             ]
             bias = torch.cat(parts).to(self.device)
         return Contents(
-            arena.empty(pairs.shape, pairs.dtype).copy_(pairs),
+            arena.empty(weight.shape, weight.dtype).copy_(weight),
             bias,
             scales.contiguous().to(self.device),
             None if offsets is None else offsets.contiguous().to(self.device),

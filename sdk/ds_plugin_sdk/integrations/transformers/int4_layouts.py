@@ -27,7 +27,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _OF_A_WORD = 8
 # Where in a word of AWQ's output j of eight is.
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
-_BLOCK = 64
+# Of the layout in 4 bits, and of what is taken over: groups of an odd multiple of this are kept in 8 bits.
+_BLOCK, _LEAST_GROUP = 64, 32
 _ROWS_AT_ONCE = 512
 
 
@@ -48,6 +49,22 @@ class Int4(NamedTuple):
         (rows, columns), groups = self.levels.shape, self.scales.shape[1]
         levels = self.levels.to(torch.float64).reshape(rows, groups, columns // groups)
         return (self.scales.to(torch.float64).unsqueeze(2) * (levels - self.zeros.unsqueeze(2))).flatten(1)
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether groups are of whole blocks, as `pack_int4` takes them."""
+        return self.levels.shape[1] % (_BLOCK * self.scales.shape[1]) == 0
+
+    def steps(self) -> Tensor:
+        """``levels - zeros``, ``[rows, columns]``, int8: the same weights with no zero points.
+
+        Raises:
+            NotUnderstoodError: zero points are no integers.
+        """
+        if not torch.equal(self.zeros, self.zeros.round()):
+            raise NotUnderstoodError(f"its groups are no multiples of {_BLOCK} inputs, and its zero points no integers")
+        groups = self.levels.to(torch.int8).reshape(*self.scales.shape, -1)
+        return (groups - self.zeros.to(torch.int8).unsqueeze(2)).flatten(1)
 
     def products(self, inputs: Tensor) -> Tensor:
         """``inputs @ weights.T``, float64; some rows of weights at a time are in memory."""
@@ -189,8 +206,10 @@ def plain(tensor: object, name: str) -> Tensor:
 
 
 def _check_groups(columns: int, groups: int) -> None:
-    if groups == 0 or columns == 0 or columns % (_BLOCK * groups):
-        raise NotUnderstoodError(f"its {columns} inputs are in {groups} groups, which are no multiples of {_BLOCK}")
+    if groups == 0 or columns == 0 or columns % (_LEAST_GROUP * groups):
+        raise NotUnderstoodError(
+            f"its {columns} inputs are in {groups} groups, which are no multiples of {_LEAST_GROUP}"
+        )
 
 
 __all__ = [
