@@ -188,7 +188,8 @@ class Layers:
         """With the parameters that they have now."""
         read = [*map(_contents, self._matrices), *map(dict.get, self._owners, self._names)]
         if not (self._read and all(map(operator.is_, read, self._read))):
-            self._read, self._arguments = read, _arguments_of(self._layers)
+            self._arguments = _arguments_of(self._layers)  # before `_read`, for other threads
+            self._read = read
         return self._arguments
 
 
