@@ -115,6 +115,11 @@ struct Layer {
   Tensor run(const Tensor& hidden, const Caches& caches, const Given& given) const {
     const int64_t kv_heads = caches.all[0].size(1), head_dim = caches.all[0].size(3);
     const Tensor all = qkv.of(norm_first ? attention_norm.of(hidden) : hidden);
+    if (all.dim() != 3 || all.size(2) != (heads + 2 * kv_heads) * head_dim) {
+      throw std::runtime_error("ds_plugin_calls::decoder_layers: the cache has " + std::to_string(kv_heads) +
+                               " heads of " + std::to_string(head_dim) +
+                               ", which the layer's queries, keys and values are not; expected a cache of this model");
+    }
     Tensor query = heads_of(all, 0, heads, head_dim), key = heads_of(all, heads, kv_heads, head_dim);
     const Tensor value = heads_of(all, heads + kv_heads, kv_heads, head_dim);
     if (query_norm.weight && key_norm.weight) {
@@ -160,6 +165,12 @@ class Layers {
     layer.activation = integer();
     layer.gated = integer();
     layer.norm_first = integer();
+    const bool whole = layer.attention_norm.weight && layer.mlp_norm.weight && layer.qkv.weight &&
+                       layer.output.weight && layer.mlp_in.weight && layer.mlp_out.weight;
+    if (!whole || present_ != 0) {
+      throw std::runtime_error("ds_plugin_calls::decoder_layers: a layer has other tensors than two norms and four "
+                               "matrices have; expected the lists of decoder.Layers");
+    }
     return layer;
   }
 

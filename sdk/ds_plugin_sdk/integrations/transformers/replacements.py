@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ds_plugin_sdk.integrations.transformers import decoder
 from ds_plugin_sdk.integrations.transformers.attention import (
@@ -28,7 +29,7 @@ from ds_plugin_sdk.integrations.transformers.attention import (
     mask_fits,
 )
 from ds_plugin_sdk.integrations.transformers.decoder import Decoder, Ops, ops_for
-from ds_plugin_sdk.integrations.transformers.kv_cache import AppendingLayer, growing_layer, may_grow
+from ds_plugin_sdk.integrations.transformers.kv_cache import AppendingLayer, Room, growing_layer, may_grow
 from ds_plugin_sdk.integrations.transformers.replacement import Replacement
 from ds_plugin_sdk.integrations.transformers.training import linear_in_training
 from ds_plugin_sdk.integrations.transformers.understood import Norm, Snapshot, Watch, is_plain_inference
@@ -156,7 +157,7 @@ class Row:
     def goes_on(self, hidden: object) -> bool:
         """Whether all layers were asked in this step, and this is the next one; asked by a layer's forward alone."""
         step = self._step
-        if hidden is step.last and step.loop is not None and sys._getframe(1 + step.depth).f_code is step.loop:
+        if hidden is step.last and step.loop is not None and _code_at(1 + step.depth) is step.loop:
             return True
         if step.last is not None:
             self._runs_ahead = False  # that step did not come to its end
@@ -178,12 +179,19 @@ class Row:
         self._step.alike = False
         self._step.ahead.clear()
 
+    def _are_in(self, cache: Cache | None) -> bool:
+        """Whether a cache has a layer for each, which nobody has to make before it is called."""
+        layers: Any = () if cache is None else cache.layers
+        indexes = [each.attention.layer_idx for each in self.replacements]
+        return max(indexes) < len(layers) and all(layers[index].is_initialized for index in indexes)
+
     def take_ahead(self, replacement: DecoderReplacement, hidden: Tensor) -> Tensor | None:
         """What was made of `hidden` ahead, for a layer to which `given_again` has given something."""
         if not self._step.ahead:
             return None
-        ahead = self._step.ahead.pop()
-        if ahead.replacement is not replacement or hidden._version != ahead.version:
+        ahead, given = self._step.ahead.pop(), self._step.given
+        mask = None if given is None else given.mask
+        if ahead.replacement is not replacement or hidden._version != ahead.version or not ahead.holds(mask):
             self.differs()
             return None
         ahead.room.advance(1)
@@ -191,8 +199,8 @@ class Row:
 
     def run_ahead(self, replacement: DecoderReplacement, hidden: Tensor, given: Given) -> Tensor | None:
         """Run all layers by one call, if they will be called alike, and this is the first of them: its result."""
-        snapshot, is_first = self._snapshot, self._step.given is given
-        if snapshot is None or not (self._runs_ahead and is_first and given.whole):
+        snapshot, is_first = self._snapshot, self._step.given is given and self._step.is_direct
+        if snapshot is None or not (self._runs_ahead and is_first and given.whole and self._are_in(given.cache)):
             return None
         rooms = _alike([each.room(hidden, given) for each in self.replacements])
         if rooms is None:
@@ -203,7 +211,9 @@ class Row:
             with torch.inference_mode(False):
                 results = [result.clone() for result in results]
         versions = (0, *(result._version for result in results))
-        *others, first = map(_Ahead, self.replacements[::-1], versions[-2::-1], results[::-1], rooms[::-1])
+        written = [_written(each, given.mask) for each in made]
+        of_layers = (self.replacements, versions[:-1], results, rooms, made, written)
+        *others, first = map(_Ahead, *(each[::-1] for each in of_layers))
         self._step.ahead = others
         first.room.advance(1)
         return first.result
@@ -229,7 +239,7 @@ class Row:
         step = self._step
         if args[0] is step.last and step.given is None:
             step.names, step.arguments, step.given = (len(args), *kwargs), (*args[1:], *kwargs.values()), given
-            step.depth, step.loop = _loop_around(self.replacements[0].module)
+            step.depth, step.loop, step.is_direct = _loop_around(self.replacements[0].module)
 
     def ran(self, replacement: DecoderReplacement, hidden: Tensor, result: Tensor) -> None:
         """A layer has made `result` of `hidden`."""
@@ -245,12 +255,34 @@ class Row:
 
 
 class _Ahead(NamedTuple):
-    """What a layer was computed to make of hidden states of a version, and where it will have appended."""
+    """What a layer was computed to make of hidden states of a version.
+
+    Attributes:
+        room, made: where it will have appended, and what that was.
+        written: how often what it has read was written.
+    """
 
     replacement: DecoderReplacement
     version: int
     result: Tensor
     room: AppendingLayer
+    made: Room
+    written: tuple[int, ...]
+
+    def holds(self, mask: Tensor | None) -> bool:
+        """Whether its cache and the mask are what they were."""
+        now = self.room.make_room(1)
+        return (
+            now.past == self.made.past
+            and all(map(operator.is_, now[:-1], self.made[:-1]))
+            and _written(now, mask) == self.written
+        )
+
+
+def _written(room: Room, mask: Tensor | None) -> tuple[int, ...]:
+    """How often tensors were written, but for those that were made in inference mode: torch does not count there."""
+    tensors = (*room[:-1], mask)
+    return tuple(each._version for each in tensors if isinstance(each, Tensor) and not each.is_inference())
 
 
 def _alike(rooms: Sequence[AppendingLayer | None]) -> list[AppendingLayer] | None:
@@ -269,6 +301,7 @@ class _Step(threading.local):
             given the same.
         ahead: what the others will make, the next one's last.
         depth, loop: how far up from a layer's forward the code is that calls the layers, and which it is.
+        is_direct: whether nobody else's code, which may do more, is in between.
         names, arguments: how many arguments the first layer was given, with which names, and what all but `last` were.
         given: what these mean.
     """
@@ -277,6 +310,7 @@ class _Step(threading.local):
     count: int = 0
     alike: bool = True
     depth: int = 0
+    is_direct: bool = False
     loop: types.CodeType | None = None
     names: tuple[int | str, ...] = ()
     arguments: tuple[Any, ...] = ()
@@ -294,15 +328,35 @@ class _Step(threading.local):
         self.ahead.clear()
 
 
-def _loop_around(module: nn.Module) -> tuple[int, types.CodeType | None]:
-    """How far up from a layer's forward the code in the file of its class is that has called it, and which it is."""
+# The code that is between a layer's forward and the one who calls the layer; `inner` where the layer has had hooks.
+_CALLS = {
+    nn.Module._call_impl.__code__,
+    nn.Module._wrapped_call_impl.__code__,
+    GradientCheckpointingLayer.__call__.__code__,
+}
+_CALLS |= {each for each in nn.Module._call_impl.__code__.co_consts if isinstance(each, types.CodeType)}
+
+
+def _loop_around(module: nn.Module) -> tuple[int, types.CodeType | None, bool]:
+    """How far up from a layer's forward the code in the file of its class is that has called it, which it is, and
+    whether there is nothing in between but `_CALLS`.
+    """
     file = getattr(sys.modules.get(type(module).__module__), "__file__", None)
-    frame, depth = sys._getframe(2), 0  # that which has called `Row.keep`
+    frame, depth, is_direct = sys._getframe(2), 0, True  # that which has called `Row.keep`
     while frame.f_back is not None and file is not None:
         frame, depth = frame.f_back, depth + 1
         if frame.f_code.co_filename == file:
-            return depth, frame.f_code
-    return 0, None
+            return depth, frame.f_code, is_direct
+        is_direct = is_direct and frame.f_code in _CALLS
+    return 0, None, False
+
+
+def _code_at(depth: int) -> types.CodeType | None:
+    """That of the caller so far up, or None if there are not so many."""
+    try:
+        return sys._getframe(1 + depth).f_code
+    except ValueError:
+        return None
 
 
 class _RowSnapshot:
