@@ -27,9 +27,9 @@ LAYERS, STEPS = 3, 6
 
 # Layers count on each other only in a loop of the file that their class is in.
 _LOOP = """
-def loop(layers, hidden, given, between):
+def loop(layers, hidden, given, between, cache):
     for index, layer in enumerate(layers):
-        hidden = between(index, layer(hidden, **given(index)))
+        hidden = between(index, layer(hidden, **given(index)), cache)
     return hidden
 """
 _names: dict[str, Any] = {}
@@ -44,7 +44,7 @@ def make() -> Any:
     return transformers.AutoModelForCausalLM.from_config(config).eval()
 
 
-def as_it_is(index: int, hidden: torch.Tensor) -> torch.Tensor:
+def as_it_is(index: int, hidden: torch.Tensor, cache: Any) -> torch.Tensor:
     return hidden
 
 
@@ -54,24 +54,40 @@ class Odd:
     def __init__(
         self,
         order: Sequence[int] = range(LAYERS),
-        between: Callable[[int, torch.Tensor], torch.Tensor] = as_it_is,
+        between: Callable[[int, torch.Tensor, Any], torch.Tensor] = as_it_is,
         masked: int | None = None,
     ) -> None:
         self.order, self.between, self.masked = order, between, masked
 
 
-def double_in_place(index: int, hidden: torch.Tensor) -> torch.Tensor:
+def double_in_place(index: int, hidden: torch.Tensor, cache: Any) -> torch.Tensor:
     return hidden.mul_(2) if index == 0 else hidden
 
 
-def double_data(index: int, hidden: torch.Tensor) -> torch.Tensor:
+def double_data(index: int, hidden: torch.Tensor, cache: Any) -> torch.Tensor:
     return 2 * hidden if index == 0 else hidden
 
 
-def add_a_view(index: int, hidden: torch.Tensor) -> torch.Tensor:
+def add_a_view(index: int, hidden: torch.Tensor, cache: Any) -> torch.Tensor:
     if index == 1:
         hidden[:, :, ::2].add_(1)
     return hidden
+
+
+def later_layers(change: Callable[[Any], object]) -> Callable[[int, torch.Tensor, Any], torch.Tensor]:
+    """After the first layer something is done to the keys and values of those after it."""
+
+    def between(index: int, hidden: torch.Tensor, cache: Any) -> torch.Tensor:
+        if index == 0:
+            for layer in cache.layers[1:]:
+                change(layer)
+        return hidden
+
+    return between
+
+
+def one_more(layer: Any) -> None:
+    layer.update(layer.keys[:, :, :1] + 1, layer.values[:, :, :1] + 1)
 
 
 ODD = {
@@ -85,6 +101,9 @@ ODD = {
     "the last layers are left out": Odd((0,)),
     "a layer comes twice": Odd((0, 1, 1, 2)),
     "a layer has a mask": Odd(masked=1),
+    "caches are cropped": Odd(between=later_layers(lambda layer: layer.crop(-2))),
+    "caches are reordered": Odd(between=later_layers(lambda layer: layer.reorder_cache(torch.tensor([1, 0])))),
+    "caches are appended to": Odd(between=later_layers(one_more)),
 }
 
 
@@ -107,7 +126,7 @@ def run(model: Any, odd: Odd, odd_steps: int = 1, crop: bool = False) -> list[to
             return options
 
         layers = [model.model.layers[index] for index in this.order]
-        found.append(loop(layers, hidden, given, this.between).clone())
+        found.append(loop(layers, hidden, given, this.between, cache).clone())
         if crop:  # as after a guess by the first layers alone
             least = min(layer.get_seq_length() for layer in cache.layers)
             for layer in cache.layers:
@@ -145,6 +164,115 @@ def test_of_steps_that_are_unlike_the_first_alone_is_run_ahead(odd: Odd, in_vain
         run(model, odd, odd_steps, crop=True)
     called = LAYERS * (1 + STEPS - odd_steps) + len(odd.order) * odd_steps
     assert counted.calls["decoder_layer"] == called + in_vain
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def test_a_mask_that_is_written_between_layers_is_read() -> None:
+    """Not in inference mode, where torch does not count that."""
+    model = make()
+
+    def run_masked() -> torch.Tensor:
+        cache = transformers.DynamicCache(config=model.config)
+        model(torch.arange(3, 13).view(2, 5), past_key_values=cache)
+        for step in range(STEPS):
+            hidden = torch.ones(2, 1, 32)
+            mask = torch.zeros(2, 1, 1, 6 + step)
+            options = {
+                "position_embeddings": model.model.rotary_emb(hidden, torch.tensor([[5 + step]])),
+                "past_key_values": cache,
+                "attention_mask": mask,
+            }
+
+            def between(index: int, hidden: torch.Tensor, cache: Any, mask: torch.Tensor = mask) -> torch.Tensor:
+                mask[..., index] = torch.finfo(torch.float32).min
+                return hidden
+
+            result = loop(model.model.layers, hidden, lambda _, options=options: options, between, cache)
+        return result
+
+    expected = run_masked()
+    with accelerate(model):
+        torch.testing.assert_close(run_masked(), expected, rtol=1e-4, atol=1e-4)
+
+
+class Around:
+    """What is around a layer, as budgets for keys and streamed weights are: it does something before its call."""
+
+    def __init__(self, layer: Any, before: Callable[[Any, Any], object]) -> None:
+        self.layer, self.before = layer, before
+
+    def __call__(self, hidden: torch.Tensor, **options: Any) -> torch.Tensor:
+        self.before(self.layer, options["past_key_values"])
+        result: torch.Tensor = self.layer(hidden, **options)
+        return result
+
+
+def trim(layer: Any, cache: Any) -> None:
+    index = layer.self_attn.layer_idx
+    if index and (more := cache.layers[index].get_seq_length() - 5) > 0:
+        cache.layers[index].crop(-more)
+
+
+def bring_weights(layer: Any, cache: Any) -> None:
+    """Those that were elsewhere; a state is loaded by `copy_`, which is in place."""
+    layer.mlp.down_proj.weight.data.copy_(layer.elsewhere)
+
+
+@pytest.mark.parametrize("before", [trim, bring_weights])
+def test_what_is_done_around_layers_counts(before: Callable[[Any, Any], object]) -> None:
+    model = make()
+    for layer in model.model.layers:
+        layer.elsewhere = layer.mlp.down_proj.weight.detach().clone()
+
+    def run_wrapped() -> torch.Tensor:
+        cache = transformers.DynamicCache(config=model.config)
+        model(torch.arange(3, 13).view(2, 5), past_key_values=cache)
+        for step in range(STEPS):
+            hidden = torch.ones(2, 1, 32)
+            angles = model.model.rotary_emb(hidden, torch.tensor([[5 + step]]))
+            options = {"position_embeddings": angles, "past_key_values": cache}
+            layers = [Around(layer, before) for layer in model.model.layers]
+            if before is bring_weights:
+                for layer in model.model.layers:
+                    layer.mlp.down_proj.weight.data.zero_()
+            result = loop(layers, hidden, lambda _, options=options: options, as_it_is, cache)
+            for layer in model.model.layers:
+                bring_weights(layer, cache)
+        return result
+
+    expected = run_wrapped()
+    with accelerate(model):
+        torch.testing.assert_close(run_wrapped(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_layers_that_are_not_called_get_no_cache() -> None:
+    model = make()
+    with accelerate(model):
+        run(model, Odd())
+        model.config.num_hidden_layers = 1
+        cache = transformers.DynamicCache()
+        model(torch.tensor([[5]]), past_key_values=cache)
+    assert len(cache.layers) == 1
+
+
+def test_steps_run_ahead_after_outputs_were_collected() -> None:
+    """The hooks that collected them stay."""
+    model = make()
+    with accelerate(model):
+        model(torch.tensor([[5]]), output_hidden_states=True)
+        with CountedCalls() as counted:
+            model.generate(torch.arange(3, 9).view(1, 6), max_new_tokens=STEPS + 1, do_sample=False, pad_token_id=0)
+    assert counted.calls["decoder_layers"] == 2 * LAYERS + STEPS - 1
+
+
+def test_a_cache_of_another_model_is_an_error() -> None:
+    model = make()
+    cache = transformers.DynamicCache()
+    for index in range(LAYERS):
+        cache.update(torch.zeros(1, 4, 3, 8), torch.zeros(1, 4, 3, 8), index)
+    with accelerate(model), pytest.raises(RuntimeError):
+        model(torch.tensor([[5]]), past_key_values=cache)
 
 
 def test_layers_that_share_keys_and_values() -> None:

@@ -154,6 +154,10 @@ class Row:
         """Something may have changed without being seen."""
         self._snapshot = None
 
+    def end_step(self) -> None:
+        """Keep nothing of a step of this thread that did not come to its end."""
+        self._step.end()
+
     def goes_on(self, hidden: object) -> bool:
         """Whether all layers were asked in this step, and this is the next one; asked by a layer's forward alone."""
         step = self._step
@@ -389,6 +393,10 @@ class _RowSnapshot:
 
 class DecoderReplacement(Replacement):
     """A whole decoder layer, one of several in a row."""
+
+    def take_off(self) -> None:
+        super().take_off()
+        self._row.end_step()
 
     def __init__(
         self, module: nn.Module, attention: nn.Module, layer: Decoder, row: Row, cache: type[AppendingLayer]
