@@ -96,6 +96,11 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not t
                 self._rooms[name] = grown
         return Room(self._rooms["keys"], self._rooms["values"], None, None, past)
 
+    def is_at(self, room: Room) -> bool:
+        """Whether it has the tensors of a room still, and holds as many positions as then."""
+        lengths, rooms = self._lengths, self._rooms
+        return lengths["keys"] == room.past and rooms.get("keys") is room.keys and rooms.get("values") is room.values
+
     def advance(self, tokens: int) -> None:
         """Count positions that were written behind those held."""
         self._lengths["keys"] += tokens
@@ -173,6 +178,15 @@ class Int8Layer(DynamicLayer):  # type: ignore[misc]  # transformers is not type
         """As `GrowingLayer.make_room`."""
         levels, scales = self.levels.make_room(tokens), self.scales.make_room(tokens)
         return Room(levels.keys, levels.values, scales.keys, scales.values, levels.past)
+
+    def is_at(self, room: Room) -> bool:
+        """As `GrowingLayer.is_at`."""
+        levels, scales = self.levels._rooms, self.scales._rooms
+        return (
+            self.get_seq_length() == room.past
+            and (levels.get("keys") is room.keys and levels.get("values") is room.values)
+            and (scales.get("keys") is room.key_scales and scales.get("values") is room.value_scales)
+        )
 
     def advance(self, tokens: int) -> None:
         """As `GrowingLayer.advance`."""

@@ -193,9 +193,8 @@ class Row:
         """What was made of `hidden` ahead, for a layer to which `given_again` has given something."""
         if not self._step.ahead:
             return None
-        ahead, given = self._step.ahead.pop(), self._step.given
-        mask = None if given is None else given.mask
-        if ahead.replacement is not replacement or hidden._version != ahead.version or not ahead.holds(mask):
+        ahead = self._step.ahead.pop()
+        if ahead.replacement is not replacement or hidden._version != ahead.version or not ahead.holds():
             self.differs()
             return None
         ahead.room.advance(1)
@@ -215,8 +214,9 @@ class Row:
             with torch.inference_mode(False):
                 results = [result.clone() for result in results]
         versions = (0, *(result._version for result in results))
-        written = [_written(each, given.mask) for each in made]
-        of_layers = (self.replacements, versions[:-1], results, rooms, made, written)
+        read = [_counted(each, given.mask) for each in made]
+        written = [[*map(_version, each)] for each in read]
+        of_layers = (self.replacements, versions[:-1], results, rooms, made, read, written)
         *others, first = map(_Ahead, *(each[::-1] for each in of_layers))
         self._step.ahead = others
         first.room.advance(1)
@@ -263,7 +263,8 @@ class _Ahead(NamedTuple):
 
     Attributes:
         room, made: where it will have appended, and what that was.
-        written: how often what it has read was written.
+        read, versions: keys, values and mask, but for tensors that were made in inference mode: torch does not count
+            how often these are written.
     """
 
     replacement: DecoderReplacement
@@ -271,22 +272,20 @@ class _Ahead(NamedTuple):
     result: Tensor
     room: AppendingLayer
     made: Room
-    written: tuple[int, ...]
+    read: list[Tensor]
+    versions: list[int]
 
-    def holds(self, mask: Tensor | None) -> bool:
+    def holds(self) -> bool:
         """Whether its cache and the mask are what they were."""
-        now = self.room.make_room(1)
-        return (
-            now.past == self.made.past
-            and all(map(operator.is_, now[:-1], self.made[:-1]))
-            and _written(now, mask) == self.written
-        )
+        return self.room.is_at(self.made) and [*map(_version, self.read)] == self.versions
 
 
-def _written(room: Room, mask: Tensor | None) -> tuple[int, ...]:
-    """How often tensors were written, but for those that were made in inference mode: torch does not count there."""
+_version = operator.attrgetter("_version")
+
+
+def _counted(room: Room, mask: Tensor | None) -> list[Tensor]:
     tensors = (*room[:-1], mask)
-    return tuple(each._version for each in tensors if isinstance(each, Tensor) and not each.is_inference())
+    return [each for each in tensors if isinstance(each, Tensor) and not each.is_inference()]
 
 
 def _alike(rooms: Sequence[AppendingLayer | None]) -> list[AppendingLayer] | None:
