@@ -24,6 +24,8 @@ void call(const char* op, StableIValue* stack) {
                                : std::string(op) + " failed; torch has printed why");
 }
 
+[[noreturn]] void reject(const std::string& why) { throw std::runtime_error("ds_plugin_calls::decoder_layers: " + why); }
+
 Tensor result_of(const char* op, StableIValue* stack) {
   call(op, stack);
   return torch::stable::detail::to<Tensor>(stack[0]);
@@ -116,9 +118,8 @@ struct Layer {
     const int64_t kv_heads = caches.all[0].size(1), head_dim = caches.all[0].size(3);
     const Tensor all = qkv.of(norm_first ? attention_norm.of(hidden) : hidden);
     if (all.dim() != 3 || all.size(2) != (heads + 2 * kv_heads) * head_dim) {
-      throw std::runtime_error("ds_plugin_calls::decoder_layers: the cache has " + std::to_string(kv_heads) +
-                               " heads of " + std::to_string(head_dim) +
-                               ", which the layer's queries, keys and values are not; expected a cache of this model");
+      reject("the cache has " + std::to_string(kv_heads) + " heads of " + std::to_string(head_dim) +
+             " elements, which the layer's keys and values have not; expected a cache of this model");
     }
     Tensor query = heads_of(all, 0, heads, head_dim), key = heads_of(all, heads, kv_heads, head_dim);
     const Tensor value = heads_of(all, heads + kv_heads, kv_heads, head_dim);
@@ -140,8 +141,7 @@ struct Layer {
   }
 };
 
-// Takes layers off the lists of a call: `Decoder.arguments` of ds_plugin_sdk.integrations.transformers.decoder puts them
-// there, in this order.
+// Takes layers off the lists of a call: ds_plugin_sdk/integrations/transformers/decoder.py puts them there, in this order.
 class Layers {
  public:
   Layers(const std::vector<Tensor>& tensors, const std::vector<int64_t>& integers, const std::vector<double>& numbers)
@@ -167,23 +167,31 @@ class Layers {
     layer.norm_first = integer();
     const bool whole = layer.attention_norm.weight && layer.mlp_norm.weight && layer.qkv.weight &&
                        layer.output.weight && layer.mlp_in.weight && layer.mlp_out.weight;
-    if (!whole || present_ != 0) {
-      throw std::runtime_error("ds_plugin_calls::decoder_layers: a layer has other tensors than two norms and four "
-                               "matrices have; expected the lists of decoder.Layers");
-    }
+    if (!whole || present_ != 0) reject("a layer lacks a weight, or has one too many; expected two norms, four matrices");
     return layer;
+  }
+
+  // All layers were taken.
+  void end() const {
+    if (next_tensor_ == tensors_.size() && next_integer_ == integers_.size() && next_number_ == numbers_.size()) return;
+    reject("the lists have more than their layers; expected what each layer has, and nothing else");
   }
 
  private:
   static constexpr size_t kIntegers = 5;
 
-  int64_t integer() { return integers_.at(next_integer_++); }
-  double number() { return numbers_.at(next_number_++); }
+  template <class Value>
+  static const Value& take(const std::vector<Value>& list, size_t& next) {
+    if (next == list.size()) reject("the lists have less than their layers; expected all that each layer has");
+    return list[next++];
+  }
+  int64_t integer() { return take(integers_, next_integer_); }
+  double number() { return take(numbers_, next_number_); }
   // Bits tell which of a layer's tensors there are.
   OptionalTensor tensor() {
     const bool present = present_ & 1;
     present_ >>= 1;
-    return present ? OptionalTensor(tensors_.at(next_tensor_++)) : OptionalTensor();
+    return present ? OptionalTensor(take(tensors_, next_tensor_)) : OptionalTensor();
   }
 
   const std::vector<Tensor>& tensors_;
@@ -201,8 +209,8 @@ std::vector<Tensor> decoder_layers(const Tensor& hidden, std::vector<Tensor> cac
   Layers layers(tensors, integers, numbers);
   const size_t count = layers.count(), of_each = count ? caches.size() / count : 0;
   if (count * of_each != caches.size() || (of_each != 2 && of_each != 4)) {
-    throw std::runtime_error("ds_plugin_calls::decoder_layers: " + std::to_string(caches.size()) + " caches for " +
-                             std::to_string(count) + " layers; expected two of each, or four");
+    reject(std::to_string(caches.size()) + " caches for " + std::to_string(count) +
+           " layers; expected two of each, or four");
   }
   std::vector<Tensor> results;
   results.reserve(count);
@@ -210,6 +218,7 @@ std::vector<Tensor> decoder_layers(const Tensor& hidden, std::vector<Tensor> cac
     const Caches of_layer{&caches[i * of_each], static_cast<int64_t>(of_each), past};
     results.push_back(layers.next().run(i ? results.back() : hidden, of_layer, {mask, cos, sin}));
   }
+  layers.end();
   return results;
 }
 

@@ -20,6 +20,8 @@ with warnings.catch_warnings():
     from transformers.models.llama import modeling_llama
 
 from ds_plugin_sdk.integrations.transformers import accelerate
+from ds_plugin_sdk.integrations.transformers.replacements import Row
+from ds_plugin_sdk.ops import decoder_layer
 
 pytestmark = [pytest.mark.compiler, pytest.mark.usefixtures("kernels")]
 
@@ -38,9 +40,9 @@ loop: Callable[..., torch.Tensor] = _names["loop"]
 
 
 @torch.inference_mode(False)
-def make() -> Any:
+def make(**options: Any) -> Any:
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(**{**LLAMA, "num_hidden_layers": LAYERS})
+    config = transformers.LlamaConfig(**{**LLAMA, "num_hidden_layers": LAYERS, **options})
     return transformers.AutoModelForCausalLM.from_config(config).eval()
 
 
@@ -267,12 +269,54 @@ def test_steps_run_ahead_after_outputs_were_collected() -> None:
 
 
 def test_a_cache_of_another_model_is_an_error() -> None:
+    """One that grows: without an error keys and values would be read beyond their ends."""
+    other, cache = make(num_key_value_heads=4), transformers.DynamicCache()
+    with accelerate(other):
+        other(torch.arange(3, 8).view(1, 5), past_key_values=cache)
     model = make()
-    cache = transformers.DynamicCache()
-    for index in range(LAYERS):
-        cache.update(torch.zeros(1, 4, 3, 8), torch.zeros(1, 4, 3, 8), index)
-    with accelerate(model), pytest.raises(RuntimeError):
+    with accelerate(model), pytest.raises(RuntimeError, match="expected a cache of this model"):
         model(torch.tensor([[5]]), past_key_values=cache)
+
+
+def test_lists_that_are_no_layers_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    model = make()
+    call = decoder_layer.call
+
+    def keep(*args: Any) -> Any:
+        seen.append(args)
+        return call(*args)
+
+    monkeypatch.setattr(decoder_layer, "call", keep)
+    with accelerate(model):
+        run(model, Odd())
+    *given, tensors, integers, numbers = seen[-1]
+    assert len(call(*given, tensors, integers, numbers)) == LAYERS
+    absent = [0, *integers[1:]]
+    for lists, why in (
+        ((tensors, absent, numbers), "lacks a weight"),
+        ((tensors, [integers[0] | 1 << 40, *integers[1:]], numbers), "one too many"),
+        ((tensors[:-1], integers, numbers), "less than their layers"),
+        ((tensors, integers, numbers[:-1]), "less than their layers"),
+        (([*tensors, tensors[0]], integers, numbers), "more than their layers"),
+        ((tensors, [*integers, 0], numbers), "more than their layers"),
+        (([], [], []), "caches for 0 layers"),
+    ):
+        with pytest.raises(RuntimeError, match=why):
+            call(*given, *lists)
+
+
+CACHES = [name for name in ODD if name.startswith("caches")]
+
+
+@pytest.mark.parametrize("name", ["nothing", "written in place", *CACHES])
+def test_with_an_int8_cache_it_is_as_without_running_ahead(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make()
+    with accelerate(model, cache="int8"):
+        ahead = run(model, ODD[name])
+        monkeypatch.setattr(Row, "run_ahead", lambda *_: None)
+        alone = run(model, ODD[name])
+    torch.testing.assert_close(ahead, alone, rtol=0, atol=0)
 
 
 def test_layers_that_share_keys_and_values() -> None:

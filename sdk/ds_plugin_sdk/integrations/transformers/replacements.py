@@ -32,7 +32,7 @@ from ds_plugin_sdk.integrations.transformers.decoder import Decoder, Ops, ops_fo
 from ds_plugin_sdk.integrations.transformers.kv_cache import AppendingLayer, Room, growing_layer, may_grow
 from ds_plugin_sdk.integrations.transformers.replacement import Replacement
 from ds_plugin_sdk.integrations.transformers.training import linear_in_training
-from ds_plugin_sdk.integrations.transformers.understood import Norm, Snapshot, Watch, is_plain_inference
+from ds_plugin_sdk.integrations.transformers.understood import Norm, Snapshot, Watch, is_plain_inference, version_of
 from ds_plugin_sdk.integrations.transformers.weights import Matrix
 
 # What a decoder layer does with these is known; others may be given if they are None. The encoder's mask has no meaning
@@ -189,21 +189,23 @@ class Row:
         indexes = [each.attention.layer_idx for each in self.replacements]
         return max(indexes) < len(layers) and all(layers[index].is_initialized for index in indexes)
 
-    def take_ahead(self, replacement: DecoderReplacement, hidden: Tensor) -> Tensor | None:
-        """What was made of `hidden` ahead, for a layer to which `given_again` has given something."""
+    def take_ahead(self, replacement: DecoderReplacement) -> Tensor | None:
+        """What was made ahead of the hidden states, for a layer that `goes_on` and is `given_again`."""
         if not self._step.ahead:
             return None
         ahead = self._step.ahead.pop()
-        if ahead.replacement is not replacement or hidden._version != ahead.version or not ahead.holds():
+        if ahead.replacement is not replacement or not ahead.holds():
             self.differs()
             return None
         ahead.room.advance(1)
         return ahead.result
 
-    def run_ahead(self, replacement: DecoderReplacement, hidden: Tensor, given: Given) -> Tensor | None:
-        """Run all layers by one call, if they will be called alike, and this is the first of them: its result."""
-        snapshot, is_first = self._snapshot, self._step.given is given and self._step.is_direct
-        if snapshot is None or not (self._runs_ahead and is_first and given.whole and self._are_in(given.cache)):
+    def run_ahead(self, hidden: Tensor, given: Given) -> Tensor | None:
+        """Run all layers by one call, if this is the first one and they will be called alike: its result."""
+        step, snapshot = self._step, self._snapshot
+        if not (snapshot is not None and self._runs_ahead and step.given is given and step.is_direct):
+            return None
+        if not (given.whole and self._are_in(given.cache)):
             return None
         rooms = _alike([each.room(hidden, given) for each in self.replacements])
         if rooms is None:
@@ -213,14 +215,13 @@ class Row:
         if torch.is_inference_mode_enabled():  # of tensors that are made in it torch counts no changes
             with torch.inference_mode(False):
                 results = [result.clone() for result in results]
-        versions = (0, *(result._version for result in results))
-        read = [_counted(each, given.mask) for each in made]
-        written = [[*map(_version, each)] for each in read]
-        of_layers = (self.replacements, versions[:-1], results, rooms, made, read, written)
-        *others, first = map(_Ahead, *(each[::-1] for each in of_layers))
-        self._step.ahead = others
-        first.room.advance(1)
-        return first.result
+        read = [
+            _counted(before, *room[:-1], given.mask) for before, room in zip([hidden, *results], made, strict=False)
+        ]
+        versions = [[*map(version_of, each)] for each in read]
+        step.ahead = [*map(_Ahead, self.replacements, results, rooms, made, read, versions)][:0:-1]
+        rooms[0].advance(1)
+        return results[0]
 
     def begin(self, replacement: DecoderReplacement, hidden: Tensor) -> bool:
         """Ask all layers, if this is the first one in a step of one token; False if each has to be asked by itself."""
@@ -259,16 +260,15 @@ class Row:
 
 
 class _Ahead(NamedTuple):
-    """What a layer was computed to make of hidden states of a version.
+    """What a layer was computed to make of hidden states.
 
     Attributes:
         room, made: where it will have appended, and what that was.
-        read, versions: keys, values and mask, but for tensors that were made in inference mode: torch does not count
-            how often these are written.
+        read, versions: hidden states, keys, values and mask, and how often each was written; but for those that were
+            made in inference mode, where torch does not count that.
     """
 
     replacement: DecoderReplacement
-    version: int
     result: Tensor
     room: AppendingLayer
     made: Room
@@ -276,16 +276,13 @@ class _Ahead(NamedTuple):
     versions: list[int]
 
     def holds(self) -> bool:
-        """Whether its cache and the mask are what they were."""
-        return self.room.is_at(self.made) and [*map(_version, self.read)] == self.versions
+        """Whether all that it was made of is what it was."""
+        return self.room.is_at(self.made) and [*map(version_of, self.read)] == self.versions
 
 
-_version = operator.attrgetter("_version")
-
-
-def _counted(room: Room, mask: Tensor | None) -> list[Tensor]:
-    tensors = (*room[:-1], mask)
-    return [each for each in tensors if isinstance(each, Tensor) and not each.is_inference()]
+def _counted(*tensors: Tensor | None) -> list[Tensor]:
+    """Those of which torch counts how often they are written."""
+    return [each for each in tensors if each is not None and not each.is_inference()]
 
 
 def _alike(rooms: Sequence[AppendingLayer | None]) -> list[AppendingLayer] | None:
@@ -393,10 +390,6 @@ class _RowSnapshot:
 class DecoderReplacement(Replacement):
     """A whole decoder layer, one of several in a row."""
 
-    def take_off(self) -> None:
-        super().take_off()
-        self._row.end_step()
-
     def __init__(
         self, module: nn.Module, attention: nn.Module, layer: Decoder, row: Row, cache: type[AppendingLayer]
     ) -> None:
@@ -412,6 +405,10 @@ class DecoderReplacement(Replacement):
         self._names = tuple(inspect.signature(type(module).forward).parameters)[2:]
         self._watch = Watch.over(module)
         row.replacements.append(self)
+
+    def take_off(self) -> None:
+        super().take_off()
+        self._row.end_step()
 
     def holds(self) -> bool:
         return self.holds_apart(compare=True)
@@ -444,12 +441,12 @@ class DecoderReplacement(Replacement):
             given = self._row.given_again(args, kwargs) if goes_on else None
             result = None
             if given is not None:
-                result = self._row.take_ahead(self, args[0])
+                result = self._row.take_ahead(self)
             else:
                 given = self._understand(args, kwargs, goes_on)
                 if given is not None:
                     self._row.keep(args, kwargs, given)
-                    result = self._row.run_ahead(self, args[0], given)
+                    result = self._row.run_ahead(args[0], given)
             if given is not None:
                 result = self._run(args[0], given) if result is None else result
                 self._row.ran(self, args[0], result)

@@ -254,7 +254,7 @@ def check_code(module: nn.Module, *known: type[nn.Module]) -> None:
 # Both of these are asked at each step of a model whose weights have just pushed Python's objects out of the caches:
 # they go over lists by functions in C, and nothing is computed again that can be kept.
 _is_training = operator.itemgetter("training")
-_version, _dtype = operator.attrgetter("_version"), operator.attrgetter("dtype")
+version_of, _dtype = operator.attrgetter("_version"), operator.attrgetter("dtype")
 
 
 class Watch:
@@ -360,14 +360,14 @@ class Snapshot:
         self.moved: list[Tensor] = [parameter for parameter, place in found if place.moved]
         self.addresses = [*map(Tensor.data_ptr, self.moved)]
         self._counted = [parameter for parameter, place in found if place.counted]
-        self._versions = [*map(_version, self._counted)]
+        self._versions = [*map(version_of, self._counted)]
 
     def holds(self) -> bool:
         return (
             all(map(operator.is_, map(dict.get, self._owners, self._names), self._all))
             and [*map(Tensor.data_ptr, self.moved)] == self.addresses
             and [*map(_dtype, self._some)] == self._dtypes
-            and [*map(_version, self._counted)] == self._versions
+            and [*map(version_of, self._counted)] == self._versions
         )
 
     def counts(self, parameter: Tensor) -> bool:
