@@ -48,24 +48,15 @@ struct Gated {
   };
 };
 
-using ActivationLoop = void (*)(const ActivationRows& rows, int64_t first, int64_t last);
-
-template <template <Activation> class Kind>
-ActivationLoop choose(Dtype dtype, Activation activation) {
-  switch (activation) {
-    case Activation::Relu: return by_dtype<Kind<Activation::Relu>::template Loop>(dtype);
-    case Activation::Gelu: return by_dtype<Kind<Activation::Gelu>::template Loop>(dtype);
-    case Activation::GeluTanh: return by_dtype<Kind<Activation::GeluTanh>::template Loop>(dtype);
-    case Activation::Silu: return by_dtype<Kind<Activation::Silu>::template Loop>(dtype);
-    default: return by_dtype<Kind<Activation::Identity>::template Loop>(dtype);
-  }
-}
-
 }  // namespace
 
 template <>
 void compute(const ActivationRows& rows, Dtype dtype, const Threads& threads) {
-  share_rows(threads, rows.gated ? choose<Gated>(dtype, rows.activation) : choose<Bias>(dtype, rows.activation), rows);
+  with_activation(rows.activation, [&](auto activation) {
+    const auto loop = rows.gated ? by_dtype<Gated<activation>::template Loop>(dtype)
+                                 : by_dtype<Bias<activation>::template Loop>(dtype);
+    share_rows(threads, loop, rows);
+  });
 }
 
 }  // namespace ds_kernels::cpu

@@ -19,23 +19,6 @@ struct Constant {
   static constexpr int value = value_;
 };
 
-// Calls `body` with a constant of the activation's number: the choice is made outside of the loop.
-template <class Body>
-DS_KERNELS_INLINE void with_constant(Activation activation, Body body) {
-  switch (activation) {
-    case Activation::Relu: return body(Constant<static_cast<int>(Activation::Relu)>{});
-    case Activation::Gelu: return body(Constant<static_cast<int>(Activation::Gelu)>{});
-    case Activation::GeluTanh: return body(Constant<static_cast<int>(Activation::GeluTanh)>{});
-    case Activation::Silu: return body(Constant<static_cast<int>(Activation::Silu)>{});
-    default: return body(Constant<static_cast<int>(Activation::Identity)>{});
-  }
-}
-
-template <class Number, class Real>
-DS_KERNELS_INLINE Real activate_by(Number, Real x) {
-  return activate<static_cast<Activation>(Number::value)>(x);
-}
-
 // From input `m` on.
 inline const float* inputs_from(const float* input, const Dots& dots, int64_t m) { return input + m * dots.columns; }
 inline ShortInputs inputs_from(const ShortInputs& input, const Dots& dots, int64_t m) {
@@ -110,16 +93,16 @@ __attribute__((noinline)) void finish(const LinearLayer& task, const float* sums
   const auto* residual = static_cast<const Element*>(task.residual);
   const int64_t at = input * task.outputs + first;
   auto* output = static_cast<Element*>(task.output) + at;
-  with_constant(task.activation, [=](auto activation) {
+  with_activation(task.activation, [=](auto activation) {
     for_each_vector(count, [=](int64_t i, auto memory) {
       Floats sum = memory.load(sums + i);
       if (bias) sum += memory.load(bias + first + i);
       if (gates) {
         Floats gate = memory.load(gates + i);
         if (gate_bias) gate += memory.load(gate_bias + i);
-        sum *= activate_by(activation, gate);
+        sum *= activate(activation, gate);
       } else {
-        sum = activate_by(activation, sum);
+        sum = activate(activation, sum);
       }
       if (residual) sum += memory.load(residual + at + i);
       memory.store(output + i, sum);
@@ -353,7 +336,7 @@ struct LinearFinishing {
     const LinearLayer& layer = work.layer;
     const int64_t outputs = layer.outputs, rows = layer.gated ? 2 * outputs : outputs;
     const bool gated = layer.gated;
-    with_constant(layer.activation, [=, &layer, &work](auto activation) {
+    with_activation(layer.activation, [=, &layer, &work](auto activation) {
       for (int64_t input = begin; input < end; ++input) {
         const auto* sum = static_cast<const Element*>(work.sums) + input * rows;
         const auto* residual = static_cast<const Element*>(layer.residual);
@@ -361,7 +344,7 @@ struct LinearFinishing {
         auto* output = static_cast<Element*>(layer.output) + input * outputs;
         for_each_vector(outputs, [=](int64_t i, auto memory) {
           Floats y = memory.load(sum + i);
-          y = gated ? y * activate_by(activation, memory.load(sum + outputs + i)) : activate_by(activation, y);
+          y = gated ? y * activate(activation, memory.load(sum + outputs + i)) : activate(activation, y);
           if (residual) y += memory.load(residual + i);
           memory.store(output + i, y);
         });

@@ -63,31 +63,38 @@ struct DropoutAddBackward {
   }
 };
 
-// ---- layer norm ------------------------------------------------------------------------------------------------
+// ---- norms -----------------------------------------------------------------------------------------------------
 
-// Normalises x and stores the row's mean and 1 / sqrt(variance + eps).
+// Normalises x and stores the row's mean, but for RMS norm, and 1 / sqrt(variance + eps).
 template <class Element>
 void normalise_row(const TrainingNormRows& n, int64_t row, const Element* x) {
   const int64_t columns = n.sum.columns;
   const float count = static_cast<float>(columns > 0 ? columns : 1);
   // The sum was read or written just now, the input was not.
-  const bool known = n.sum.sum != nullptr;
-  const float mean = sum_over(columns, [=](int64_t i, auto memory) {
-                       return known ? load_again(memory, x + i) : memory.load(x + i);
-                     }) / count;
-  const float variance = sum_over(columns, [=](int64_t i, auto memory) {
-                           const Floats difference = load_again(memory, x + i) - mean;
-                           return difference * difference;
-                         }) / count;
-  const float rstd = 1.f / square_root(variance + n.eps);
-  n.mean[row] = mean;
-  n.rstd[row] = rstd;
+  const auto first_time = [known = n.sum.sum != nullptr, x](int64_t i, auto memory) {
+    return known ? load_again(memory, x + i) : memory.load(x + i);
+  };
+  float mean = 0, squares = 0;
+  if (n.rms) {
+    squares = sum_over(columns, [=](int64_t i, auto memory) {
+      const Floats value = first_time(i, memory);
+      return value * value;
+    });
+  } else {
+    mean = n.mean[row] = sum_over(columns, first_time) / count;
+    squares = sum_over(columns, [=](int64_t i, auto memory) {
+      const Floats difference = load_again(memory, x + i) - mean;
+      return difference * difference;
+    });
+  }
+  const float rstd = n.rstd[row] = 1.f / square_root(squares / count + n.eps);
   const Element* weight = one_row<Element>(n.weight);
   const Element* bias = one_row<Element>(n.bias);
   Element* output = row_of<Element>(n.output, row, columns);
   for_each_vector(columns, [=](int64_t i, auto memory) {
-    const Floats normal = (load_again(memory, x + i) - mean) * rstd;
-    memory.store(output + i, normal * load_again(memory, weight + i) + load_again(memory, bias + i));
+    Floats y = (load_again(memory, x + i) - mean) * rstd * load_again(memory, weight + i);
+    if (bias) y += load_again(memory, bias + i);
+    memory.store(output + i, y);
   });
 }
 
@@ -127,21 +134,22 @@ void norm_gradient(const NormGradRows& g, int64_t row, float* sums) {
   const Element* weight = one_row<Element>(g.weight);
   Element* grad_total = row_of<Element>(g.grad_total, row, columns);
   Element* grad_input = row_of<Element>(g.grad_input, row, columns);
-  const Normal<Element, inverted> normal{rows, weight, one_row<Element>(g.bias), inverted ? 0.f : g.mean[row],
+  const Normal<Element, inverted> normal{rows, weight, one_row<Element>(g.bias), inverted || g.rms ? 0.f : g.mean[row],
                                          g.rstd[row]};
-  float *weight_sums = sums, *bias_sums = sums + columns, *input_sums = g.input_sums ? sums + 2 * columns : nullptr;
+  float *weight_sums = sums, *bias_sums = g.bias_sums ? sums + columns : nullptr;
+  float* input_sums = g.input_sums ? (bias_sums ? bias_sums : sums) + columns : nullptr;
   Floats total_g{}, total_gn{};
   for_each_vector(columns, [&](int64_t i, auto memory) {
     const Floats grad = memory.load(grad_output + i), n = normal(i, memory, memory.load(rows + i));
     add_to(memory, weight_sums + i, grad * n);
-    add_to(memory, bias_sums + i, grad);
+    if (bias_sums) add_to(memory, bias_sums + i, grad);
     // Beyond the row's end the gradient is 0, but an inverted element would be 0 / 0.
     const Floats g_weight = grad * load_again(memory, weight + i);
     total_g += g_weight;
     total_gn += within(memory, g_weight * n, 0.f);
   });
   const float count = static_cast<float>(columns > 0 ? columns : 1), rstd = normal.rstd;
-  const float mean_g = sum_of(total_g) / count, mean_gn = sum_of(total_gn) / count;
+  const float mean_g = g.rms ? 0.f : sum_of(total_g) / count, mean_gn = sum_of(total_gn) / count;
   for_each_kept_vector<dropping>(columns, g.dropout, row, [=](int64_t i, auto memory, auto kept) {
     const Floats g_weight = load_again(memory, grad_output + i) * load_again(memory, weight + i);
     const Floats n = normal(i, memory, load_again(memory, rows + i));
@@ -161,8 +169,9 @@ struct TrainingNormBackward {
   static void run(const NormGradRows& rows, int64_t first, int64_t last, float* sums) {
     const NormGradRows g = rows;
     const bool dropping = g.dropout.seed;
-    const auto one = g.mean ? (dropping ? norm_gradient<Element, false, true> : norm_gradient<Element, false, false>)
-                            : (dropping ? norm_gradient<Element, true, true> : norm_gradient<Element, true, false>);
+    const auto one = g.mean || g.rms
+                         ? (dropping ? norm_gradient<Element, false, true> : norm_gradient<Element, false, false>)
+                         : (dropping ? norm_gradient<Element, true, true> : norm_gradient<Element, true, false>);
     for (int64_t row = first; row < last; ++row) one(g, row, sums);
   }
 };
@@ -213,6 +222,46 @@ struct BiasGeluBackward {
       g.tanh ? gelu_gradient<Element, true>(g, row, sums) : gelu_gradient<Element, false>(g, row, sums);
     }
   }
+};
+
+// ---- gates -----------------------------------------------------------------------------------------------------
+
+template <Activation activation>
+struct Gate {
+  template <class Element>
+  struct Loop {
+    static void run(const GateRows& rows, int64_t first, int64_t last) {
+      for (int64_t row = first; row < last; ++row) {
+        const auto* gate = row_of<Element>(rows.gate, row, rows.columns);
+        const auto* up = row_of<Element>(rows.up, row, rows.columns);
+        auto* output = row_of<Element>(rows.output, row, rows.columns);
+        for_each_vector(rows.columns, [=](int64_t i, auto memory) {
+          memory.store(output + i, activate<activation>(memory.load(gate + i)) * memory.load(up + i));
+        });
+      }
+    }
+  };
+};
+
+template <Activation activation>
+struct GateBackward {
+  template <class Element>
+  struct Loop {
+    static void run(const GateGradRows& rows, int64_t first, int64_t last) {
+      for (int64_t row = first; row < last; ++row) {
+        const auto* grad_output = row_of<Element>(rows.grad_output, row, rows.columns);
+        const auto* gate = row_of<Element>(rows.gate, row, rows.columns);
+        const auto* up = row_of<Element>(rows.up, row, rows.columns);
+        auto* grad_gate = row_of<Element>(rows.grad_gate, row, rows.columns);
+        auto* grad_up = row_of<Element>(rows.grad_up, row, rows.columns);
+        for_each_vector(rows.columns, [=](int64_t i, auto memory) {
+          const Floats grad = memory.load(grad_output + i), x = memory.load(gate + i);
+          memory.store(grad_gate + i, grad * memory.load(up + i) * slope<activation>(x));
+          memory.store(grad_up + i, grad * activate<activation>(x));
+        });
+      }
+    }
+  };
 };
 
 // ---- softmax ---------------------------------------------------------------------------------------------------
@@ -409,6 +458,20 @@ void compute(const GeluRows& g, Dtype dtype, const Threads& threads) {
 template <>
 void compute(const GeluGradRows& g, Dtype dtype, const Threads& threads) {
   share_with_sums(threads, by_dtype<BiasGeluBackward>(dtype), g, Totals<1>{{g.sums}}, dtype);
+}
+
+template <>
+void compute(const GateRows& g, Dtype dtype, const Threads& threads) {
+  with_activation(g.activation, [&](auto activation) {
+    share_rows(threads, by_dtype<Gate<activation>::template Loop>(dtype), g);
+  });
+}
+
+template <>
+void compute(const GateGradRows& g, Dtype dtype, const Threads& threads) {
+  with_activation(g.activation, [&](auto activation) {
+    share_rows(threads, by_dtype<GateBackward<activation>::template Loop>(dtype), g);
+  });
 }
 
 template <>

@@ -36,23 +36,14 @@ __global__ void activation_kernel(const ActivationRows n, const unsigned blocks_
   store<pack>(static_cast<Element*>(n.output) + row * n.columns + column, y);
 }
 
-template <Activation activation, bool gated>
-void launch_activation(const ActivationRows& n, Dtype dtype, const Stream& stream) {
-  const auto kernel_of = [](auto element, auto pack) {
-    return activation_kernel<decltype(element), pack, activation, gated>;
-  };
-  launch_in_packs(stream, n, dtype, kernel_of, n.input, n.bias, n.output);
-}
-
 template <bool gated>
 void launch_activation(const ActivationRows& n, Dtype dtype, const Stream& stream) {
-  switch (n.activation) {
-    case Activation::Relu: return launch_activation<Activation::Relu, gated>(n, dtype, stream);
-    case Activation::Gelu: return launch_activation<Activation::Gelu, gated>(n, dtype, stream);
-    case Activation::GeluTanh: return launch_activation<Activation::GeluTanh, gated>(n, dtype, stream);
-    case Activation::Silu: return launch_activation<Activation::Silu, gated>(n, dtype, stream);
-    default: return launch_activation<Activation::Identity, gated>(n, dtype, stream);
-  }
+  with_activation(n.activation, [&](auto activation) {
+    const auto kernel_of = [](auto element, auto pack) {
+      return activation_kernel<decltype(element), pack, decltype(activation)::value, gated>;
+    };
+    launch_in_packs(stream, n, dtype, kernel_of, n.input, n.bias, n.output);
+  });
 }
 
 }  // namespace

@@ -70,7 +70,7 @@ __global__ void drop_gradient_kernel(const DropoutGradRows g, const unsigned blo
   quad.store_to(row_of<Element>(g.grad_input, row, g.columns), x);
 }
 
-// ---- layer norm --------------------------------------------------------------------------------------------------
+// ---- norms -------------------------------------------------------------------------------------------------------
 
 template <class Element, int pack>
 __global__ void __launch_bounds__(kMaxTeam) norm_kernel(const TrainingNormRows n, const int team_size) {
@@ -117,16 +117,19 @@ __global__ void __launch_bounds__(kMaxTeam) norm_kernel(const TrainingNormRows n
     return team.over<Sum>(part);
   };
   const float count = static_cast<float>(columns > 0 ? columns : 1);
-  const float mean = total([](float x) { return x; }) / count;
+  const float mean = n.rms ? 0.f : total([](float x) { return x; }) / count;
   const float variance = total([=](float x) { return (x - mean) * (x - mean); }) / count;
   const float rstd = 1.f / sqrtf(variance + n.eps);
-  if (has_row && team.thread == 0) n.mean[team.row] = mean, n.rstd[team.row] = rstd;
+  if (has_row && team.thread == 0) {
+    n.rstd[team.row] = rstd;
+    if (!n.rms) n.mean[team.row] = mean;
+  }
   auto* output = row_of<Element>(n.output, team.row, columns);
   for_each_kept([&](const Quad<pack>& quad, float(&x)[kPacks][pack]) {
     quad.for_each([&](int k, int64_t column) {
-      float weight[pack], bias[pack];
+      float weight[pack], bias[pack] = {};
       load<pack>(static_cast<const Element*>(n.weight) + column, weight);
-      load<pack>(static_cast<const Element*>(n.bias) + column, bias);
+      if (n.bias) load<pack>(static_cast<const Element*>(n.bias) + column, bias);
 #pragma unroll
       for (int j = 0; j < pack; ++j) x[k][j] = (x[k][j] - mean) * rstd * weight[j] + bias[j];
     });
@@ -140,8 +143,8 @@ __device__ __forceinline__ void gather_normal(const NormGradRows& g, int64_t row
                                               const float (&weight)[kPacks][pack], float (&x)[kPacks][pack]) {
   quad.load_from(row_of<Element>(g.rows_in, row, g.columns), x);
   const float rstd = g.rstd[row];
-  if (g.mean) {
-    const float mean = g.mean[row];
+  if (g.mean || g.rms) {
+    const float mean = g.rms ? 0.f : g.mean[row];
     quad.for_each_value([=](float& value) { value = (value - mean) * rstd; }, x);
     return;
   }
@@ -172,7 +175,7 @@ __global__ void __launch_bounds__(kMaxTeam) norm_means_kernel(const NormGradRows
   sums = team.over<Sum>(sums);
   const float count = static_cast<float>(g.columns > 0 ? g.columns : 1);
   if (!has_row || team.thread != 0) return;
-  means[2 * team.row] = sums.first / count;
+  means[2 * team.row] = g.rms ? 0.f : sums.first / count;
   means[2 * team.row + 1] = sums.second / count;
 }
 
@@ -311,6 +314,38 @@ __global__ void gelu_kernel(const GeluRows g, const unsigned blocks_of_row) {
     x[j] = g.tanh ? activate<Activation::GeluTanh>(x[j]) : activate<Activation::Gelu>(x[j]);
   }
   store<pack>(row_of<Element>(g.output, row, g.columns) + column, x);
+}
+
+// ---- gates -------------------------------------------------------------------------------------------------------
+
+template <class Element, int pack, Activation activation>
+__global__ void gate_kernel(const GateRows g, const unsigned blocks_of_row) {
+  const auto [row, column] = Place(blocks_of_row, pack);
+  if (column >= g.columns) return;
+  float x[pack], up[pack];
+  load<pack>(row_of<Element>(g.gate, row, g.columns) + column, x);
+  load<pack>(row_of<Element>(g.up, row, g.columns) + column, up);
+#pragma unroll
+  for (int j = 0; j < pack; ++j) x[j] = activate<activation>(x[j]) * up[j];
+  store<pack>(row_of<Element>(g.output, row, g.columns) + column, x);
+}
+
+template <class Element, int pack, Activation activation>
+__global__ void gate_gradient_kernel(const GateGradRows g, const unsigned blocks_of_row) {
+  const auto [row, column] = Place(blocks_of_row, pack);
+  if (column >= g.columns) return;
+  float grad[pack], x[pack], up[pack];
+  load<pack>(row_of<Element>(g.grad_output, row, g.columns) + column, grad);
+  load<pack>(row_of<Element>(g.gate, row, g.columns) + column, x);
+  load<pack>(row_of<Element>(g.up, row, g.columns) + column, up);
+#pragma unroll
+  for (int j = 0; j < pack; ++j) {
+    const float of_up = grad[j] * activate<activation>(x[j]);
+    x[j] = grad[j] * up[j] * slope<activation>(x[j]);
+    up[j] = of_up;
+  }
+  store<pack>(row_of<Element>(g.grad_gate, row, g.columns) + column, x);
+  store<pack>(row_of<Element>(g.grad_up, row, g.columns) + column, up);
 }
 
 // ---- softmax -----------------------------------------------------------------------------------------------------
@@ -560,6 +595,26 @@ void compute(const GeluGradRows& g, Dtype dtype, const Stream& stream) {
     if (parts) add_up<decltype(element)>(stream, {{g.sums}}, parts, 1, g.rows, g.columns);
   };
   with_quads(dtype, fit_packs(g.columns, g.grad_output, g.input, g.bias, g.grad_input), run);
+}
+
+template <>
+void compute(const GateRows& g, Dtype dtype, const Stream& stream) {
+  with_activation(g.activation, [&](auto activation) {
+    const auto kernel_of = [](auto element, auto pack) {
+      return gate_kernel<decltype(element), pack, decltype(activation)::value>;
+    };
+    launch_in_packs(stream, g, dtype, kernel_of, g.gate, g.up, g.output);
+  });
+}
+
+template <>
+void compute(const GateGradRows& g, Dtype dtype, const Stream& stream) {
+  with_activation(g.activation, [&](auto activation) {
+    const auto kernel_of = [](auto element, auto pack) {
+      return gate_gradient_kernel<decltype(element), pack, decltype(activation)::value>;
+    };
+    launch_in_packs(stream, g, dtype, kernel_of, g.grad_output, g.gate, g.up, g.grad_gate, g.grad_up);
+  });
 }
 
 template <>

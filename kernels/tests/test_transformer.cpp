@@ -6,6 +6,7 @@
 #include <limits>
 #include <random>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <ds_kernels/transformer.h>
@@ -291,6 +292,57 @@ void test_inverted_norm() {
   });
 }
 
+void test_rms_norms() {
+  in_all_cases([](const Case& c) {
+    if (c.p != 0) return;
+    const Numbers x = numbers(c.count(), 1), more = numbers(c.count(), 2), weight = numbers(c.columns, 3);
+    const Numbers g = numbers(c.count(), 4), of_sum = numbers(c.count(), 5);
+    for (const bool adds : {true, false}) {
+      Array input(c.dtype, x), residual(c.dtype, more), w(c.dtype, weight), sum(c.dtype, c.count());
+      Array output(c.dtype, c.count());
+      std::vector<float> rstd(kRows);
+      TrainingNormRows rows{{input.data(), nullptr, adds ? residual.data() : nullptr, adds ? sum.data() : nullptr,
+                             kRows, c.columns, {}},
+                            w.data(), nullptr, output.data(), nullptr, rstd.data(), 0.5f, true};
+      c.compute(rows, c.dtype);
+      Numbers total(c.count()), normal(c.count()), expected(c.count()), factors(kRows), all(c.count());
+      Numbers of_weight(c.count());
+      for (int64_t row = 0; row < kRows; ++row) {
+        const int64_t first = row * c.columns, last = first + c.columns;
+        double squares = 0, mean_gn = 0;
+        for (int64_t i = first; i < last; ++i) total[i] = x[i] + (adds ? more[i] : 0), squares += total[i] * total[i];
+        factors[row] = 1 / std::sqrt(squares / c.columns + 0.5);
+        for (int64_t i = first; i < last; ++i) {
+          normal[i] = total[i] * factors[row];
+          expected[i] = normal[i] * weight[i % c.columns];
+          mean_gn += g[i] * expected[i] / c.columns;
+          of_weight[i] = g[i] * normal[i];
+        }
+        for (int64_t i = first; i < last; ++i) {
+          all[i] = factors[row] * (g[i] * weight[i % c.columns] - normal[i] * mean_gn) + (adds ? of_sum[i] : 0);
+        }
+      }
+      expect(c.label + "RMS norm", output, expected, 16);
+      expect(c.label + "rstd of RMS norm", rstd, factors);
+      if (adds) expect(c.label + "sum", sum, total);
+
+      Array grad(c.dtype, g), grad_sum(c.dtype, of_sum), grad_total(c.dtype, c.count()), weight_sums(c.dtype, c.columns);
+      NormGradRows grads{};
+      grads.grad_output = grad.data();
+      grads.grad_sum = adds ? grad_sum.data() : nullptr;
+      grads.rows_in = adds ? sum.data() : input.data();
+      grads.rstd = rstd.data();
+      grads.weight = w.data();
+      grads.grad_total = grad_total.data();
+      grads.weight_sums = weight_sums.data();
+      grads.rows = kRows, grads.columns = c.columns, grads.rms = true;
+      c.compute(grads, c.dtype);
+      expect(c.label + "gradient of the sum of RMS norm", grad_total, all, 40);
+      expect(c.label + "gradient of RMS norm's weight", weight_sums, sums_of(of_weight, c.columns), 80);
+    }
+  });
+}
+
 double gelu(double x, bool tanh) {
   return tanh ? x / 2 * (1 + std::tanh(std::sqrt(2 / M_PI) * (x + 0.044715 * x * x * x)))
               : x / 2 * (1 + std::erf(x / std::sqrt(2)));
@@ -320,6 +372,43 @@ void test_gelu() {
       c.compute(grads, c.dtype);
       expect(c.label + "gradient of gelu", result, slopes);
       expect(c.label + "gradient of bias", sums, sums_of(slopes, c.columns), 40);
+    }
+  });
+}
+
+// An activation, and its derivative.
+std::pair<double, double> activated(Activation activation, double x) {
+  const double s = 1 / (1 + std::exp(-x));
+  switch (activation) {
+    case Activation::Relu: return {std::max(x, 0.0), x > 0};
+    case Activation::Gelu: return {gelu(x, false), gelu_derivative(x, false)};
+    case Activation::GeluTanh: return {gelu(x, true), gelu_derivative(x, true)};
+    case Activation::Silu: return {x * s, s + x * s * (1 - s)};
+    default: return {x, 1};
+  }
+}
+
+void test_gates() {
+  in_all_cases([](const Case& c) {
+    if (c.p != 0) return;
+    const Numbers x = numbers(c.count(), 1), y = numbers(c.count(), 2), g = numbers(c.count(), 3);
+    for (int number = 0; number < kActivations; ++number) {
+      const auto activation = static_cast<Activation>(number);
+      const std::string label = c.label + "activation " + std::to_string(number) + ": ";
+      Array gate(c.dtype, x), up(c.dtype, y), grad(c.dtype, g), output(c.dtype, c.count());
+      Array grad_gate(c.dtype, c.count()), grad_up(c.dtype, c.count());
+      Numbers expected(c.count()), of_gate(c.count()), of_up(c.count());
+      for (size_t i = 0; i < c.count(); ++i) {
+        const auto [value, slope] = activated(activation, x[i]);
+        expected[i] = value * y[i], of_gate[i] = g[i] * y[i] * slope, of_up[i] = g[i] * value;
+      }
+      c.compute(GateRows{gate.data(), up.data(), output.data(), kRows, c.columns, activation}, c.dtype);
+      expect(label + "gate", output, expected, 16);
+      const GateGradRows grads{grad.data(), gate.data(), up.data(), grad_gate.data(), grad_up.data(),
+                               kRows, c.columns, activation};
+      c.compute(grads, c.dtype);
+      expect(label + "gradient of gate", grad_gate, of_gate, 16);
+      expect(label + "gradient of up", grad_up, of_up, 16);
     }
   });
 }
@@ -410,7 +499,9 @@ int main() {
   test_sums();
   test_norms();
   test_inverted_norm();
+  test_rms_norms();
   test_gelu();
+  test_gates();
   test_softmax();
   test_parts();
   test_not_finite();

@@ -8,6 +8,8 @@
 // NaN stays NaN; where x is infinite and its factor zero, the result is NaN, as torch's.
 #pragma once
 
+#include <type_traits>
+
 #include <ds_kernels/vec_math.h>
 
 namespace ds_kernels {
@@ -29,6 +31,22 @@ struct ActivationRows {
 
 inline namespace DS_KERNELS_CPU_LEVEL {
 
+// An activation as a type, for templates.
+template <Activation activation>
+using ActivationConstant = std::integral_constant<Activation, activation>;
+
+// Calls `with(ActivationConstant<activation>{})`; what is none of them counts as the first.
+template <class With>
+auto with_activation(Activation activation, const With& with) {
+  switch (activation) {
+    case Activation::Relu: return with(ActivationConstant<Activation::Relu>{});
+    case Activation::Gelu: return with(ActivationConstant<Activation::Gelu>{});
+    case Activation::GeluTanh: return with(ActivationConstant<Activation::GeluTanh>{});
+    case Activation::Silu: return with(ActivationConstant<Activation::Silu>{});
+    default: return with(ActivationConstant<Activation::Identity>{});
+  }
+}
+
 template <Activation activation, class Real>
 DS_KERNELS_INLINE Real activate(Real x) {
   if constexpr (activation == Activation::Relu) {
@@ -43,6 +61,11 @@ DS_KERNELS_INLINE Real activate(Real x) {
   } else {
     return x;
   }
+}
+
+template <Activation activation, class Real>
+DS_KERNELS_INLINE Real activate(ActivationConstant<activation>, Real x) {
+  return activate<activation>(x);
 }
 
 }  // namespace DS_KERNELS_CPU_LEVEL

@@ -31,25 +31,26 @@ struct DropoutGradRows {
   SeededDropout dropout;
 };
 
-// The norm of a sum, or of its input if there is none to be written.
+// The norm of a sum, or of its input if there is none to be written. An RMS norm takes 0 for the mean, and stores none.
 struct TrainingNormRows {
   SumRows sum;         // whose `sum` may be null
   const void* weight;  // one row
-  const void* bias;    // one row
+  const void* bias;    // one row; null for RMS norm
   void* output;
-  float* mean;  // one a row
+  float* mean;  // one a row; null for RMS norm
   float* rstd;  // one a row: 1 / sqrt(variance + eps)
   float eps;
+  bool rms = false;
 };
 
 struct NormGradRows {
   const void* grad_output;
   const void* grad_sum;  // or null
-  const void* rows_in;   // the sum; or the norm's output if `mean` is null
-  const float* mean;     // or null
+  const void* rows_in;   // the sum; or a layer norm's output if `mean` is null
+  const float* mean;     // or null; not used by RMS norm
   const float* rstd;
   const void* weight;  // one row
-  const void* bias;    // one row; there if `mean` is null
+  const void* bias;    // one row; there if a layer norm's `mean` is null
   void* grad_total;    // the gradient of the sum
   void* grad_input;    // that after dropout; null if nothing is dropped
   void* weight_sums;   // the gradient of weight
@@ -57,6 +58,7 @@ struct NormGradRows {
   void* input_sums;    // of grad_input, or of grad_total if nothing is dropped
   int64_t rows, columns;
   SeededDropout dropout;
+  bool rms = false;
 };
 
 struct GeluRows {
@@ -75,6 +77,25 @@ struct GeluGradRows {
   void* sums;  // of grad_input
   int64_t rows, columns;
   bool tanh;
+};
+
+// output = activation(gate) up
+struct GateRows {
+  const void* gate;
+  const void* up;
+  void* output;
+  int64_t rows, columns;
+  Activation activation;
+};
+
+struct GateGradRows {
+  const void* grad_output;
+  const void* gate;
+  const void* up;
+  void* grad_gate;
+  void* grad_up;
+  int64_t rows, columns;
+  Activation activation;
 };
 
 // How the dimensions before the last are laid out: row r of the scores adds the mask's row at the offset of r.
@@ -128,8 +149,33 @@ DS_KERNELS_INLINE Real gelu_slope(Real input) {
   return 0.5f + 0.5f * error_function(x * 0x1.6a09e6p-1f) + x * exponential(-0.5f * x * x) * 0x1.988454p-2f;
 }
 
+// The derivative of silu: with e = e^-x and s = 1 / (1 + e) it is s + x s (1 - s), where 1 - s is e s: taken from 1, the
+// error of a quotient near 1 would be multiplied by x.
+template <class Real>
+DS_KERNELS_INLINE Real silu_slope(Real input) {
+  const Real x = bounded(input, 80.f), e = exponential(-x), s = quotient(Real{} + 1.f, 1.f + e);
+  return s + x * s * (e * s);
+}
+
+// The derivative of an activation; that of relu at 0 is 0.
+template <Activation activation, class Real>
+DS_KERNELS_INLINE Real slope(Real x) {
+  if constexpr (activation == Activation::Relu) {
+    return select(x > 0.f, Real{} + 1.f, Real{});
+  } else if constexpr (activation == Activation::Gelu) {
+    return gelu_slope(x);
+  } else if constexpr (activation == Activation::GeluTanh) {
+    return gelu_tanh_slope(x);
+  } else if constexpr (activation == Activation::Silu) {
+    return silu_slope(x);
+  } else {
+    return Real{} + 1.f;
+  }
+}
+
 // The gradient of a normalised element's input: rstd (g - mean(g) - n mean(g n)), where g is the gradient of the result
-// times weight, and n the normalised element before weight and bias (Ba et al. 2016).
+// times weight, and n the normalised element before weight and bias (Ba et al. 2016). For RMS norm mean(g) is not taken
+// away (Zhang & Sennrich 2019).
 template <class Real>
 DS_KERNELS_INLINE Real layer_norm_slope(Real g, Real n, float mean_g, float mean_gn, float rstd) {
   return rstd * (g - mean_g - n * mean_gn);

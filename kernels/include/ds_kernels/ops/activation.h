@@ -6,6 +6,13 @@
 
 namespace ds_kernels {
 
+// An op's argument, an index into the activations.
+inline Activation activation_of(const char* op, int64_t index) {
+  DS_KERNELS_CHECK(0 <= index && index < kActivations, op, "activation is ", index, "; expected 0 to ",
+                   int64_t{kActivations - 1});
+  return static_cast<Activation>(index);
+}
+
 // Asks its Device, see binding.h, for ActivationRows.
 template <class Device>
 struct ActivationOps {
@@ -45,12 +52,6 @@ struct ActivationOps {
   }
 
  private:
-  static Activation activation_of(const char* op, int64_t index) {
-    DS_KERNELS_CHECK(0 <= index && index < kActivations, op, "activation is ", index, "; expected 0 to ",
-                     int64_t{kActivations - 1});
-    return static_cast<Activation>(index);
-  }
-
   // Writes to `output`, or in place if that is null.
   static void run(const char* op, const Tensor& input, const OptionalTensor& bias, int64_t activation, Tensor* output) {
     Arguments arguments(op, "input", input);

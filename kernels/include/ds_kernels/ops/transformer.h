@@ -1,10 +1,10 @@
-// ds_plugin::dropout_add, dropout_add_layer_norm, fused_bias_gelu, masked_softmax_dropout and their derivatives, on any
-// device.
+// ds_plugin::dropout_add, dropout_add_layer_norm, add_rms_norm, fused_bias_gelu, activation_and_mul,
+// masked_softmax_dropout and their derivatives, on any device.
 #pragma once
 
 #include <tuple>
 
-#include <ds_kernels/arguments.h>
+#include <ds_kernels/ops/activation.h>
 #include <ds_kernels/transformer.h>
 
 namespace ds_kernels {
@@ -18,6 +18,10 @@ struct TransformerOps {
     m.impl("dropout_add_backward", TORCH_BOX(&dropout_add_backward));
     m.impl("dropout_add_layer_norm", TORCH_BOX(&dropout_add_layer_norm));
     m.impl("dropout_add_layer_norm_backward", TORCH_BOX(&dropout_add_layer_norm_backward));
+    m.impl("add_rms_norm", TORCH_BOX(&add_rms_norm));
+    m.impl("add_rms_norm_backward", TORCH_BOX(&add_rms_norm_backward));
+    m.impl("activation_and_mul", TORCH_BOX(&activation_and_mul));
+    m.impl("activation_and_mul_backward", TORCH_BOX(&activation_and_mul_backward));
     m.impl("fused_bias_gelu", TORCH_BOX(&fused_bias_gelu));
     m.impl("fused_bias_gelu_backward", TORCH_BOX(&fused_bias_gelu_backward));
     m.impl("masked_softmax_dropout", TORCH_BOX(&masked_softmax_dropout));
@@ -103,6 +107,80 @@ struct TransformerOps {
     g.input_sums = bias ? grad_bias.data_ptr() : nullptr;
     call.device.run(call.op(), g, call.dtype());
     return {grad_total, grad_input, grad_weight, grad_norm_bias, grad_bias};
+  }
+
+  // ---- RMS norm --------------------------------------------------------------------------------------------------
+
+  static std::tuple<Tensor, Tensor, Tensor> add_rms_norm(const Tensor& input, const OptionalTensor& residual,
+                                                         const Tensor& weight, double eps) {
+    Call call("add_rms_norm", "input", input);
+    TrainingNormRows n{};
+    n.rms = true;
+    n.sum = sum_rows(call, input, {}, residual, {}, 0);
+    n.weight = call.arguments.read("weight", weight, call.row());
+    n.eps = static_cast<float>(eps);
+    Tensor output = call.new_rows(), sum = call.new_rows_if(residual.has_value());
+    Tensor rstd = new_float_tensor(input, call.leading());
+    n.sum.sum = residual ? sum.data_ptr() : nullptr;
+    n.output = output.data_ptr();
+    n.rstd = static_cast<float*>(rstd.data_ptr());
+    call.device.run(call.op(), n, call.dtype());
+    return {output, sum, rstd};
+  }
+
+  static std::tuple<Tensor, Tensor> add_rms_norm_backward(const Tensor& grad_output, const OptionalTensor& grad_sum,
+                                                          const Tensor& summed, const Tensor& rstd,
+                                                          const Tensor& weight) {
+    const NoGrad guard;
+    Call call("add_rms_norm_backward", "grad_output", grad_output);
+    const Statistic factors(call, "rstd", rstd);
+    NormGradRows g{};
+    g.rms = true;
+    g.grad_output = call.arguments.read("grad_output", grad_output, call.shape());
+    g.grad_sum = call.arguments.read("grad_sum", grad_sum, call.shape());
+    g.rows_in = call.arguments.read("rows", summed, call.shape());
+    g.rstd = factors.data();
+    g.weight = call.arguments.read("weight", weight, call.row());
+    g.rows = call.rows;
+    g.columns = call.columns;
+    Tensor grad_total = call.new_rows(), grad_weight = call.new_row();
+    g.grad_total = grad_total.data_ptr();
+    g.weight_sums = grad_weight.data_ptr();
+    call.device.run(call.op(), g, call.dtype());
+    return {grad_total, grad_weight};
+  }
+
+  // ---- gates -----------------------------------------------------------------------------------------------------
+
+  static Tensor activation_and_mul(const Tensor& gate, const Tensor& up, int64_t activation) {
+    Call call("activation_and_mul", "gate", gate);
+    GateRows g{};
+    g.gate = call.arguments.read("gate", gate, call.shape());
+    g.up = call.arguments.read("up", up, call.shape());
+    g.rows = call.rows;
+    g.columns = call.columns;
+    g.activation = activation_of(call.op(), activation);
+    Tensor output = call.new_rows();
+    g.output = output.data_ptr();
+    call.device.run(call.op(), g, call.dtype());
+    return output;
+  }
+
+  static std::tuple<Tensor, Tensor> activation_and_mul_backward(const Tensor& grad_output, const Tensor& gate,
+                                                                const Tensor& up, int64_t activation) {
+    Call call("activation_and_mul_backward", "grad_output", grad_output);
+    GateGradRows g{};
+    g.grad_output = call.arguments.read("grad_output", grad_output, call.shape());
+    g.gate = call.arguments.read("gate", gate, call.shape());
+    g.up = call.arguments.read("up", up, call.shape());
+    g.rows = call.rows;
+    g.columns = call.columns;
+    g.activation = activation_of(call.op(), activation);
+    Tensor grad_gate = call.new_rows(), grad_up = call.new_rows();
+    g.grad_gate = grad_gate.data_ptr();
+    g.grad_up = grad_up.data_ptr();
+    call.device.run(call.op(), g, call.dtype());
+    return {grad_gate, grad_up};
   }
 
   // ---- bias and gelu ---------------------------------------------------------------------------------------------

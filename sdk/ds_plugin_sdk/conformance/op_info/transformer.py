@@ -17,6 +17,7 @@ from torch import Tensor
 from ds_plugin_sdk.conformance.op_info.activation import activate
 from ds_plugin_sdk.conformance.op_info.op_info import MANY_COLUMNS, MANY_ROWS, Kind, Make, OpInfo, Sample
 from ds_plugin_sdk.ops import _library, _philox, transformer
+from ds_plugin_sdk.ops.activation import ACTIVATIONS
 
 # Rows and columns around vectors, blocks of random numbers, and parts of sums over rows.
 _SHAPES = ((1, 1), (2, 3), (3, 16), (2, 17), (3, 63), (2, 2, 64), (3, 65), (2, 130), (70, 257))
@@ -103,21 +104,54 @@ def _norm_backward(
     )
 
 
+def _rms_norm(input: Tensor, weight: Tensor, residual: Tensor | None, eps: float) -> tuple[Tensor, ...]:
+    total = _plus(input, residual)
+    normed = total / torch.sqrt((total**2).mean(dim=-1, keepdim=True) + eps) * weight
+    return (normed,) if residual is None else (normed, total)
+
+
+def _rms_norm_backward(
+    grad_output: Tensor, grad_sum: Tensor | None, rows: Tensor, rstd: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor]:
+    normal = rows * rstd.unsqueeze(-1)
+    g = grad_output * weight
+    total = rstd.unsqueeze(-1) * (g - normal * (g * normal).mean(dim=-1, keepdim=True))
+    return _plus(total, grad_sum), _column_sums(grad_output * normal)
+
+
+def _gate(gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor]:
+    return (activate(gate, activation) * up,)
+
+
+def _gate_backward(grad_output: Tensor, gate: Tensor, up: Tensor, activation: int) -> tuple[Tensor, Tensor]:
+    name = ACTIVATIONS[activation]
+    return grad_output * up * _slope(gate, name), grad_output * activate(gate, name)
+
+
+def _slope(x: Tensor, activation: str) -> Tensor:
+    """The derivative of an activation, by formulas that lose nothing where it is much smaller than 1."""
+    if activation == "relu":
+        return (x > 0).to(x.dtype)
+    if activation == "silu":
+        return torch.sigmoid(x) * (1 + x * torch.sigmoid(-x))
+    if activation == "identity":
+        return torch.ones_like(x)
+    # From 40 on the slope is 0 or 1 in float64 too, and its terms do not overflow.
+    s = x.clamp(-40, 40)
+    if activation == "gelu_tanh":
+        # (1 + tanh u) / 2 is sigmoid(2 u), which loses nothing where tanh is near -1.
+        u = math.sqrt(2 / math.pi) * (s + 0.044715 * s**3)
+        rise = math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * s**2)
+        return torch.sigmoid(2 * u) * (1 + 2 * s * torch.sigmoid(-2 * u) * rise)
+    return torch.erfc(-s / math.sqrt(2)) / 2 + s * torch.exp(-(s**2) / 2) / math.sqrt(2 * math.pi)
+
+
 def _gelu(input: Tensor, bias: Tensor | None, tanh: bool) -> tuple[Tensor]:
     return (activate(_plus(input, bias), "gelu_tanh" if tanh else "gelu"),)
 
 
 def _gelu_backward(grad_output: Tensor, input: Tensor, bias: Tensor | None, tanh: bool) -> tuple[Tensor, Tensor]:
-    # From 40 on the slope is 0 or 1 in float64 too, and its terms do not overflow.
-    s = _plus(input, bias).clamp(-40, 40)
-    if tanh:
-        # (1 + tanh u) / 2 is sigmoid(2 u), which loses nothing where tanh is near -1.
-        u = math.sqrt(2 / math.pi) * (s + 0.044715 * s**3)
-        rise = math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * s**2)
-        slope = torch.sigmoid(2 * u) * (1 + 2 * s * torch.sigmoid(-2 * u) * rise)
-    else:
-        slope = torch.erfc(-s / math.sqrt(2)) / 2 + s * torch.exp(-(s**2) / 2) / math.sqrt(2 * math.pi)
-    grad = grad_output * slope
+    grad = grad_output * _slope(_plus(input, bias), "gelu_tanh" if tanh else "gelu")
     return grad, _nothing(grad) if bias is None else _column_sums(grad)
 
 
@@ -219,6 +253,41 @@ def _norm_grads(p: float, bias: bool, grad_sum: bool, inverted: bool) -> Callabl
     return arguments
 
 
+def _rms_norms(residual: bool) -> Callable[[Make, tuple[int, ...]], Tensors]:
+    return lambda make, shape: {
+        "input": _eighths(make, *shape),
+        "weight": make.signed(shape[-1]),
+        "residual": _eighths(make, *shape) if residual else None,
+        "eps": 1e-5,
+    }
+
+
+def _rms_norm_grads(grad_sum: bool) -> Callable[[Make, tuple[int, ...]], Tensors]:
+    return lambda make, shape: {
+        "grad_output": make.normal(*shape),
+        "grad_sum": make.normal(*shape) if grad_sum else None,
+        "rows": make.normal(*shape),
+        "rstd": make.positive(*shape[:-1], dtype=torch.float32),
+        "weight": make.signed(shape[-1]),
+    }
+
+
+def _gates(activation: str, scale: float = 2.0) -> Callable[[Make, tuple[int, ...]], Tensors]:
+    return lambda make, shape: {
+        "gate": make.normal(*shape, scale=scale),
+        "up": make.normal(*shape),
+        "activation": activation,
+    }
+
+
+def _gate_grads(activation: str, scale: float = 2.0) -> Callable[[Make, tuple[int, ...]], Tensors]:
+    return lambda make, shape: {
+        "grad_output": make.normal(*shape),
+        **_gates(activation, scale)(make, shape),
+        "activation": ACTIVATIONS.index(activation),  # type: ignore[arg-type]  # it is one of them
+    }
+
+
 def _gelus(tanh: bool, bias: bool, scale: float = 2.0) -> Callable[[Make, tuple[int, ...]], Tensors]:
     return lambda make, shape: {
         "input": make.normal(*shape, scale=scale),
@@ -274,6 +343,16 @@ def _norm_face(input: Tensor, *others: Any, **arguments: Any) -> tuple[Tensor, .
     return (output,) if total is input else (output, total)
 
 
+def _rms_norm_face(input: Tensor, *others: Any, **arguments: Any) -> tuple[Tensor, ...]:
+    """The function without the sum where that is the input itself."""
+    output, total = transformer.add_rms_norm(input, *others, **arguments)
+    return (output,) if total is input else (output, total)
+
+
+def _numbered(arguments: Mapping[str, Any]) -> list[Any]:
+    return [*list(arguments.values())[:-1], ACTIVATIONS.index(arguments["activation"])]
+
+
 def _in_order(*names: str) -> Callable[[Mapping[str, Any]], list[Any]]:
     return lambda arguments: [arguments[name] for name in names]
 
@@ -290,7 +369,7 @@ def _describe(
     formula: Callable[..., tuple[Tensor, ...]],
     variants: Sequence[Variant],
     differentiable: tuple[str, ...] = (),
-    schema: tuple[str, ...] = (),
+    schema: Callable[[Mapping[str, Any]], Sequence[Any]] | None = None,
     function: Callable[..., Any] | None = None,
 ) -> OpInfo:
     """An op; without a function the derivative of one."""
@@ -307,7 +386,7 @@ def _describe(
         gradient_rtol=_GRADIENTS,
         gradient_atol=_GRADIENTS,
         broadcasts=("mask", "seed"),
-        schema_arguments=_in_order(*schema) if schema else None,
+        schema_arguments=schema,
         large=_large(variants[0]),
     )
 
@@ -322,7 +401,7 @@ OPS = (
             ("residual alone", _sums(0.0, False, True)),
         ),
         ("input", "residual", "bias"),
-        ("input", "bias", "residual", "seed", "p"),
+        _in_order("input", "bias", "residual", "seed", "p"),
         transformer.dropout_add,
     ),
     _describe(
@@ -344,7 +423,7 @@ OPS = (
             ("norm alone", _sums(0.0, False, False, norm=True)),
         ),
         ("input", "weight", "norm_bias", "residual", "bias"),
-        ("input", "bias", "residual", "weight", "norm_bias", "seed", "p", "eps"),
+        _in_order("input", "bias", "residual", "weight", "norm_bias", "seed", "p", "eps"),
         _norm_face,
     ),
     _describe(
@@ -355,6 +434,38 @@ OPS = (
             ("inverted, bias, a tenth dropped", _norm_grads(0.1, True, False, True)),
             ("inverted, sum", _norm_grads(0.0, False, True, True)),
             ("norm alone", _norm_grads(0.0, False, False, False)),
+        ),
+    ),
+    _describe(
+        "add_rms_norm",
+        _rms_norm,
+        (("residual", _rms_norms(True)), ("norm alone", _rms_norms(False))),
+        ("input", "weight", "residual"),
+        _in_order("input", "residual", "weight", "eps"),
+        _rms_norm_face,
+    ),
+    _describe(
+        "add_rms_norm_backward",
+        _rms_norm_backward,
+        (("sum", _rms_norm_grads(True)), ("norm alone", _rms_norm_grads(False))),
+    ),
+    _describe(
+        "activation_and_mul",
+        _gate,
+        (
+            *((each, _gates(each)) for each in ACTIVATIONS),
+            *((f"{each}, large", _gates(each, 1e3)) for each in ACTIVATIONS),
+        ),
+        ("gate", "up"),
+        _numbered,
+        function=transformer.activation_and_mul,
+    ),
+    _describe(
+        "activation_and_mul_backward",
+        _gate_backward,
+        (
+            *((each, _gate_grads(each)) for each in ACTIVATIONS),
+            *((f"{each}, large", _gate_grads(each, 1e3)) for each in ACTIVATIONS),
         ),
     ),
     _describe(
@@ -391,7 +502,7 @@ OPS = (
             ("scores alone", _softmaxes(0.0, "none")),
         ),
         ("scores",),
-        ("scores", "mask", "scale", "seed", "p"),
+        _in_order("scores", "mask", "scale", "seed", "p"),
         transformer.masked_softmax_dropout,
     ),
     _describe(

@@ -64,6 +64,18 @@ def check_dropout(first: Tensor, seed: Tensor | None, p: float, name: str = "gra
         )
 
 
+def check_statistic(name: str, statistic: Tensor | None, rows: Tensor) -> None:
+    """Check what an op returned for each row."""
+    if statistic is None:
+        return
+    wanted = (working(rows), rows.shape[:-1], rows.device)
+    if (statistic.dtype, statistic.shape, statistic.device) != wanted:
+        raise CheckError(
+            f"{name} is {statistic.dtype} {list(statistic.shape)} on {statistic.device}; "
+            f"expected {wanted[0]} {list(wanted[1])} on {wanted[2]}",
+        )
+
+
 def check_sum(input: Tensor, bias: Tensor | None, residual: Tensor | None, seed: Tensor | None, p: float) -> None:
     """Check the arguments of `sum_of`."""
     check_dropout(input, seed, p, "input")

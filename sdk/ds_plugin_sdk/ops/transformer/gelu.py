@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import functional
 
 from ds_plugin_sdk.ops import _library
+from ds_plugin_sdk.ops._activations import slope
 from ds_plugin_sdk.ops._checks import check_first, check_other
 from ds_plugin_sdk.ops._references import working
 from ds_plugin_sdk.ops.transformer._parts import biased, columns_of, contiguous, empty_columns
@@ -82,16 +81,5 @@ def fused_bias_gelu_backward_reference(
     grad_output: Tensor, input: Tensor, bias: Tensor | None, tanh: bool
 ) -> tuple[Tensor, Tensor]:
     """The gradients of input and of bias; that of bias has no elements if there was none."""
-    grad = grad_output.to(working(grad_output)) * _gelu_slope(biased(input, bias), tanh)
+    grad = grad_output.to(working(grad_output)) * slope(biased(input, bias), "gelu_tanh" if tanh else "gelu")
     return contiguous(grad, grad_output), columns_of(grad, grad_output, bias is not None)
-
-
-def _gelu_slope(s: Tensor, tanh: bool) -> Tensor:
-    """The derivative of either form of gelu."""
-    if tanh:
-        t = torch.tanh(math.sqrt(2 / math.pi) * (s + 0.044715 * s**3))
-        inner = math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * s**2)
-        # Far out, where tanh is 1, the other factors may be infinite.
-        return 0.5 * (1 + t) + torch.where(t.abs() == 1, 0.0, 0.5 * s * (1 - t * t) * inner)
-    density = torch.exp(-0.5 * s**2) / math.sqrt(2 * math.pi)
-    return 0.5 * (1 + torch.erf(s / math.sqrt(2))) + torch.where(density == 0, 0.0, s * density)

@@ -12,6 +12,7 @@ from ds_plugin_sdk.ops._checks import CheckError, check_other
 from ds_plugin_sdk.ops._references import working
 from ds_plugin_sdk.ops.transformer._parts import (
     check_dropout,
+    check_statistic,
     check_sum,
     columns_of,
     contiguous,
@@ -160,15 +161,8 @@ def _check_backward(
     check_other("rows", rows, grad_output, grad_output.shape)
     check_other("weight", weight, grad_output, grad_output.shape[-1:])
     check_other("norm_bias", norm_bias, grad_output, grad_output.shape[-1:])
-    for name, statistic in (("mean", mean), ("rstd", rstd)):
-        if statistic is None:
-            continue
-        wanted = (working(grad_output), grad_output.shape[:-1], grad_output.device)
-        if (statistic.dtype, statistic.shape, statistic.device) != wanted:
-            raise CheckError(
-                f"{name} is {statistic.dtype} {list(statistic.shape)} on {statistic.device}; "
-                f"expected {wanted[0]} {list(wanted[1])} on {wanted[2]}",
-            )
+    check_statistic("mean", mean, grad_output)
+    check_statistic("rstd", rstd, grad_output)
     if mean is None and norm_bias is None:
         raise CheckError("mean and norm_bias are missing; expected one of them")
 
