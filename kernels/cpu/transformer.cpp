@@ -208,7 +208,7 @@ void gelu_gradient(const GeluGradRows& g, int64_t row, float* sums) {
   for_each_vector(g.columns, [=](int64_t i, auto memory) {
     Floats x = memory.load(input + i);
     if (bias) x += load_again(memory, bias + i);
-    const Floats grad = memory.load(grad_output + i) * (tanh ? gelu_tanh_slope(x) : gelu_slope(x));
+    const Floats grad = memory.load(grad_output + i) * (tanh ? gelu_tanh_slope(x) : gelu_slope(x)).slope;
     memory.store(grad_input + i, grad);
     if (sums) add_to(memory, sums + i, grad);
   });
@@ -256,8 +256,9 @@ struct GateBackward {
         auto* grad_up = row_of<Element>(rows.grad_up, row, rows.columns);
         for_each_vector(rows.columns, [=](int64_t i, auto memory) {
           const Floats grad = memory.load(grad_output + i), x = memory.load(gate + i);
-          memory.store(grad_gate + i, grad * memory.load(up + i) * slope<activation>(x));
-          memory.store(grad_up + i, grad * activate<activation>(x));
+          const auto [value, slope] = slope_of<activation>(x);
+          memory.store(grad_gate + i, grad * memory.load(up + i) * slope);
+          memory.store(grad_up + i, grad * value);
         });
       }
     }

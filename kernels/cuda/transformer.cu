@@ -261,7 +261,7 @@ __global__ void __launch_bounds__(kStripThreads) gelu_gradient_kernel(const Gelu
     quad.load_from(row_of<Element>(g.input, row, g.columns), x);
     quad.add_from(static_cast<const Element*>(g.bias), x);
     const bool tanh = g.tanh;
-    quad.for_each_value([=](float& value, float s) { value *= tanh ? gelu_tanh_slope(s) : gelu_slope(s); }, grad, x);
+    quad.for_each_value([=](float& value, float s) { value *= (tanh ? gelu_tanh_slope(s) : gelu_slope(s)).slope; }, grad, x);
     quad.store_to(row_of<Element>(g.grad_input, row, g.columns), grad);
     quad.for_each_value([](float& sum, float value) { sum += value; }, sums[0], grad);
   });
@@ -340,9 +340,9 @@ __global__ void gate_gradient_kernel(const GateGradRows g, const unsigned blocks
   load<pack>(row_of<Element>(g.up, row, g.columns) + column, up);
 #pragma unroll
   for (int j = 0; j < pack; ++j) {
-    const float of_up = grad[j] * activate<activation>(x[j]);
-    x[j] = grad[j] * up[j] * slope<activation>(x[j]);
-    up[j] = of_up;
+    const auto [value, slope] = slope_of<activation>(x[j]);
+    x[j] = grad[j] * up[j] * slope;
+    up[j] = grad[j] * value;
   }
   store<pack>(row_of<Element>(g.grad_gate, row, g.columns) + column, x);
   store<pack>(row_of<Element>(g.grad_up, row, g.columns) + column, up);

@@ -132,36 +132,43 @@ DS_KERNELS_INLINE Real bounded(Real x, float bound) {
   return maximum(Real{} - bound, minimum(Real{} + bound, x));
 }
 
-// The derivative of gelu by the tanh formula: with u = sqrt(2/pi) (x + 0.044715 x^3), e = e^-2u and s = 1 / (1 + e),
-// which is (1 + tanh u) / 2, it is s + 2 x s (1 - s) u', where 1 - s is e s. Beyond -10, where e overflows, it is 0, and
-// no number near it: a gradient that it is multiplied by may be large.
+// An activation and its derivative, which share most of their work.
 template <class Real>
-DS_KERNELS_INLINE Real gelu_tanh_slope(Real input) {
+struct Slope {
+  Real value, slope;
+};
+
+// gelu by the tanh formula: with u = sqrt(2/pi) (x + 0.044715 x^3), e = e^-2u and s = 1 / (1 + e), which is
+// (1 + tanh u) / 2, the derivative is s + 2 x s (1 - s) u', where 1 - s is e s. Beyond -10, where e overflows, it is 0,
+// and no number near it: a gradient that it is multiplied by may be large.
+template <class Real>
+DS_KERNELS_INLINE Slope<Real> gelu_tanh_slope(Real input) {
   const Real x = bounded(input, 10.f), square = x * x;
   const Real e = exponential(x * (-0x1.988454p0f - 0x1.2444f2p-4f * square)), s = quotient(Real{} + 1.f, 1.f + e);
-  return select(input < -10.f, Real{}, s + x * s * (e * s) * (0x1.988454p0f + 0x1.b6676cp-3f * square));
+  const Real slope = s + x * s * (e * s) * (0x1.988454p0f + 0x1.b6676cp-3f * square);
+  return {input * s, select(input < -10.f, Real{}, slope)};
 }
 
-// The derivative of gelu by the error function: (1 + erf(x / sqrt 2)) / 2 + x e^(-x^2 / 2) / sqrt(2 pi).
+// gelu by the error function: the derivative is (1 + erf(x / sqrt 2)) / 2 + x e^(-x^2 / 2) / sqrt(2 pi).
 template <class Real>
-DS_KERNELS_INLINE Real gelu_slope(Real input) {
-  const Real x = bounded(input, 16.f);
-  return 0.5f + 0.5f * error_function(x * 0x1.6a09e6p-1f) + x * exponential(-0.5f * x * x) * 0x1.988454p-2f;
+DS_KERNELS_INLINE Slope<Real> gelu_slope(Real input) {
+  const Real x = bounded(input, 16.f), half = 0.5f + 0.5f * error_function(x * 0x1.6a09e6p-1f);
+  return {input * half, half + x * exponential(-0.5f * x * x) * 0x1.988454p-2f};
 }
 
-// The derivative of silu: with e = e^-x and s = 1 / (1 + e) it is s + x s (1 - s), where 1 - s is e s: taken from 1, the
-// error of a quotient near 1 would be multiplied by x.
+// silu: with e = e^-x and s = 1 / (1 + e) the derivative is s + x s (1 - s), where 1 - s is e s: taken from 1, the error
+// of a quotient near 1 would be multiplied by x.
 template <class Real>
-DS_KERNELS_INLINE Real silu_slope(Real input) {
+DS_KERNELS_INLINE Slope<Real> silu_slope(Real input) {
   const Real x = bounded(input, 80.f), e = exponential(-x), s = quotient(Real{} + 1.f, 1.f + e);
-  return s + x * s * (e * s);
+  return {input * s, s + x * s * (e * s)};
 }
 
-// The derivative of an activation; that of relu at 0 is 0.
+// The derivative of relu at 0 is 0.
 template <Activation activation, class Real>
-DS_KERNELS_INLINE Real slope(Real x) {
+DS_KERNELS_INLINE Slope<Real> slope_of(Real x) {
   if constexpr (activation == Activation::Relu) {
-    return select(x > 0.f, Real{} + 1.f, Real{});
+    return {zero_if_negative(x), select(x > 0.f, Real{} + 1.f, Real{})};
   } else if constexpr (activation == Activation::Gelu) {
     return gelu_slope(x);
   } else if constexpr (activation == Activation::GeluTanh) {
@@ -169,7 +176,7 @@ DS_KERNELS_INLINE Real slope(Real x) {
   } else if constexpr (activation == Activation::Silu) {
     return silu_slope(x);
   } else {
-    return Real{} + 1.f;
+    return {x, Real{} + 1.f};
   }
 }
 

@@ -98,6 +98,11 @@ def load_family(family: str, device_type: str) -> None:
     _builder_of(family, _packages.get(device_type), device_type)().load(verbose=False)
 
 
+def has_native_family(family: str, device_type: str) -> bool:
+    """Whether `load_family` would load native kernels; as far as one can tell without loading them."""
+    return is_native(_builder_of(family, _packages.get(device_type), device_type))
+
+
 def name_problem(builder: type[Any]) -> str | None:
     """Why nobody will find a builder's kernels, or None: its ``NAME`` is no op's, or another op's than the class's."""
     if getattr(builder, "KIND", "python_module") != "torch_library" or builder.__module__.startswith("ds_plugin_sdk."):

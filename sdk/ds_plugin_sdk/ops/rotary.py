@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ds_plugin_sdk.ops import _library
 from ds_plugin_sdk.ops._checks import CheckError, check_first, check_written, text
@@ -28,37 +26,13 @@ def rotary(input: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False
             GPT-NeoX).
 
     Returns:
-        A new contiguous tensor of input's shape and dtype, which can be differentiated with respect to input, once.
+        A new contiguous tensor of input's shape and dtype.
 
     Raises:
-        InvalidTensorError: shapes, dtypes or devices do not fit, or gradients of cos or sin are wanted.
+        InvalidTensorError: shapes, dtypes or devices do not fit.
     """
-    if torch.is_grad_enabled():
-        if cos.requires_grad or sin.requires_grad:
-            raise _library.invalid("rotary", "cos or sin requires gradients; expected constants: detach() them")
-        if input.requires_grad:
-            turned: Tensor = _Rotary.apply(input, cos, sin, interleaved)  # type: ignore[no-untyped-call]  # torch's
-            return turned
     result: Tensor = _library.call("rotary", input, cos, sin, interleaved)
     return result
-
-
-class _Rotary(torch.autograd.Function):
-    """No derivative of the op's, which would be asked for in Python at each call of inference too."""
-
-    @staticmethod
-    def forward(ctx: Any, input: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        ctx.interleaved = interleaved
-        result: Tensor = _library.call("rotary", input, cos, sin, interleaved)
-        return result
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Turned back."""
-        cos, sin = ctx.saved_tensors
-        return _library.call("rotary", grads[0], cos, -sin, ctx.interleaved), None, None, None
 
 
 def rotary_(input: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:

@@ -18,7 +18,7 @@ from ds_plugin_sdk.registry.current import (
     set_accelerator,
     use_fallback,
 )
-from ds_plugin_sdk.registry.kernels import load_kernels
+from ds_plugin_sdk.registry.kernels import has_kernels, load_kernels
 from ds_plugin_sdk.registry.plugin import Plugin, Probe
 from ds_plugin_sdk.registry.scan import Candidate, only, scan
 from ds_plugin_sdk.registry.select import Decision, Step, allowed
@@ -34,6 +34,7 @@ __all__ = [
     "current",
     "decision",
     "get_accelerator",
+    "has_kernels",
     "load",
     "load_kernels",
     "on_change",

@@ -21,6 +21,13 @@ def load_kernels(family: str, device_type: str) -> None:
     op_builder.load_family(family, device_type)
 
 
+def has_kernels(family: str, device_type: str) -> bool:
+    """Whether a device has native kernels of a family, as far as one can tell without loading them."""
+    _offer_all()
+    _use_builders_for(device_type)
+    return op_builder.has_native_family(family, device_type)
+
+
 # What is wrong with a plugin is reported where an accelerator is chosen; here it only has no kernels.
 @functools.cache
 def _offer_all() -> None:

@@ -403,6 +403,8 @@ def test_the_report() -> None:
         "model.layers.1.self_attn.k_proj, model.layers.1.self_attn.v_proj, model.layers.1.self_attn.o_proj, "
         "model.layers.1.mlp.gate_proj, model.layers.1.mlp.up_proj, model.layers.1.mlp.down_proj, lm_head",
         "  norms            3  model.layers.1.input_layernorm, model.layers.1.post_attention_layernorm, model.norm",
+        "  in training      9  model.layers.{0-1}.input_layernorm, model.layers.{0-1}.mlp, "
+        "model.layers.{0-1}.post_attention_layernorm, model.layers.{0-1}.self_attn, model.norm",
         "  left alone       1",
         f"    model.layers.1: LlamaDecoderLayer: {Lora.__module__}.Lora is no plain linear layer",
     ]

@@ -78,13 +78,9 @@ _ROTARY = OpInfo(
     function=ops.rotary,
     formula=_rotary,
     samples=_samples,
-    differentiable=("input",),
     random=_random,
     broadcasts=("input",),  # a head may be longer than what is turned
     large=_large,
 )
 
-OPS = (
-    _ROTARY,
-    dataclasses.replace(_ROTARY, name="rotary_", function=ops.rotary_, written=("input",), differentiable=()),
-)
+OPS = (_ROTARY, dataclasses.replace(_ROTARY, name="rotary_", function=ops.rotary_, written=("input",)))

@@ -28,7 +28,7 @@ from ds_plugin_sdk.integrations.transformers.replacements import (
     NormReplacement,
     Row,
 )
-from ds_plugin_sdk.integrations.transformers.training import TrainedLinear
+from ds_plugin_sdk.integrations.transformers.training_layers import TRAINED, is_rms, training_replacement
 from ds_plugin_sdk.integrations.transformers.understood import (
     NotUnderstoodError,
     check_no_other_forward,
@@ -91,6 +91,14 @@ class Accelerated:
         return self._replaced(LossReplacement)
 
     @property
+    def training(self) -> list[str]:
+        """Names of RMS norms, activations, feed-forward layers and attentions that run on our ops in training, where
+        their device has kernels for it.
+        """
+        rms = [name for name in self.norms if is_rms(self._found.replacements[name].module)]
+        return sorted([*rms, *(name for kind in TRAINED for name in self._replaced(kind))])
+
+    @property
     def int8_cache(self) -> list[str]:
         """Names of decoder layers that keep keys and values in 8 bits, where the cache is transformers' dynamic one."""
         return self.layers if self._found.cache is Int8Layer else []
@@ -106,7 +114,9 @@ class Accelerated:
         found = {name: f"{kind}: {why}" for name, (kind, why) in self._found.left.items()}
         for name, replacement in self._found.replacements.items():
             if self._undo and not (is_replaced(replacement.module) and replacement.holds()):
-                found[name] = f"{name_of(replacement.module)}: it was changed after accelerate()"
+                module = replacement.module
+                why = "it is in training mode" if module.training else "it was changed after accelerate()"
+                found[name] = f"{name_of(module)}: {why}"
         return found
 
     def _replaced(self, kind: type[Replacement]) -> list[str]:
@@ -126,6 +136,7 @@ class Accelerated:
             ("attention", attention),
             ("linear layers", self.linear),
             ("norms", self.norms),
+            ("in training", self.training),
             *((("int8 cache", self.int8_cache),) if self.int8_cache else ()),
             *((("chunked loss", loss),) if loss else ()),
         ):
@@ -231,18 +242,24 @@ def _find_layers(model: transformers.PreTrainedModel, packer: Packer, found: _Fo
                 row = rows[name.rpartition(".")[0]]
                 found.replacements[name] = _decoder(module, attention, packer, row, found.cache, matrix_of)
                 done.update(module.modules())
-                inner = ((f"{name}.{each}", one) for each, one in module.named_modules())
-                found.replacements.update(
-                    {each: TrainedLinear(one) for each, one in inner if type(one) in (nn.Linear, Conv1D)}
-                )
+                for inner, each in list(module.named_modules())[1:]:
+                    _in_training(f"{name}.{inner}", each, found)
             elif isinstance(module, nn.Linear | Conv1D) or is_int4(module):
                 matrix = matrix_of(module, sensitive=module is head)
                 packer.add(matrix)
                 found.replacements[name] = LinearReplacement(module, matrix)
             elif isinstance(module, nn.LayerNorm) or "RMSNorm" in type(module).__name__:
                 found.replacements[name] = NormReplacement(module, norm_of(module))
+            else:
+                _in_training(name, module, found)
         except NotUnderstoodError as why:
             found.left[name] = (name_of(module), str(why))
+
+
+def _in_training(name: str, module: nn.Module, found: _Found) -> None:
+    replacement = training_replacement(module)
+    if replacement is not None:
+        found.replacements[name] = replacement
 
 
 def _find_loss(model: transformers.PreTrainedModel, found: _Found) -> None:

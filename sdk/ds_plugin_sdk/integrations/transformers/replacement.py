@@ -6,6 +6,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 
@@ -40,6 +41,33 @@ class Replacement:
         return _own_forward, (self.module,)
 
 
+class TrainingReplacement(Replacement):
+    """A forward for training alone, and only where ops do what the module's own code does; hooks are called as ever."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self._forward = type(module).forward
+
+    def holds(self) -> bool:
+        return True
+
+    def trains(self) -> bool:
+        """Checkpoints may run it once without gradients, and must get the same then."""
+        return (
+            (torch.is_grad_enabled() or self.module.training)
+            and type(self.module).forward is self._forward
+            and not torch.compiler.is_compiling()
+        )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        result = self.in_training(args[0]) if len(args) == 1 and not kwargs and self.trains() else None
+        return self.own(*args, **kwargs) if result is None else result
+
+    def in_training(self, input: Any) -> Any:
+        """What it gives; None if its own code is to run."""
+        raise NotImplementedError
+
+
 def _own_forward(module: nn.Module) -> Callable[..., Any]:
     return types.MethodType(type(module).forward, module)
 
@@ -48,4 +76,4 @@ def is_replaced(module: nn.Module) -> bool:
     return isinstance(vars(module).get("forward"), Replacement)
 
 
-__all__ = ["Replacement", "is_replaced"]
+__all__ = ["Replacement", "TrainingReplacement", "is_replaced"]

@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from transformers.pytorch_utils import Conv1D
 
 from ds_plugin_sdk.integrations.deepspeed.hooks import is_linear_of_zero
-from ds_plugin_sdk.integrations.transformers.replacement import Replacement
+from ds_plugin_sdk.integrations.transformers.replacement import TrainingReplacement
 from ds_plugin_sdk.nn.linear import is_autocast, is_plain, is_watched, multiplies, multiply
 from ds_plugin_sdk.ops._products import product_dtype
 
@@ -35,17 +35,11 @@ def linear_in_training(module: nn.Module, input: object) -> Tensor | None:
     return multiply(input, weight, bias, transposed=transposed)
 
 
-class TrainedLinear(Replacement):
-    """A linear layer within a decoder layer, which calls it in training alone, and again where it is checkpointed."""
+class TrainedLinear(TrainingReplacement):
+    """A linear layer within a decoder layer."""
 
-    def holds(self) -> bool:
-        return True
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # Checkpoints may run it once without gradients, and must get the same then.
-        trains = len(args) == 1 and not kwargs and (torch.is_grad_enabled() or self.module.training)
-        trained = linear_in_training(self.module, args[0]) if trains else None
-        return self.own(*args, **kwargs) if trained is None else trained
+    def in_training(self, input: Any) -> Tensor | None:
+        return linear_in_training(self.module, input)
 
 
 def attends_in_training(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:

@@ -24,7 +24,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.pytorch_utils import Conv1D
 from transformers.utils.deprecation import deprecate_kwarg
 
-from ds_plugin_sdk.integrations.transformers.training import TrainedLinear
+from ds_plugin_sdk.integrations.transformers.replacement import TrainingReplacement
 from ds_plugin_sdk.ops.linear import Activation
 
 try:
@@ -105,6 +105,11 @@ def name_of(module: nn.Module) -> str:
 def check_own_code(module: nn.Module) -> None:
     """Raise `NotUnderstoodError` unless a call of the module is a call of its class's forward, as it was written."""
     check_only_its_class(module)
+    check_as_written(module)
+
+
+def check_as_written(module: nn.Module) -> None:
+    """Raise `NotUnderstoodError` unless its class's forward is the one that stands in the class."""
     kind = type(module)
     code = as_written(kind.forward)
     written = (code.__module__, code.__qualname__) == (kind.__module__, f"{kind.__qualname__}.forward")
@@ -148,7 +153,7 @@ def check_no_other_forward(module: nn.Module) -> None:
 
 def _is_forward_of(module: nn.Module, forward: object) -> bool:
     """Whether it computes what the class's does."""
-    if isinstance(forward, TrainedLinear):
+    if isinstance(forward, TrainingReplacement):
         return forward.module is module
     return (
         isinstance(forward, types.MethodType)

@@ -1,0 +1,103 @@
+"""Functions that one op computes, as often differentiable as torch's own code for them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ds_plugin_sdk.nn.linear import is_watched
+from ds_plugin_sdk.ops.linear_cross_entropy import is_batched
+from ds_plugin_sdk.registry import has_kernels, load_kernels
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Elements below which what a function of Python's takes is no less than what is saved.
+_LEAST = 1 << 16
+
+
+class Fused(NamedTuple):
+    """A function of tensors, the first of which decides on dtype and device, and of options.
+
+    Attributes:
+        op, family: whose kernel computes it.
+        fits: ``fits(*tensors)``: whether shapes are those of the op.
+        forward: ``forward(*tensors, **options)`` -> the result, and tensors to keep.
+        backward: ``backward(grad, *kept, **options)`` -> a gradient or None for each tensor.
+        plain: ``plain(*tensors, **options)``: what `forward` gives, by torch's own functions.
+        plain_backward: ``plain_backward(grad, *kept, **options)``: what `backward` gives, likewise. None: `plain` is
+            derived; the first that are kept are the tensors then.
+    """
+
+    op: str
+    family: str
+    fits: Callable[..., bool]
+    forward: Callable[..., tuple[Tensor, tuple[Tensor, ...]]]
+    backward: Callable[..., tuple[Tensor | None, ...]]
+    plain: Callable[..., Tensor]
+    plain_backward: Callable[..., tuple[Tensor | None, ...]] | None = None
+
+    def serves(self, *tensors: Tensor) -> bool:
+        """Whether `call` does what `plain` does, and sooner: no subclasses, compilers, `torch.func` or modes, a device
+        with a kernel of its own, and not too few elements.
+        """
+        first = tensors[0]
+        return (
+            all(type(each) in (Tensor, nn.Parameter) and each.layout == torch.strided for each in tensors)
+            and not any(each.is_nested for each in tensors)
+            and first.dtype in _DTYPES
+            and first.numel() >= _LEAST
+            and all(each.device == first.device for each in tensors)
+            and self.fits(*tensors)
+            and not is_watched()
+            and _is_native(self.op, self.family, first.device.type)
+        )
+
+    def call(self, *tensors: Tensor, **options: Any) -> Tensor:
+        """The result by the op, where it `serves`."""
+        result: Tensor = _Function.apply(self, options, *tensors)  # type: ignore[no-untyped-call]  # torch's
+        return result
+
+    def __call__(self, *tensors: Tensor, **options: Any) -> Tensor:
+        return self.call(*tensors, **options) if self.serves(*tensors) else self.plain(*tensors, **options)
+
+
+class _Function(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, fused: Fused, options: dict[str, Any], *tensors: Tensor) -> Tensor:
+        result, kept = fused.forward(*tensors, **options)
+        ctx.save_for_backward(*kept)
+        ctx.fused, ctx.options = fused, options
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        fused: Fused = ctx.fused
+        backward = fused.backward
+        # What is to be derived again, or stands for several gradients, is for torch's own operations.
+        if torch.is_grad_enabled() or is_batched(grads[0]):
+            backward = fused.plain_backward or functools.partial(_derived, fused.plain, ctx.needs_input_grad[2:])
+        return None, None, *backward(grads[0], *ctx.saved_tensors, **ctx.options)
+
+
+def _derived(
+    plain: Callable[..., Tensor], wanted: tuple[bool, ...], grad: Tensor, *kept: Tensor, **options: Any
+) -> tuple[Tensor | None, ...]:
+    again, tensors = torch.is_grad_enabled(), kept[: len(wanted)]
+    with torch.enable_grad():
+        result = plain(*tensors, **options)
+    inputs = [tensor for tensor, wants in zip(tensors, wanted, strict=True) if wants]
+    found = iter(torch.autograd.grad(result, inputs, grad, create_graph=again))
+    return tuple(next(found) if wants else None for wants in wanted)
+
+
+@functools.cache
+def _is_native(op: str, family: str, device_type: str) -> bool:
+    """Whether a device has a kernel; it is loaded, or compiled, when this is first asked."""
+    if not has_kernels(family, device_type):
+        return False
+    load_kernels(family, device_type)
+    key = torch._C._dispatch_key_for_device(device_type)
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(f"ds_plugin::{op}", key))

@@ -1,0 +1,235 @@
+"""RMS norm, activations, rotary embedding by one op each: torch's numbers, rounded once; and whose call is torch's."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from ds_plugin_sdk.nn import RMSNorm, geglu, gelu, rms_norm, rotary, swiglu
+from ds_plugin_sdk.ops.rotary import angles
+
+fused: Any = importlib.import_module("ds_plugin_sdk.nn._fused")
+
+ROUNDING = {torch.float32: 2.0**-22, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+dtypes = pytest.mark.parametrize("dtype", ROUNDING, ids=str)
+
+pytestmark = pytest.mark.compiler
+
+
+class Function(NamedTuple):
+    """One of ours, by its tensors; the same in torch's own functions; and how many tensors have gradients."""
+
+    ours: Callable[..., Tensor]
+    torchs: Callable[..., Tensor]
+    shapes: tuple[tuple[int, ...], ...]
+
+
+def turn(x: Tensor, interleaved: bool) -> Tensor:
+    """The formula, in the dtype of x."""
+    cos, sin = (each.unsqueeze(1).to(x.dtype) for each in ANGLES)
+    a, b = (x[..., 0:20:2], x[..., 1:20:2]) if interleaved else (x[..., :10], x[..., 10:20])
+    pairs = [a * cos - b * sin, b * cos + a * sin]
+    both = torch.stack(pairs, dim=-1).flatten(-2) if interleaved else torch.cat(pairs, dim=-1)
+    return torch.cat([both, x[..., 20:]], dim=-1)
+
+
+ANGLES = angles(torch.arange(5, 12), 20)
+HEADS = ((2, 3, 7, 24),)
+FUNCTIONS = {
+    "rms_norm": Function(
+        lambda x, w: rms_norm(x, (33,), w, 1e-5),
+        lambda x, w: functional.rms_norm(x, (33,), w, 1e-5),
+        ((5, 7, 33), (33,)),
+    ),
+    "gelu": Function(gelu, functional.gelu, ((5, 7, 33),)),
+    "gelu, tanh": Function(
+        lambda x: gelu(x, approximate="tanh"), lambda x: functional.gelu(x, approximate="tanh"), ((33,),)
+    ),
+    "swiglu": Function(swiglu, lambda x, y: functional.silu(x) * y, ((5, 33), (5, 33))),
+    "geglu": Function(geglu, lambda x, y: functional.gelu(x) * y, ((5, 33), (5, 33))),
+    "geglu, tanh": Function(
+        lambda x, y: geglu(x, y, approximate="tanh"),
+        lambda x, y: functional.gelu(x, approximate="tanh") * y,
+        ((5, 33), (5, 33)),
+    ),
+    "rotary": Function(lambda x: rotary(x, *ANGLES), lambda x: turn(x, False), HEADS),
+    "rotary, interleaved": Function(lambda x: rotary(x, *ANGLES, interleaved=True), lambda x: turn(x, True), HEADS),
+}
+functions = pytest.mark.parametrize("name", FUNCTIONS)
+
+
+@pytest.fixture(autouse=True)
+def kernels(native: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """No call is too small."""
+    native("transformer", "rotary")
+    monkeypatch.setattr(fused, "_LEAST", 0)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Which ops were called by ours."""
+    seen: list[str] = []
+    original = fused.Fused.call
+
+    def call(self: Any, *tensors: Tensor, **options: Any) -> Tensor:
+        seen.append(self.op)
+        return original(self, *tensors, **options)
+
+    monkeypatch.setattr(fused.Fused, "call", call)
+    yield seen
+
+
+def leaves(function: Function, dtype: torch.dtype, seed: int = 1) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in function.shapes]
+
+
+@functions
+@dtypes
+def test_results_and_gradients_are_exact_ones_rounded_once(name: str, dtype: torch.dtype, calls: list[str]) -> None:
+    function = FUNCTIONS[name]
+    tensors = leaves(function, dtype)
+    exact = [each.detach().double().requires_grad_() for each in tensors]
+    found, expected = function.ours(*tensors), function.torchs(*exact)
+    assert len(calls) == 1
+    grad = torch.randn(expected.shape, generator=torch.Generator().manual_seed(2)).to(dtype)
+    ours = torch.autograd.grad(found, tensors, grad)
+    theirs = torch.autograd.grad(expected, exact, grad.double())
+    for one, wanted, least in zip((found, *ours), (expected, *theirs), (1e-6, *[2e-5] * 3), strict=False):
+        assert one.dtype == dtype
+        largest = float(wanted.detach().abs().max())
+        torch.testing.assert_close(one.double(), wanted, rtol=ROUNDING[dtype], atol=least * max(largest, 1))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch.func's own
+@functions
+def test_other_calls_are_torchs(name: str, calls: list[str]) -> None:
+    function = FUNCTIONS[name]
+    tensors = leaves(function, torch.float32)
+    exact = [each.detach().double() for each in tensors]
+    torch.testing.assert_close(function.ours(*exact), function.torchs(*exact))
+    with FlopCounterMode(display=False):
+        function.ours(*tensors)
+    torch.func.jvp(function.ours, tuple(tensors), tuple(map(torch.ones_like, tensors)))
+    several = torch.func.vmap(function.ours)(*(torch.stack([each, each]) for each in tensors))
+    torch.testing.assert_close(several[1], function.torchs(*tensors))
+    torch.compile(function.ours, backend="eager", fullgraph=True)(*tensors)
+
+    class Tagged(Tensor):
+        pass
+
+    assert type(function.ours(tensors[0].detach().as_subclass(Tagged), *tensors[1:])) is Tagged
+    meta = [each.detach().to("meta") for each in tensors]
+    if "rotary" not in name:
+        assert function.ours(*meta).is_meta
+    assert not calls
+
+
+@functions
+def test_gradients_of_gradients_and_batches_of_them_are_torchs(name: str, calls: list[str]) -> None:
+    function = FUNCTIONS[name]
+    tensors = leaves(function, torch.float32)
+
+    def derived(call: Callable[..., Tensor]) -> tuple[Tensor, ...]:
+        first = torch.autograd.grad(call(*tensors).square().sum(), tensors, create_graph=True)
+        return torch.autograd.grad(sum(each.pow(3).sum() for each in first), tensors)
+
+    torch.testing.assert_close(derived(function.ours), derived(function.torchs), rtol=1e-3, atol=1e-3)
+    output = function.ours(*tensors)
+    grads = torch.randn(4, *output.shape, generator=torch.Generator().manual_seed(3))
+    together = torch.autograd.grad(output, tensors, grads, is_grads_batched=True, retain_graph=True)
+    apart = [torch.autograd.grad(output, tensors, grad, retain_graph=True) for grad in grads]
+    torch.testing.assert_close(together, tuple(map(torch.stack, zip(*apart, strict=True))), rtol=1e-5, atol=1e-5)
+    assert len(calls) == 2
+
+
+@functions
+def test_only_what_wants_a_gradient_gets_one(name: str) -> None:
+    function = FUNCTIONS[name]
+    tensors = leaves(function, torch.float32)
+    for wanted in range(len(tensors)):
+        for index, each in enumerate(tensors):
+            each.requires_grad_(index == wanted).grad = None
+        first = function.ours(*tensors)
+        assert first.requires_grad
+        torch.autograd.grad(first.sum(), tensors[wanted], create_graph=True)
+        function.ours(*tensors).sum().backward()
+        assert [each.grad is not None for each in tensors] == [index == wanted for index in range(len(tensors))]
+    with torch.no_grad():
+        assert not function.ours(*tensors).requires_grad
+
+
+@functions
+def test_checkpoints_saved_tensor_hooks_and_changes_in_place(name: str) -> None:
+    function = FUNCTIONS[name]
+    tensors = leaves(function, torch.float32)
+    expected = torch.autograd.grad(function.ours(*tensors).sum(), tensors)
+    again = checkpoint(function.ours, *tensors, use_reentrant=False)
+    assert all(map(torch.equal, torch.autograd.grad(again.sum(), tensors), expected))
+    with torch.autograd.graph.save_on_cpu():
+        output = function.ours(*tensors)
+    assert all(map(torch.equal, torch.autograd.grad(output.sum(), tensors), expected))
+    if "rotary" not in name:  # which keeps no input
+        output = function.ours(*tensors)
+        with torch.no_grad():
+            tensors[0].add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            output.sum().backward()
+
+
+def test_a_norm_in_another_layout_and_shapes_that_do_not_fit(calls: list[str]) -> None:
+    x = torch.randn(33, 7).t()
+    weight = torch.randn(33)
+    torch.testing.assert_close(rms_norm(x, (33,), weight, 1e-5), functional.rms_norm(x, (33,), weight, 1e-5))
+    assert calls == ["add_rms_norm"]
+    # Torch's own errors and broadcasts.
+    with pytest.raises(RuntimeError):
+        rms_norm(x, (32,), torch.randn(32))
+    assert swiglu(torch.randn(5, 33), torch.randn(33)).shape == (5, 33)
+    with pytest.raises(ValueError, match="approximate='erf'"):
+        geglu(x, x, approximate="erf")
+    torch.testing.assert_close(rms_norm(x, (33,)), functional.rms_norm(x, (33,)))
+    assert calls == ["add_rms_norm"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_without_eps_it_is_torchs(dtype: torch.dtype, calls: list[str]) -> None:
+    x, weight = (torch.randn(4, 33) * 2.0**-11).to(dtype), torch.randn(33).to(dtype)
+    exact = functional.rms_norm(x.double(), (33,), weight.double(), torch.finfo(torch.float32).eps)
+    assert (exact - functional.rms_norm(x.double(), (33,), weight.double(), 0.0)).abs().max() > 0.1
+    for found in (rms_norm(x, (33,), weight), functional.rms_norm(x, (33,), weight)):
+        torch.testing.assert_close(found.double(), exact, rtol=2 * ROUNDING[dtype], atol=1e-6)
+    assert calls == ["add_rms_norm"]
+
+
+def test_the_module_has_torchs_state_and_numbers(calls: list[str]) -> None:
+    ours, torchs = RMSNorm(33), nn.RMSNorm(33)
+    ours.load_state_dict(torchs.state_dict())
+    x = torch.randn(4, 33)
+    torch.testing.assert_close(ours(x), torchs(x))
+    assert calls == ["add_rms_norm"]
+    torch.testing.assert_close(RMSNorm(33, elementwise_affine=False)(x), torchs(x))
+    torch.testing.assert_close(RMSNorm((4, 33))(x), nn.RMSNorm((4, 33))(x))
+    assert calls == ["add_rms_norm"]
+
+
+@pytest.mark.parametrize("call", [lambda x: rms_norm(x, (33,), torch.ones(33)), gelu], ids=["rms_norm", "gelu"])
+def test_autocast_is_torchs(call: Callable[..., Tensor], calls: list[str]) -> None:
+    x = torch.randn(4, 33)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert call(x).dtype == torch.float32
+    assert not calls
+
+
+def test_angles_that_want_gradients_get_them(calls: list[str]) -> None:
+    x, cos, sin = torch.randn(1, 2, 7, 24), *(each.clone().requires_grad_() for each in ANGLES)
+    grads = torch.autograd.grad(rotary(x, cos, sin).sum(), (cos, sin))
+    assert all(each.shape == ANGLES[0].shape for each in grads) and not calls
