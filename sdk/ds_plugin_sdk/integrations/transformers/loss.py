@@ -14,18 +14,17 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from torch.nn.modules import module as nn_module
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.models.gpt2.modeling_gpt2 import GPT2LMHeadModel
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 from transformers.models.opt.modeling_opt import OPTForCausalLM
 from transformers.utils import ModelOutput
 
-from ds_plugin_sdk.integrations.deepspeed.hooks import moves_parameters_alone
 from ds_plugin_sdk.integrations.transformers.replacement import Replacement, is_replaced
 from ds_plugin_sdk.integrations.transformers.understood import (
     NotUnderstoodError,
     check_no_other_forward,
+    has_other_hooks,
     name_of,
     same_code,
 )
@@ -66,9 +65,7 @@ class LossReplacement(Replacement):
             raise NotUnderstoodError(f"its last layer is {name_of(head)}, no plain linear layer")
         if not is_replaced(head):
             check_no_other_forward(head)
-        hooks = (head._forward_hooks, head._forward_pre_hooks, head._backward_hooks, head._backward_pre_hooks)
-        everywhere = (nn_module._global_forward_hooks, nn_module._global_forward_pre_hooks)
-        if any(not moves_parameters_alone(hook) for found in (*hooks, *everywhere) for hook in found.values()):
+        if has_other_hooks(head):
             raise NotUnderstoodError("its last layer has hooks")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

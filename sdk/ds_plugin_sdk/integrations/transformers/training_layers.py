@@ -21,11 +21,12 @@ from ds_plugin_sdk.integrations.transformers.replacement import TrainingReplacem
 from ds_plugin_sdk.integrations.transformers.training import TrainedLinear
 from ds_plugin_sdk.integrations.transformers.understood import (
     NotUnderstoodError,
-    Watch,
     activation_of,
     as_written,
     check_as_written,
     check_no_other_forward,
+    has_its_forward,
+    has_other_hooks,
     same_code,
 )
 from ds_plugin_sdk.nn.activation import GATE, GELU
@@ -95,15 +96,20 @@ class TrainedMlp(TrainingReplacement):
         super().__init__(module)
         self._act: Any = module.get_submodule("act_fn")
         self._activation = activation_of(self._act)
-        self._watch = Watch([], inner=[self._act])
+        self._act_forward = type(self._act).forward
 
     def in_training(self, input: Any) -> Any:
         mlp: Any = self.module
-        if mlp.act_fn is not self._act or not self._watch.holds():
+        if mlp.act_fn is not self._act or not self._acts_alone():
             return None
         gate, up = mlp.gate_proj(input), mlp.up_proj(input)
         served = isinstance(gate, Tensor) and isinstance(up, Tensor) and GATE.serves(gate, up)
         return mlp.down_proj(GATE.call(gate, up, activation=self._activation) if served else mlp.act_fn(gate) * up)
+
+    def _acts_alone(self) -> bool:
+        """Whether a call of the activation would be a call of the code that is known."""
+        act = self._act
+        return type(act).forward is self._act_forward and has_its_forward(act) and not has_other_hooks(act)
 
 
 class TrainedAttention(TrainingReplacement):

@@ -24,6 +24,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.pytorch_utils import Conv1D
 from transformers.utils.deprecation import deprecate_kwarg
 
+from ds_plugin_sdk.integrations.deepspeed.hooks import moves_parameters_alone
 from ds_plugin_sdk.integrations.transformers.replacement import TrainingReplacement
 from ds_plugin_sdk.ops.linear import Activation
 
@@ -144,10 +145,22 @@ def _are_idle(hooks: Iterable[dict[int, Any]]) -> bool:
     )
 
 
-def check_no_other_forward(module: nn.Module) -> None:
-    """Raise `NotUnderstoodError` if an instance has a forward of its own, as hooks of accelerate give it."""
+def has_other_hooks(module: nn.Module) -> bool:
+    """Whether a call of a module calls hooks, but for those that gather and free its parameters."""
+    backward = (module._backward_hooks, module._backward_pre_hooks)
+    found = (*hooks_of(module), *backward, *_GLOBAL_HOOKS)
+    return any(not moves_parameters_alone(hook) for hooks in found for hook in hooks.values())
+
+
+def has_its_forward(module: nn.Module) -> bool:
+    """Whether an instance has no forward of its own, as hooks of accelerate give it."""
     own = vars(module).get("forward")
-    if own is not None and not _is_forward_of(module, own):
+    return own is None or _is_forward_of(module, own)
+
+
+def check_no_other_forward(module: nn.Module) -> None:
+    """Raise `NotUnderstoodError` unless an instance `has_its_forward`."""
+    if not has_its_forward(module):
         raise NotUnderstoodError(f"{name_of(module)} has another forward")
 
 

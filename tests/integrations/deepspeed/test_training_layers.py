@@ -1,4 +1,4 @@
-"""Under every stage of ZeRO, on two ranks: a model whose linear layers multiply in float32."""
+"""Under every stage of ZeRO, on two ranks: a model whose layers run on ops, and whose products are in float32."""
 
 from __future__ import annotations
 
@@ -23,6 +23,12 @@ linear._LEAST = linear._ROWS = 0
 calls = []
 multiply = training.multiply
 training.multiply = lambda *args, **options: calls.append(args[1].shape) or multiply(*args, **options)
+# Norms, gates and rotary embeddings, none of which is too small either.
+fused = importlib.import_module('ds_plugin_sdk.nn._fused')
+fused._LEAST = 0
+ops = []
+call = fused.Fused.call
+fused.Fused.call = lambda self, *args, **options: ops.append(self.op) or call(self, *args, **options)
 
 def losses(ours, stage, checkpointing):
     torch.manual_seed(0)
@@ -51,11 +57,12 @@ with open(f"losses-{os.environ['RANK']}", 'w') as file:
     for stage in range(4):
         for checkpointing in (False, True):
             expected = list(losses(False, stage, checkpointing))
-            before = len(calls)
+            before = len(calls) + len(ops)
             found = list(losses(True, stage, checkpointing))
             apart = max(abs(a - b) / b for a, b in zip(found, expected))
-            print(stage, checkpointing, before, len(calls), apart, found[0], found[-1], file=file)
+            print(stage, checkpointing, before, len(calls), len(ops), apart, found[0], found[-1], file=file)
             calls.clear()
+            ops.clear()
 torch.distributed.destroy_process_group()
 """
 
@@ -79,9 +86,11 @@ def test_losses_are_those_of_the_plain_model_under_every_stage(tmp_path: Path, k
     for rank in (0, 1):
         found = [line.split() for line in (tmp_path / f"losses-{rank}").read_text().splitlines()]
         assert len(found) == 8
-        for stage, checkpointing, plain, ours, apart, first, last in found:
+        for stage, checkpointing, plain, ours, fused, apart, first, last in found:
             run = f"stage {stage}, checkpointing {checkpointing}"
             assert plain == "0", run
             # Seven linear layers in each of two layers, and that of logits; those of layers again by checkpoints.
             assert int(ours) == 4 * (2 * 14 + 1 if checkpointing == "True" else 15), run
+            # In a layer two norms, a gate, queries and keys; and the last norm.
+            assert int(fused) == 4 * (2 * 10 + 1 if checkpointing == "True" else 11), run
             assert float(apart) < 2e-2 and float(last) < float(first), run
