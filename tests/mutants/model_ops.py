@@ -365,6 +365,29 @@ def gradient_bias(target: Target) -> Target:
     return kernel(target, "fused_bias_gelu_backward", function)
 
 
+@mutant("gradient.rms_norm_as_layer_norm", "O4.1", "ops", only="/add_rms_norm")
+def gradient_rms_norm(target: Target) -> Target:
+    """The mean is taken from the gradient of an RMS norm, as from that of a layer norm."""
+
+    def function(original: Kernel, *args: Any) -> tuple[Tensor, Tensor]:
+        of_sum, of_weight = original(*args)
+        return of_sum - of_sum.mean(dim=-1, keepdim=True), of_weight
+
+    return kernel(target, "add_rms_norm_backward", function)
+
+
+@mutant("gradient.sum_forgotten", "O1.1", "ops", only="/add_rms_norm_backward")
+def gradient_sum_forgotten(target: Target) -> Target:
+    """What comes to the sum from elsewhere, by the residual, is left out."""
+    return kernel(target, "add_rms_norm_backward", lambda original, grad, of_sum, *rest: original(grad, None, *rest))
+
+
+@mutant("gradient.gate_and_up_swapped", "O4.1", "ops", only="/activation_and_mul")
+def gradient_swapped(target: Target) -> Target:
+    """The gradients of gate and up come in the other order."""
+    return kernel(target, "activation_and_mul_backward", lambda original, *args: original(*args)[::-1])
+
+
 @mutant("derivative.of_the_other_gelu", "O4.2", "ops", only="fused_bias_gelu")
 def derivative_other_gelu(target: Target) -> Target:
     """The derivative is that of GELU's other form."""

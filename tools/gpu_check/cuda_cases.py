@@ -269,6 +269,7 @@ def head_cases() -> Iterator[Case]:
 def training_cases() -> Iterator[Case]:
     """What a transformer layer does between its matrix products, forward and backward."""
     from ds_plugin_sdk.ops import transformer
+    from ds_plugin_sdk.ops.activation import ACTIVATIONS
 
     half, seed, hidden = torch.bfloat16, transformer.new_seed(device=DEVICE), 4096
     shape, size = (8192, hidden), 8192 * hidden * 2
@@ -300,6 +301,55 @@ def training_cases() -> Iterator[Case]:
         {
             "ds_plugin": lambda g, x: backward(g, None, x, mean, rstd, weight, None, None, 0.0, False),
             "torch eager": lambda g, x: torch_backward(g, x, (hidden,), *statistics_of_torch, weight, bias, [True] * 3),
+        },
+    )
+
+    def sum_rms_norm(x: Tensor, r: Tensor) -> Tensor:
+        return F.rms_norm(x + r, (hidden,), weight, 1e-6)
+
+    yield _case(
+        f"add_rms_norm {list(shape)}",
+        [shape, shape],
+        4 * size,
+        {
+            "ds_plugin": lambda x, r: transformer.add_rms_norm(x, weight, r),
+            "torch eager": sum_rms_norm,
+            "torch compiled": torch.compile(sum_rms_norm),
+        },
+    )
+    yield _case(
+        f"add_rms_norm backward {list(shape)}",
+        [shape, shape],
+        3 * size,
+        {"ds_plugin": lambda g, x: torch.ops.ds_plugin.add_rms_norm_backward(g, None, x, rstd, weight)},
+    )
+
+    def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+        return F.silu(gate) * up
+
+    def swiglu_backward(g: Tensor, gate: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.ops.aten.silu_backward(g * gate, gate), g * F.silu(gate)
+
+    silu = ACTIVATIONS.index("silu")
+    yield _case(
+        f"activation_and_mul {list(shape)}",
+        [shape, shape],
+        3 * size,
+        {
+            "ds_plugin": transformer.activation_and_mul,
+            "torch eager": swiglu,
+            "torch compiled": torch.compile(swiglu),
+        },
+    )
+    yield _case(
+        f"activation_and_mul backward {list(shape)}",
+        [shape, shape],
+        4 * size,
+        {
+            # Gate is up as well: memory is read once for both, on either side.
+            "ds_plugin": lambda g, x: torch.ops.ds_plugin.activation_and_mul_backward(g, x, x, silu),
+            "torch eager": swiglu_backward,
+            "torch compiled": torch.compile(swiglu_backward),
         },
     )
     yield _case(

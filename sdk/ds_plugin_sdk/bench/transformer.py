@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ds_plugin_sdk.bench import timing
-from ds_plugin_sdk.nn import TransformerLayer
+from ds_plugin_sdk.nn import TransformerLayer, rotary
 from ds_plugin_sdk.ops import transformer
+from ds_plugin_sdk.ops.rotary import angles as rotary_angles
 
 P = 0.1  # dropped
 # Batch, tokens, hidden size, heads.
@@ -84,6 +85,32 @@ def _ops(batch: int, tokens: int, hidden: int, heads: int, dtype: torch.dtype) -
         (4, 4),
         grad,
     )
+    yield from _both(
+        "residual, RMS norm",
+        lambda x, r, w: transformer.add_rms_norm(x, w, r)[0],
+        lambda x, r, w: functional.rms_norm(x + r, shape, w, 1e-6),
+        (x, residual, weight),
+        (4, 3),
+        grad,
+    )
+    gate, up = (made(batch, tokens, 4 * hidden) for _ in range(2))
+    yield from _both(
+        "silu(gate) up",
+        transformer.activation_and_mul,
+        lambda gate, up: functional.silu(gate) * up,
+        (gate, up),
+        (3, 5),
+        made(batch, tokens, 4 * hidden),
+    )
+    query, angles = made(batch, heads, tokens, hidden // heads), rotary_angles(torch.arange(tokens), hidden // heads)
+    yield from _both(
+        "rotary embedding",
+        lambda q: rotary(q, *angles),
+        functools.partial(_turned, cos=angles[0].repeat(1, 1, 2).to(dtype), sin=angles[1].repeat(1, 1, 2).to(dtype)),
+        (query,),
+        (2, 2),
+        made(*query.shape),
+    )
     inter, inter_bias = made(batch, tokens, 4 * hidden), made(4 * hidden)
     for name, tanh in (("tanh", True), ("erf", False)):
         approximate = "tanh" if tanh else "none"
@@ -104,6 +131,12 @@ def _ops(batch: int, tokens: int, hidden: int, heads: int, dtype: torch.dtype) -
         (3, 3),
         made(batch, heads, tokens, tokens),
     )
+
+
+def _turned(q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding as transformers writes it."""
+    first, second = q.chunk(2, dim=-1)
+    return q * cos + torch.cat([-second, first], dim=-1) * sin
 
 
 def _both(

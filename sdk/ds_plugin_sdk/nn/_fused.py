@@ -15,7 +15,7 @@ from ds_plugin_sdk.registry import has_kernels, load_kernels
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Elements below which what a function of Python's takes is no less than what is saved.
-_LEAST = 1 << 16
+_LEAST = 1 << 15
 
 
 class Fused(NamedTuple):
@@ -67,7 +67,8 @@ class Fused(NamedTuple):
 class _Function(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, fused: Fused, options: dict[str, Any], *tensors: Tensor) -> Tensor:
-        result, kept = fused.forward(*tensors, **options)
+        with torch._C._AutoDispatchBelowAutograd():  # an op's own derivative would be asked for, by Python
+            result, kept = fused.forward(*tensors, **options)
         ctx.save_for_backward(*kept)
         ctx.fused, ctx.options = fused, options
         return result
