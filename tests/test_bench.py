@@ -203,6 +203,7 @@ def test_a_training_step_is_measured_beside_the_models_own_code(monkeypatch: pyt
     assert ours.what == step.OURS["llama"] and ours.lowest <= ours.times <= ours.highest
     assert len(told) == 2 * (1 + 2)
     logits = 512 * 3000 * 4 / 2**20
+    assert eager.peak_share == 1 and eager.peak_mib > 2 * logits > ours.peak_mib > 0
     assert eager.loss_mib > 2 * logits > ours.loss_mib
 
 

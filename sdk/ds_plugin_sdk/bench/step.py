@@ -1,10 +1,11 @@
 """A training step of a model of transformers: its own code, eager and compiled, and with what the SDK has for it.
 
-For a LLaMA and a GPT-2 that is `accelerate` with a chunked loss, which multiplies in float32 where the CPU is slow at
-16 bits; for a BERT DeepSpeed's transformer layers, which call the plugin's op, in place of its own. All take turns on
-the same batch; the optimizer is torch's AdamW for all. Shapes are those of the smallest and the largest of llama2.c's
-models, which have a vocabulary of 32,000 words; 128,256 are those of Llama 3. Dropout is 0.1 where a family has it.
-Memory is that of the last layer and the loss alone, forward and backward.
+For a LLaMA and a GPT-2 that is `accelerate` with a chunked loss, which has ops between the products, and multiplies in
+float32 where the CPU is slow at 16 bits; for a BERT DeepSpeed's transformer layers, which call the plugin's op, in place
+of its own. All take turns on the same batch; the optimizer is torch's AdamW for all. Shapes are those of the smallest
+and the largest of llama2.c's models, which have a vocabulary of 32,000 words; 128,256 are those of Llama 3. Dropout is
+0.1 where a family has it. Memory is that of a step without the optimizer, and that of the last layer and the loss
+alone, forward and backward.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ Family = Literal["llama", "gpt2", "bert"]
 VOCABULARIES: dict[str, tuple[int, ...]] = {"llama": (32_000, 128_256), "gpt2": (50_257,), "bert": (30_522,)}
 EAGER = "eager"
 _LONG = 2048  # tokens
-OURS = {"llama": "chunked loss", "gpt2": "chunked loss", "bert": "DeepSpeed's layers"}
+OURS = {"llama": "accelerate", "gpt2": "accelerate", "bert": "DeepSpeed's layers"}
 
 
 class _Sizes(NamedTuple):
@@ -60,6 +61,9 @@ class Row:
         times: eager's time over it, the median of the turns.
         lowest, highest: of the turns.
         cpu_times: eager's CPU time over its own, likewise. With one thread it says more on a busy machine.
+        peak_mib: the most memory that torch held in a forward and a backward pass, beyond what it held before: what is
+            kept in between, and gradients.
+        peak_share: of eager's.
         loss_mib: the most memory that torch held in the last layer and the loss, forward and backward, beyond what it
             held before. Nobody chunks BERT's.
         share: of eager's.
@@ -76,6 +80,8 @@ class Row:
     lowest: float
     highest: float
     cpu_times: float
+    peak_mib: float
+    peak_share: float
     loss_mib: float
     share: float
     long_loss_mib: float | None = None
@@ -291,9 +297,14 @@ def _ids(vocabulary: int, tokens: int) -> Tensor:
     return torch.randint(0, vocabulary, (2, tokens // 2), generator=torch.Generator().manual_seed(1))
 
 
-def _step(kind: _Kind, ids: Tensor) -> float:
+def _passes(kind: _Kind, ids: Tensor) -> Tensor:
     loss: Tensor = kind.call(input_ids=ids, labels=ids)[0]
     torch.autograd.backward(loss)
+    return loss
+
+
+def _step(kind: _Kind, ids: Tensor) -> float:
+    loss = _passes(kind, ids)
     kind.optimizer.step()
     kind.optimizer.zero_grad(set_to_none=True)
     return float(loss.detach())
@@ -325,6 +336,7 @@ def _rows(
     measures = {name: lambda name=name: measure(name) for name in kinds}
     timing.in_turns(measures, 1)  # compiles, and makes what stays
     found = timing.in_turns(measures, turns)
+    held = {name: _peak(kind, ids) for name, kind in kinds.items()}
     chunked = None if family == "bert" else OURS[family]
     peaks = _peaks(vocabulary, sizes.hidden, dtype, tokens, compile, chunked)
     long = _peaks(vocabulary, sizes.hidden, dtype, _LONG, False, chunked)
@@ -341,12 +353,22 @@ def _rows(
             min(wall),
             max(wall),
             statistics.median(cpu),
+            held[name] / 2**20,
+            held[name] / held[EAGER],
             peak / 2**20,
             peak / peaks[EAGER],
             long[name] / 2**20 if name in long else None,
             long[name] / long[EAGER] if name in long else None,
             {"seconds": timing.spread([seconds for seconds, _ in times])},
         )
+
+
+def _peak(kind: _Kind, ids: Tensor) -> int:
+    """Bytes that a forward and a backward pass take."""
+    with kind.context():
+        peak = timing.peak_bytes(lambda: _passes(kind, ids))
+    kind.optimizer.zero_grad(set_to_none=True)
+    return peak
 
 
 def _peaks(

@@ -120,7 +120,7 @@ def _step(settings: Settings) -> Iterable[Any]:
 
 def _step_bfloat16(settings: Settings) -> Iterable[Any]:
     for family, words in (("llama", 32_000), ("gpt2", 50_257)):
-        yield from _module("step").run(family=family, vocabularies=(words,), dtype="bfloat16", turns=3, compile=False)
+        yield from _module("step").run(family=family, vocabularies=(words,), dtype="bfloat16", turns=3)
 
 
 def _agreement(settings: Settings) -> Iterable[Any]:
@@ -261,17 +261,17 @@ BENCHMARKS: dict[str, Benchmark] = {
     "step": Benchmark(
         "A training step of a LLaMA, a GPT-2 and a BERT",
         "sdk bench step --model llama --turns 3",
-        "All of the shape of llama2.c's smallest, 512 tokens, with torch's AdamW. LLaMA and GPT-2 have a chunked loss,"
-        " BERT has DeepSpeed's layers.",
+        "All of the shape of llama2.c's smallest, 512 tokens, with torch's AdamW. LLaMA and GPT-2 by accelerate() with"
+        " a chunked loss, BERT with DeepSpeed's layers.",
         _step,
         1200,
         page="ops/cross_entropy.md",
     ),
     "step_bfloat16": Benchmark(
         "A training step in bfloat16",
-        "sdk bench step --model llama --dtype bfloat16 --turns 3 --no-compiled",
+        "sdk bench step --model llama --dtype bfloat16 --turns 3",
         "The same in bfloat16, parameters and the optimizer's states too. Where a CPU multiplies bfloat16 more slowly"
-        " than float32, ours multiplies in float32. Without torch.compile, which takes minutes.",
+        " than float32, ours multiplies in float32.",
         _step_bfloat16,
         900,
         page="transformers.md",
