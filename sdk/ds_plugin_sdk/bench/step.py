@@ -1,11 +1,11 @@
 """A training step of a model of transformers: its own code, eager and compiled, and with what the SDK has for it.
 
 For a LLaMA and a GPT-2 that is `accelerate` with a chunked loss, which has ops between the products, and multiplies in
-float32 where the CPU is slow at 16 bits; for a BERT DeepSpeed's transformer layers, which call the plugin's op, in place
-of its own. All take turns on the same batch; the optimizer is torch's AdamW for all. Shapes are those of the smallest
-and the largest of llama2.c's models, which have a vocabulary of 32,000 words; 128,256 are those of Llama 3. Dropout is
-0.1 where a family has it. Memory is that of a step without the optimizer, and that of the last layer and the loss
-alone, forward and backward.
+float32 where the CPU is slow at 16 bits; for a BERT DeepSpeed's transformer layers, which call the plugin's op, in the
+place of its own. All take turns on the same batch; the optimizer is torch's AdamW for all. Shapes are those of the
+smallest and the largest of llama2.c's models, which have a vocabulary of 32,000 words; 128,256 are those of Llama 3.
+Dropout is 0.1 where a family has it. Memory is that of a step without the optimizer, and that of the last layer and the
+loss alone, forward and backward.
 """
 
 from __future__ import annotations

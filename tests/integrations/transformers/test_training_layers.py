@@ -49,6 +49,10 @@ MODELS: dict[str, tuple[Callable[[], transformers.PreTrainedConfig], dict[str, i
         ),
         {GELU: 2},
     ),
+    "starcoder2": (
+        lambda: transformers.Starcoder2Config(**_LLAMA, embedding_dropout=0, residual_dropout=0, attention_dropout=0),
+        {GELU: 2, TURN: 4},
+    ),
     "opt": (lambda: transformers.OPTConfig(**_SIZES, ffn_dim=96, word_embed_proj_dim=64, dropout=0), {}),
 }
 PADDED = torch.tensor([[1] * 20, [0] * 6 + [1] * 14, [0] * 11 + [1] * 9])

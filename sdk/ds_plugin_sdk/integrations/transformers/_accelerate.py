@@ -165,11 +165,14 @@ def accelerate(
     """Run a model's inference on the SDK's ops: native kernels, or reference implementations where there are none.
 
     Only what is known for certain is replaced: plain layers without hooks, whose code and parameters are known. All
-    else, and every call with gradients, autocast, dropout or arguments that are not known here, runs the model's own
-    code, but for the loss in training if that is asked for, and for products of 16-bit numbers on CPUs that are slow at
-    them: linear layers and attention multiply in float32 in training (`ds_plugin_sdk.nn.linear`). Wrap your own loops
-    in ``torch.no_grad()``; ``generate`` does so itself. Greedy tokens in float32 are those of the plain model; 16-bit
-    results differ in rounding.
+    else, and every call with autocast, dropout or arguments that are not known here, runs the model's own code. Wrap
+    your own loops in ``torch.no_grad()``; ``generate`` does so itself. Greedy tokens in float32 are those of the plain
+    model; 16-bit results differ in rounding.
+
+    In training, where gradients are recorded, RMS norms, gated activations, GELU by formula and rotary embeddings whose
+    code is known are one op each, forward and backward (`ds_plugin_sdk.nn`); linear layers and attention multiply
+    16-bit numbers in float32 on CPUs that are slow at them (`ds_plugin_sdk.nn.linear`); the loss is computed without
+    logits if that is asked for. All else is the model's own code.
 
     Args:
         model: on its device or devices, in float32, bfloat16 or float16, in eval mode.
