@@ -26,6 +26,9 @@ constexpr int kFastCall = 0x80;  // METH_FASTCALL
 DS_KERNELS_PYTHON Object* PyCFunction_NewEx(Method* method, Object* self, Object* module);
 DS_KERNELS_PYTHON Object* PyObject_Type(Object* object);
 DS_KERNELS_PYTHON Object* PyObject_GetAttr(Object* object, Object* name);
+DS_KERNELS_PYTHON intptr_t PyList_Size(Object* list);
+DS_KERNELS_PYTHON Object* PyList_GetItem(Object* list, intptr_t index);
+DS_KERNELS_PYTHON Object* PyTuple_GetItem(Object* tuple, intptr_t index);
 DS_KERNELS_PYTHON Object* PyUnicode_InternFromString(const char* text);
 DS_KERNELS_PYTHON Object* PyLong_FromLongLong(long long value);
 DS_KERNELS_PYTHON long long PyLong_AsLongLong(Object* object);
@@ -58,9 +61,12 @@ class OtherThreads {
 // A call's arguments, one after the other. What Python raised about one is forgotten: the op says what is wrong.
 class Arguments {
  public:
-  // `tensor_class` is torch.Tensor.
-  Arguments(python::Object* tensor_class, python::Object* const* all, intptr_t count)
-      : tensor_class_(tensor_class), next_(all), end_(all + count) {}
+  // `classes` is (torch.Tensor, torch.nn.Parameter).
+  Arguments(python::Object* classes, python::Object* const* all, intptr_t count)
+      : tensor_class_(python::PyTuple_GetItem(classes, 0)),
+        parameter_class_(python::PyTuple_GetItem(classes, 1)),
+        next_(all),
+        end_(all + count) {}
 
   size_t left() const { return static_cast<size_t>(end_ - next_); }
 
@@ -75,12 +81,34 @@ class Arguments {
   }
 
   // torch's pointer to the at::TensorImpl of a tensor that is of no other class.
-  bool take(void*& impl) {
+  bool take(void*& impl) { return find(*next_++, impl); }
+
+  // The same of a list of tensors.
+  bool take(std::vector<void*>& impls) {
+    python::Object* const list = *next_++;
+    const intptr_t size = python::PyList_Size(list);
+    if (size < 0) return fine();
+    impls.resize(static_cast<size_t>(size));
+    for (intptr_t i = 0; i < size; ++i) {
+      if (!find(python::PyList_GetItem(list, i), impls[static_cast<size_t>(i)])) return false;
+    }
+    return true;
+  }
+
+  // Whether the next argument is a list.
+  bool is_list() const {
+    if (next_ == end_) return false;
+    if (python::PyList_Size(*next_) >= 0) return true;
+    python::PyErr_Clear();
+    return false;
+  }
+
+ private:
+  bool find(python::Object* tensor, void*& impl) const {
     static python::Object* const name = python::PyUnicode_InternFromString("_cdata");
-    python::Object* const tensor = *next_++;
     python::Object* const its_class = python::PyObject_Type(tensor);
     python::Py_DecRef(its_class);  // the tensor keeps it
-    if (its_class != tensor_class_) return false;
+    if (its_class != tensor_class_ && its_class != parameter_class_) return false;
     python::Object* const address = python::PyObject_GetAttr(tensor, name);
     if (address == nullptr) return fine();
     impl = python::PyLong_AsVoidPtr(address);
@@ -88,7 +116,6 @@ class Arguments {
     return impl != nullptr || fine();
   }
 
- private:
   static bool fine() {
     if (python::PyErr_Occurred() == nullptr) return true;
     python::PyErr_Clear();
@@ -96,6 +123,7 @@ class Arguments {
   }
 
   python::Object* tensor_class_;
+  python::Object* parameter_class_;
   python::Object* const* next_;
   python::Object* const* end_;
 };
@@ -136,9 +164,9 @@ inline bool is_plain(void*& impl, Dtype& dtype) {
     return python::PyLong_FromLongLong(result);                                                                    \
   }                                                                                                                \
   }                                                                                                                \
-  extern "C" __attribute__((visibility("default"))) void* ds_kernels_##family##_function(void* tensor_class) {     \
+  extern "C" __attribute__((visibility("default"))) void* ds_kernels_##family##_function(void* classes) {          \
     using namespace ds_kernels::cpu;                                                                               \
     static python::Method method = {#family, family##_call, python::kFastCall, nullptr};                           \
-    return python::PyCFunction_NewEx(&method, tensor_class, nullptr);                                              \
+    return python::PyCFunction_NewEx(&method, classes, nullptr);                                                   \
   }                                                                                                                \
   static int64_t ds_kernels::cpu::family##_function(Arguments arguments)

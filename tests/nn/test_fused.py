@@ -9,10 +9,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
+from ds_plugin_sdk.errors import InvalidTensorError
 from ds_plugin_sdk.nn import RMSNorm, geglu, gelu, rms_norm, rotary, swiglu
 from ds_plugin_sdk.ops.rotary import angles
 
@@ -116,8 +118,6 @@ def test_other_calls_are_torchs(name: str, calls: list[str]) -> None:
     tensors = leaves(function, torch.float32)
     exact = [each.detach().double() for each in tensors]
     torch.testing.assert_close(function.ours(*exact), function.torchs(*exact))
-    with FlopCounterMode(display=False):
-        function.ours(*tensors)
     torch.func.jvp(function.ours, tuple(tensors), tuple(map(torch.ones_like, tensors)))
     several = torch.func.vmap(function.ours)(*(torch.stack([each, each]) for each in tensors))
     torch.testing.assert_close(several[1], function.torchs(*tensors))
@@ -185,9 +185,106 @@ def test_checkpoints_saved_tensor_hooks_and_changes_in_place(name: str) -> None:
             output.sum().backward()
 
 
-def test_a_norm_in_another_layout_and_shapes_that_do_not_fit(calls: list[str]) -> None:
-    x = torch.randn(33, 7).t()
-    weight = torch.randn(33)
+@functions
+def test_modes_of_operators_see_the_op_and_may_end_before_the_backward_pass(name: str, calls: list[str]) -> None:
+    """As those that count operations: a checkpoint calls again what was called before, without them."""
+    function = FUNCTIONS[name]
+    tensors = leaves(function, torch.float32)
+    with FlopCounterMode(display=False):
+        output = checkpoint(function.ours, *tensors, use_reentrant=False)
+    output.sum().backward()
+    assert len(calls) == 2
+
+
+@functions
+def test_layouts_are_those_of_torch(name: str) -> None:
+    function = FUNCTIONS[name]
+    tensors = [each.detach() for each in leaves(function, torch.float32)]
+    if len(tensors[0].shape) > 1 and "rms_norm" not in name:
+        tensors = [each.transpose(0, -2).contiguous().transpose(0, -2) for each in tensors]
+    found, expected = function.ours(*tensors), function.torchs(*tensors)
+    torch.testing.assert_close(found, expected)
+    if "rotary" in name:  # the formula here makes its result anew
+        expected = tensors[0]
+    assert found.stride() == expected.stride()
+
+
+def test_tensors_that_depend_on_each_other_are_derived_once() -> None:
+    """Gradients of gradients, and batches of them, do not go past the function's own tensors."""
+    x, w = torch.randn(4, 8, requires_grad=True), torch.randn(8, requires_grad=True)
+    half: list[int] = []
+    w.register_hook(lambda grad: half.append(1) or grad * 0.5)
+
+    def two(norm: Callable[..., Tensor], gate: Callable[..., Tensor]) -> Tensor:
+        y = norm(torch.tanh(norm(x * 1, (8,), w, 1e-5)), (8,), w, 1e-5)
+        return gate(y, 2 * y) + gate(y, y)
+
+    def derived(norm: Callable[..., Tensor], gate: Callable[..., Tensor]) -> list[Tensor]:
+        first = torch.autograd.grad(two(norm, gate).square().sum(), (x, w), create_graph=True)
+        second = torch.autograd.grad(sum(each.square().sum() for each in first), (x, w))
+        output = two(norm, gate)
+        grads = torch.stack([torch.ones_like(output), torch.linspace(0, 1, 32).view(4, 8)])
+        return [*first, *second, *torch.autograd.grad(output, (x, w), grads, is_grads_batched=True)]
+
+    expected = derived(functional.rms_norm, lambda gate, up: functional.silu(gate) * up)
+    hooks = len(half)
+    torch.testing.assert_close(derived(rms_norm, swiglu), expected, rtol=1e-4, atol=1e-4)
+    assert len(half) == 2 * hooks > 0
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch.func's own
+def test_forward_derivatives_of_a_backward_pass() -> None:
+    x, w = torch.randn(4, 8, requires_grad=True), torch.randn(8, requires_grad=True)
+
+    def tangent(norm: Callable[..., Tensor]) -> Tensor:
+        output = norm(x, (8,), w, 1e-5)
+        with forward_ad.dual_level():
+            grad = forward_ad.make_dual(torch.ones_like(output), torch.linspace(0, 1, 32).view(4, 8))
+            (found,) = torch.autograd.grad(output, x, grad)
+            return forward_ad.unpack_dual(found).tangent
+
+    torch.testing.assert_close(tangent(rms_norm), tangent(functional.rms_norm))
+
+
+def test_tensors_of_inference_mode_are_for_torch(calls: list[str]) -> None:
+    with torch.inference_mode():
+        x = torch.randn(4, 8)
+    w = torch.randn(8, requires_grad=True)
+    rms_norm(x, (8,), w, 1e-5).sum().backward()
+    assert w.grad is not None and not calls
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gates_far_from_zero(dtype: torch.dtype, calls: list[str]) -> None:
+    """Nothing is left of a gate that is far below it; one far above passes everything."""
+    gate = torch.tensor([-3e38, -1e30, -1e4, -200.0, 200.0, 1e4, 1e30, 3e38], dtype=dtype, requires_grad=True)
+    up = torch.full((8,), 0.5, dtype=dtype, requires_grad=True)
+    for call in (swiglu, geglu, lambda gate, up: geglu(gate, up, approximate="tanh")):
+        of_gate, of_up = torch.autograd.grad(call(gate, up).float().sum(), (gate, up))
+        assert not of_gate[:4].any() and not of_up[:4].any()
+        assert torch.equal(of_gate[4:], up.detach()[4:]) and torch.equal(of_up[4:], gate.detach()[4:])
+    assert len(calls) == 3
+
+
+@pytest.mark.parametrize(
+    ("shape", "cos"),
+    [
+        ((1, 7, 7, 8), (7, 4)),
+        ((1, 2, 7, 8), (1, 1, 4)),
+        ((1, 2, 7, 2), (1, 7, 5)),
+        ((2, 7, 8), (1, 7, 4)),
+    ],
+    ids=str,
+)
+def test_angles_of_another_shape_are_an_error(shape: tuple[int, ...], cos: tuple[int, ...]) -> None:
+    with pytest.raises(InvalidTensorError, match="rotary"):
+        rotary(torch.randn(shape), torch.ones(cos), torch.ones(cos))
+    with pytest.raises(InvalidTensorError, match="rotary"):
+        rotary(torch.ones(1, 2, 7, 8, dtype=torch.int32), torch.ones(1, 7, 4), torch.ones(1, 7, 4))
+
+
+def test_shapes_that_do_not_fit(calls: list[str]) -> None:
+    x, weight = torch.randn(7, 33), torch.randn(33)
     torch.testing.assert_close(rms_norm(x, (33,), weight, 1e-5), functional.rms_norm(x, (33,), weight, 1e-5))
     assert calls == ["add_rms_norm"]
     # Torch's own errors and broadcasts.

@@ -176,7 +176,7 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
     x = numbers(100_000)
     AsyncIO().close()
     gc.collect()
-    before = tasks(), descriptors()
+    before = tasks(), descriptors()  # the kernel may still end a worker of the ring that was closed
     for _ in range(5):
         io = AsyncIO(threads=3)
         io.write(x, tmp_path / "file")
@@ -185,10 +185,10 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
         del io
     gc.collect()
     for _ in range(100):
-        if (tasks(), descriptors()) == before:
+        if tasks() <= before[0] and descriptors() == before[1]:
             break
         time.sleep(0.05)
-    assert (tasks(), descriptors()) == before
+    assert tasks() <= before[0] and descriptors() == before[1]
 
 
 @pytest.mark.usefixtures("backend")

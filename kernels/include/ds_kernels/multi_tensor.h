@@ -57,6 +57,40 @@ inline bool may_overlap_itself(Shape shape, Shape strides) {
   return false;
 }
 
+// The memory of one tensor without gaps.
+struct Block {
+  uintptr_t begin = 0, end = 0;
+  size_t list = 0, tensor = 0;
+};
+
+// Calls `shared(one, other)` for two blocks of memory of all lists that share some, unless neither is in a list that
+// `is_written(list)`. One sweep over the blocks in the order of their addresses, in which it leaves them.
+template <class IsWritten, class Shared>
+void find_shared(std::vector<std::vector<Block>>& lists, const IsWritten& is_written, const Shared& shared) {
+  const auto by_address = [](const Block& a, const Block& b) { return a.begin < b.begin; };
+  for (std::vector<Block>& blocks : lists) {
+    // Tensors made one after the other mostly lie in order.
+    if (!std::is_sorted(blocks.begin(), blocks.end(), by_address)) std::sort(blocks.begin(), blocks.end(), by_address);
+  }
+  std::vector<size_t> next(lists.size(), 0);
+  Block furthest, written_furthest;  // of the blocks seen, those that reach furthest
+  for (;;) {
+    const Block* lowest = nullptr;
+    for (size_t list = 0; list < lists.size(); ++list) {
+      if (next[list] == lists[list].size()) continue;
+      const Block& candidate = lists[list][next[list]];
+      if (!lowest || candidate.begin < lowest->begin) lowest = &candidate;
+    }
+    if (!lowest) return;
+    ++next[lowest->list];
+    const bool written = is_written(lowest->list);
+    const Block& before = written ? furthest : written_furthest;
+    if (before.end > lowest->begin) return shared(before, *lowest);
+    if (lowest->end > furthest.end) furthest = *lowest;
+    if (written && lowest->end > written_furthest.end) written_furthest = *lowest;
+  }
+}
+
 }  // namespace detail
 
 // Lists of equal length; the tensors at one index have one shape; one list has one dtype; all are on one device; no
@@ -118,12 +152,6 @@ class MultiTensor {
     bool written;
   };
 
-  // The memory of one tensor without gaps.
-  struct Block {
-    uintptr_t begin = 0, end = 0;
-    size_t list = 0, tensor = 0;
-  };
-
   std::string label(size_t list, size_t tensor) const {
     return std::string(lists_[list].name) + '[' + std::to_string(tensor) + ']';
   }
@@ -167,48 +195,31 @@ class MultiTensor {
     return t.is_contiguous() || detail::is_dense(t.sizes(), t.strides());
   }
 
-  Block block(size_t list, size_t tensor) const {
+  detail::Block block(size_t list, size_t tensor) const {
     const auto begin = reinterpret_cast<uintptr_t>(data(list, tensor));
     return {begin, begin + numels_[tensor] * size_of(dtypes_[list]), list, tensor};
   }
 
-  // The blocks of one list in the order of their addresses; views with gaps are left out, because they can interleave
-  // without sharing an element.
-  std::vector<Block> sorted_blocks(size_t list) const {
-    std::vector<Block> blocks;
+  // The blocks of one list; views with gaps are left out, because they can interleave without sharing an element.
+  std::vector<detail::Block> blocks_of(size_t list) const {
+    std::vector<detail::Block> blocks;
     blocks.reserve(size_);
     for (size_t tensor = 0; tensor < size_; ++tensor) {
       if (numels_[tensor] > 0 && (!strided_[tensor] || is_dense(list, tensor))) blocks.push_back(block(list, tensor));
     }
-    const auto by_address = [](const Block& a, const Block& b) { return a.begin < b.begin; };
-    // Tensors made one after the other mostly lie in order.
-    if (!std::is_sorted(blocks.begin(), blocks.end(), by_address)) std::sort(blocks.begin(), blocks.end(), by_address);
     return blocks;
   }
 
-  // Refuses tensors that share memory when one of them is written: one sweep over the blocks of all lists.
+  // Refuses tensors that share memory when one of them is written.
   void check_overlaps() const {
-    std::vector<std::vector<Block>> blocks;
-    for (size_t list = 0; list < lists_.size(); ++list) blocks.push_back(sorted_blocks(list));
-    std::vector<size_t> next(lists_.size(), 0);
-    Block furthest, written_furthest;  // of the blocks seen, those that reach furthest
-    for (;;) {
-      const Block* lowest = nullptr;
-      for (size_t list = 0; list < lists_.size(); ++list) {
-        if (next[list] == blocks[list].size()) continue;
-        const Block& candidate = blocks[list][next[list]];
-        if (!lowest || candidate.begin < lowest->begin) lowest = &candidate;
-      }
-      if (!lowest) return;
-      ++next[lowest->list];
-      const bool written = lists_[lowest->list].written;
-      const Block& before = written ? furthest : written_furthest;
-      DS_KERNELS_CHECK(before.end <= lowest->begin, op_, label(before.list, before.tensor), " and ",
-                       label(lowest->list, lowest->tensor),
-                       " share memory; expected a tensor that is written to share none");
-      if (lowest->end > furthest.end) furthest = *lowest;
-      if (written && lowest->end > written_furthest.end) written_furthest = *lowest;
-    }
+    std::vector<std::vector<detail::Block>> blocks;
+    for (size_t list = 0; list < lists_.size(); ++list) blocks.push_back(blocks_of(list));
+    detail::find_shared(
+        blocks, [&](size_t list) { return lists_[list].written; },
+        [&](const detail::Block& one, const detail::Block& other) {
+          fail(op_, {label(one.list, one.tensor), " and ", label(other.list, other.tensor),
+                     " share memory; expected a tensor that is written to share none"});
+        });
   }
 
   // Elements of tensors with equal strides and no gaps can be visited as they lie in memory; otherwise contiguous

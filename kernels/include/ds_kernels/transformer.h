@@ -146,7 +146,7 @@ DS_KERNELS_INLINE Slope<Real> gelu_tanh_slope(Real input) {
   const Real x = bounded(input, 10.f), square = x * x;
   const Real e = exponential(x * (-0x1.988454p0f - 0x1.2444f2p-4f * square)), s = quotient(Real{} + 1.f, 1.f + e);
   const Real slope = s + x * s * (e * s) * (0x1.988454p0f + 0x1.b6676cp-3f * square);
-  return {input * s, select(input < -10.f, Real{}, slope)};
+  return {select(input < -10.f, Real{}, input * s), select(input < -10.f, Real{}, slope)};
 }
 
 // gelu by the error function: the derivative is (1 + erf(x / sqrt 2)) / 2 + x e^(-x^2 / 2) / sqrt(2 pi).
@@ -161,7 +161,7 @@ DS_KERNELS_INLINE Slope<Real> gelu_slope(Real input) {
 template <class Real>
 DS_KERNELS_INLINE Slope<Real> silu_slope(Real input) {
   const Real x = bounded(input, 80.f), e = exponential(-x), s = quotient(Real{} + 1.f, 1.f + e);
-  return {input * s, s + x * s * (e * s)};
+  return {select(input < -80.f, Real{}, input * s), select(input < -80.f, Real{}, s + x * s * (e * s))};
 }
 
 // The derivative of relu at 0 is 0.

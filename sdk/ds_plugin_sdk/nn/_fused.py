@@ -40,18 +40,21 @@ class Fused(NamedTuple):
     plain_backward: Callable[..., tuple[Tensor | None, ...]] | None = None
 
     def serves(self, *tensors: Tensor) -> bool:
-        """Whether `call` does what `plain` does, and sooner: no subclasses, compilers, `torch.func` or modes, a device
+        """Whether `call` does what `plain` does, and sooner."""
+        return self.may_serve(*tensors) and self.fits(*tensors)
+
+    def may_serve(self, *tensors: Tensor) -> bool:
+        """The same, if shapes and dtypes `fits`: no subclasses, compilers, `torch.func` or modes of functions, a device
         with a kernel of its own, and not too few elements.
         """
         first = tensors[0]
         return (
-            all(type(each) in (Tensor, nn.Parameter) and each.layout == torch.strided for each in tensors)
-            and not any(each.is_nested for each in tensors)
+            not is_watched(operators=False)
+            and all(type(each) in (Tensor, nn.Parameter) and each.layout == torch.strided for each in tensors)
+            and not any(each.is_nested or each.is_inference() for each in tensors)
             and first.dtype in _DTYPES
             and first.numel() >= _LEAST
             and all(each.device == first.device for each in tensors)
-            and self.fits(*tensors)
-            and not is_watched()
             and _is_native(self.op, self.family, first.device.type)
         )
 
@@ -78,7 +81,7 @@ class _Function(torch.autograd.Function):
         fused: Fused = ctx.fused
         backward = fused.backward
         # What is to be derived again, or stands for several gradients, is for torch's own operations.
-        if torch.is_grad_enabled() or is_batched(grads[0]):
+        if torch.is_grad_enabled() or is_batched(grads[0]) or is_watched(operators=False):
             backward = fused.plain_backward or functools.partial(_derived, fused.plain, ctx.needs_input_grad[2:])
         return None, None, *backward(grads[0], *ctx.saved_tensors, **ctx.options)
 
@@ -86,8 +89,10 @@ class _Function(torch.autograd.Function):
 def _derived(
     plain: Callable[..., Tensor], wanted: tuple[bool, ...], grad: Tensor, *kept: Tensor, **options: Any
 ) -> tuple[Tensor | None, ...]:
-    again, tensors = torch.is_grad_enabled(), kept[: len(wanted)]
+    again = torch.is_grad_enabled()
     with torch.enable_grad():
+        # Tensors of their own: those that were given may depend on each other, and have hooks.
+        tensors = [tensor.view_as(tensor) for tensor in kept[: len(wanted)]]
         result = plain(*tensors, **options)
     inputs = [tensor for tensor, wants in zip(tensors, wanted, strict=True) if wants]
     found = iter(torch.autograd.grad(result, inputs, grad, create_graph=again))

@@ -69,10 +69,15 @@ def _gate_backward(grad: Tensor, gate: Tensor, up: Tensor, activation: Activatio
     return found
 
 
+def _are_alike(gate: Tensor, up: Tensor) -> bool:
+    return gate.shape == up.shape and gate.dtype == up.dtype
+
+
+# Others keep their layout by torch's functions.
 GELU = Fused(
     "fused_bias_gelu",
     "transformer",
-    lambda input: input.dim() > 0,
+    lambda input: input.dim() > 0 and input.is_contiguous(),
     _gelu_forward,
     _gelu_backward,
     lambda input, approximate: functional.gelu(input, approximate=approximate),
@@ -80,7 +85,7 @@ GELU = Fused(
 GATE = Fused(
     "activation_and_mul",
     "transformer",
-    lambda gate, up: gate.dim() > 0 and gate.shape == up.shape and gate.dtype == up.dtype,
+    lambda gate, up: gate.dim() > 0 and _are_alike(gate, up) and gate.is_contiguous() and up.is_contiguous(),
     _gate_forward,
     _gate_backward,
     lambda gate, up, activation: activate(gate, activation) * up,

@@ -106,14 +106,18 @@ def is_plain(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.layout == torch.strided and not tensor.is_nested
 
 
-def is_watched() -> bool:
-    """Whether torch's own functions are to be seen: by compilers, `torch.func`, forward-mode derivatives, modes."""
+def is_watched(*, operators: bool = True) -> bool:
+    """Whether torch's own functions are to be seen: by compilers, `torch.func`, forward-mode derivatives, modes.
+
+    Args:
+        operators: by modes that see every operator, which may count them or keep results of some, too.
+    """
     return (
         torch.compiler.is_compiling()
         or torch._C._is_tracing()
         or torch._C._functorch.peek_interpreter_stack() is not None
         or forward_ad._current_level >= 0
-        or torch._C._len_torch_dispatch_stack() > 0
+        or (operators and torch._C._len_torch_dispatch_stack() > 0)
         or any(
             type(torch._C._get_function_stack_at(index)).__module__ != _DEFAULT_DEVICE
             for index in range(torch._C._len_torch_function_stack())

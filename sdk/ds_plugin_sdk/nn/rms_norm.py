@@ -49,7 +49,12 @@ class RMSNorm(nn.RMSNorm):
 
 
 def _fits(input: Tensor, weight: Tensor) -> bool:
-    return input.dim() > 0 and weight.shape == input.shape[-1:] and weight.dtype == input.dtype
+    return (
+        input.dim() > 0
+        and input.is_contiguous()  # others keep their layout by torch's functions
+        and weight.shape == input.shape[-1:]
+        and weight.dtype == input.dtype
+    )
 
 
 def _forward(input: Tensor, weight: Tensor, eps: float | None) -> tuple[Tensor, tuple[Tensor, ...]]:

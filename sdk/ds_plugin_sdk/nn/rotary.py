@@ -7,6 +7,8 @@ from torch import Tensor
 
 from ds_plugin_sdk.nn._fused import Fused
 from ds_plugin_sdk.ops import _library
+from ds_plugin_sdk.ops._checks import CheckError
+from ds_plugin_sdk.ops.rotary import check_rotary
 
 
 def rotary(input: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
@@ -18,27 +20,26 @@ def rotary(input: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False
 
     Args:
         input: queries or keys, ``[batch, heads, tokens, head_dim]``.
-        cos, sin: ``[batch or 1, tokens, rotary_dim / 2]``, float32, such as `ds_plugin_sdk.ops.rotary.angles` gives.
-            Elements of a head beyond rotary_dim stay.
+        cos, sin: ``[batch or 1, tokens, rotary_dim / 2]``, float32 (float64 for float64), such as
+            `ds_plugin_sdk.ops.rotary.angles` gives. Elements of a head beyond rotary_dim stay.
         interleaved: pair element 2i with element 2i + 1 (GPT-J); else element i with i + rotary_dim / 2 (LLaMA).
 
     Returns:
-        Input's shape and dtype.
+        Input's shape and dtype, and its layout where that has no gaps.
+
+    Raises:
+        InvalidTensorError: shapes, dtypes or devices do not fit.
     """
+    try:
+        check_rotary(input, cos, sin)
+    except CheckError as error:
+        raise _library.invalid("rotary", str(error)) from None
     return ROTARY(input, cos, sin, interleaved=interleaved)
 
 
 def _fits(input: Tensor, cos: Tensor, sin: Tensor) -> bool:
-    return (
-        input.dim() == 4
-        and cos.dtype == sin.dtype == torch.float32
-        and not (torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad))
-        and cos.dim() == 3
-        and cos.shape == sin.shape
-        and cos.shape[0] in (1, input.shape[0])
-        and cos.shape[1] == input.shape[2]
-        and 2 * cos.shape[2] <= input.shape[3]
-    )
+    wanted = torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad)
+    return cos.dtype == sin.dtype == torch.float32 and not wanted
 
 
 def _forward(input: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> tuple[Tensor, tuple[Tensor, Tensor]]:

@@ -1,4 +1,5 @@
-"""Functions of the CPU kernels' libraries, beside ops for whose smallest calls torch's dispatcher takes longest.
+"""Functions of the CPU kernels' libraries, beside ops for whose calls torch's dispatcher takes longest: small tensors,
+or many.
 
 What is not plain is for the op: tensors of other classes, modes, kernels of others.
 """
@@ -6,10 +7,10 @@ What is not plain is for the op: tensors of other classes, modes, kernels of oth
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 # Loaded libraries and kernels that Python registered: who has another kernel for the op is among them.
 _LIBRARIES, _IMPLEMENTATIONS = torch.ops.loaded_libraries, torch.library._impls
@@ -48,7 +49,7 @@ class CFunction:
         self._others = len(_LIBRARIES) + len(_IMPLEMENTATIONS)
         name = f"ds_kernels_{self._family}_function"
         if hasattr(library, name):
-            self._function = _GIVES_FUNCTION((name, library))(Tensor)
+            self._function = _GIVES_FUNCTION((name, library))((Tensor, nn.Parameter))
 
     def usable(self) -> Callable[..., int] | None:
         """The function; None where the call is for the op: a mode looks at ops, or the kernel is another."""
@@ -60,6 +61,19 @@ class CFunction:
             if self._kernel_of_op() != self._kernel:
                 self._function = None
         return self._function
+
+    def update(self, lists: Sequence[Sequence[Tensor]], *numbers: float) -> bool:
+        """An optimizer's update of all tensors of lists; False where nothing was done and the call is for the op."""
+        # Compilers, profilers and torch.func look for the op.
+        if (
+            torch.compiler.is_compiling()
+            or torch._C._autograd._profiler_enabled()
+            or torch._C._functorch.peek_interpreter_stack() is not None
+        ):
+            return False
+        function = self.usable()
+        # In lists of our own no other thread takes a tensor's place while this one computes.
+        return function is not None and function(*map(list, lists), *numbers) >= 0
 
     def _kernel_of_op(self) -> str:
         lines = torch._C._dispatch_dump(f"ds_plugin::{self._family}_").splitlines()

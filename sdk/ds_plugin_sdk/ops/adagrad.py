@@ -11,7 +11,7 @@ from ds_plugin_sdk.ops._c_function import CFunction
 from ds_plugin_sdk.ops._checks import TensorLists, check_dtypes, check_lists, check_memory
 from ds_plugin_sdk.ops._references import working
 
-# For DeepSpeed, which calls for each tensor: param, grad, state_sum; lr, eps, weight_decay.
+# param, grad, state_sum, or lists of them; lr, eps, weight_decay. DeepSpeed's optimizer calls for each tensor.
 c_function = CFunction("adagrad")
 
 
@@ -47,7 +47,9 @@ def adagrad_(
     Raises:
         InvalidTensorError: lengths, shapes, dtypes, devices or memory do not fit; nothing was modified.
     """
-    _library.call("adagrad_", params, grads, state_sums, lr, eps, weight_decay)
+    lists, numbers = (params, grads, state_sums), (lr, eps, weight_decay)
+    if not c_function.update(lists, *numbers):
+        _library.call("adagrad_", *lists, *numbers)
     _library.mark_modified(params, state_sums)
 
 

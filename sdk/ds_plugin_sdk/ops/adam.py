@@ -24,8 +24,8 @@ _STATES = "Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!
 _NUMBERS = "float lr, float beta1, float beta2, float eps, float weight_decay"
 _WRITTEN = ("params", "exp_avgs", "exp_avg_sqs")
 
-# For DeepSpeed, which calls for each tensor: param, grad, exp_avg, exp_avg_sq; lr, beta1, beta2, eps, weight_decay,
-# adamw, bias_correction, step.
+# param, grad, exp_avg, exp_avg_sq, or lists of them; lr, beta1, beta2, eps, weight_decay, adamw, bias_correction, step.
+# DeepSpeed's optimizers on the host call for each tensor.
 c_function = CFunction("adam")
 
 
@@ -74,8 +74,10 @@ def adam_(
         InvalidTensorError: lengths, shapes, dtypes, devices or memory do not fit; nothing was modified.
     """
     steps = [steps] if isinstance(steps, int) else steps
-    numbers = (lr, *betas, eps, weight_decay, adamw, bias_correction)
-    _library.call("adam_", params, grads, exp_avgs, exp_avg_sqs, steps, *numbers)
+    lists, numbers = (params, grads, exp_avgs, exp_avg_sqs), (lr, *betas, eps, weight_decay, adamw, bias_correction)
+    alike = len(set(steps)) == 1 and len(steps) in (1, len(params))
+    if not (alike and c_function.update(lists, *numbers, steps[0])):
+        _library.call("adam_", *lists, steps, *numbers)
     _library.mark_modified(params, exp_avgs, exp_avg_sqs)
 
 

@@ -12,7 +12,7 @@ from ds_plugin_sdk.ops._c_function import CFunction
 from ds_plugin_sdk.ops._checks import TensorLists, check_dtypes, check_lists, check_memory
 from ds_plugin_sdk.ops._references import working
 
-# For DeepSpeed, which calls for each tensor: param, grad, exp_avg; lr, beta1, beta2, weight_decay.
+# param, grad, exp_avg, or lists of them; lr, beta1, beta2, weight_decay. DeepSpeed's optimizer calls for each tensor.
 c_function = CFunction("lion")
 
 
@@ -48,7 +48,9 @@ def lion_(
     Raises:
         InvalidTensorError: lengths, shapes, dtypes, devices or memory do not fit; nothing was modified.
     """
-    _library.call("lion_", params, grads, exp_avgs, lr, *betas, weight_decay)
+    lists, numbers = (params, grads, exp_avgs), (lr, *betas, weight_decay)
+    if not c_function.update(lists, *numbers):
+        _library.call("lion_", *lists, *numbers)
     _library.mark_modified(params, exp_avgs)
 
 

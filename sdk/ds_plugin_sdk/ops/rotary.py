@@ -26,7 +26,7 @@ def rotary(input: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False
             GPT-NeoX).
 
     Returns:
-        A new contiguous tensor of input's shape and dtype.
+        A new tensor of input's shape and dtype, and of its layout where that has no gaps; contiguous otherwise.
 
     Raises:
         InvalidTensorError: shapes, dtypes or devices do not fit.
@@ -76,7 +76,8 @@ def _has_float64(device_type: str) -> bool:
     return True
 
 
-def _check(input: Tensor, cos: Tensor, sin: Tensor) -> None:
+def check_rotary(input: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Check the arguments of `rotary`; raises `CheckError`."""
     check_first("input", input)
     if input.dim() != 4:
         raise CheckError(f"input has shape {list(input.shape)}; expected [batch, heads, tokens, head_dim]")
@@ -94,17 +95,21 @@ def _check(input: Tensor, cos: Tensor, sin: Tensor) -> None:
             )
 
 
+def _like(input: Tensor) -> Tensor:
+    return torch.empty_like(input)
+
+
 @_library.op(
     "rotary(Tensor input, Tensor cos, Tensor sin, bool interleaved) -> Tensor",
-    check=_check,
-    outputs=lambda input: input.new_empty(input.shape),
+    check=check_rotary,
+    outputs=_like,
 )
 def rotary_reference(input: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """``ds_plugin::rotary`` in plain torch, on any device."""
     return _rotary(input, cos, sin, interleaved)
 
 
-@_library.op("rotary_(Tensor(a!) input, Tensor cos, Tensor sin, bool interleaved) -> ()", check=_check)
+@_library.op("rotary_(Tensor(a!) input, Tensor cos, Tensor sin, bool interleaved) -> ()", check=check_rotary)
 def rotary_in_place_reference(input: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> None:
     """``ds_plugin::rotary_`` in plain torch, on any device."""
     check_written("input", input)
@@ -112,7 +117,7 @@ def rotary_in_place_reference(input: Tensor, cos: Tensor, sin: Tensor, interleav
 
 
 def _rotary(input: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    output = input.clone(memory_format=torch.contiguous_format)
+    output = input.clone()
     half = cos.shape[-1]
     if half == 0:
         return output

@@ -266,6 +266,95 @@ def test_another_forward_of_its_class_is_called(calls: Counter[str], monkeypatch
     assert accelerate(model).training == ["model.layers.0.self_attn", "model.layers.1.self_attn"]
 
 
+@pytest.mark.parametrize("name", ["apply_rotary_pos_emb", "rotate_half"])
+@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+def test_another_function_in_the_file_is_called(
+    name: str, before: bool, calls: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As other accelerators of models put it there, before accelerate() or after."""
+    own = getattr(modeling_llama, name)
+
+    def patched(*args: Any, **more: Any) -> Any:
+        result = own(*args, **more)
+        return (result[0] * 0.5, result[1]) if isinstance(result, tuple) else result * 0.5
+
+    model = make()
+    if before:
+        monkeypatch.setattr(modeling_llama, name, patched)
+    with accelerate(model) as handle:
+        assert any("self_attn" in each for each in handle.training) is not before
+        monkeypatch.setattr(modeling_llama, name, patched)
+        ours = gradients(model)
+    assert calls == {NORM: 5, GATE: 2}
+    assert error(ours, gradients(model)) < 1e-5
+
+
+def test_another_silu_of_torchs_is_called(calls: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make()
+    with accelerate(model):
+        monkeypatch.setattr(nn.functional, "silu", lambda x: x * 0.5)
+        ours = gradients(model)
+    assert calls == {NORM: 5, TURN: 4}
+    assert error(ours, gradients(model)) < 1e-5
+
+
+def test_tensors_of_inference_mode_and_of_no_device(calls: Counter[str]) -> None:
+    """Frozen encoders run in inference mode; models without memory are made to count parameters."""
+    model = make()
+    with torch.inference_mode():
+        given = model.get_input_embeddings()(batch()["input_ids"])
+    parameters = list(model.model.layers.parameters())
+
+    def found() -> list[Tensor]:
+        loss = model(inputs_embeds=given, labels=batch()["labels"]).loss
+        return [each.double() for each in torch.autograd.grad(loss, parameters)]
+
+    plain = found()
+    with accelerate(model):
+        assert error(found(), plain) < 1e-5
+        assert calls[NORM] == 4  # all but the first one
+    meta = make().to("meta")
+    with accelerate(meta):
+        assert meta(input_ids=batch()["input_ids"].to("meta")).logits.is_meta
+
+
+def test_layers_that_share_a_norm_and_hooks_of_parameters_are_derived_once(calls: Counter[str]) -> None:
+    def penalty(model: Any) -> list[Tensor]:
+        parameters = list(model.parameters())
+        first = torch.autograd.grad(model(**batch()).loss, parameters, create_graph=True)
+        second = torch.autograd.grad(sum(each.square().sum() for each in first), parameters)
+        return [each.detach().double() for each in (*first, *second)]
+
+    def prepared() -> Any:
+        model = make()
+        model.set_attn_implementation("eager")
+        model.model.layers[1].input_layernorm = model.model.layers[0].input_layernorm
+        for each in model.parameters():
+            each.register_hook(lambda grad: grad * 0.5)
+        return model
+
+    plain, model = penalty(prepared()), prepared()
+    with accelerate(model):
+        assert error(penalty(model), plain) < 1e-5
+    assert calls == LLAMAS_CALLS
+
+
+@pytest.mark.filterwarnings("ignore:For backward hooks to be called, module output should be:UserWarning")
+def test_hooks_of_all_modules_are_called(calls: Counter[str]) -> None:
+    seen: list[str] = []
+    model = make()
+    handle = nn.modules.module.register_module_full_backward_hook(lambda module, *_: seen.append(type(module).__name__))
+    try:
+        gradients(model)
+        expected = Counter(seen)
+        seen.clear()
+        with accelerate(model):
+            gradients(model)
+    finally:
+        handle.remove()
+    assert Counter(seen) == expected and expected["SiLUActivation"] == 2
+
+
 def test_pairs_whose_elements_have_other_angles_are_for_the_models_own_code(calls: Counter[str]) -> None:
     class Uneven(nn.Module):
         def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:

@@ -22,8 +22,10 @@ struct RotaryOps {
     const Angles angles(arguments, input, cos, sin);
     const NoGrad guard;
     const Tensor from = input.stride(3) == 1 ? input : torch::stable::contiguous(input);
-    Tensor output = new_tensor(input, input.sizes());
-    device.run(op, angles.turn(from, output, interleaved), arguments.dtype());
+    Tensor output = input.is_contiguous() ? new_tensor(input, input.sizes()) : torch::stable::empty_like(input);
+    const Tensor to = output.stride(3) == 1 ? output : new_tensor(input, input.sizes());
+    device.run(op, angles.turn(from, to, interleaved), arguments.dtype());
+    if (output.stride(3) != 1) torch::stable::copy_(output, to);
     return output;
   }
 

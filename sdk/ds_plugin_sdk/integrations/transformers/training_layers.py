@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._python_dispatch import _disable_current_modes
 from transformers import activations
 from transformers.models.llama import modeling_llama as llama
 from transformers.pytorch_utils import Conv1D
@@ -34,7 +36,9 @@ from ds_plugin_sdk.nn.linear import is_autocast
 from ds_plugin_sdk.nn.rms_norm import RMS_NORM
 from ds_plugin_sdk.nn.rotary import ROTARY
 
-_ROTARY = "apply_rotary_pos_emb"
+# What modules of activations call, as torch has it.
+_FUNCTIONS = {name: getattr(functional, name) for name in ("gelu", "relu", "silu")}
+_ROTARY, _HALF = "apply_rotary_pos_emb", "rotate_half"
 _GELUS = (activations.NewGELUActivation, activations.FastGELUActivation, activations.GELUTanh)
 
 
@@ -113,7 +117,12 @@ class TrainedMlp(TrainingReplacement):
     def _acts_alone(self) -> bool:
         """Whether a call of the activation would be a call of the code that is known."""
         act = self._act
-        return type(act).forward is self._act_forward and has_its_forward(act) and not has_other_hooks(act)
+        return (
+            type(act).forward is self._act_forward
+            and has_its_forward(act)
+            and not has_other_hooks(act)
+            and all(getattr(functional, name) is function for name, function in _FUNCTIONS.items())
+        )
 
 
 class TrainedAttention(TrainingReplacement):
@@ -121,16 +130,17 @@ class TrainedAttention(TrainingReplacement):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
-        self._code: types.FunctionType = as_written(self._forward)  # type: ignore[assignment]  # `_rotary_of` found it
-        self._own_rotary = _rotary_of(self._forward)
-        self._halves = _Halves()
+        self._code: Any = as_written(self._forward)
+        rotary: Any = _rotary_of(self._forward)
+        self._own_rotary, self._own_half = rotary, rotary.__globals__[_HALF]
+        self._trusted: set[str] = set()  # types of devices on which pairs were seen to have one angle
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        names = self._code.__globals__
-        renamed = self._code is not self._forward and "past_key_values" in kwargs
-        if renamed or not self.trains() or names.get(_ROTARY) is not self._own_rotary:
+        code, names = self._code, self._code.__globals__
+        renamed = code is not self._forward and "past_key_values" in kwargs
+        known = names.get(_ROTARY) is self._own_rotary and self._own_rotary.__globals__.get(_HALF) is self._own_half
+        if renamed or not known or not self.trains():
             return self.own(*args, **kwargs)
-        code = self._code
         # All other names are what they are in its file at this moment.
         forward = types.FunctionType(
             code.__code__, {**names, _ROTARY: self._turn}, code.__name__, code.__defaults__, code.__closure__
@@ -139,19 +149,35 @@ class TrainedAttention(TrainingReplacement):
         return forward(self.module, *args, **kwargs)
 
     def _turn(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-        halves = self._halves.of(cos, sin) if unsqueeze_dim == 1 and _fit(q, k, cos, sin) else None
-        if halves is None or not ROTARY.serves(q, *halves):
-            return self._own_rotary(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)  # type: ignore[misc,no-any-return]  # found
-        return ROTARY.call(q, *halves, interleaved=False), ROTARY(k, *halves, interleaved=False)
+        if unsqueeze_dim == 1 and _fit(q, k, cos, sin) and ROTARY.may_serve(q, k, cos, sin):
+            halves = _angles.of(cos, sin, q.device.type in self._trusted)
+            if halves is not None and ROTARY.fits(q, *halves):
+                if not q.is_cpu:  # another device is waited for once, not in each step
+                    self._trusted.add(q.device.type)
+                return ROTARY.call(q, *halves, interleaved=False), ROTARY(k, *halves, interleaved=False)
+        turned: tuple[Tensor, Tensor] = self._own_rotary(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+        return turned
 
 
-def _rotary_of(forward: Callable[..., Any]) -> Callable[..., Any] | None:
+def _rotary_of(forward: Callable[..., Any]) -> types.FunctionType | None:
     """The function by which an attention's code turns queries and keys, if that has the code of LLaMA's."""
     code = as_written(forward)
     if not isinstance(code, types.FunctionType) or hasattr(code, "__wrapped__"):
         return None
-    function = code.__globals__.get(_ROTARY) if _ROTARY in code.__code__.co_names else None
-    return function if function is not None and same_code(function, llama.apply_rotary_pos_emb) else None
+    function: Any = code.__globals__.get(_ROTARY) if _ROTARY in code.__code__.co_names else None
+    written = _is_written(function, _ROTARY) and _is_written(function.__globals__.get(_HALF), _HALF)
+    return function if written and same_code(function, llama.apply_rotary_pos_emb) else None
+
+
+def _is_written(function: Any, name: str) -> bool:
+    """Whether it is the function by that name in a file of transformers, and nobody has put another in its place."""
+    return (
+        isinstance(function, types.FunctionType)
+        and not hasattr(function, "__wrapped__")
+        and function.__qualname__ == name
+        and function.__module__.startswith("transformers.")
+        and function.__globals__.get("__name__") == function.__module__
+    )
 
 
 def _fit(q: Any, k: Any, cos: Any, sin: Any) -> bool:
@@ -161,34 +187,36 @@ def _fit(q: Any, k: Any, cos: Any, sin: Any) -> bool:
         and q.dtype == k.dtype == cos.dtype == sin.dtype
         and q.dim() == k.dim() == 4
         and cos.dim() == sin.dim() == 3
-        and cos.shape == sin.shape
-        and cos.shape[-1] == q.shape[-1] == k.shape[-1]
+        and cos.shape == sin.shape == (cos.shape[0], q.shape[2], q.shape[3])
+        and cos.shape[0] in (1, q.shape[0])
+        and k.shape[0] == q.shape[0]
+        and k.shape[2:] == q.shape[2:]
         and cos.shape[-1] % 2 == 0
-        and not (cos.requires_grad or sin.requires_grad or cos.is_inference() or sin.is_inference())
+        and not (cos.requires_grad or sin.requires_grad)
     )
 
 
-class _Halves(threading.local):
-    """Cosines and sines of pairs, of those that a model has computed for all elements of a head."""
+class _Angles(threading.local):
+    """Cosines and sines of pairs, of those of all elements of a head, which a model hands to each layer."""
 
     def __init__(self) -> None:
-        self._last: tuple[tuple[Tensor, Tensor], tuple[int, int], tuple[Tensor, Tensor] | None] | None = None
-        self._asked: set[str] = set()
+        self._last: tuple[Tensor, Tensor, tuple[int, int], tuple[Tensor, Tensor] | None, bool] | None = None
 
-    def of(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor] | None:
-        """None if the elements of a pair have other angles."""
+    def of(self, cos: Tensor, sin: Tensor, trusted: bool) -> tuple[Tensor, Tensor] | None:
+        """None if the elements of a pair have other angles, which is not looked at if that is `trusted`."""
         versions, last = (cos._version, sin._version), self._last
-        if last is not None and last[0][0] is cos and last[0][1] is sin and last[1] == versions:
-            return last[2]
-        halves = [each.float().chunk(2, dim=-1) for each in (cos, sin)]
-        # A device other than the host is waited for once, not in each step.
-        known = cos.device.type != "cpu" and cos.device.type in self._asked
-        alike = known or all(torch.equal(*each) for each in halves)
-        if alike:
-            self._asked.add(cos.device.type)
-        self._last = (cos, sin), versions, (halves[0][0].contiguous(), halves[1][0].contiguous()) if alike else None
-        return self._last[2]
+        if last is not None and last[0] is cos and last[1] is sin and last[2] == versions and (last[4] or trusted):
+            return last[3]
+        # What is asked here is no part of what a mode may trace.
+        with _disable_current_modes():
+            halves = [each.float().chunk(2, dim=-1) for each in (cos, sin)]
+            alike = trusted or all(torch.equal(*each) for each in halves)
+            found = (halves[0][0].contiguous(), halves[1][0].contiguous()) if alike else None
+        self._last = cos, sin, versions, found, not trusted
+        return found
 
+
+_angles = _Angles()
 
 # What `training_replacement` may give, but for linear layers.
 TRAINED = (TrainedAttention, TrainedGelu, TrainedMlp, TrainedNorm)

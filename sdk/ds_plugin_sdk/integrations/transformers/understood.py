@@ -148,7 +148,8 @@ def _are_idle(hooks: Iterable[dict[int, Any]]) -> bool:
 def has_other_hooks(module: nn.Module) -> bool:
     """Whether a call of a module calls hooks, but for those that gather and free its parameters."""
     backward = (module._backward_hooks, module._backward_pre_hooks)
-    found = (*hooks_of(module), *backward, *_GLOBAL_HOOKS)
+    everywhere = (*_GLOBAL_HOOKS, nn_module._global_backward_hooks, nn_module._global_backward_pre_hooks)
+    found = (*hooks_of(module), *backward, *everywhere)
     return any(not moves_parameters_alone(hook) for hooks in found for hook in hooks.values())
 
 

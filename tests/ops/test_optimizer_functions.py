@@ -1,4 +1,6 @@
-"""Optimizers' steps of one tensor, as DeepSpeed calls them: the op's numbers without torch's dispatcher, or the op."""
+"""Optimizers' steps of one tensor, as DeepSpeed calls them, and of lists: the op's numbers past torch's dispatcher, or
+the op.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +17,7 @@ from torch import Tensor
 
 from counted_calls import CountedCalls
 from ds_plugin_sdk.conformance.target import Target
+from ds_plugin_sdk.errors import InvalidTensorError
 from ds_plugin_sdk.integrations.deepspeed.modules import cpu_adagrad, cpu_adam, cpu_lion, fused_adam
 from ds_plugin_sdk.op_builder.cpu import kernels as kernel_builders
 from ds_plugin_sdk.ops import _library, adagrad, adam, lion
@@ -167,6 +170,120 @@ def test_fused_adam_calls_it_for_one_tensor_and_the_op_for_more(monkeypatch: pyt
     _by_op(ADAM, exact, 3)
     assert lists_of_op == [2]
     assert all(map(torch.equal, ours, exact))
+
+
+def _lists(
+    case: Case, sizes: tuple[int, ...], dtypes: tuple[torch.dtype, ...] = (torch.float32,) * 3
+) -> list[list[Tensor]]:
+    """The lists of an op, of tensors of these sizes."""
+    tensors = [_tensors(case[2], size, dtypes=dtypes) for size in sizes]
+    return [[each[index] for each in tensors] for index in range(case[2])]
+
+
+def _call(case: Case, lists: list[list[Tensor]], step: int = 3) -> None:
+    """The public function of the op."""
+    _, op, _, numbers = case
+    if op == "adam_":
+        lr, beta1, beta2, eps, decay, *_ = numbers
+        adam.adam_(*lists, step, lr=lr, betas=(beta1, beta2), eps=eps, weight_decay=decay)
+    elif op == "lion_":
+        lr, beta1, beta2, decay = numbers
+        lion.lion_(*lists, lr=lr, betas=(beta1, beta2), weight_decay=decay)
+    else:
+        lr, eps, decay = numbers
+        adagrad.adagrad_(*lists, lr=lr, eps=eps, weight_decay=decay)
+
+
+@pytest.fixture
+def ops(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of ops that are called by the dispatcher."""
+    seen: list[str] = []
+    original = _library.call
+
+    def call(name: str, *args: object) -> object:
+        seen.append(name)
+        return original(name, *args)
+
+    monkeypatch.setattr(_library, "call", call)
+    return seen
+
+
+@CASES
+@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
+def test_lists_are_updated_as_by_the_op(case: Case, dtypes: tuple[torch.dtype, ...], ops: list[str]) -> None:
+    sizes = (2, 300_000, 7, 35, 1000) + (16,) * 200
+    ours, exact = _lists(case, sizes, dtypes), _lists(case, sizes, dtypes)
+    ours[0] = [torch.nn.Parameter(each) for each in ours[0]]
+    versions = [each[0]._version for each in ours]
+    for step in (1, 2, 1000):
+        _call(case, ours, step)
+        assert not ops
+        numbers = (*(([step],) if case[1] == "adam_" else ()), *case[3])
+        getattr(torch.ops.ds_plugin, case[1]).default(*exact, *numbers)
+    for one, other in zip(ours, exact, strict=True):
+        assert all(map(torch.equal, one, other))
+    written = [each[0]._version > version for each, version in zip(ours, versions, strict=True)]
+    assert written == [True, False, True, True][: case[2]]
+
+
+@CASES
+def test_lists_of_which_one_tensor_is_not_plain_are_for_the_op(case: Case, ops: list[str]) -> None:
+    """It updates them, or says what is wrong, and nothing was modified."""
+    last = case[2] - 1
+
+    def put(which: int, tensor: Callable[[Tensor], Tensor]) -> list[list[Tensor]]:
+        lists = _lists(case, (48, 48, 48))
+        lists[which][1] = tensor(lists[which][1])
+        return lists
+
+    for lists in (
+        _lists(case, (48, 1, 48)),
+        [[torch.ones(8, 12)[:, ::2]] for _ in range(case[2])],
+        put(1, lambda each: each.as_subclass(Named)),
+        _lists(case, ()),
+        put(0, lambda each: each.double()) and [[each.double() for each in one] for one in _lists(case, (48, 48))],
+    ):
+        _call(case, lists)
+        assert ops.pop() == case[1] and not ops
+    shared = _lists(case, (48, 48, 48))
+    shared[last][2] = shared[0][0].view(48)
+    for wrong in (
+        shared,
+        put(1, lambda each: each.view(6, 8)),
+        put(last, lambda each: each.bfloat16()),
+        put(1, lambda each: each.to("meta")),
+        [*_lists(case, (48, 48))[:-1], _lists(case, (48,))[-1]],
+    ):
+        before = [[each.clone() for each in one] for one in wrong]
+        with pytest.raises(InvalidTensorError):
+            _call(case, wrong)
+        assert ops.pop() == case[1] and not ops
+        for one, old in zip(wrong, before, strict=True):
+            assert all(each.is_meta or torch.equal(each, its) for each, its in zip(one, old, strict=True))
+
+
+def test_a_step_for_each_tensor_is_for_the_op(ops: list[str]) -> None:
+    for steps, expected in (([3, 3], []), ([3], []), (3, []), ([3, 4], ["adam_"])):
+        ours, exact = _lists(ADAM, (48, 48)), _lists(ADAM, (48, 48))
+        adam.adam_(*ours, steps, lr=0.1)
+        assert ops == expected
+        torch.ops.ds_plugin.adam_.default(
+            *exact, [steps] if isinstance(steps, int) else steps, 0.1, 0.9, 0.999, 1e-8, 0.0, True, True
+        )
+        assert all(map(torch.equal, ours[0], exact[0]))
+    for wrong in (0, [3, 3, 3], []):
+        with pytest.raises(InvalidTensorError, match="steps"):
+            adam.adam_(*_lists(ADAM, (48, 48)), wrong, lr=0.1)
+
+
+@CASES
+def test_profilers_and_modes_see_the_op_of_lists(case: Case) -> None:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        _call(case, _lists(case, (48, 48)))
+    assert f"ds_plugin::{case[1]}" in {event.key for event in profile.key_averages()}
+    with CountedCalls() as counted:
+        _call(case, _lists(case, (48, 48)))
+    assert counted.calls[case[1]] == 1
 
 
 class Named(Tensor):
