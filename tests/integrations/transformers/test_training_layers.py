@@ -340,6 +340,7 @@ def test_layers_that_share_a_norm_and_hooks_of_parameters_are_derived_once(calls
 
 
 @pytest.mark.filterwarnings("ignore:For backward hooks to be called, module output should be:UserWarning")
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")
 def test_hooks_of_all_modules_are_called(calls: Counter[str]) -> None:
     seen: list[str] = []
     model = make()
