@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -410,6 +411,18 @@ def test_a_compiled_model_is_one_graph_of_torchs(calls: Counter[str]) -> None:
     with accelerate(model):
         compiled = torch.compile(model.model, backend="eager", fullgraph=True)
         assert compiled(batch()["input_ids"]).last_hidden_state.shape == (3, 20, 64)
+    assert not calls
+
+
+@pytest.mark.parametrize("name", ["mlp", "input_layernorm", "mlp.act_fn"])
+def test_parts_are_exported_as_torchs(name: str, calls: Counter[str]) -> None:
+    model = make()
+    part, x = model.model.layers[0].get_submodule(name), torch.randn(2, 5, 64)
+    expected = part(x)
+    with accelerate(model):
+        exported = torch.export.export(part, (x,)).module()
+        torch.testing.assert_close(exported(x), expected)
+        assert [*inspect.signature(part.forward).parameters] == [*inspect.signature(type(part).forward).parameters][1:]
     assert not calls
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import types
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +26,16 @@ class Replacement:
     def __func__(self) -> Callable[..., Any]:
         """What a bound method has here, for code that wraps forwards by their functions, as compressed-tensors does."""
         return type(self.module).forward
+
+    @property
+    def __code__(self) -> Any:
+        """As `__func__`, for torch.export."""
+        return getattr(self.__func__, "__code__", None)
+
+    @functools.cached_property
+    def __signature__(self) -> inspect.Signature:
+        """transformers asks which arguments a model takes."""
+        return inspect.signature(types.MethodType(self.__func__, self.module))
 
     def put_on(self) -> None:
         self.module.forward = self  # type: ignore[assignment]  # on the instance: its class stays
