@@ -1,7 +1,6 @@
 """RMS norm, GELU, gated activations and rotary embedding of models in training, by the functions of `ds_plugin_sdk.nn`.
 
-transformers writes them as several functions of torch's each, all of which keep what their derivatives need: of a LLaMA
-in bfloat16 they are a third of all that a step keeps between the products.
+transformers writes them as several functions of torch's each, all of which keep what their derivatives need.
 """
 
 from __future__ import annotations
