@@ -61,10 +61,11 @@ class OtherThreads {
 // A call's arguments, one after the other. What Python raised about one is forgotten: the op says what is wrong.
 class Arguments {
  public:
-  // `classes` is (torch.Tensor, torch.nn.Parameter).
+  // `classes` is (torch.Tensor, torch.nn.Parameter, list).
   Arguments(python::Object* classes, python::Object* const* all, intptr_t count)
       : tensor_class_(python::PyTuple_GetItem(classes, 0)),
         parameter_class_(python::PyTuple_GetItem(classes, 1)),
+        list_class_(python::PyTuple_GetItem(classes, 2)),
         next_(all),
         end_(all + count) {}
 
@@ -96,18 +97,18 @@ class Arguments {
   }
 
   // Whether the next argument is a list.
-  bool is_list() const {
-    if (next_ == end_) return false;
-    if (python::PyList_Size(*next_) >= 0) return true;
-    python::PyErr_Clear();
-    return false;
-  }
+  bool is_list() const { return next_ != end_ && class_of(*next_) == list_class_; }
 
  private:
+  static python::Object* class_of(python::Object* object) {
+    python::Object* const its_class = python::PyObject_Type(object);
+    python::Py_DecRef(its_class);  // the object keeps it
+    return its_class;
+  }
+
   bool find(python::Object* tensor, void*& impl) const {
     static python::Object* const name = python::PyUnicode_InternFromString("_cdata");
-    python::Object* const its_class = python::PyObject_Type(tensor);
-    python::Py_DecRef(its_class);  // the tensor keeps it
+    python::Object* const its_class = class_of(tensor);
     if (its_class != tensor_class_ && its_class != parameter_class_) return false;
     python::Object* const address = python::PyObject_GetAttr(tensor, name);
     if (address == nullptr) return fine();
@@ -124,6 +125,7 @@ class Arguments {
 
   python::Object* tensor_class_;
   python::Object* parameter_class_;
+  python::Object* list_class_;
   python::Object* const* next_;
   python::Object* const* end_;
 };

@@ -49,7 +49,7 @@ class CFunction:
         self._others = len(_LIBRARIES) + len(_IMPLEMENTATIONS)
         name = f"ds_kernels_{self._family}_function"
         if hasattr(library, name):
-            self._function = _GIVES_FUNCTION((name, library))((Tensor, nn.Parameter))
+            self._function = _GIVES_FUNCTION((name, library))((Tensor, nn.Parameter, list))
 
     def usable(self) -> Callable[..., int] | None:
         """The function; None where the call is for the op: a mode looks at ops, or the kernel is another."""
