@@ -39,28 +39,49 @@ struct PlainTensors {
   }
 };
 
-// Those of one parameter, and the op's numbers.
-template <size_t Lists, size_t Numbers>
-class OneTensor {
+// What a call was given beside tensors, and whether it was understood.
+template <size_t Numbers>
+class OptimizerCall {
  public:
-  explicit OneTensor(Arguments arguments) : understood_(arguments.left() == Lists + Numbers) {
-    void* impls[Lists];
-    for (size_t i = 0; understood_ && i < Lists; ++i) understood_ = arguments.take(impls[i]);
-    for (size_t i = 0; understood_ && i < Numbers; ++i) understood_ = arguments.take(numbers_[i]);
-    understood_ = understood_ && plain_.take(impls) && apart();
-  }
-
-  // Whether all are plain, in memory of their own, and of shapes and dtypes that fit together.
+  // Whether all tensors are plain, in memory of their own, and of shapes and dtypes that fit together.
   bool understood() const { return understood_; }
   double number(size_t i) const { return numbers_[i]; }
-  TensorLists tensors() const { return {Lists, 1, &plain_.numel, plain_.data, plain_.dtypes}; }
 
   template <class Work>
   bool update(const char* op, const Work& work) const {
     const OtherThreads others;
-    Device(0).run(op, work, plain_.dtypes[0]);
+    Device(0).run(op, work, work.tensors.dtypes[0]);
     return true;
   }
+
+ protected:
+  // Takes a tensor, or a list of them, for each of `impls`, and the numbers.
+  template <class Impls, size_t Lists>
+  static bool take(Arguments arguments, Impls (&impls)[Lists], double (&numbers)[Numbers]) {
+    if (arguments.left() != Lists + Numbers) return false;
+    for (Impls& each : impls) {
+      if (!arguments.take(each)) return false;
+    }
+    for (double& number : numbers) {
+      if (!arguments.take(number)) return false;
+    }
+    return true;
+  }
+
+  double numbers_[Numbers] = {};
+  bool understood_ = false;
+};
+
+// A call with one parameter.
+template <size_t Lists, size_t Numbers>
+class OneTensor : public OptimizerCall<Numbers> {
+ public:
+  explicit OneTensor(const Arguments& arguments) {
+    void* impls[Lists];
+    this->understood_ = this->take(arguments, impls, this->numbers_) && plain_.take(impls) && apart();
+  }
+
+  TensorLists tensors() const { return {Lists, 1, &plain_.numel, plain_.data, plain_.dtypes}; }
 
  private:
   // Whether no two share memory.
@@ -76,34 +97,21 @@ class OneTensor {
   }
 
   PlainTensors<Lists> plain_;
-  double numbers_[Numbers] = {};
-  bool understood_;
 };
 
-// The same of lists, which nobody else may change meanwhile. One dtype is that of all tensors of a list.
+// A call with lists, which nobody else may change meanwhile. All tensors of a list have one dtype.
 template <size_t Lists, size_t Numbers>
-class ManyTensors {
+class ManyTensors : public OptimizerCall<Numbers> {
  public:
-  explicit ManyTensors(Arguments arguments) : understood_(arguments.left() == Lists + Numbers) {
+  explicit ManyTensors(const Arguments& arguments) {
     std::vector<void*> impls[Lists];
-    for (size_t i = 0; understood_ && i < Lists; ++i) understood_ = arguments.take(impls[i]);
-    for (size_t i = 0; understood_ && i < Numbers; ++i) understood_ = arguments.take(numbers_[i]);
-    understood_ = understood_ && take(impls);
+    this->understood_ = this->take(arguments, impls, this->numbers_) && fit(impls);
   }
 
-  bool understood() const { return understood_; }
-  double number(size_t i) const { return numbers_[i]; }
   TensorLists tensors() const { return {Lists, numels_.size(), numels_.data(), data_.data(), dtypes_}; }
 
-  template <class Work>
-  bool update(const char* op, const Work& work) const {
-    const OtherThreads others;
-    Device(0).run(op, work, dtypes_[0]);
-    return true;
-  }
-
  private:
-  bool take(const std::vector<void*> (&impls)[Lists]) {
+  bool fit(const std::vector<void*> (&impls)[Lists]) {
     const size_t size = impls[0].size();
     if (size == 0) return false;
     for (const auto& list : impls) {
@@ -135,8 +143,6 @@ class ManyTensors {
   std::vector<int64_t> numels_;
   std::vector<void*> data_;  // list after list
   Dtype dtypes_[Lists] = {};
-  double numbers_[Numbers] = {};
-  bool understood_;
 };
 
 }  // namespace ds_kernels::cpu

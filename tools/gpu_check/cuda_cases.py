@@ -268,12 +268,18 @@ def head_cases() -> Iterator[Case]:
 
 def training_cases() -> Iterator[Case]:
     """What a transformer layer does between its matrix products, forward and backward."""
-    from ds_plugin_sdk.ops import transformer
-    from ds_plugin_sdk.ops.activation import ACTIVATIONS
+    hidden = 4096
+    weight, bias = (_random(hidden, dtype=torch.bfloat16) for _ in range(2))
+    yield from _layer_norm_cases((8192, hidden), weight, bias)
+    yield from _rms_norm_cases((8192, hidden), weight)
+    yield from _activation_cases((8192, hidden), bias)
+    yield from _attention_softmax_cases()
 
-    half, seed, hidden = torch.bfloat16, transformer.new_seed(device=DEVICE), 4096
-    shape, size = (8192, hidden), 8192 * hidden * 2
-    weight, bias = _random(hidden, dtype=half), _random(hidden, dtype=half)
+
+def _layer_norm_cases(shape: tuple[int, int], weight: Tensor, bias: Tensor) -> Iterator[Case]:
+    from ds_plugin_sdk.ops import transformer
+
+    (rows, hidden), size, seed = shape, math.prod(shape) * 2, transformer.new_seed(device=DEVICE)
 
     def sum_norm(x: Tensor, residual: Tensor) -> Tensor:
         return F.layer_norm(residual + F.dropout(x + bias, 0.1), (hidden,), weight, bias)
@@ -290,7 +296,7 @@ def training_cases() -> Iterator[Case]:
             "torch compiled": torch.compile(sum_norm),
         },
     )
-    mean, rstd = (torch.rand(8192, device=DEVICE) for _ in range(2))
+    mean, rstd = (torch.rand(rows, device=DEVICE) for _ in range(2))
     backward = torch.ops.ds_plugin.dropout_add_layer_norm_backward
     torch_backward = torch.ops.aten.native_layer_norm_backward
     statistics_of_torch = (mean.unsqueeze(1), rstd.unsqueeze(1))
@@ -303,6 +309,13 @@ def training_cases() -> Iterator[Case]:
             "torch eager": lambda g, x: torch_backward(g, x, (hidden,), *statistics_of_torch, weight, bias, [True] * 3),
         },
     )
+
+
+def _rms_norm_cases(shape: tuple[int, int], weight: Tensor) -> Iterator[Case]:
+    from ds_plugin_sdk.ops import transformer
+
+    (rows, hidden), size = shape, math.prod(shape) * 2
+    rstd = torch.rand(rows, device=DEVICE)
 
     def sum_rms_norm(x: Tensor, r: Tensor) -> Tensor:
         return F.rms_norm(x + r, (hidden,), weight, 1e-6)
@@ -323,6 +336,13 @@ def training_cases() -> Iterator[Case]:
         3 * size,
         {"ds_plugin": lambda g, x: torch.ops.ds_plugin.add_rms_norm_backward(g, None, x, rstd, weight)},
     )
+
+
+def _activation_cases(shape: tuple[int, int], bias: Tensor) -> Iterator[Case]:
+    from ds_plugin_sdk.ops import transformer
+    from ds_plugin_sdk.ops.activation import ACTIVATIONS
+
+    size = math.prod(shape) * 2
 
     def swiglu(gate: Tensor, up: Tensor) -> Tensor:
         return F.silu(gate) * up
@@ -361,6 +381,12 @@ def training_cases() -> Iterator[Case]:
             "torch eager": lambda g, x: torch.ops.aten.gelu_backward(g, x + bias, approximate="tanh").sum(0),
         },
     )
+
+
+def _attention_softmax_cases() -> Iterator[Case]:
+    from ds_plugin_sdk.ops import transformer
+
+    seed = transformer.new_seed(device=DEVICE)
     for length in (128, 1024):
         scores = (8 * (1024 // length) ** 2, 16, length, length)
         size = math.prod(scores) * 2

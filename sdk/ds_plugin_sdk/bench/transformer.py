@@ -21,6 +21,10 @@ P = 0.1  # dropped
 SIZES = {"small": (2, 64, 256, 4), "large": (8, 128, 1024, 16)}
 
 
+# Makes a tensor of a shape, with gradients.
+_Made = Callable[..., Tensor]
+
+
 @dataclass(frozen=True)
 class _Pair:
     """What is compared: functions of the same tensors; gradients are taken of their results if there is a cotangent."""
@@ -65,6 +69,12 @@ def _ops(batch: int, tokens: int, hidden: int, heads: int, dtype: torch.dtype) -
     def made(*shape: int) -> Tensor:
         return torch.randn(shape).to(dtype).requires_grad_()
 
+    yield from _norms(batch, tokens, hidden, made)
+    yield from _activations(batch, tokens, 4 * hidden, made)
+    yield from _within_attention(batch, heads, tokens, hidden // heads, made)
+
+
+def _norms(batch: int, tokens: int, hidden: int, made: _Made) -> Iterator[_Pair]:
     seed = transformer.new_seed()
     x, residual, grad = (made(batch, tokens, hidden) for _ in range(3))
     bias, weight, norm_bias = (made(hidden) for _ in range(3))
@@ -93,36 +103,44 @@ def _ops(batch: int, tokens: int, hidden: int, heads: int, dtype: torch.dtype) -
         (4, 3),
         grad,
     )
-    gate, up = (made(batch, tokens, 4 * hidden) for _ in range(2))
+
+
+def _activations(batch: int, tokens: int, columns: int, made: _Made) -> Iterator[_Pair]:
+    gate, up, grad = (made(batch, tokens, columns) for _ in range(3))
     yield from _both(
         "silu(gate) up",
         transformer.activation_and_mul,
         lambda gate, up: functional.silu(gate) * up,
         (gate, up),
         (3, 5),
-        made(batch, tokens, 4 * hidden),
+        grad,
     )
-    query, angles = made(batch, heads, tokens, hidden // heads), rotary_angles(torch.arange(tokens), hidden // heads)
-    yield from _both(
-        "rotary embedding",
-        lambda q: rotary(q, *angles),
-        functools.partial(_turned, cos=angles[0].repeat(1, 1, 2).to(dtype), sin=angles[1].repeat(1, 1, 2).to(dtype)),
-        (query,),
-        (2, 2),
-        made(*query.shape),
-    )
-    inter, inter_bias = made(batch, tokens, 4 * hidden), made(4 * hidden)
+    bias = made(columns)
     for name, tanh in (("tanh", True), ("erf", False)):
         approximate = "tanh" if tanh else "none"
         yield from _both(
             f"bias, gelu ({name})",
             lambda x, b, tanh=tanh: transformer.fused_bias_gelu(x, b, tanh=tanh),
             lambda x, b, approximate=approximate: functional.gelu(x + b, approximate=approximate),
-            (inter, inter_bias),
+            (gate, bias),
             (2, 3),
-            made(batch, tokens, 4 * hidden),
+            grad,
         )
-    scores, mask = made(batch, heads, tokens, tokens), torch.zeros(batch, 1, 1, tokens, dtype=dtype)
+
+
+def _within_attention(batch: int, heads: int, tokens: int, head_dim: int, made: _Made) -> Iterator[_Pair]:
+    query, angles = made(batch, heads, tokens, head_dim), rotary_angles(torch.arange(tokens), head_dim)
+    cos, sin = (each.repeat(1, 1, 2).to(query.dtype) for each in angles)
+    yield from _both(
+        "rotary embedding",
+        lambda q: rotary(q, *angles),
+        functools.partial(_turned, cos=cos, sin=sin),
+        (query,),
+        (2, 2),
+        made(*query.shape),
+    )
+    scores, seed = made(batch, heads, tokens, tokens), transformer.new_seed()
+    mask = torch.zeros(batch, 1, 1, tokens, dtype=scores.dtype)
     yield from _both(
         "mask, softmax, dropout",
         lambda s, m: transformer.masked_softmax_dropout(s, m, scale=0.125, p=P, seed=seed),

@@ -40,7 +40,7 @@ class Fused(NamedTuple):
     plain_backward: Callable[..., tuple[Tensor | None, ...]] | None = None
 
     def serves(self, *tensors: Tensor) -> bool:
-        """Whether `call` does what `plain` does, and sooner."""
+        """Whether `call` does what `plain` does, and sooner; of what is no tensor, it does not."""
         return self.may_serve(*tensors) and self.fits(*tensors)
 
     def may_serve(self, *tensors: Tensor) -> bool:

@@ -76,11 +76,8 @@ def norm_in_training(module: nn.Module, input: Any) -> Tensor | None:
     """What a module with the code of LLaMA's RMS norm gives; None if its own code is to run."""
     weight: Any = module._parameters.get("weight")
     eps: Any = getattr(module, "variance_epsilon", None)
-    if torch.compiler.is_compiling() or not isinstance(eps, float):
-        return None
-    if not isinstance(weight, Tensor) or not isinstance(input, Tensor):
-        return None
-    return RMS_NORM.call(input, weight, eps=eps) if RMS_NORM.serves(input, weight) else None
+    served = isinstance(eps, float) and RMS_NORM.serves(input, weight)
+    return RMS_NORM.call(input, weight, eps=eps) if served else None
 
 
 class TrainedGelu(TrainingReplacement):
@@ -89,11 +86,11 @@ class TrainedGelu(TrainingReplacement):
     """
 
     def in_training(self, input: Any) -> Tensor | None:
-        if not isinstance(input, Tensor) or (type(self.module) is activations.GELUTanh and not input.is_cpu):
+        if not GELU.serves(input) or (type(self.module) is activations.GELUTanh and not input.is_cpu):
             return None
         if input.dtype != torch.float32 and is_autocast(input.device.type):  # a power may be float32
             return None
-        return GELU.call(input, approximate="tanh") if GELU.serves(input) else None
+        return GELU.call(input, approximate="tanh")
 
 
 class TrainedMlp(TrainingReplacement):
@@ -110,7 +107,7 @@ class TrainedMlp(TrainingReplacement):
         if mlp.act_fn is not self._act or not self._acts_alone():
             return None
         gate, up = mlp.gate_proj(input), mlp.up_proj(input)
-        served = isinstance(gate, Tensor) and isinstance(up, Tensor) and GATE.serves(gate, up)
+        served = GATE.serves(gate, up)
         return mlp.down_proj(GATE.call(gate, up, activation=self._activation) if served else mlp.act_fn(gate) * up)
 
     def _acts_alone(self) -> bool:

@@ -46,7 +46,9 @@ def multi_tensor_adam(
     """
     grads, params, exp_avgs, exp_avg_sqs = tensor_lists
     update = c_function.usable() if all(len(tensors) == 1 for tensors in tensor_lists) else None
-    if update is not None:  # on the host the dispatcher may take longer than the update
+    if (
+        update is not None
+    ):  # on the host to make lists, and to ask whether they may be used, takes as long as the update
         (grad,), (param,), (first,), (second,) = tensor_lists
         numbers = lr, beta1, beta2, eps, weight_decay, bool(adam_w_mode), bool(bias_correction), step
         if update(param, grad, first, second, *numbers) >= 0:
