@@ -11,42 +11,86 @@ namespace {
 
 // Outputs whose sums wait together for what follows them.
 constexpr int64_t kBlock = 64;
-// Rows of weights that are near the processor while all inputs pass by.
-constexpr int64_t kRows = 8;
-
-template <int value_>
-struct Constant {
-  static constexpr int value = value_;
-};
-
 // From input `m` on.
 inline const float* inputs_from(const float* input, const Dots& dots, int64_t m) { return input + m * dots.columns; }
 inline ShortInputs inputs_from(const ShortInputs& input, const Dots& dots, int64_t m) {
-  return {input.values + m * dots.columns, input.scales + m * dots.groups, input.eights + m * dots.groups};
+  const int64_t groups = m * dots.groups;
+  return {input.values + m * dots.columns, input.scales + groups, input.eights + groups,
+          input.bytes + groups * bytes_of(dots.columns / dots.groups)};
 }
 
-// `rows` rows, at most kRows, with all inputs, the widest tiles first. Not inline, see finish().
-template <class Weight, class Input>
-__attribute__((noinline)) void dot_rows(const Dots& dots, int64_t rows, int64_t inputs, const Weight* weight, const float* scales, Input input,
-              float* sums) {
-  const auto tiles = [&](auto tile_rows, auto tile_inputs, int64_t m) {
-    constexpr int R = decltype(tile_rows)::value, M = decltype(tile_inputs)::value;
-    const auto one = [&](auto height, int64_t r) {
-      dot_tile<decltype(height)::value, M>(dots, weight + r * dots.stride,
-                                           scales ? scales + r * dots.groups : nullptr, inputs_from(input, dots, m),
-                                           sums + m * kBlock + r, kBlock);
-    };
-    int64_t r = 0;
-    for (; r + R <= rows; r += R) one(tile_rows, r);
-    for (; r < rows; ++r) one(Constant<1>{}, r);
+inline bool is_amd() {
+#if defined(__x86_64__)
+  return __builtin_cpu_is("amd");
+#else
+  return false;
+#endif
+}
+
+// How far ahead weights are fetched, in bytes: Intel's prefetchers stop at every page, AMD's do the rest themselves.
+inline uintptr_t weights_ahead() { return is_amd() ? 256 : 2048; }
+
+// From this many inputs on laying out tiles takes less time than it saves, also where weights come from memory. AMD's CPUs of
+// today take two cycles for what a tile is laid out with.
+inline int64_t least_tile_inputs(bool quantized) { return is_amd() ? 13 : quantized ? 5 : 7; }
+
+template <int rows, class Weight>
+Rows<rows, Weight> rows_of(const LinearTask& task, const int64_t (&numbers)[rows]) {
+  Rows<rows, Weight> all;
+  for (int r = 0; r < rows; ++r) {
+    all.weights[r] = static_cast<const Weight*>(task.weight) + numbers[r] * task.stride;
+    all.scales[r] = task.scales ? task.scales + numbers[r] * task.groups : nullptr;
+  }
+  return all;
+}
+
+// `count` rows of each of some streams, from its row `first` on.
+template <int streams>
+struct Streams {
+  int64_t first[streams], count[streams];
+};
+
+// `rows` rows, of the given numbers, with `count` inputs, for which `from(m)` gives those from one on.
+template <class Weight, int rows, class From>
+DS_KERNELS_INLINE void dot_inputs(const Dots& dots, const LinearTask& task, const int64_t (&numbers)[rows], int64_t count,
+                                  From from, float* const (&sums)[rows]) {
+  const Rows<rows, Weight> weights = rows_of<rows, Weight>(task, numbers);
+  const auto tile = [&](auto inputs, int64_t m) {
+    float* to[rows];
+    for (int r = 0; r < rows; ++r) to[r] = sums[r] + m * kBlock;
+    dot_tile<decltype(inputs)::value>(dots, weights, from(m), to, kBlock);
   };
   int64_t m = 0;
-  for (; m + 4 <= inputs; m += 4) tiles(Constant<2>{}, Constant<4>{}, m);
-  if (m + 2 <= inputs) {
-    tiles(Constant<4>{}, Constant<2>{}, m);
+  for (; m + 4 <= count; m += 4) tile(std::integral_constant<int, 4>{}, m);
+  if (m + 2 <= count) {
+    tile(std::integral_constant<int, 2>{}, m);
     m += 2;
   }
-  if (m < inputs) tiles(Constant<2>{}, Constant<1>{}, m);
+  if (m < count) tile(std::integral_constant<int, 1>{}, m);
+}
+
+// Rows with all inputs, a row of each stream at a time, [stream][input * kBlock + row]. Not inline, see finish().
+template <class Weight, int streams, class Input>
+__attribute__((noinline)) void dot_streams(const LinearTask& task, const Streams<streams>& rows, Input input, int64_t inputs,
+                                           float* const (&sums)[streams]) {
+  const Dots dots{task.columns, task.groups, weights_ahead()};
+  const auto from = [&](int64_t m) { return inputs_from(input, dots, m); };
+  int64_t all = rows.count[0];
+  for (const int64_t count : rows.count) all = count < all ? count : all;
+  for (int64_t r = 0; r < all; ++r) {
+    int64_t numbers[streams];
+    float* to[streams];
+    for (int s = 0; s < streams; ++s) {
+      numbers[s] = rows.first[s] + r;
+      to[s] = sums[s] + r;
+    }
+    dot_inputs<Weight>(dots, task, numbers, inputs, from, to);
+  }
+  for (int s = 0; s < streams; ++s) {
+    for (int64_t r = all; r < rows.count[s]; ++r) {
+      dot_inputs<Weight, 1>(dots, task, {rows.first[s] + r}, inputs, from, {sums[s] + r});
+    }
+  }
 }
 
 // Adds what the offsets of `rows` rows from `first` on make of an input to its sums.
@@ -113,18 +157,25 @@ __attribute__((noinline)) void finish(const LinearLayer& task, const float* sums
 template <class Element, class Weight>
 struct Linear {
   static constexpr int64_t kInputs = 8;  // at a time: their sums shall fit into the first cache
+  static constexpr bool kInt4 = std::is_same_v<Weight, Int4Pair>, kQuantized = sizeof(Weight) == 1;
+
+  // Whether inputs are there as tiles take them; and whether they are not there as a few int4 weights' inputs would have to be,
+  // for there are more of them than this task's.
+  static bool has_values(const LinearTask& task) { return !kQuantized || task.shorts.values; }
+  static bool lacks_bytes(const LinearTask& task) { return kInt4 && !task.shorts.bytes; }
 
   static void run(const LinearTask& task, int64_t begin, int64_t end) {
-    if (task.inputs == 1) return run_one(task, begin, end);
     if constexpr (kTiles) {
-      if (sizeof(Weight) == 1 ? task.shorts.values && task.inputs >= kLeastTileInputs
-                              : task.inputs >= kLeastFloatTileInputs) {
+      if (has_values(task) && (task.inputs >= least_tile_inputs(kQuantized) || lacks_bytes(task))) {
         return run_tiles(task, begin, end);
       }
     }
+    // One input's products with int4 weights are sooner there than the sums of two rows, which wait for themselves.
+    if constexpr (kLanes == 16 && kInt4) {
+      if (task.inputs == 1) return run_streams<4>(task, 0, 1, begin, end);
+    }
     for (int64_t m = 0; m < task.inputs; m += kInputs) {
-      const int64_t inputs = task.inputs - m < kInputs ? task.inputs - m : kInputs;
-      for (int64_t o = begin; o < end; o += kBlock) block(task, m, inputs, o, end - o < kBlock ? end - o : kBlock);
+      run_streams<2>(task, m, task.inputs - m < kInputs ? task.inputs - m : kInputs, begin, end);
     }
   }
 
@@ -141,71 +192,56 @@ struct Linear {
     }
   }
 
-  // One input waits for weights alone. They come as two streams of rows, the halves of the share, or both operands of
-  // the gate, each from its first row to its last: that is what hardware prefetchers follow.
-  static void run_one(const LinearTask& task, int64_t begin, int64_t end) {
-    const int64_t outputs = end - begin, half = task.gated ? outputs : (outputs + 1) / 2;
-    const int64_t apart = task.gated ? task.outputs : half;
-    for (int64_t o = 0; o < half; o += kBlock) {
-      const int64_t count = half - o < kBlock ? half - o : kBlock;
-      const int64_t pairs = task.gated || outputs - half - o >= count ? count : outputs - half - o;
-      const int64_t first = begin + o;
-      float sums[2][kBlock];
-      for (int64_t r = 0; r < count; ++r) dot_one(task, first + r, apart, r < pairs, sums[0][r], sums[1][r]);
-      if (task.offsets) {
-        add_offsets(task, first, count, 0, sums[0]);
-        add_offsets(task, first + apart, pairs, 0, sums[1]);
+  // A few inputs wait for weights alone. They come as a few streams of rows, equal parts of the share, or of both operands
+  // of the gate, each from its first row to its last: that is what hardware prefetchers follow.
+  template <int streams>
+  static void run_streams(const LinearTask& task, int64_t first_input, int64_t inputs, int64_t begin, int64_t end) {
+    const int parts = task.gated ? streams / 2 : streams;
+    const int64_t outputs = end - begin, part = (outputs + parts - 1) / parts;
+    for (int64_t o = 0; o < part; o += kBlock) {
+      float room[streams][kInputs * kBlock];
+      float* sums[streams];
+      Streams<streams> rows;
+      for (int s = 0; s < streams; ++s) {
+        const int64_t from = s % parts * part + o, end_of_part = (s % parts + 1) * part;
+        const int64_t left = (end_of_part < outputs ? end_of_part : outputs) - from;  // the last parts may be shorter
+        sums[s] = room[s];
+        rows.first[s] = begin + from + s / parts * task.outputs;
+        rows.count[s] = left < 0 ? 0 : left < kBlock ? left : kBlock;
       }
-      finish<Element>(task, sums[0], task.gated ? sums[1] : nullptr, 0, first, count);
-      if (!task.gated) finish<Element>(task, sums[1], nullptr, 0, first + apart, pairs);
-    }
-  }
-
-  // A row and, if there is a pair, the row that is so many `apart`.
-  static void dot_one(const LinearTask& task, int64_t row, int64_t apart, bool pair, float& first, float& second) {
-    const Dots dots{task.columns, apart * task.stride, task.groups, apart * task.groups};
-    const auto* weight = static_cast<const Weight*>(task.weight) + row * task.stride;
-    const float* scales = task.scales ? task.scales + row * task.groups : nullptr;
-    const auto dot = [&](auto input) {
-      if (!pair) return dot_tile<1, 1>(dots, weight, scales, input, &first, 1);
-      float both[2];
-      dot_tile<2, 1>(dots, weight, scales, input, both, 2);
-      first = both[0];
-      second = both[1];
-    };
-    if constexpr (kShortInputs && sizeof(Weight) == 1) {
-      if (task.shorts.values) return dot(task.shorts);
-    }
-    dot(task.widened);
-  }
-
-  static void block(const LinearTask& task, int64_t first_input, int64_t inputs, int64_t first, int64_t count) {
-    float sums[kInputs * kBlock], gates[kInputs * kBlock];
-    dot(task, first_input, inputs, first, count, sums);
-    if (task.gated) dot(task, first_input, inputs, task.outputs + first, count, gates);
-    for (int64_t m = 0; m < inputs; ++m) {
-      finish<Element>(task, sums + m * kBlock, task.gated ? gates + m * kBlock : nullptr, first_input + m, first, count);
-    }
-  }
-
-  static void dot(const LinearTask& task, int64_t first_input, int64_t inputs, int64_t first, int64_t count,
-                  float* sums) {
-    const Dots dots{task.columns, task.stride, task.groups, task.groups};
-    const auto* weight = static_cast<const Weight*>(task.weight);
-    for (int64_t r = 0; r < count; r += kRows) {
-      const int64_t row = first + r, rows = count - r < kRows ? count - r : kRows;
-      const Weight* from = weight + row * task.stride;
-      const float* scales = task.scales ? task.scales + row * task.groups : nullptr;
-      if constexpr (kShortInputs && sizeof(Weight) == 1) {
-        if (task.shorts.values) {
-          dot_rows(dots, rows, inputs, from, scales, inputs_from(task.shorts, dots, first_input), sums + r);
-          continue;
+      dot(task, rows, first_input, inputs, sums);
+      for (int64_t m = 0; m < inputs; ++m) {
+        const int64_t at = m * kBlock, input = first_input + m;
+        for (int s = 0; s < parts; ++s) {
+          finish<Element>(task, sums[s] + at, task.gated ? sums[parts + s] + at : nullptr, input, rows.first[s],
+                          rows.count[s]);
         }
       }
-      dot_rows(dots, rows, inputs, from, scales, inputs_from(task.widened, dots, first_input), sums + r);
+    }
+  }
+
+  template <int streams>
+  static void dot(const LinearTask& task, const Streams<streams>& rows, int64_t first_input, int64_t inputs,
+                  float* const (&sums)[streams]) {
+    const Dots dots{task.columns, task.groups, 0};
+    const auto with = [&](auto all) {
+      dot_streams<Weight>(task, rows, inputs_from(all, dots, first_input), inputs, sums);
+    };
+    if constexpr (kShortInputs && kQuantized) {
+      if (task.shorts.values) {
+        with(task.shorts);
+      } else {
+        with(task.widened);
+      }
+    } else {
+      with(task.widened);
     }
     if (!task.offsets) return;
-    for (int64_t m = 0; m < inputs; ++m) add_offsets(task, first, count, first_input + m, sums + m * kBlock);
+    for (int s = 0; s < streams; ++s) {
+      for (int64_t m = 0; m < inputs; ++m) {
+        add_offsets(task, rows.first[s], rows.count[s], first_input + m, sums[s] + m * kBlock);
+      }
+    }
   }
 };
 
@@ -235,7 +271,16 @@ bool shortens(const LinearLayer& layer) {
 
 bool has_tiles(const LinearLayer& layer) { return kTiles && (!layer.scales || shortens(layer)); }
 
-bool shorten_inputs(const LinearTask& task, int16_t* values, float* scales, int32_t* eights) {
+bool uses_tiles(const LinearLayer& layer) {
+  return has_tiles(layer) && layer.inputs >= least_tile_inputs(layer.scales != nullptr);
+}
+
+// Of an input: few inputs meet int4 weights as bytes.
+int64_t bytes_of_input(const LinearLayer& layer) {
+  return layer.int4 && !uses_tiles(layer) ? layer.groups * bytes_of(layer.columns / layer.groups) : 0;
+}
+
+bool shorten_inputs(const LinearTask& task, int16_t* values, float* scales, int32_t* eights, uint8_t* bytes) {
   const int64_t width = task.columns / task.groups;
   if (!shortens(task)) return false;
   bool finite = true;
@@ -247,6 +292,7 @@ bool shorten_inputs(const LinearTask& task, int16_t* values, float* scales, int3
       for (int64_t i = 0; i < width; ++i) to[i] = 0;
     }
     if (task.int4) eights[group] = eights_of(to, width);
+    if (bytes) split_bytes(to, width, bytes + group * bytes_of(width));
   }
   return finite;
 }
@@ -381,7 +427,7 @@ void compute(const LinearFinish& work, Dtype dtype, const Threads& threads) {
 
 template <>
 const LinearLoops& loops() {
-  static constexpr LinearLoops all{choose_linear, by_dtype<LinearWiden>, has_tiles, shorten_inputs, sum_groups};
+  static constexpr LinearLoops all{choose_linear, by_dtype<LinearWiden>, has_tiles, uses_tiles, bytes_of_input, shorten_inputs, sum_groups};
   return all;
 }
 

@@ -82,7 +82,8 @@ class PreparedLayer {
     some.widened += first * task_.columns;
     if (task_.group_sums) some.group_sums += group;
     if (const ShortInputs& all = task_.shorts; all.values) {
-      some.shorts = {all.values + first * task_.columns, all.scales + group, all.eights + group};
+      some.shorts = {all.values + first * task_.columns, all.scales + group, all.eights + group,
+                     bytes_from(first)};
     }
     return some;
   }
@@ -95,6 +96,8 @@ class PreparedLayer {
       room_for(shorts_, elements);
       room_for(short_scales_, groups);
       room_for(eights_, groups);
+      bytes_of_input_ = loops.bytes_of_input(layer);
+      if (bytes_of_input_ != 0) room_for(bytes_, layer.inputs * bytes_of_input_);
     }
     std::atomic<bool> shortened{true};
     parallel_for(0, layer.inputs, grain_of(layer.columns), [&](int64_t begin, int64_t end) {
@@ -106,16 +109,20 @@ class PreparedLayer {
       loops.widen(dtype)(input, widened_.get() + first, some.inputs * layer.columns);
       if (!layer.scales) return;
       // All of them, also where another thread has found one that is not finite: tiles are not told which it is.
-      if (!loops.shorten(some, shorts_.get() + first, short_scales_.get() + group, eights_.get() + group)) {
+      if (!loops.shorten(some, shorts_.get() + first, short_scales_.get() + group, eights_.get() + group,
+                         bytes_from(begin))) {
         shortened = false;
       }
     });
     if (!layer.scales) return;
     // A few inputs that are not finite have loops in floats; of many they shall not make the others slow.
-    if (shortened || (layer.inputs >= kLeastTileInputs && loops.has_tiles(layer))) {
-      task_.shorts = {shorts_.get(), short_scales_.get(), eights_.get()};
+    if (shortened || loops.uses_tiles(layer)) {
+      task_.shorts = {shorts_.get(), short_scales_.get(), eights_.get(), bytes_.get()};
     }
   }
+
+  // Those of inputs from `first` on, or null.
+  uint8_t* bytes_from(int64_t first) const { return bytes_ ? bytes_.get() + first * bytes_of_input_ : nullptr; }
 
   // No vectors: their zeros take as long to write as what replaces them.
   template <class Element>
@@ -127,6 +134,8 @@ class PreparedLayer {
   std::unique_ptr<float[]> widened_, short_scales_, group_sums_;
   std::unique_ptr<int16_t[]> shorts_;
   std::unique_ptr<int32_t[]> eights_;
+  std::unique_ptr<uint8_t[]> bytes_;
+  int64_t bytes_of_input_ = 0;
   LinearTask task_;
 };
 

@@ -18,17 +18,21 @@ using LinearLoop = void (*)(const LinearTask& task, int64_t begin, int64_t end);
 // `count` elements to floats.
 using WidenLoop = void (*)(const void* from, float* to, int64_t count);
 
-// From this many inputs on laying out tiles of quantized weights takes less time than it saves, also where weights come from
-// memory; and inputs at a time: their sums, too, shall be in the first cache.
-constexpr int64_t kLeastTileInputs = 5;
+// Inputs of tiles at a time: their sums, too, shall be in the first cache.
 constexpr int64_t kMostTileInputs = 128;
 
 // Whether there are tiles here for a layer's products with many inputs of 16 bits.
 using HasTiles = bool (*)(const LinearLayer& layer);
 
+// Whether a layer has so many inputs that they are used for all of them.
+using UsesTiles = bool (*)(const LinearLayer& layer);
+
+// How many bytes ShortInputs::bytes has for each input of a layer; 0 if its loops do not read them.
+using BytesOfInput = int64_t (*)(const LinearLayer& layer);
+
 // The inputs of a task in 16 bits; false if they cannot be had here, or have an element that is not finite: a group with
-// one is zeros with NaN as their scale.
-using ShortenLoop = bool (*)(const LinearTask& task, int16_t* values, float* scales, int32_t* eights);
+// one is zeros with NaN as their scale. `bytes` is null if there are none.
+using ShortenLoop = bool (*)(const LinearTask& task, int16_t* values, float* scales, int32_t* eights, uint8_t* bytes);
 
 // The sums of each group of a task's inputs, [inputs, groups].
 using SumGroupsLoop = void (*)(const LinearTask& task, float* sums);
@@ -37,6 +41,8 @@ struct LinearLoops {
   LinearLoop (*linear)(Dtype dtype, bool quantized, bool int4);
   WidenLoop (*widen)(Dtype dtype);
   HasTiles has_tiles;
+  UsesTiles uses_tiles;
+  BytesOfInput bytes_of_input;
   ShortenLoop shorten;
   SumGroupsLoop sum_groups;
 };

@@ -21,8 +21,6 @@ constexpr int64_t kTileRows = 32;
 constexpr int64_t kTileColumns = 128;
 // How far ahead of a row's weights others are fetched, in bytes.
 constexpr int64_t kTileAhead = 128;
-// As kLeastTileInputs, for weights that are not quantized.
-constexpr int64_t kLeastFloatTileInputs = 7;
 
 #if defined(__AVX512F__)
 constexpr bool kTiles = true;

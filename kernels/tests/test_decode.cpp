@@ -94,12 +94,14 @@ void test_linear(const LinearLoops& loops, Dtype dtype, Shape s, int bits, bool 
   task.output = output.data();
   task.activation = activation;
   task.gated = gated;
-  if (quantized && loops.shorten(task, shorts.data(), short_scales.data(), eights.data())) {
+  std::vector<uint8_t> bytes_of_inputs(s.inputs * loops.bytes_of_input(task));
+  uint8_t* of_inputs = bytes_of_inputs.empty() ? nullptr : bytes_of_inputs.data();
+  if (quantized && loops.shorten(task, shorts.data(), short_scales.data(), eights.data(), of_inputs)) {
     for (size_t i = 0; i < shorts.size(); ++i) {
       const double value = shorts[i] * double{short_scales[i / (s.columns / s.groups)]};
       CHECK(value == wide[i], "in 16 bits element %zu is %g, expected %g", i, value, wide[i]);  // few digits are exact
     }
-    task.shorts = {shorts.data(), short_scales.data(), eights.data()};
+    task.shorts = {shorts.data(), short_scales.data(), eights.data(), of_inputs};
   }
   if (has_offsets) {
     loops.sum_groups(task, group_sums.data());
@@ -131,7 +133,7 @@ void test_linear_layers() {
   in_all_dtypes_of<LinearLoops>([](const LinearLoops& loops, Dtype dtype) {
     for (const Shape s : {Shape{1, 1, 1, 1}, {1, 64, 8, 2}, {1, 65, 9, 5}, {1, 64, 261, 2}, {2, 96, 17, 3}, {3, 33, 66, 3},
                           {5, 128, 5, 1}, {9, 40, 130, 4}, {4, 192, 16, 3}, {1, 256, 19, 2},
-                          {1, 1216, 21, 19}, {2, 1216, 11, 19},
+                          {1, 1216, 21, 19}, {2, 1216, 11, 19}, {1, 960, 13, 5}, {3, 384, 9, 2},
                           // Inputs of each tile, as many as there may be; columns that fill a tile's and a part of one.
                           {11, 33, 35, 1}, {29, 160, 37, 1}, {35, 192, 66, 1},
                           {128, 384, 34, 2}}) {
@@ -215,14 +217,14 @@ void test_shortening() {
     task.widened = x.data();
     for (const float top : {0.f, 1e-45f, 1.1754944e-38f, 0.99f, 1.f, 3.4028235e38f}) {
       x[3] = -top;
-      if (!loops.shorten(task, shorts.data(), scales, eights)) return;  // not on this CPU
+      if (!loops.shorten(task, shorts.data(), scales, eights, nullptr)) return;  // not on this CPU
       const double error = std::abs(shorts[3] * double{scales[0]} + top);
       CHECK(error <= top / 32768.0 || top < 1e-30f, "%g is off by %g", top, error);
       CHECK(shorts[100] == 0 && std::isfinite(scales[1]), "a group of zeros has scale %g", scales[1]);
     }
     for (const float broken : {HUGE_VALF, NAN}) {
       x[3] = broken;
-      CHECK(!loops.shorten(task, shorts.data(), scales, eights), "%g was put into 16 bits", broken);
+      CHECK(!loops.shorten(task, shorts.data(), scales, eights, nullptr), "%g was put into 16 bits", broken);
     }
   });
 }

@@ -67,77 +67,78 @@ struct PlainVector {
   }
 };
 
-// How far ahead of a row's columns weights are fetched: hardware prefetchers stop at every page.
-constexpr uintptr_t kWeightsAhead = 2048;
-
-// Fetches weights to come. They may be beyond the array: an address, not a pointer.
+// Fetches weights `ahead` bytes behind `from`. They may be beyond the array: an address, not a pointer.
 template <class Element>
-DS_KERNELS_INLINE void prefetch(const Element* from) {
-  __builtin_prefetch(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(from) + kWeightsAhead));
+DS_KERNELS_INLINE void prefetch(const Element* from, uintptr_t ahead) {
+  __builtin_prefetch(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(from) + ahead));
 }
 
-// Rows of weights with inputs that share their columns.
+// What rows of weights with inputs have in common.
 struct Dots {
   int64_t columns;
-  int64_t stride;         // from one row of weights to the next, in elements, or in pairs
-  int64_t groups;         // of columns that share a scale; one if there are no scales
-  int64_t scales_stride;  // from one row's scales to the next's, in elements
+  int64_t groups;   // of columns that share a scale; one if there are no scales
+  uintptr_t ahead;  // how far ahead of a row's columns weights are fetched, in bytes
 };
 
-// Adds the products of one vector of each row of weights with one of each input.
+// Rows of weights, and of their scales, which are null if there are none.
+template <int rows, class Weight>
+struct Rows {
+  const Weight* weights[rows];
+  const float* scales[rows];
+};
+
+// Adds the products of one vector of each row of weights with one of each input, from columns `at` and `input` on.
 template <int rows, int inputs, class Memory, class Weight>
-DS_KERNELS_INLINE void add_products(Floats (&sums)[rows][inputs], Memory memory, const Dots& dots, const Weight* weight,
-                                    const float* input) {
+DS_KERNELS_INLINE void add_products(Floats (&sums)[rows][inputs], Memory memory, const Dots& dots,
+                                    const Weight* const (&weights)[rows], int64_t at, const float* input) {
   Floats values[inputs];
   DS_KERNELS_UNROLL
   for (int m = 0; m < inputs; ++m) values[m] = memory.load(input + m * dots.columns);
   DS_KERNELS_UNROLL
   for (int r = 0; r < rows; ++r) {
-    const Floats wide = memory.load(weight + r * dots.stride);
+    const Floats wide = memory.load(weights[r] + at);
     DS_KERNELS_UNROLL
     for (int m = 0; m < inputs; ++m) sums[r][m] += wide * values[m];
   }
 }
 
-// Adds the products of `width` columns.
+// Adds the products of columns [begin, end).
 template <int rows, int inputs, class Weight>
-DS_KERNELS_INLINE void add_columns(Floats (&sums)[rows][inputs], const Dots& dots, int64_t width, const Weight* weight,
-                                   const float* input) {
+DS_KERNELS_INLINE void add_columns(Floats (&sums)[rows][inputs], const Dots& dots, int64_t begin, int64_t end,
+                                   const Weight* const (&weights)[rows], const float* input) {
   constexpr int64_t line = 64 / sizeof(Weight) > kLanes ? 64 / sizeof(Weight) : kLanes;
-  int64_t i = 0;
-  for (; i + line <= width; i += line) {
+  int64_t i = begin;
+  for (; i + line <= end; i += line) {
     DS_KERNELS_UNROLL
-    for (int r = 0; r < rows; ++r) prefetch(weight + r * dots.stride + i);
-    for (int64_t k = i; k < i + line; k += kLanes) {
-      add_products(sums, PlainVector{}, dots, weight + k, input + k);
-    }
+    for (int r = 0; r < rows; ++r) prefetch(weights[r] + i, dots.ahead);
+    for (int64_t k = i; k < i + line; k += kLanes) add_products(sums, PlainVector{}, dots, weights, k, input + k);
   }
-  for (; i + kLanes <= width; i += kLanes) add_products(sums, PlainVector{}, dots, weight + i, input + i);
-  if (i < width) add_products(sums, PartVector{width - i}, dots, weight + i, input + i);
+  for (; i + kLanes <= end; i += kLanes) add_products(sums, PlainVector{}, dots, weights, i, input + i);
+  if (i < end) add_products(sums, PartVector{end - i}, dots, weights, i, input + i);
 }
 
 template <int rows, int inputs>
-DS_KERNELS_INLINE void put_sums(const Floats (&total)[rows][inputs], float* sums, int64_t sums_stride) {
+DS_KERNELS_INLINE void put_sums(const Floats (&total)[rows][inputs], float* const (&sums)[rows], int64_t sums_stride) {
   DS_KERNELS_UNROLL
   for (int m = 0; m < inputs; ++m) {
     DS_KERNELS_UNROLL
-    for (int r = 0; r < rows; ++r) sums[m * sums_stride + r] = sum_of(total[r][m]);
+    for (int r = 0; r < rows; ++r) sums[r][m * sums_stride] = sum_of(total[r][m]);
   }
 }
 
-// `sums[input * sums_stride + row]` for `rows` rows of weights and `inputs` inputs: the sums of one tile stay in
-// registers, and each weight is widened once for all inputs.
-template <int rows, int inputs, class Weight>
-DS_KERNELS_INLINE void dot_tile(const Dots& dots, const Weight* weight, const float* scales, const float* input,
-                                float* sums, int64_t sums_stride) {
+// `sums[row][input * sums_stride]` for `rows` rows of weights and `inputs` inputs: the sums of one tile stay in registers,
+// and each weight is widened once for all inputs.
+template <int inputs, int rows, class Weight>
+DS_KERNELS_INLINE void dot_tile(const Dots& dots, const Rows<rows, Weight>& from, const float* input,
+                                float* const (&sums)[rows], int64_t sums_stride) {
   const int64_t width = dots.columns / dots.groups;
   Floats total[rows][inputs] = {};
   for (int64_t group = 0; group < dots.groups; ++group) {
     Floats part[rows][inputs] = {};
-    add_columns(part, dots, width, weight + group * width, input + group * width);
+    add_columns(part, dots, group * width, (group + 1) * width, from.weights, input);
     DS_KERNELS_UNROLL
     for (int r = 0; r < rows; ++r) {
-      const float scale = scales ? scales[r * dots.scales_stride + group] : 1.f;
+      const float scale = from.scales[r] ? from.scales[r][group] : 1.f;
       DS_KERNELS_UNROLL
       for (int m = 0; m < inputs; ++m) total[r][m] += scale * part[r][m];
     }
@@ -156,23 +157,26 @@ DS_KERNELS_INLINE void unpack(const Int4Pair* from, int8_t* to) {
 }
 
 // As above, for int4 weights.
-template <int rows, int inputs>
-DS_KERNELS_INLINE void dot_tile(const Dots& dots, const Int4Pair* weight, const float* scales, const float* input,
-                                float* sums, int64_t sums_stride) {
+template <int inputs, int rows>
+DS_KERNELS_INLINE void dot_tile(const Dots& dots, const Rows<rows, Int4Pair>& from, const float* input,
+                                float* const (&sums)[rows], int64_t sums_stride) {
   const int64_t width = dots.columns / dots.groups;
-  const Dots block{dots.columns, kInt4Block, 1, 0};
   Floats total[rows][inputs] = {};
   for (int64_t group = 0; group < dots.groups; ++group) {
     Floats part[rows][inputs] = {};
     for (int64_t i = group * width; i < (group + 1) * width; i += kInt4Block) {
       int8_t wide[rows][kInt4Block];
-      for (int r = 0; r < rows; ++r) unpack(weight + r * dots.stride + i / 2, wide[r]);
+      const int8_t* block[rows];
+      for (int r = 0; r < rows; ++r) {
+        unpack(from.weights[r] + i / 2, wide[r]);
+        block[r] = wide[r];
+      }
       for (int64_t k = 0; k < kInt4Block; k += kLanes) {
-        add_products(part, PlainVector{}, block, wide[0] + k, input + i + k);
+        add_products(part, PlainVector{}, dots, block, k, input + i + k);
       }
     }
     for (int r = 0; r < rows; ++r) {
-      for (int m = 0; m < inputs; ++m) total[r][m] += scales[r * dots.scales_stride + group] * part[r][m];
+      for (int m = 0; m < inputs; ++m) total[r][m] += from.scales[r][group] * part[r][m];
     }
   }
   put_sums(total, sums, sums_stride);
@@ -189,6 +193,7 @@ struct ShortInputs {
   const int16_t* values;  // [inputs, columns]
   const float* scales;    // [inputs, groups]
   const int32_t* eights;  // [inputs, groups]: -8 times the sum of each group, which takes the 8 out of int4 weights
+  const uint8_t* bytes;   // [inputs, groups, bytes_of(a group's columns)]: the values as split_bytes() puts them, or null
 };
 
 // Columns of one instruction.
@@ -215,20 +220,12 @@ DS_KERNELS_INLINE ShortVector add_pairs(ShortVector sums, ShortVector a, ShortVe
 
 DS_KERNELS_INLINE Floats floats_of(ShortVector sums) { return (Floats)_mm512_maskz_cvtepi32_ps(0xffff, sums); }
 
-// `first` in the first lane of 32 bits, zeros in all others.
-DS_KERNELS_INLINE ShortVector starting_at(int32_t first) { return _mm512_maskz_set1_epi32(1, first); }
-
-// The weights of a block, each plus 8.
-constexpr int kPieces = 2;
-DS_KERNELS_INLINE void unpack(const Int4Pair* from, ShortVector (&to)[kPieces]) {
-  __m256i words;
-  __builtin_memcpy(&words, from, sizeof words);
-  const __m512i twice = _mm512_maskz_broadcast_i64x4(0xff, words), mask = _mm512_set1_epi16(15);
-  // 32 words with shifts of 0 and 4 in the halves, then of 8 and 12.
-  const __m512i low = _mm512_mask_srli_epi16(twice, 0xffff0000u, twice, 4);
-  to[0] = _mm512_and_si512(low, mask);
-  to[1] = _mm512_and_si512(_mm512_maskz_srli_epi16(0xffffffffu, low, 8), mask);
+// sums + products of fours, of bytes without and with a sign.
+DS_KERNELS_INLINE ShortVector add_fours(ShortVector sums, ShortVector bytes, ShortVector with_sign) {
+  __asm__("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(bytes), "v"(with_sign));
+  return sums;
 }
+
 #elif defined(__AVX2__)
 constexpr bool kShortInputs = true;
 typedef __m256i ShortVector;
@@ -264,78 +261,191 @@ DS_KERNELS_INLINE void unpack(const Int4Pair* from, ShortVector (&to)[kPieces]) 
 constexpr bool kShortInputs = false;
 #endif
 
+#if defined(__AVX512F__)
+// Columns of a vector of int4 weights. A group's last one may have half of them, which takes as long.
+constexpr int64_t kFourStep = 128;
+DS_KERNELS_INLINE int64_t bytes_of(int64_t width) { return (width + kFourStep - 1) / kFourStep * kFourStep * 2; }
+
+// A group's inputs in 16 bits as AVX512-VNNI multiplies them with int4 weights: four vectors for each kFourStep columns, the
+// high bytes of those in weights' low halves, their low bytes, and the same of those in high halves. A value is 256 times its
+// high byte, with a sign, plus its low byte: products of bytes, added up, are what products of 16 bits would be.
+inline void split_bytes(const int16_t* values, int64_t width, uint8_t* to) {
+  typedef uint16_t Words16 __attribute__((vector_size(32)));
+  constexpr int64_t blocks = kFourStep / kInt4Block, vector = 64;
+  for (int64_t block = 0; block < bytes_of(width) / (2 * kInt4Block); ++block) {
+    Words16 columns[4] = {};
+    if (block * kInt4Block < width) __builtin_memcpy(columns, values + block * kInt4Block, sizeof columns);
+    uint8_t* of_block = to + block / blocks * 4 * vector + block % blocks * (vector / blocks);
+    for (int half = 0; half < 2; ++half) {
+      const Words16 even = columns[half], odd = columns[half + 2];
+      const Words16 high = even >> 8 | (odd & 0xff00), low = (even & 0xff) | odd << 8;
+      __builtin_memcpy(of_block + 2 * half * vector, &high, sizeof high);
+      __builtin_memcpy(of_block + (2 * half + 1) * vector, &low, sizeof low);
+    }
+  }
+}
+#else
+constexpr int64_t bytes_of(int64_t) { return 0; }
+inline void split_bytes(const int16_t*, int64_t, uint8_t*) {}
+#endif
+
 #if defined(__AVX2__)
 // As above, for one step.
 template <int rows, int inputs>
-DS_KERNELS_INLINE void add_products(ShortVector (&sums)[rows][inputs], const Dots& dots, const int8_t* weight,
-                                    const int16_t* input) {
+DS_KERNELS_INLINE void add_products(ShortVector (&sums)[rows][inputs], const Dots& dots,
+                                    const int8_t* const (&weights)[rows], int64_t at, const int16_t* input) {
   ShortVector values[inputs];
   DS_KERNELS_UNROLL
   for (int m = 0; m < inputs; ++m) __builtin_memcpy(&values[m], input + m * dots.columns, sizeof values[m]);
   DS_KERNELS_UNROLL
   for (int r = 0; r < rows; ++r) {
-    const ShortVector wide = load_bytes(weight + r * dots.stride);
+    const ShortVector wide = load_bytes(weights[r] + at);
     DS_KERNELS_UNROLL
     for (int m = 0; m < inputs; ++m) sums[r][m] = add_pairs(sums[r][m], wide, values[m]);
   }
 }
 
-// Adds the sums of one group, times its scales.
+// Scales of up to kLanes groups: a row's times an input's. Where a group ends one of them is loaded into all lanes.
 template <int rows, int inputs>
-DS_KERNELS_INLINE void add_group(Floats (&total)[rows][inputs], const ShortVector (&part)[rows][inputs],
-                                 const Dots& dots, int64_t group, const float* scales, const ShortInputs& input) {
-  DS_KERNELS_UNROLL
-  for (int r = 0; r < rows; ++r) {
-    DS_KERNELS_UNROLL
-    for (int m = 0; m < inputs; ++m) {
-      const float scale = scales[r * dots.scales_stride + group] * input.scales[m * dots.groups + group];
-      total[r][m] += scale * floats_of(part[r][m]);
+struct GroupScales {
+  float of[rows][inputs][kLanes];
+
+  DS_KERNELS_INLINE GroupScales(const float* const (&scales)[rows], const float* of_inputs, int64_t groups, int64_t first) {
+    const auto multiply = [&](auto memory) {
+      for (int r = 0; r < rows; ++r) {
+        for (int m = 0; m < inputs; ++m) {
+          store_bits(of[r][m], memory.load(scales[r] + first) * memory.load(of_inputs + m * groups + first));
+        }
+      }
+    };
+    if (groups - first >= kLanes) {
+      multiply(PlainVector{});
+    } else {
+      multiply(PartVector{groups - first});
     }
   }
-}
+};
 
-// As above, for groups of whole steps.
-template <int rows, int inputs>
-DS_KERNELS_INLINE void dot_tile(const Dots& dots, const int8_t* weight, const float* scales, const ShortInputs& input,
-                                float* sums, int64_t sums_stride) {
-  constexpr int64_t line = 64;
-  const int64_t groups = dots.groups, width = dots.columns / groups;
+// Adds the sums of each group, which `sum_group` gives, times its scales.
+template <int rows, int inputs, class SumGroup>
+DS_KERNELS_INLINE void add_groups(const Dots& dots, const float* const (&scales)[rows], const ShortInputs& input,
+                                  float* const (&sums)[rows], int64_t sums_stride, SumGroup sum_group) {
   Floats total[rows][inputs] = {};
-  for (int64_t group = 0; group < groups; ++group) {
-    ShortVector part[rows][inputs] = {};
-    const int64_t end = (group + 1) * width;
-    int64_t i = group * width;
-    for (; i + line <= end; i += line) {
+  for (int64_t first = 0; first < dots.groups; first += kLanes) {
+    const GroupScales<rows, inputs> together(scales, input.scales, dots.groups, first);
+    for (int64_t group = first; group < dots.groups && group < first + kLanes; ++group) {
+      ShortVector part[rows][inputs];
+      sum_group(group, part);
       DS_KERNELS_UNROLL
-      for (int r = 0; r < rows; ++r) prefetch(weight + r * dots.stride + i);
-      DS_KERNELS_UNROLL
-      for (int64_t k = i; k < i + line; k += kShortStep) add_products(part, dots, weight + k, input.values + k);
+      for (int r = 0; r < rows; ++r) {
+        DS_KERNELS_UNROLL
+        for (int m = 0; m < inputs; ++m) total[r][m] += together.of[r][m][group - first] * floats_of(part[r][m]);
+      }
     }
-    for (; i < end; i += kShortStep) add_products(part, dots, weight + i, input.values + i);
-    add_group(total, part, dots, group, scales, input);
   }
   put_sums(total, sums, sums_stride);
 }
 
-// As above, for int4 weights.
-template <int rows, int inputs>
-DS_KERNELS_INLINE void dot_tile(const Dots& dots, const Int4Pair* weight, const float* scales, const ShortInputs& input,
-                                float* sums, int64_t sums_stride) {
-  const int64_t groups = dots.groups, width = dots.columns / groups;
-  Floats total[rows][inputs] = {};
-  for (int64_t group = 0; group < groups; ++group) {
-    ShortVector part[rows][inputs];
+// As above, for groups of whole steps.
+template <int inputs, int rows>
+DS_KERNELS_INLINE void dot_tile(const Dots& dots, const Rows<rows, int8_t>& from, const ShortInputs& input,
+                                float* const (&sums)[rows], int64_t sums_stride) {
+  constexpr int64_t line = 64;
+  const int64_t width = dots.columns / dots.groups;
+  add_groups<rows, inputs>(dots, from.scales, input, sums, sums_stride, [&](int64_t group, auto& part) {
     DS_KERNELS_UNROLL
     for (int r = 0; r < rows; ++r) {
       DS_KERNELS_UNROLL
-      for (int m = 0; m < inputs; ++m) part[r][m] = starting_at(input.eights[m * groups + group]);
+      for (int m = 0; m < inputs; ++m) part[r][m] = ShortVector{};
+    }
+    const int64_t end = (group + 1) * width;
+    int64_t i = group * width;
+    for (; i + line <= end; i += line) {
+      DS_KERNELS_UNROLL
+      for (int r = 0; r < rows; ++r) prefetch(from.weights[r] + i, dots.ahead);
+      DS_KERNELS_UNROLL
+      for (int64_t k = i; k < i + line; k += kShortStep) add_products(part, dots, from.weights, k, input.values + k);
+    }
+    for (; i < end; i += kShortStep) add_products(part, dots, from.weights, i, input.values + i);
+  });
+}
+
+#if defined(__AVX512F__)
+// As above, for int4 weights: a third of the instructions that products of 16 bits take.
+template <int inputs, int rows>
+DS_KERNELS_INLINE void dot_tile(const Dots& dots, const Rows<rows, Int4Pair>& from, const ShortInputs& input,
+                                float* const (&sums)[rows], int64_t sums_stride) {
+  const int64_t width = dots.columns / dots.groups, bytes = bytes_of(width);
+  const ShortVector mask = _mm512_set1_epi8(15);
+  add_groups<rows, inputs>(dots, from.scales, input, sums, sums_stride, [&](int64_t group, auto& part) {
+    ShortVector high[rows][inputs] = {};
+    DS_KERNELS_UNROLL
+    for (int r = 0; r < rows; ++r) {
+      DS_KERNELS_UNROLL
+      for (int m = 0; m < inputs; ++m) {
+        part[r][m] = _mm512_zextsi128_si512(_mm_cvtsi32_si128(input.eights[m * dots.groups + group]));
+      }
+    }
+    const auto add_step = [&](int64_t i, auto load_weights) {
+      ShortVector levels[2][rows];
+      DS_KERNELS_UNROLL
+      for (int r = 0; r < rows; ++r) {
+        const Int4Pair* weights = from.weights[r] + (group * width + i) / 2;
+        prefetch(weights, dots.ahead);
+        const ShortVector both = load_weights(weights);
+        levels[0][r] = _mm512_and_si512(both, mask);
+        levels[1][r] = _mm512_and_si512(_mm512_maskz_srli_epi16(~0u, both, 4), mask);
+      }
+      DS_KERNELS_UNROLL
+      for (int half = 0; half < 2; ++half) {
+        DS_KERNELS_UNROLL
+        for (int m = 0; m < inputs; ++m) {
+          const uint8_t* values = input.bytes + (m * dots.groups + group) * bytes + 2 * i + half * kFourStep;
+          ShortVector with_sign, without;
+          __builtin_memcpy(&with_sign, values, sizeof with_sign);
+          __builtin_memcpy(&without, values + kFourStep / 2, sizeof without);
+          DS_KERNELS_UNROLL
+          for (int r = 0; r < rows; ++r) {
+            high[r][m] = add_fours(high[r][m], levels[half][r], with_sign);
+            part[r][m] = add_fours(part[r][m], without, levels[half][r]);
+          }
+        }
+      }
+    };
+    int64_t i = 0;
+    for (; i + kFourStep <= width; i += kFourStep) {
+      add_step(i, [](const Int4Pair* weights) { return _mm512_loadu_si512(weights); });
+    }
+    if (i < width) {
+      add_step(i, [](const Int4Pair* weights) { return _mm512_maskz_loadu_epi64(0x0f, weights); });
+    }
+    DS_KERNELS_UNROLL
+    for (int r = 0; r < rows; ++r) {
+      DS_KERNELS_UNROLL
+      for (int m = 0; m < inputs; ++m) {
+        part[r][m] = _mm512_add_epi32(part[r][m], _mm512_maskz_slli_epi32(0xffff, high[r][m], 8));
+      }
+    }
+  });
+}
+#else
+// As above, for int4 weights.
+template <int inputs, int rows>
+DS_KERNELS_INLINE void dot_tile(const Dots& dots, const Rows<rows, Int4Pair>& from, const ShortInputs& input,
+                                float* const (&sums)[rows], int64_t sums_stride) {
+  const int64_t width = dots.columns / dots.groups;
+  add_groups<rows, inputs>(dots, from.scales, input, sums, sums_stride, [&](int64_t group, auto& part) {
+    DS_KERNELS_UNROLL
+    for (int r = 0; r < rows; ++r) {
+      DS_KERNELS_UNROLL
+      for (int m = 0; m < inputs; ++m) part[r][m] = starting_at(input.eights[m * dots.groups + group]);
     }
     for (int64_t i = group * width; i < (group + 1) * width; i += kInt4Block) {
       ShortVector pieces[rows][kPieces];
       DS_KERNELS_UNROLL
       for (int r = 0; r < rows; ++r) {
-        prefetch(weight + r * dots.stride + i / 2);
-        unpack(weight + r * dots.stride + i / 2, pieces[r]);
+        prefetch(from.weights[r] + i / 2, dots.ahead);
+        unpack(from.weights[r] + i / 2, pieces[r]);
       }
       DS_KERNELS_UNROLL
       for (int k = 0; k < kPieces; ++k) {
@@ -348,10 +458,9 @@ DS_KERNELS_INLINE void dot_tile(const Dots& dots, const Int4Pair* weight, const 
         }
       }
     }
-    add_group(total, part, dots, group, scales, input);
-  }
-  put_sums(total, sums, sums_stride);
+  });
 }
+#endif
 #endif
 
 // One group of one input in 16 bits, whole vectors of it; gives its scale, or NaN if an element is not finite.

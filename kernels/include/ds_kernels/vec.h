@@ -252,15 +252,62 @@ struct PartVector {
   template <class Element>
   DS_KERNELS_INLINE Floats load(const Element* from) const {
     Element padded[kLanes] = {};
-    __builtin_memcpy(padded, from, count * sizeof(Element));
+    copy(from, padded);
     return DS_KERNELS_CPU_LEVEL::load(padded);
   }
   template <class Element>
   DS_KERNELS_INLINE void store(Element* to, Floats x) const {
     Element padded[kLanes];
     DS_KERNELS_CPU_LEVEL::store(padded, x);
+    copy_back(padded, to);
+  }
+
+ private:
+#if defined(__AVX512F__)
+  // Masks take registers to memory and back at once; a copy of so many bytes is a call, and then the vector waits for it.
+  template <class Element>
+  DS_KERNELS_INLINE void copy(const Element* from, Element (&padded)[kLanes]) const {
+    const __mmask16 mask = static_cast<__mmask16>((1u << count) - 1);
+    if constexpr (sizeof(Element) == 4) {
+      const __m512i all = _mm512_maskz_loadu_epi32(mask, from);
+      __builtin_memcpy(padded, &all, sizeof padded);
+    } else if constexpr (sizeof(Element) == 2) {
+      const __m256i all = _mm256_maskz_loadu_epi16(mask, from);
+      __builtin_memcpy(padded, &all, sizeof padded);
+    } else {
+      static_assert(sizeof(Element) == 1);
+      const __m128i all = _mm_maskz_loadu_epi8(mask, from);
+      __builtin_memcpy(padded, &all, sizeof padded);
+    }
+  }
+  template <class Element>
+  DS_KERNELS_INLINE void copy_back(const Element (&padded)[kLanes], Element* to) const {
+    const __mmask16 mask = static_cast<__mmask16>((1u << count) - 1);
+    if constexpr (sizeof(Element) == 4) {
+      __m512i all;
+      __builtin_memcpy(&all, padded, sizeof padded);
+      _mm512_mask_storeu_epi32(to, mask, all);
+    } else if constexpr (sizeof(Element) == 2) {
+      __m256i all;
+      __builtin_memcpy(&all, padded, sizeof padded);
+      _mm256_mask_storeu_epi16(to, mask, all);
+    } else {
+      static_assert(sizeof(Element) == 1);
+      __m128i all;
+      __builtin_memcpy(&all, padded, sizeof padded);
+      _mm_mask_storeu_epi8(to, mask, all);
+    }
+  }
+#else
+  template <class Element>
+  DS_KERNELS_INLINE void copy(const Element* from, Element (&padded)[kLanes]) const {
+    __builtin_memcpy(padded, from, count * sizeof(Element));
+  }
+  template <class Element>
+  DS_KERNELS_INLINE void copy_back(const Element (&padded)[kLanes], Element* to) const {
     __builtin_memcpy(to, padded, count * sizeof(Element));
   }
+#endif
 };
 
 // Calls `body(position, memory)` for the vectors that cover `count` elements.

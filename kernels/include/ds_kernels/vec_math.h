@@ -150,14 +150,28 @@ DS_KERNELS_INLINE Real error_function(Real x) {
 
 #ifndef DS_KERNELS_GPU_COMPILER
 
-// In pairs, as a tree: the same order at every call.
+// Each lane of the first `width` lanes with the one so many lanes behind it, and so on until there is one: in the same
+// order at every call. In registers: lanes that go through memory are waited for at each width.
+template <int width, class Combine, size_t... lanes>
+DS_KERNELS_INLINE Floats combine_lanes(Floats x, Combine combine, std::index_sequence<lanes...> all) {
+#ifdef __clang__
+  x = combine(x, __builtin_shufflevector(x, x, ((lanes + width) % kLanes)...));
+#else
+  x = combine(x, __builtin_shuffle(x, Words{(lanes + width) % kLanes...}));
+#endif
+  if constexpr (width > 1) return combine_lanes<width / 2>(x, combine, all);
+  return x;
+}
+
 DS_KERNELS_INLINE float sum_of(Floats x) {
-  float lanes[kLanes];
-  store_bits(lanes, x);
-  for (int width = kLanes / 2; width > 0; width /= 2) {
-    for (int lane = 0; lane < width; ++lane) lanes[lane] += lanes[lane + width];
-  }
-  return lanes[0];
+  const auto add = [](Floats a, Floats b) { return a + b; };
+  return combine_lanes<kLanes / 2>(x, add, std::make_index_sequence<kLanes>{})[0];
+}
+
+// Whether a NaN in one lane wins is not said.
+DS_KERNELS_INLINE float maximum_of(Floats x) {
+  const auto larger = [](Floats a, Floats b) { return maximum(a, b); };
+  return combine_lanes<kLanes / 2>(x, larger, std::make_index_sequence<kLanes>{})[0];
 }
 
 // In each block of `2 * half` lanes: `a`'s two halves added, and behind them `b`'s.
@@ -187,16 +201,6 @@ DS_KERNELS_INLINE void fold(Floats (&vectors)[kLanes]) {
 DS_KERNELS_INLINE Floats sums_of(Floats (&vectors)[kLanes]) {
   fold<kLanes / 2>(vectors);
   return vectors[0];
-}
-
-// Whether a NaN in one lane wins is not said.
-DS_KERNELS_INLINE float maximum_of(Floats x) {
-  float lanes[kLanes];
-  store_bits(lanes, x);
-  for (int width = kLanes / 2; width > 0; width /= 2) {
-    for (int lane = 0; lane < width; ++lane) lanes[lane] = maximum(lanes[lane], lanes[lane + width]);
-  }
-  return lanes[0];
 }
 
 #endif  // not DS_KERNELS_GPU_COMPILER
