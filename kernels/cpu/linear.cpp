@@ -60,13 +60,17 @@ DS_KERNELS_INLINE void dot_inputs(const Dots& dots, const LinearTask& task, cons
     for (int r = 0; r < rows; ++r) to[r] = sums[r] + m * kBlock;
     dot_tile<decltype(inputs)::value>(dots, weights, from(m), to, kBlock);
   };
-  int64_t m = 0;
-  for (; m + 4 <= count; m += 4) tile(std::integral_constant<int, 4>{}, m);
-  if (m + 2 <= count) {
-    tile(std::integral_constant<int, 2>{}, m);
-    m += 2;
+  if constexpr (rows > 2) {
+    tile(std::integral_constant<int, 1>{}, 0);  // run_streams() has no more inputs for so many
+  } else {
+    int64_t m = 0;
+    for (; m + 4 <= count; m += 4) tile(std::integral_constant<int, 4>{}, m);
+    if (m + 2 <= count) {
+      tile(std::integral_constant<int, 2>{}, m);
+      m += 2;
+    }
+    if (m < count) tile(std::integral_constant<int, 1>{}, m);
   }
-  if (m < count) tile(std::integral_constant<int, 1>{}, m);
 }
 
 // Rows with all inputs, a row of each stream at a time, [stream][input * kBlock + row]. Not inline, see finish().
