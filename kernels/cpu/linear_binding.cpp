@@ -12,11 +12,11 @@ namespace ds_kernels::cpu {
 
 namespace {
 
-// From this many inputs on torch's product is faster: for bfloat16 weights sooner where the CPU has AMX; later where it
-// is slow at 16-bit floats, for then theirs is one of floats. Tiles of weights are faster however many inputs there are:
+// From this many inputs on torch's product is faster: for bfloat16 weights sooner where the CPU is fast at their products; later
+// where it is slow at 16-bit floats, for then theirs is one of floats. Tiles of weights are faster however many inputs there are:
 // without AMX those of quantized weights, and of 16-bit floats where the CPU is slow at these.
 constexpr int64_t kManyInputs = 24;
-constexpr int64_t kManyInputsWithAmx = 8;
+constexpr int64_t kManyInputsOfFast = 8;
 constexpr int64_t kManyInputsToWiden = 128;
 // How much of the weights is widened at a time for that product: what then still is in the second cache, or near it.
 constexpr int64_t kBlockBytes = 2 << 20;
@@ -46,7 +46,9 @@ bool multiplies(Dtype dtype) {
 bool multiplies_fast(Dtype dtype) {
   return multiplies(dtype) && !(dtype == Dtype::BFloat16 && !has_amx() && __builtin_cpu_is("intel"));
 }
+bool multiplies_few_fast(Dtype dtype) { return dtype == Dtype::BFloat16 && multiplies_fast(dtype); }
 #else
+bool multiplies_few_fast(Dtype) { return false; }
 bool has_amx() { return false; }
 bool multiplies(Dtype) { return true; }  // unknown: torch decides
 bool multiplies_fast(Dtype) { return true; }
@@ -148,7 +150,8 @@ struct Linear : Device {
     const bool torch_is_slower = layer.scales ? dtype != Dtype::Float32 && !amx : is_slow(dtype);
     if (torch_is_slower && loops_for<LinearLoops>("linear").has_tiles(layer)) return true;
     const bool to_widen = is_slow(dtype) && (layer.scales || !multiplies(dtype));
-    const int64_t many = amx && !layer.scales ? kManyInputsWithAmx : to_widen ? kManyInputsToWiden : kManyInputs;
+    const bool fast = !layer.scales && multiplies_few_fast(dtype);
+    const int64_t many = fast ? kManyInputsOfFast : to_widen ? kManyInputsToWiden : kManyInputs;
     return layer.inputs < many || layer.columns == 0;
   }
 
