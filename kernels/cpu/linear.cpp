@@ -15,8 +15,8 @@ constexpr int64_t kBlock = 64;
 inline const float* inputs_from(const float* input, const Dots& dots, int64_t m) { return input + m * dots.columns; }
 inline ShortInputs inputs_from(const ShortInputs& input, const Dots& dots, int64_t m) {
   const int64_t groups = m * dots.groups;
-  return {input.values + m * dots.columns, input.scales + groups, input.eights + groups,
-          input.bytes + groups * bytes_of(dots.columns / dots.groups)};
+  const uint8_t* bytes = input.bytes ? input.bytes + groups * bytes_of(dots.columns / dots.groups) : nullptr;
+  return {input.values + m * dots.columns, input.scales + groups, input.eights + groups, bytes};
 }
 
 inline bool is_amd() {
@@ -31,7 +31,7 @@ inline bool is_amd() {
 inline uintptr_t weights_ahead() { return is_amd() ? 256 : 2048; }
 
 // From this many inputs on laying out tiles takes less time than it saves, also where weights come from memory. Measured on one
-// CPU of each: AMD's takes two cycles for each vector that a tile is laid out with.
+// CPU of each: AMD's Zen 4 takes two cycles for each vector that a tile is laid out with.
 inline int64_t least_tile_inputs(bool quantized) { return is_amd() ? 13 : quantized ? 5 : 7; }
 
 template <int rows, class Weight>
@@ -102,21 +102,12 @@ template <int rows>
 DS_KERNELS_INLINE void add_offsets(const LinearTask& task, int64_t first, const float* group_sums, float* sums) {
   const float* offsets = task.offsets + first * task.groups;
   Floats wide[rows] = {};
-  int64_t group = 0;
-  for (; group + kLanes <= task.groups; group += kLanes) {
-    const Floats values = load(group_sums + group);
+  for_each_vector(task.groups, [&](int64_t group, auto memory) {
+    const Floats values = memory.load(group_sums + group);
     DS_KERNELS_UNROLL
-    for (int r = 0; r < rows; ++r) wide[r] += load(offsets + r * task.groups + group) * values;
-  }
-  if (group != 0) {
-    for (int r = 0; r < rows; ++r) sums[r] += sum_of(wide[r]);
-  }
-  float rest[rows] = {};
-  for (; group < task.groups; ++group) {
-    DS_KERNELS_UNROLL
-    for (int r = 0; r < rows; ++r) rest[r] += offsets[r * task.groups + group] * group_sums[group];
-  }
-  for (int r = 0; r < rows; ++r) sums[r] += rest[r];
+    for (int r = 0; r < rows; ++r) wide[r] += memory.load(offsets + r * task.groups + group) * values;
+  });
+  for (int r = 0; r < rows; ++r) sums[r] += sum_of(wide[r]);
 }
 
 // The same for `count` rows, several side by side, since the few additions of one wait for each other. It is no part of
@@ -152,7 +143,8 @@ __attribute__((noinline)) void finish(const LinearLayer& task, const float* sums
       } else {
         sum = activate(activation, sum);
       }
-      if (residual) sum += memory.load(residual + at + i);
+      // The product before it is rounded in each copy of this code, or results would depend on where a share ends.
+      if (residual) sum = rounded(sum) + memory.load(residual + at + i);
       memory.store(output + i, sum);
     });
   });
@@ -160,11 +152,11 @@ __attribute__((noinline)) void finish(const LinearLayer& task, const float* sums
 
 template <class Element, class Weight>
 struct Linear {
-  static constexpr int64_t kInputs = 8;  // at a time: their sums shall fit into the first cache
+  static constexpr int64_t kInputs = 12;  // at a time: their sums shall fit into the first cache
   static constexpr bool kInt4 = std::is_same_v<Weight, Int4Pair>, kQuantized = sizeof(Weight) == 1;
 
-  // Whether inputs are there as tiles take them; and whether they are not there as a few int4 weights' inputs would have to be,
-  // for there are more of them than this task's.
+  // Whether inputs are there as tiles take them; and whether they are not there as streams take those of int4 weights: the last
+  // block of many inputs may have a few, 129 being 128 and 1.
   static bool has_values(const LinearTask& task) { return !kQuantized || task.shorts.values; }
   static bool lacks_bytes(const LinearTask& task) { return kInt4 && !task.shorts.bytes; }
 
@@ -217,6 +209,7 @@ struct Linear {
       for (int64_t m = 0; m < inputs; ++m) {
         const int64_t at = m * kBlock, input = first_input + m;
         for (int s = 0; s < parts; ++s) {
+          if (rows.count[s] == 0) continue;
           finish<Element>(task, sums[s] + at, task.gated ? sums[parts + s] + at : nullptr, input, rows.first[s],
                           rows.count[s]);
         }
@@ -227,7 +220,7 @@ struct Linear {
   template <int streams>
   static void dot(const LinearTask& task, const Streams<streams>& rows, int64_t first_input, int64_t inputs,
                   float* const (&sums)[streams]) {
-    const Dots dots{task.columns, task.groups, 0};
+    const Dots dots{task.columns, task.groups, 0};  // for inputs_from() alone
     const auto with = [&](auto all) {
       dot_streams<Weight>(task, rows, inputs_from(all, dots, first_input), inputs, sums);
     };

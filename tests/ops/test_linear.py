@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from typing import Any, Literal
 
@@ -254,22 +255,43 @@ def test_sixteen_bits_of_large_and_tiny_inputs() -> None:
     check(input, weight, None, None, "identity", False, 64)
 
 
+def same_by_threads(compute: Callable[[], Tensor]) -> None:
+    """To the bit, with one thread, two and three."""
+    threads = torch.get_num_threads()
+    try:
+        results = []
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            results.append(compute())
+    finally:
+        torch.set_num_threads(threads)
+    for result in results[1:]:
+        torch.testing.assert_close(result, results[0], rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("inputs", [3, 29, 130, 1030])
 @pytest.mark.parametrize("bits", [None, 8, 4])
 def test_the_same_for_any_number_of_threads(bits: Literal[4, 8] | None, inputs: int) -> None:
     """And of inputs beside them, as soon as there are many: they are shared in blocks."""
     input, weight = torch.randn(inputs, 512).bfloat16(), torch.randn(777, 512)
     matrix, scales = quantize_weight(weight, 128, bits) if bits else (weight.bfloat16(), None)
-    threads = torch.get_num_threads()
-    try:
-        results = []
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
-            results.append(linear(input, matrix, scales=scales))
-    finally:
-        torch.set_num_threads(threads)
-    assert all(torch.equal(result, results[0]) for result in results)
+    same_by_threads(lambda: linear(input, matrix, scales=scales))
     check(input, matrix if bits is None else weight, None, None, "identity", False, 128 if bits else 0, bits or 8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("inputs", [1, 2, 9, 12])
+@pytest.mark.parametrize("bits", [None, 8, 4])
+def test_the_same_wherever_a_share_ends(bits: Literal[4, 8] | None, inputs: int, dtype: torch.dtype) -> None:
+    """Offsets, gates and residuals, of rows that fill no vector: rounded as they are beside others."""
+    input, weight = torch.randn(inputs, 320).to(dtype), torch.randn(1002, 320)
+    matrix, scales = quantize_weight(weight, 64, bits) if bits else (weight.to(dtype), None)
+    offsets = scales * torch.randint(-8, 9, scales.shape) if scales is not None and bits == 4 else None
+    residual = torch.randn(inputs, 501).to(dtype)
+    layer = partial(linear, input, matrix, scales=scales, offsets=offsets)
+    same_by_threads(layer)
+    for activation in ("identity", "silu", "gelu"):
+        same_by_threads(partial(layer, gated=True, residual=residual, activation=activation))
 
 
 def test_a_few_outputs_of_many_inputs() -> None:

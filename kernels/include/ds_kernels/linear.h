@@ -371,7 +371,7 @@ DS_KERNELS_INLINE void dot_tile(const Dots& dots, const Rows<rows, int8_t>& from
 }
 
 #if defined(__AVX512F__)
-// As above, for int4 weights: a third of the instructions that products of 16 bits take.
+// As above, for int4 weights: as many products as 16 bits take, and a third of the instructions to unpack weights.
 template <int inputs, int rows>
 DS_KERNELS_INLINE void dot_tile(const Dots& dots, const Rows<rows, Int4Pair>& from, const ShortInputs& input,
                                 float* const (&sums)[rows], int64_t sums_stride) {
