@@ -243,9 +243,6 @@ DS_KERNELS_INLINE ShortVector add_pairs(ShortVector sums, ShortVector a, ShortVe
 
 DS_KERNELS_INLINE Floats floats_of(ShortVector sums) { return (Floats)_mm256_cvtepi32_ps(sums); }
 
-// `first` in the first lane of 32 bits, zeros in all others.
-DS_KERNELS_INLINE ShortVector starting_at(int32_t first) { return _mm256_setr_epi32(first, 0, 0, 0, 0, 0, 0, 0); }
-
 // The weights of a block, each plus 8.
 constexpr int kPieces = 4;
 DS_KERNELS_INLINE void unpack(const Int4Pair* from, ShortVector (&to)[kPieces]) {
@@ -290,6 +287,13 @@ inline void split_bytes(const int16_t*, int64_t, uint8_t*) {}
 #endif
 
 #if defined(__AVX2__)
+// `first` in the first lane of 32 bits, zeros in all others.
+DS_KERNELS_INLINE ShortVector starting_at(int32_t first) {
+  Words lanes{};
+  lanes[0] = static_cast<uint32_t>(first);
+  return (ShortVector)lanes;
+}
+
 // As above, for one step.
 template <int rows, int inputs>
 DS_KERNELS_INLINE void add_products(ShortVector (&sums)[rows][inputs], const Dots& dots,
@@ -382,9 +386,7 @@ DS_KERNELS_INLINE void dot_tile(const Dots& dots, const Rows<rows, Int4Pair>& fr
     DS_KERNELS_UNROLL
     for (int r = 0; r < rows; ++r) {
       DS_KERNELS_UNROLL
-      for (int m = 0; m < inputs; ++m) {
-        part[r][m] = _mm512_zextsi128_si512(_mm_cvtsi32_si128(input.eights[m * dots.groups + group]));
-      }
+      for (int m = 0; m < inputs; ++m) part[r][m] = starting_at(input.eights[m * dots.groups + group]);
     }
     const auto add_step = [&](int64_t i, auto load_weights) {
       ShortVector levels[2][rows];
