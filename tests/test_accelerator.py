@@ -139,7 +139,7 @@ def test_tensor_factories_take_a_list(name: str, dtype: torch.dtype) -> None:
 
 def test_signatures_of_every_release_are_accepted() -> None:
     device = Minimal()
-    device._torch_pin_memory = lambda tensor: tensor.clone()  # type: ignore[method-assign]  # no device to pin for
+    device._torch_pin_memory = lambda tensor: tensor.clone()  # type: ignore[method-assign]  # pinning would need a device
     device.range_push("message")
     device.range_push("message", domain="d", category="c")
     device.range_pop()

@@ -187,8 +187,8 @@ def test_public_names_resolve() -> None:
 
 def test_a_suppression_states_its_reason() -> None:
     """On the same line, after the code that it silences."""
-    suppression = re.compile(r"# (?:noqa|type: ignore)\b")
-    reasoned = re.compile(r"# (?:noqa: [A-Z0-9, ]+|type: ignore\[[a-z, -]+\])  # \S")
+    suppression = re.compile(r"# (?:noqa|type: ignore)\b|mark\.filterwarnings\(")
+    reasoned = re.compile(r"(?:# (?:noqa: [A-Z0-9, ]+|type: ignore\[[a-z, -]+\])|filterwarnings\(.+\),?)  # \S")
     wrong = [
         f"{file.relative_to(ROOT)}:{number}: {line.strip()}"
         for file in (*SOURCES, *(ROOT / "tests").rglob("*.py"), *(ROOT / "tools").rglob("*.py"))

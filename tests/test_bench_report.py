@@ -93,7 +93,7 @@ def test_every_benchmark_is_a_command_of_its_own_and_names_a_page(name: str) -> 
     benchmark = BENCHMARKS[name]
     words = [word for word in shlex.split(benchmark.command) if "=" not in word]
     assert words[:2] == ["sdk", "bench"]
-    command = typer.main.get_command(bench).commands[words[2]]  # type: ignore[attr-defined]  # a group
+    command = typer.main.get_command(bench).commands[words[2]]  # type: ignore[attr-defined]  # a group of commands, which has this
     command.make_parser(typer.Context(command)).parse_args(words[3:])
     assert not benchmark.page or (ROOT / "docs" / benchmark.page).is_file()
 
@@ -101,7 +101,7 @@ def test_every_benchmark_is_a_command_of_its_own_and_names_a_page(name: str) -> 
 # ---- the report ----
 def measured(seconds: float = 2.0, **more: object) -> Result:
     row = {"what": "a | b", "threads": 1, "seconds": seconds, "spread": {"seconds": [seconds - 0.1, seconds + 0.1]}}
-    return replace(Result([row]), **more)  # type: ignore[arg-type]  # of Result's types
+    return replace(Result([row]), **more)  # type: ignore[arg-type]  # keywords have the fields' types
 
 
 @pytest.fixture

@@ -95,7 +95,7 @@ class XPU_Accelerator(PortedAccelerator):
 
 @pytest.fixture
 def ported() -> Any:
-    return XPU_Accelerator()  # type: ignore[no-untyped-call]  # old code
+    return XPU_Accelerator()  # type: ignore[no-untyped-call]  # old code has no types
 
 
 def test_it_constructs_and_what_it_lacks_is_answered(ported: Any) -> None:
@@ -149,7 +149,7 @@ class FusedAdamBuilder(SYCLOpBuilder):
 
 
 def test_an_old_builder_needs_another_base_and_nothing_else() -> None:
-    builder = FusedAdamBuilder()  # type: ignore[no-untyped-call]  # old code
+    builder = FusedAdamBuilder()  # type: ignore[no-untyped-call]  # old code has no types
     assert builder.sources() == [__file__]
     assert builder.TOOLCHAIN == "sycl"
     assert builder.absolute_name() == "intel_extension_for_deepspeed.ops.adam.fused_adam_op"

@@ -16,7 +16,7 @@ def test_a_run_is_collected_from_its_ranks(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("DS_PLUGIN_PROVENANCE", str(file))
     for rank, origin in (("0", "compiled"), ("1", "cache")):
         monkeypatch.setenv("LOCAL_RANK", rank)
-        provenance.record("fused_adam", plugin="ds-plugin-sdk", version="0.1", origin=origin, seconds=1.26)  # type: ignore[arg-type]  # literals
+        provenance.record("fused_adam", plugin="ds-plugin-sdk", version="0.1", origin=origin, seconds=1.26)  # type: ignore[arg-type]  # parametrized over the literals
         provenance.record("cpu", plugin="cpu", version="0.1", origin="accelerator", detail="CPU_Accelerator")
     accelerator, adam = summarise(provenance.read(file))
     assert (accelerator.name, accelerator.ranks, accelerator.detail) == ("cpu", [0, 1], "CPU_Accelerator")

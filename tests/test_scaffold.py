@@ -23,7 +23,7 @@ def python_files(folder: Path) -> list[Path]:
 @pytest.mark.parametrize("runtime", ["simulated", "torch"])
 @pytest.mark.parametrize("name", ["zap", "xpu", "mi400", "two_words"])
 def test_a_project_is_whole_and_has_no_leftovers(name: str, runtime: str, tmp_path: Path) -> None:
-    folder = generate(Project(name, runtime=runtime, output=tmp_path))  # type: ignore[arg-type]  # parametrized literal
+    folder = generate(Project(name, runtime=runtime, output=tmp_path))  # type: ignore[arg-type]  # parametrized over the literals
     assert list(tmp_path.iterdir()) == [folder]
     for file in filter(Path.is_file, folder.rglob("*")):
         text = re.sub(r"\$\{\{ (matrix|github)\.\w+ \}\}", "", file.read_text(encoding="utf-8"))  # GitHub's own
@@ -137,7 +137,7 @@ def test_nothing_is_left_of_a_rendering_that_fails(tmp_path: Path, monkeypatch: 
 @pytest.mark.slow
 @pytest.mark.parametrize("runtime", ["simulated", "torch"])
 def test_style_and_types_of_the_project_are_clean(runtime: str, tmp_path: Path) -> None:
-    folder = generate(Project("zap", runtime=runtime, output=tmp_path))  # type: ignore[arg-type]  # parametrized literal
+    folder = generate(Project("zap", runtime=runtime, output=tmp_path))  # type: ignore[arg-type]  # parametrized over the literals
     for command in (["ruff", "check", "."], ["mypy"]):
         done = subprocess.run([sys.executable, "-m", *command], cwd=folder, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr

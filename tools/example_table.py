@@ -20,7 +20,7 @@ from ds_plugin_sdk.jit import target
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "examples"))  # which is a folder of scripts
 
-import side_by_side  # noqa: E402  # it lies there
+import side_by_side  # noqa: E402  # found by the line above
 
 OUT = Path("out/examples")
 PAGE = ROOT / "examples" / "README.md"

@@ -75,10 +75,10 @@ DS_KERNELS_INLINE void dot_inputs(const Dots& dots, const LinearTask& task, cons
 
 // Rows with all inputs, a row of each stream at a time, [stream][input * kBlock + row]. Not inline, see finish().
 template <class Weight, int streams, class Input>
-__attribute__((noinline)) void dot_streams(const LinearTask& task, const Streams<streams>& rows, Input input, int64_t inputs,
-                                           float* const (&sums)[streams]) {
+__attribute__((noinline)) void dot_streams(const LinearTask& task, const Streams<streams>& rows, Input input,
+                                           int64_t first_input, int64_t inputs, float* const (&sums)[streams]) {
   const Dots dots{task.columns, task.groups, weights_ahead()};
-  const auto from = [&](int64_t m) { return inputs_from(input, dots, m); };
+  const auto from = [&](int64_t m) { return inputs_from(input, dots, first_input + m); };
   int64_t all = rows.count[0];
   for (const int64_t count : rows.count) all = count < all ? count : all;
   for (int64_t r = 0; r < all; ++r) {
@@ -143,8 +143,7 @@ __attribute__((noinline)) void finish(const LinearLayer& task, const float* sums
       } else {
         sum = activate(activation, sum);
       }
-      // The product before it is rounded in each copy of this code, or results would depend on where a share ends.
-      if (residual) sum = rounded(sum) + memory.load(residual + at + i);
+      if (residual) sum = uncontracted(sum) + memory.load(residual + at + i);
       memory.store(output + i, sum);
     });
   });
@@ -220,10 +219,7 @@ struct Linear {
   template <int streams>
   static void dot(const LinearTask& task, const Streams<streams>& rows, int64_t first_input, int64_t inputs,
                   float* const (&sums)[streams]) {
-    const Dots dots{task.columns, task.groups, 0};  // for inputs_from() alone
-    const auto with = [&](auto all) {
-      dot_streams<Weight>(task, rows, inputs_from(all, dots, first_input), inputs, sums);
-    };
+    const auto with = [&](auto all) { dot_streams<Weight>(task, rows, all, first_input, inputs, sums); };
     if constexpr (kShortInputs && kQuantized) {
       if (task.shorts.values) {
         with(task.shorts);
@@ -424,7 +420,8 @@ void compute(const LinearFinish& work, Dtype dtype, const Threads& threads) {
 
 template <>
 const LinearLoops& loops() {
-  static constexpr LinearLoops all{choose_linear, by_dtype<LinearWiden>, has_tiles, uses_tiles, bytes_of_input, shorten_inputs, sum_groups};
+  static constexpr LinearLoops all{choose_linear,  by_dtype<LinearWiden>, has_tiles, uses_tiles,
+                                   bytes_of_input, shorten_inputs,        sum_groups};
   return all;
 }
 

@@ -84,8 +84,7 @@ class PreparedLayer {
     some.widened += first * task_.columns;
     if (task_.group_sums) some.group_sums += group;
     if (const ShortInputs& all = task_.shorts; all.values) {
-      some.shorts = {all.values + first * task_.columns, all.scales + group, all.eights + group,
-                     bytes_from(first)};
+      some.shorts = {all.values + first * task_.columns, all.scales + group, all.eights + group, bytes_from(first)};
     }
     return some;
   }

@@ -166,7 +166,7 @@ def _owner_in_torch(project: Project) -> str | None:
 
 def _require_cookiecutter(project: Project) -> None:
     try:
-        import cookiecutter.main  # noqa: F401  # whether it is there
+        import cookiecutter.main  # noqa: F401  # tried: it may not be installed
     except ImportError as error:
         raise ScaffoldError(
             "a project cannot be generated",

@@ -31,7 +31,7 @@ def entry(check: str, more: str = "") -> str:
 @pytest.mark.parametrize("verdict", ["failed", "crashed", "timed out"])
 def test_a_failure_is_excused_with_its_reason(tmp_path: Path, check: str, verdict: str) -> None:
     expectations = read(tmp_path, entry(check))
-    outcome = expectations.judge(dataclasses.replace(FAILED, verdict=verdict))  # type: ignore[arg-type]  # parametrized
+    outcome = expectations.judge(dataclasses.replace(FAILED, verdict=verdict))  # type: ignore[arg-type]  # parametrized over the literals
     assert (outcome.verdict, outcome.reason, outcome.failure) == ("expected failure", "ZAP-1", FAILED.failure)
     assert not outcome.failed
     assert expectations.problems(ITEMS) == []

@@ -129,7 +129,7 @@ def test_a_crash_a_failure_and_a_limit_are_the_features_own(monkeypatch: pytest.
 def test_the_matrix_says_what_each_feature_runs_on() -> None:
     def outcome(name: str, verdict: str, **more: object) -> Outcome:
         item = Item(f"features.zero/{name}", "features.zero", "features", {"feature": name}, "F1.1", "", "")
-        return Outcome(item, verdict, **more)  # type: ignore[arg-type]  # a verdict
+        return Outcome(item, verdict, **more)  # type: ignore[arg-type]  # callers pass the literals
 
     report = Report(
         "zap",

@@ -14,7 +14,7 @@ from mutants.hunt import Hunt, hunt, idle, keep, kept
 @pytest.fixture(scope="module")
 def hunts() -> dict[str, Hunt]:
     """The mutants that the misfit brings, hunted; here they are declared by importing it, as in a worker."""
-    import misfit  # noqa: F401  # declares them
+    import misfit  # noqa: F401  # imported to declare its mutants
 
     mine = [mutant for mutant in all_mutants() if mutant.name.startswith("misfit.")]
     return {each.mutant.name.removeprefix("misfit."): each for each in hunt(mine, 2, lambda each: None)}

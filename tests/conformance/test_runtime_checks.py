@@ -61,7 +61,7 @@ def test_a_program_that_cannot_find_its_target_says_so() -> None:
         name = "nobody"
 
     with pytest.raises(NonconformanceError, match="UnknownAcceleratorError: there is no such plugin"):
-        programs.run("process", Unknown(), "rank", timeout=60.0)  # type: ignore[arg-type]  # no target, for the test
+        programs.run("process", Unknown(), "rank", timeout=60.0)  # type: ignore[arg-type]  # wrong on purpose: no target
 
 
 def test_tasks_after_a_failure_are_run_together_once_more(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -221,7 +221,7 @@ _function("group_ignored", "D6.4", "The group is ignored.", "all_reduce", _whole
 @mutant("collectives.no_parallel", "D6.5", "distributed")
 def no_parallel(target: Target) -> Target:
     """DistributedDataParallel averages nothing."""
-    torch.nn.parallel.DistributedDataParallel = lambda module, device_ids=None: module  # type: ignore[assignment, misc]  # a defect
+    torch.nn.parallel.DistributedDataParallel = lambda module, device_ids=None: module  # type: ignore[assignment, misc]  # the defect of this mutant
     return target
 
 

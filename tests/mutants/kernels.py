@@ -43,7 +43,7 @@ def reference_kernel(target: Target, op: str, function: Kernel) -> Target:
 
 
 def _register(namespace: str, op: str, function: Kernel, target: Target) -> None:
-    library: Any = torch.library.Library(namespace, "IMPL")  # type: ignore[no-untyped-call]  # torch does not say
+    library: Any = torch.library.Library(namespace, "IMPL")  # type: ignore[no-untyped-call]  # torch gives it no type
     key = "CPU" if target.device_type == "cpu" else "PrivateUse1"
     library.impl(op, function, key, allow_override=True)
     _registrations.append(library)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ds_plugin_sdk import op_builder
 from ds_plugin_sdk.conformance.target import Target
-from mutants import front_ends, model_ops  # noqa: F401  # declare their own
+from mutants import front_ends, model_ops  # noqa: F401  # imported to declare their mutants
 from mutants.kernels import Kernel, fake, kernel
 from mutants.mutant import mutant, override
 
@@ -255,7 +255,7 @@ def nothing_registered(target: Target) -> Target:
     """A library loads and registers no kernel."""
     builders = {cls.NAME: cls for cls in target.builders().values() if issubclass(cls, op_builder.OpBuilder)}
     for cls in builders.values():
-        cls.build_spec = _empty_library  # type: ignore[method-assign]  # a defect
+        cls.build_spec = _empty_library  # type: ignore[method-assign]  # the defect of this mutant
     return target
 
 

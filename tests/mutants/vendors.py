@@ -325,7 +325,7 @@ def _views_not_recorded() -> None:
         if self.storage_offset() == 0:
             record(self, stream)
 
-    torch.Tensor.record_stream = record_stream  # type: ignore[method-assign, assignment]  # a defect
+    torch.Tensor.record_stream = record_stream  # type: ignore[method-assign, assignment]  # the defect of this mutant
 
 
 below(
@@ -389,8 +389,8 @@ def _copies_block() -> None:
 
         return run
 
-    torch.Tensor.copy_ = blocking(copy)  # type: ignore[method-assign]  # a defect
-    torch.Tensor.to = blocking(to)  # type: ignore[method-assign]  # a defect
+    torch.Tensor.copy_ = blocking(copy)  # type: ignore[method-assign]  # the defect of this mutant
+    torch.Tensor.to = blocking(to)  # type: ignore[method-assign]  # the defect of this mutant
 
 
 below("pinned.copies_block", "R7.10", "Copies from and to pinned memory keep the host waiting.", _copies_block)
@@ -406,7 +406,7 @@ def _host_bernoulli() -> None:
             return draw(self, p, **options)
         return self.copy_(draw(torch.empty(self.shape), p))
 
-    torch.Tensor.bernoulli_ = bernoulli_  # type: ignore[method-assign, assignment]  # a defect
+    torch.Tensor.bernoulli_ = bernoulli_  # type: ignore[method-assign, assignment]  # the defect of this mutant
 
 
 below("random.host_bernoulli", "R3.10", "`bernoulli_` draws on the host, and copies.", _host_bernoulli)

@@ -208,7 +208,7 @@ def test_what_does_not_fit_is_rejected() -> None:
         with pytest.raises(InvalidTensorError, match=message):
             attention(*tensors, **given)
     with pytest.raises(ValueError, match="attn_mask_mode is 'or'"):
-        SparseSelfAttention(CONFIGS["fixed"], attn_mask_mode="or")  # type: ignore[arg-type]  # the test
+        SparseSelfAttention(CONFIGS["fixed"], attn_mask_mode="or")  # type: ignore[arg-type]  # wrong on purpose
 
 
 RANK = """

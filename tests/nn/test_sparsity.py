@@ -165,7 +165,7 @@ def test_what_contradicts_itself_is_rejected() -> None:
         ("num_global_blocks", lambda: FixedSparsityConfig(1, num_local_blocks=4, num_global_blocks=3)),
         ("different_layout_per_head", lambda: FixedSparsityConfig(4, num_different_global_patterns=2)),
         ("at most", lambda: FixedSparsityConfig(4, 16, True, num_different_global_patterns=5)),
-        ("'sideways'", lambda: BigBirdSparsityConfig(1, attention="sideways")),  # type: ignore[arg-type]  # the test
+        ("'sideways'", lambda: BigBirdSparsityConfig(1, attention="sideways")),  # type: ignore[arg-type]  # wrong on purpose
         ("bidirectional", lambda: FixedSparsityConfig(1, attention=ONE, horizontal_global_attention=True)),
         ("global_block_end_indices", lambda: BSLongformerSparsityConfig(1, 16, False, 3, [0, 4], [2])),
         ("beyond it", lambda: VariableSparsityConfig(1, global_block_indices=[3], global_block_end_indices=[3])),

@@ -222,7 +222,7 @@ def test_autocast_keeps_a_mask_of_float32_s_least_number_finite(dtype: torch.dty
     torch.testing.assert_close(result[1:].float(), layer(x, mask)[1:], rtol=0.05, atol=0.05)
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # as below
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by torch.compile, each Function
 def test_a_layer_compiles_under_autocast() -> None:
     layer = make(torch.float32)
     x, mask, grad = inputs(16, torch.float32)
@@ -396,8 +396,7 @@ def test_options_out_of_range_are_rejected(options: dict[str, Any]) -> None:
         TransformerLayer(48, **{"num_heads": 4, **options})
 
 
-# What torch.compile itself does with every autograd.Function.
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by torch.compile, each Function
 def test_a_layer_compiles() -> None:
     layer = make(torch.float32)
     x, mask, grad = inputs(16, torch.float32)

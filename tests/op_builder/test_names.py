@@ -52,7 +52,7 @@ def target(install: Install) -> Target:
 
 
 @pytest.mark.compiler
-@pytest.mark.filterwarnings("ignore:ds-plugin-sdk. op 'lion' falls back:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:ds-plugin-sdk. op 'lion' falls back:RuntimeWarning")  # wanted
 def test_a_kernel_that_does_not_compile_is_no_conformance(target: Target) -> None:
     cases = list(every_op._native_ops(target))
     assert {"builder": "FusedLionBuilder", "op": "lion_"} in cases

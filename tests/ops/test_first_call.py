@@ -189,7 +189,6 @@ print(json.dumps([(r.name, r.origin == "reference") for r in provenance.records(
 
 
 @pytest.mark.compiler
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.usefixtures("compiled_once")
 def test_a_device_without_kernels_has_the_reference_and_the_cpu_beside_it_its_kernels() -> None:
     assert printed(TWO_DEVICES) == [["norm", True], ["norm", False]]

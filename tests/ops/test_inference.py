@@ -146,7 +146,7 @@ def test_ops_compile() -> None:
         (lambda: softmax.softmax(normal(1, 2, 3, 4), normal(1, 1, 2, 4)), "mask has shape"),
         (lambda: softmax.softmax(normal(1, 2, 3, 4), window=-1), "window is -1"),
         (lambda: activation.gated_activation(normal(2, 7)), "7 columns"),
-        (lambda: activation.bias_activation(normal(2, 8), None, "tanh"), "activation is 'tanh'"),  # type: ignore[arg-type]  # on purpose
+        (lambda: activation.bias_activation(normal(2, 8), None, "tanh"), "activation is 'tanh'"),  # type: ignore[arg-type]  # wrong on purpose
         (lambda: rotary.rotary(normal(1, 2, 3, 4), normal(1, 3, 3), normal(1, 3, 3)), "cos has shape"),
         (lambda: residual.moe_res_matmul_(normal(2, 8), normal(2, 8), normal(8)), "coefficients has shape"),
         (lambda: residual.pad_transform(normal(1, 2, 12), normal(1, 2, 12), normal(1, 2, 12), 5, True), "5 heads"),

@@ -227,9 +227,8 @@ DS_KERNELS_INLINE void store(Float16* to, Floats x) { store_bits(to, narrow_floa
 
 // ---- loops -----------------------------------------------------------------------------------------------------
 
-// `x`, of which compilers do not know how it was made: no product in it becomes one instruction with a sum that follows, which
-// they do in one copy of a formula and not in another.
-DS_KERNELS_INLINE Floats rounded(Floats x) {
+// `x`, of which compilers do not know how it was made: a product in it and a sum that follows stay two instructions.
+DS_KERNELS_INLINE Floats uncontracted(Floats x) {
 #if defined(__AVX512F__)
   __asm__("" : "+v"(x));
 #elif defined(__x86_64__)
@@ -247,7 +246,9 @@ DS_KERNELS_INLINE Floats rounded(Floats x) {
 constexpr int kPrefetchBytes = 2048;
 
 // How a loop body reaches memory at one position: a whole vector, or the first elements of one at the end of an array.
-// Both run the same instructions on the same lanes, so a result does not depend on where a thread's share ends.
+// Both run the same formula on the same lanes. So that a result does not depend on where a thread's share ends, compilers must
+// also make the same instructions of it: where there is a branch between a product and a sum, they may contract the two for
+// one and not for the other, see uncontracted().
 struct WholeVector {
   template <class Element>
   DS_KERNELS_INLINE Floats load(const Element* from) const {
@@ -266,7 +267,7 @@ struct PartVector {
 
   template <class Element>
   DS_KERNELS_INLINE Floats load(const Element* from) const {
-    Element padded[kLanes] = {};
+    Element padded[kLanes];
     copy(from, padded);
     return DS_KERNELS_CPU_LEVEL::load(padded);
   }
@@ -316,6 +317,7 @@ struct PartVector {
 #else
   template <class Element>
   DS_KERNELS_INLINE void copy(const Element* from, Element (&padded)[kLanes]) const {
+    __builtin_memset(padded, 0, sizeof padded);
     __builtin_memcpy(padded, from, count * sizeof(Element));
   }
   template <class Element>

@@ -72,7 +72,7 @@ class CUDA_Accelerator(TorchAccelerator):
 
 
 def _runtime() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch gives no type
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch gives it no type
 
 
 def _check(error: Any) -> None:

@@ -308,7 +308,7 @@ def _llama_cpp(model: Any, folder: Path) -> dict[str, Measure]:
 
     @functools.cache
     def whole() -> Path:
-        import llama_cpp  # noqa: F401  # nothing is written where it is not installed
+        import llama_cpp  # noqa: F401  # tried before the large file is written
 
         file = folder / "model.gguf"
         gguf_model.write(model, file)

@@ -81,7 +81,7 @@ def read(folder: Path) -> Record:
         raise DamagedError(f"{folder / KEY_FILE} is damaged: {error!r}") from error
     if schema != SCHEMA:
         raise DamagedError(f"{folder} has schema {schema}, not {SCHEMA}")
-    return record  # type: ignore[no-any-return]  # written by this module
+    return record  # type: ignore[no-any-return]  # json that this module wrote
 
 
 def check_binary(folder: Path, record: Record) -> None:
@@ -162,7 +162,7 @@ def stale_header(record: Record, tokens: Tokens, *, own_only: bool = False) -> s
             continue
         real = tokens.read(path)
         try:
-            state = os.stat(real)  # noqa: PTH116  # hundreds of them
+            state = os.stat(real)  # noqa: PTH116  # faster than pathlib, for hundreds
             if not own and (state.st_size, state.st_mtime_ns) == (size, mtime_ns):
                 continue
             if state.st_size != size or file_digest(real) != sha256:

@@ -82,7 +82,7 @@ def _name_of(file: int, path: str) -> str:
     global _last_file
     _last_file = fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, _last_file + 1)
     name = f"/proc/self/fd/{_last_file}"
-    return name if os.path.exists(name) else path  # noqa: PTH110  # not a file to work with
+    return name if os.path.exists(name) else path  # noqa: PTH110  # a string for dlopen
 
 
 def _import(loaded_as: str, path: str, spec: BuildSpec) -> ModuleType:

@@ -160,7 +160,7 @@ def digest(value: object) -> str:
 
 def file_digest(path: str | os.PathLike[str]) -> str:
     """SHA-256 of a file, in hexadecimal."""
-    with open(path, "rb") as file:  # noqa: PTH123  # called for hundreds of headers
+    with open(path, "rb") as file:  # noqa: PTH123  # faster than pathlib, for hundreds
         return stream_digest(file)
 
 

@@ -125,7 +125,7 @@ class TransformerLayer(nn.Module):
         """
         weights = [getattr(self, name) for name in Weights._fields]
         layer = self.layer if self.training else self.layer.in_evaluation()
-        result: Tensor = _Function.apply(  # type: ignore[no-untyped-call]  # torch does not say
+        result: Tensor = _Function.apply(  # type: ignore[no-untyped-call]  # torch gives it no type
             layer, hidden_states, attention_mask, *weights
         )
         return result

@@ -22,7 +22,7 @@ NAMESPACE = "ds_plugin"
 REFERENCE_NAMESPACE = "ds_plugin_reference"
 
 _libraries: dict[str, Any] = {
-    namespace: torch.library.Library(namespace, "FRAGMENT")  # type: ignore[no-untyped-call]  # torch does not say
+    namespace: torch.library.Library(namespace, "FRAGMENT")  # type: ignore[no-untyped-call]  # torch gives it no type
     for namespace in (NAMESPACE, REFERENCE_NAMESPACE)
 }
 _defined: set[str] = set()

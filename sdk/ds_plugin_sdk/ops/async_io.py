@@ -317,7 +317,7 @@ class _Transfer:
         if not isinstance(self.file, int):
             return os.fspath(self.file)
         with contextlib.suppress(OSError):
-            return os.readlink(f"/proc/self/fd/{self.file}")  # noqa: PTH115  # the text of the link
+            return os.readlink(f"/proc/self/fd/{self.file}")  # noqa: PTH115  # as text: it may name no file
         return f"file descriptor {self.file}"
 
     def _open(self) -> tuple[int, int | None]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 _NAMESPACE = "ds_plugin_calls"
-_library: Any = torch.library.Library(_NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]  # torch does not say
+_library: Any = torch.library.Library(_NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]  # torch gives it no type
 # A layer has two caches, or four, its part of `tensors`, `integers` and `numbers`, and an output among the results.
 _library.define(
     "decoder_layers(Tensor hidden, Tensor(a!)[] caches, int past, Tensor? mask, Tensor? cos, Tensor? sin, "

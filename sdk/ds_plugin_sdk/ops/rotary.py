@@ -64,7 +64,7 @@ def angles(positions: Tensor, rotary_dim: int, theta: float = 10000.0) -> tuple[
     where = positions.device if _has_float64(positions.device.type) else torch.device("cpu")
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float64, device=where) / rotary_dim
     table = positions.to(where).to(torch.float64).unsqueeze(-1) * theta**-exponents
-    return tuple(part.to(torch.float32).to(positions.device) for part in (table.cos(), table.sin()))  # type: ignore[return-value]  # two of two
+    return tuple(part.to(torch.float32).to(positions.device) for part in (table.cos(), table.sin()))  # type: ignore[return-value]  # of two tables: two
 
 
 @functools.cache

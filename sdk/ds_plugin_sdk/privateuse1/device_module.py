@@ -14,7 +14,7 @@ import torch
 # A device as torch's functions take it: an index, "zap:1", torch.device("zap", 1); None and "zap" mean the current one.
 DeviceLike = int | str | torch.device | None
 
-_PRIVATEUSE1 = int(torch._C._autograd.DeviceType.PrivateUse1)  # type: ignore[call-overload]  # an enum of pybind11
+_PRIVATEUSE1 = int(torch._C._autograd.DeviceType.PrivateUse1)  # type: ignore[call-overload]  # pybind11's enum is an int to Python alone
 
 
 class StreamContext:

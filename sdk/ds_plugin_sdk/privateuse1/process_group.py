@@ -67,7 +67,7 @@ def done(tensors: list[torch.Tensor]) -> Work:
     DistributedDataParallel wants.
     """
     devices = list({tensor.device for tensor in tensors if tensor.device.type != "cpu"})
-    future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(devices=devices)  # type: ignore[arg-type]  # its annotation wants indices
+    future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(devices=devices)  # type: ignore[arg-type]  # torch takes devices, too
     future.set_result(tensors)
     return c10d._create_work_from_future(future)
 

@@ -34,8 +34,8 @@ if device == "zap":
 
 import deepspeed  # noqa: E402  # after the accelerator, as a plugin's user has it
 
-from ds_plugin_sdk import provenance  # noqa: E402  # the same
-from ds_plugin_sdk.integrations.deepspeed.modules.async_io import aio_handle  # noqa: E402  # the same
+from ds_plugin_sdk import provenance  # noqa: E402  # after the accelerator, too
+from ds_plugin_sdk.integrations.deepspeed.modules.async_io import aio_handle  # noqa: E402  # after the accelerator, too
 
 WIDTH, LAYERS = 512, 4  # DeepSpeed leaves tensors of less than a MiB in memory
 moved = {"async_pread": 0, "async_pwrite": 0}

@@ -99,7 +99,7 @@ def test_who_has_deepspeeds_op_keeps_it(
 
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: ranks)
     monkeypatch.setattr(comm, "all_reduce", lambda *arguments: calls.append(("the SDK", *arguments)))
-    collectives.replace(SimpleNamespace(TorchBackend=TorchBackend))  # type: ignore[arg-type]  # stands for the module
+    collectives.replace(SimpleNamespace(TorchBackend=TorchBackend))  # type: ignore[arg-type]  # has what is read of DeepSpeed's module
     TorchBackend().inference_all_reduce("a tensor", "SUM", "a group")
     reduction = "torch's SUM" if asked == "the SDK" else "SUM"
     assert calls == ([] if asked == "nobody" else [(asked, "a tensor", reduction, "a group")])

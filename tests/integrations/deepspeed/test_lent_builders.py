@@ -112,7 +112,7 @@ def theirs(monkeypatch: pytest.MonkeyPatch) -> type[Theirs]:
     return cls
 
 
-@pytest.mark.filterwarnings("ignore:.*the plugin has no native kernel")
+@pytest.mark.filterwarnings("ignore:.*the plugin has no native kernel")  # so it has none here
 @pytest.mark.parametrize("compatible", [True, False])
 def test_deepspeeds_own_op_comes_before_a_reference_where_it_is_compatible(
     theirs: type[Theirs], compatible: bool
@@ -124,7 +124,7 @@ def test_deepspeeds_own_op_comes_before_a_reference_where_it_is_compatible(
     assert (builder.load() == "theirs") is compatible
 
 
-@pytest.mark.filterwarnings("ignore:.*the plugin has no native kernel")
+@pytest.mark.filterwarnings("ignore:.*the plugin has no native kernel")  # so it has none here
 def test_a_builder_that_cannot_say_whether_it_is_compatible_is_not(
     theirs: type[Theirs], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -306,7 +306,7 @@ def test_only_misfits_are_explained(
 ) -> None:
     monkeypatch.setattr(injection, "_transformers", lambda: version)
     engine_class = type("InferenceEngine", (Engine,), {"forward": Engine.forward})
-    injection.explain(SimpleNamespace(InferenceEngine=engine_class))  # type: ignore[arg-type]  # stands for the module
+    injection.explain(SimpleNamespace(InferenceEngine=engine_class))  # type: ignore[arg-type]  # has what is read of DeepSpeed's module
     with pytest.raises(OpError if explained else type(error)) as raised:
         engine_class(model, inject, error).forward()
     if explained:

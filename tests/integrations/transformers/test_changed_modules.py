@@ -230,8 +230,7 @@ def test_a_step_asks_all_layers_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert counted.calls["cached_attention"] == 2 * 4
 
 
-# peft asks transformers for what its next release calls by another name.
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft asks for a name that is replaced
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_lora_of_peft(when: str) -> None:
     peft = pytest.importorskip("peft", reason="peft comes with the extra `test`")
@@ -255,7 +254,7 @@ def test_lora_of_peft(when: str) -> None:
     torch.testing.assert_close(ours, logits(adapted), rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft asks for a name that is replaced
 def test_lora_of_peft_that_is_merged_into_int8() -> None:
     peft = pytest.importorskip("peft", reason="peft comes with the extra `test`")
     torch.manual_seed(0)
@@ -270,8 +269,7 @@ def test_lora_of_peft_that_is_merged_into_int8() -> None:
     assert 0 < error < 0.1
 
 
-# torchao uses functions of torch's that torch calls deprecated.
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torchao uses what torch calls deprecated
 @pytest.mark.parametrize("weights", [None, "int8"])
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_weights_of_torchao(when: str, weights: str | None) -> None:

@@ -62,7 +62,7 @@ def _layer(module: str, drawn: Drawn, bias: Tensor | None, desc_act: bool = Fals
         pack_dtype=torch.int32,
     )
     layer.load_state_dict(ours.state_dict())
-    layer.post_init()  # type: ignore[operator]  # a method of gptqmodel's
+    layer.post_init()  # type: ignore[operator]  # to mypy a module has tensors and modules, no methods
     return layer.eval()
 
 

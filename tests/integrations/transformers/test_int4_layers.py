@@ -271,7 +271,7 @@ def _drawn(**options: Any) -> Drawn:
 
 def _with(name: str, change: Callable[[Tensor], Tensor], layer: nn.Module | None = None) -> nn.Module:
     layer = GptqLinear(_drawn()) if layer is None else layer
-    layer._buffers[name] = change(layer._buffers[name])  # type: ignore[arg-type]  # it has the buffer
+    layer._buffers[name] = change(layer._buffers[name])  # type: ignore[arg-type]  # a buffer may be None, this one is not
     return layer
 
 
@@ -437,8 +437,7 @@ def test_a_copy_is_a_plain_model() -> None:
 
 
 # ---------------------------------------------------------------------- torchao
-# torchao uses functions of torch's that torch calls deprecated.
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torchao uses what torch calls deprecated
 @pytest.mark.parametrize("mapping", ["SYMMETRIC", "ASYMMETRIC"])
 @pytest.mark.parametrize("group", [32, 64])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -312,7 +312,7 @@ def test_without_the_option_nothing_changes() -> None:
 def test_wrong_use_raises() -> None:
     model = make("llama")
     with pytest.raises(SdkError, match="cache is 'int4'"):
-        accelerate(model, cache="int4")  # type: ignore[arg-type]  # that is the test
+        accelerate(model, cache="int4")  # type: ignore[arg-type]  # wrong on purpose
     other = make("gemma2")
     attention = other.config._attn_implementation
     with pytest.raises(SdkError, match="cannot have an int8 cache"):

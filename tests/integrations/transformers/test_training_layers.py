@@ -60,8 +60,7 @@ PADDED = torch.tensor([[1] * 20, [0] * 6 + [1] * 14, [0] * 11 + [1] * 9])
 
 pytestmark = [
     pytest.mark.compiler,
-    # transformers 5.24's, of a name that all releases have
-    pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is:FutureWarning"),  # all releases have it
 ]
 
 
@@ -341,9 +340,8 @@ def test_layers_that_share_a_norm_and_hooks_of_parameters_are_derived_once(calls
     assert calls == LLAMAS_CALLS
 
 
-# torch's, of hooks on modules that give no tensors, and on embeddings
-@pytest.mark.filterwarnings("ignore:For backward hooks to be called, module output should be:UserWarning")
-@pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")
+@pytest.mark.filterwarnings("ignore:For backward hooks to be called:UserWarning")  # some give no tensors
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")  # of embeddings, which have no gradient
 def test_hooks_of_all_modules_are_called(calls: Counter[str]) -> None:
     seen: list[str] = []
     model = make()

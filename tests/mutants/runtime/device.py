@@ -69,7 +69,7 @@ def _layout_lost() -> None:
         got = original(self)
         return got if got.is_contiguous() else got.t().reshape(got.shape)
 
-    torch.Tensor.cpu = cpu  # type: ignore[method-assign, assignment]  # a defect
+    torch.Tensor.cpu = cpu  # type: ignore[method-assign, assignment]  # the defect of this mutant
 
 
 below("device.layout_lost", "R1.16", "A tensor that is not contiguous comes back in another order.", _layout_lost)
@@ -82,8 +82,8 @@ member(
 
 
 def _no_autocast() -> None:
-    torch.autocast.__enter__ = lambda self: self  # type: ignore[method-assign]  # a defect
-    torch.autocast.__exit__ = nothing  # type: ignore[method-assign]  # a defect
+    torch.autocast.__enter__ = lambda self: self  # type: ignore[method-assign]  # the defect of this mutant
+    torch.autocast.__exit__ = nothing  # type: ignore[method-assign]  # the defect of this mutant
 
 
 below("device.no_autocast", "R1.18", "Autocast changes no type.", _no_autocast, target="cpu")

@@ -19,7 +19,7 @@ def _other_gelu() -> None:
     def gelu(input: torch.Tensor, **options: Any) -> torch.Tensor:
         return input * torch.sigmoid(1.2 * input) if input.device.type == DEVICE else original(input, **options)
 
-    torch.nn.functional.gelu = gelu  # type: ignore[assignment]  # a defect
+    torch.nn.functional.gelu = gelu  # type: ignore[assignment]  # the defect of this mutant
 
 
 below("dtypes.other_gelu", "R6.3", "The device computes another GELU.", _other_gelu)
@@ -28,7 +28,7 @@ member("dtypes.host_factories", "R6.5", "`FloatTensor` is on the CPU.", target=S
 
 
 def _all_finite() -> None:
-    torch.isfinite = lambda tensor: torch.ones_like(tensor, dtype=torch.bool)  # type: ignore[assignment]  # a defect
+    torch.isfinite = lambda tensor: torch.ones_like(tensor, dtype=torch.bool)  # type: ignore[assignment]  # the defect of this mutant
 
 
 below("dtypes.all_finite", "R6.6", "Infinity counts as finite.", _all_finite)
@@ -42,7 +42,7 @@ def _narrow_sum() -> None:
         # Where a sum of ones stops growing: the next whole number cannot be told apart.
         return total.clamp(max=256) if self.dtype == torch.bfloat16 else total
 
-    torch.Tensor.sum = sum_  # type: ignore[method-assign, assignment]  # a defect
+    torch.Tensor.sum = sum_  # type: ignore[method-assign, assignment]  # the defect of this mutant
 
 
 below("dtypes.narrow_sum", "R6.7", "Sums in bfloat16 are accumulated in bfloat16.", _narrow_sum, target="cpu")

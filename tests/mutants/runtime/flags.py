@@ -56,7 +56,7 @@ def _host_waits() -> None:
         torch.accelerator.synchronize()
         return result
 
-    torch.Tensor.fill_ = fill_  # type: ignore[method-assign, assignment]  # a defect
+    torch.Tensor.fill_ = fill_  # type: ignore[method-assign, assignment]  # the defect of this mutant
 
 
 below("flags.host_waits", "R2.8", "The host waits for each piece of work.", _host_waits)

@@ -33,7 +33,7 @@ member("processes.all_exported", "R11.4", "`export_envs()` has an empty prefix."
 
 
 def _pins_nothing() -> None:
-    torch.Tensor.pin_memory = lambda self, *_: torch.zeros_like(self)  # type: ignore[method-assign]  # a defect
+    torch.Tensor.pin_memory = lambda self, *_: torch.zeros_like(self)  # type: ignore[method-assign]  # the defect of this mutant
 
 
 below("processes.batches_lost", "R11.5", "What a data loader pins is lost.", _pins_nothing)

@@ -107,7 +107,7 @@ def _clone_elsewhere() -> None:
         with side_stream():
             return original(self, **options)
 
-    torch.Tensor.clone = clone  # type: ignore[method-assign, assignment]  # a defect
+    torch.Tensor.clone = clone  # type: ignore[method-assign, assignment]  # the defect of this mutant
 
 
 below("streams.copy_not_in_order", "R4.7", "Copies run beside the current stream.", _clone_elsewhere)
@@ -129,7 +129,7 @@ member("streams.event_once", "R4.13", "An event is recorded once.", target=SIMUL
 
 
 def _never_recorded() -> None:
-    torch.Tensor.record_stream = nothing  # type: ignore[method-assign]  # a defect
+    torch.Tensor.record_stream = nothing  # type: ignore[method-assign]  # the defect of this mutant
 
 
 below("streams.not_recorded", "R4.14", "`record_stream` does nothing.", _never_recorded)
@@ -142,7 +142,7 @@ def _read_at_once() -> None:
         with side_stream():
             return original(self)
 
-    torch.Tensor.item = item  # type: ignore[method-assign, assignment]  # a defect
+    torch.Tensor.item = item  # type: ignore[method-assign, assignment]  # the defect of this mutant
 
 
 below("streams.read_at_once", "R4.15", "`item` does not wait for the current stream.", _read_at_once)
@@ -157,7 +157,7 @@ def _copied_at_once() -> None:
         with torch.Stream(device=self.device):
             return original(self, *arguments, **keywords)
 
-    torch.Tensor.to = to  # type: ignore[method-assign, assignment]  # a defect
+    torch.Tensor.to = to  # type: ignore[method-assign, assignment]  # the defect of this mutant
 
 
 below("streams.copied_at_once", "R4.16", "A copy to another device does not wait for its source.", _copied_at_once)

@@ -116,7 +116,7 @@ def _einsum_samples(make: Make) -> Iterator[Sample]:
     yield Sample("no tokens", {"dispatch": make.normal(0, 2, 3), "tokens": make.normal(0, 4)}, "empty")
     for kind, (s, e, c, m) in sizes.items():
         arguments = {"dispatch": make.normal(s, e, c), "tokens": make.normal(s, m)}
-        yield Sample(f"{s} tokens", arguments, kind)  # type: ignore[arg-type]  # the keys are kinds
+        yield Sample(f"{s} tokens", arguments, kind)  # type: ignore[arg-type]  # each key above is a kind
 
 
 def _large_einsum(make: Make) -> Iterator[Sample]:

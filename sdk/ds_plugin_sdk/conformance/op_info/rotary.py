@@ -26,7 +26,7 @@ _SHAPES = (
 def _rotary(input: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> tuple[Tensor]:
     half = cos.shape[-1]
     turned, rest = input[..., : 2 * half], input[..., 2 * half :]
-    pairs = turned.unflatten(-1, (half, 2) if interleaved else (2, half))  # type: ignore[no-untyped-call]  # torch does not say
+    pairs = turned.unflatten(-1, (half, 2) if interleaved else (2, half))  # type: ignore[no-untyped-call]  # torch gives it no type
     a, b = pairs.unbind(-1 if interleaved else -2)
     c, s = cos.unsqueeze(1), sin.unsqueeze(1)
     both = torch.stack([a * c - b * s, b * c + a * s], dim=-1 if interleaved else -2)

@@ -46,7 +46,7 @@ def _torch_s_name(device_type: str) -> str:
 
 def _need_torch_s_tests() -> None:
     try:
-        import torch.testing._internal.common_device_type  # noqa: F401  # whether it can be had
+        import torch.testing._internal.common_device_type  # noqa: F401  # tried: it may not be installed
         from torch.testing._internal import common_utils
     except ImportError as error:
         raise ConformanceError(

@@ -131,7 +131,7 @@ class _Call:
             del model._loss_function
             del self._head.forward
             if before is not None:
-                self._head.forward = before  # type: ignore[method-assign]  # as above
+                self._head.forward = before  # type: ignore[method-assign]  # on the instance, for this call
 
     def _forward(self, input: Tensor) -> Tensor:
         head = self._head

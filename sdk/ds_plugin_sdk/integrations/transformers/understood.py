@@ -193,7 +193,7 @@ def norm_of(module: nn.Module) -> Norm:
             raise NotUnderstoodError("LayerNorm without weight or bias, or over several dimensions")
         rms, eps = False, module.eps
     elif same_code(type(module).forward, LlamaRMSNorm.forward):
-        rms, eps = True, float(module.variance_epsilon)  # type: ignore[arg-type]  # the code reads it
+        rms, eps = True, float(module.variance_epsilon)  # type: ignore[arg-type]  # a number: the known code reads it as one
     else:
         raise NotUnderstoodError(f"{name_of(module)} is no norm that is known")
     check_own_code(module)

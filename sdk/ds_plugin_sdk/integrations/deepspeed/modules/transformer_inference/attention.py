@@ -48,7 +48,7 @@ def softmax(
         rows = alibi.reshape(-1, heads * mp_size, alibi.shape[-2], keys)  # a batch of 1 serves all
         biases = rows[:, head_offset : head_offset + heads].to(scores.dtype)
     function = attention_softmax_ if scores.is_contiguous() else attention_softmax
-    return function(scores, _mask_for(mask, scores.dtype), biases, **options)  # type: ignore[arg-type]  # of three types
+    return function(scores, _mask_for(mask, scores.dtype), biases, **options)  # type: ignore[arg-type]  # options of three types
 
 
 def softmax_context(
