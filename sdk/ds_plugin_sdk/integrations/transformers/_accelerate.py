@@ -196,16 +196,7 @@ def accelerate(
         SdkError: the model is accelerated already; `weights`, `cache` or `loss` is something else; or no layer of the
             model can have the cache that is asked for.
     """
-    if weights not in (None, *get_args(Quantized)):
-        raise SdkError(
-            f"weights is {weights!r}", why="weights are kept as they are, or quantized", hint='None, "int8" or "int4"'
-        )
-    if cache not in (None, "int8"):
-        raise SdkError(f"cache is {cache!r}", why="keys are kept as they are, or quantized", hint='None or "int8"')
-    if loss not in (None, "chunked"):
-        raise SdkError(f"loss is {loss!r}", why="a loss is the model's own, or chunked", hint='None or "chunked"')
-    if any(is_replaced(module) for module in model.modules()):
-        raise SdkError("the model is accelerated already", why="accelerate() was called on it", hint="call remove()")
+    _check(model, weights, cache, loss)
     for device in {parameter.device.type for parameter in model.parameters() if not parameter.is_meta}:
         for family in _FAMILIES_OF_OPS:
             load_kernels(family, device)
@@ -228,6 +219,19 @@ def accelerate(
         replacement.put_on()
         undo.append(replacement.take_off)
     return Accelerated(model, found, [*undo, lambda: None])
+
+
+def _check(model: transformers.PreTrainedModel, weights: Weights, cache: str | None, loss: str | None) -> None:
+    if weights not in (None, *get_args(Quantized)):
+        raise SdkError(
+            f"weights is {weights!r}", why="weights are kept as they are, or quantized", hint='None, "int8" or "int4"'
+        )
+    if cache not in (None, "int8"):
+        raise SdkError(f"cache is {cache!r}", why="keys are kept as they are, or quantized", hint='None or "int8"')
+    if loss not in (None, "chunked"):
+        raise SdkError(f"loss is {loss!r}", why="a loss is the model's own, or chunked", hint='None or "chunked"')
+    if any(is_replaced(module) for module in model.modules()):
+        raise SdkError("the model is accelerated already", why="accelerate() was called on it", hint="call remove()")
 
 
 # ---------------------------------------------------------------------- layers
