@@ -260,6 +260,28 @@ def test_off_again(name: str, weights: Any) -> None:
     assert all(torch.equal(a, b) for a, b in zip(again.logits, expected.logits, strict=True))
 
 
+@pytest.mark.parametrize("weights", [None, "int8", "int4"])
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_memory_ends_with_remove(name: str, weights: Any) -> None:
+    """That of packed weights, by then and not when Python's collector comes by, though the handle is kept."""
+    model = make(name)
+    gc.collect()
+    gc.disable()
+    try:
+        handle = accelerate(model, weights=weights)
+        generate(model)
+        packed = [
+            weakref.ref(matrix.contents.weight.untyped_storage())
+            for replacement in handle._found.replacements.values()
+            for _, matrix in _matrices(replacement)
+        ]
+        handle.remove()
+        assert packed
+        assert not any(storage() for storage in packed)
+    finally:
+        gc.enable()
+
+
 def test_tied_weights_stay_tied() -> None:
     model = make("gpt2")
     with accelerate(model):

@@ -66,9 +66,10 @@ class Accelerated:
         self._undo = undo
 
     def remove(self) -> None:
-        """Give the model back as it was. Again is no error."""
+        """Give the model back as it was, and free what its layers were read from. Again is no error."""
         while self._undo:
             self._undo.pop()()
+        self._found.replacements.clear()
 
     @property
     def layers(self) -> list[str]:

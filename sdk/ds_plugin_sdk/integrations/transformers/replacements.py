@@ -232,7 +232,7 @@ class Row:
 
     def begin(self, replacement: DecoderReplacement, hidden: Tensor) -> bool:
         """Ask all layers, if this is the first one in a step of one token; False if each has to be asked by itself."""
-        if replacement is not self.replacements[0] or hidden.shape[1] != 1:
+        if self.replacements[:1] != [replacement] or hidden.shape[1] != 1:
             return False
         if self._snapshot is None and self._are_alike() and all(each.holds_apart(False) for each in self.replacements):
             self._snapshot = _RowSnapshot(self.replacements)
@@ -416,6 +416,9 @@ class DecoderReplacement(Replacement):
     def take_off(self) -> None:
         super().take_off()
         self._row.end_step()
+        # The row has all of its layers, and so all weights: without this only Python's collector would free them. Who has
+        # wrapped this forward still calls it, as a layer alone.
+        self._row = Row()
 
     def holds(self) -> bool:
         return self.holds_apart(compare=True)
