@@ -416,8 +416,8 @@ class DecoderReplacement(Replacement):
     def take_off(self) -> None:
         super().take_off()
         self._row.end_step()
-        # The row has all of its layers, and so all weights: without this only Python's collector would free them. Who has
-        # wrapped this forward still calls it, as a layer alone.
+        # The row has all layers, and so all weights, which only Python's collector would free. Code that has wrapped
+        # this forward may still call it, as a layer alone.
         self._row = Row()
 
     def holds(self) -> bool:
