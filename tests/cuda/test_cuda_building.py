@@ -10,6 +10,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 from small_op import script
 
 import cuda_compile
@@ -115,8 +116,8 @@ def test_a_portable_build_says_so(two_gpus: None) -> None:
 def test_a_host_compiler_that_is_too_new(nvcc: Path, tmp_path: Path) -> None:
     script(
         nvcc,
-        """\
-        [ "$1" = --version ] && echo 'Cuda compilation tools, release 12.8, V12.8.93' && exit
+        f"""\
+        [ "$1" = --version ] && echo 'Cuda compilation tools, release {torch.version.cuda or "12.8"}, V12.8.93' && exit
         echo 'host_config.h:143: error: #error -- unsupported GNU version! later than 14 is not supported'
         exit 1
         """,

@@ -111,7 +111,7 @@ def test_results_and_gradients_are_exact_ones_rounded_once(name: str, dtype: tor
         torch.testing.assert_close(one.double(), wanted, rtol=ROUNDING[dtype], atol=least * max(largest, 1))
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch.func's own
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch.func's own
 @functions
 def test_other_calls_are_torchs(name: str, calls: list[str]) -> None:
     function = FUNCTIONS[name]
@@ -232,7 +232,7 @@ def test_tensors_that_depend_on_each_other_are_derived_once() -> None:
     assert len(half) == 2 * hooks > 0
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch.func's own
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch.func's own
 def test_forward_derivatives_of_a_backward_pass() -> None:
     x, w = torch.randn(4, 8, requires_grad=True), torch.randn(8, requires_grad=True)
 

@@ -220,7 +220,7 @@ class Subclass(Tensor):
     pass
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch.func's own
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch.func's own
 def test_all_other_calls_are_torchs(calls: list[torch.Size], monkeypatch: pytest.MonkeyPatch) -> None:
     input, weight, bias = (leaf.detach() for leaf in tensors(torch.bfloat16, 13))
     expected = functional.linear(input, weight, bias)

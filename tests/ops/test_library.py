@@ -91,6 +91,7 @@ def test_a_reference_implementation_records_nothing() -> None:
     assert (double_reference.__name__, double_reference.__doc__) == ("double_reference", "Twice.")
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's opcheck asks for it
 def test_an_op_with_a_derivative() -> None:
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad * ctx.by, None

@@ -120,6 +120,7 @@ def has_tensors(info: OpInfo) -> bool:
     return any(isinstance(value, Tensor) for value in small(info).values())
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # the op is called for each, as is asked
 @pytest.mark.parametrize("info", [info for info in op_info.infos() if has_tensors(info)], ids=lambda info: info.name)
 def test_vmap_gives_what_a_loop_gives(info: OpInfo) -> None:
     arguments = small(info)

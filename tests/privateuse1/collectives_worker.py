@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from ds_plugin_sdk import simulator
 
 simulator.install("zap", memory_mb=512)
-dist.init_process_group("zapccl")
+DEVICE = torch.device("zap", int(os.environ["LOCAL_RANK"]))
+dist.init_process_group("zapccl", device_id=DEVICE)  # as scripts do where each rank has its device
 RANK, SIZE = dist.get_rank(), dist.get_world_size()
-DEVICE = torch.device("zap", RANK)
 torch.zap.set_device(RANK)
 
 
@@ -154,6 +156,18 @@ def distributed_data_parallel() -> None:
     assert torch.allclose(model.weight.grad.cpu(), twin.weight.grad, rtol=1e-5, atol=1e-6)
 
 
+def fully_sharded() -> None:
+    torch.manual_seed(0)
+    model, twin = nn.Linear(4, 3), nn.Linear(4, 3)
+    twin.load_state_dict(model.state_dict())
+    sharded = fully_shard(model.to(DEVICE))
+    sharded.set_allocate_memory_from_process_group_for_comm(True)
+    x = torch.arange(8.0).view(2, 4) / 8
+    sharded(x[RANK : RANK + 1].to(DEVICE)).square().mean().backward()
+    twin(x).square().mean().backward()
+    assert torch.allclose(model.weight.grad.full_tensor().cpu(), twin.weight.grad, rtol=1e-5, atol=1e-6)
+
+
 for check in (
     reductions,
     broadcasts_gathers_scatters,
@@ -162,6 +176,7 @@ for check in (
     point_to_point,
     groups,
     distributed_data_parallel,
+    fully_sharded,
 ):
     check()
     sys.stdout.write(f"rank {RANK}: {check.__name__} holds\n")

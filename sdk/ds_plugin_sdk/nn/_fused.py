@@ -60,7 +60,7 @@ class Fused(NamedTuple):
 
     def call(self, *tensors: Tensor, **options: Any) -> Tensor:
         """The result by the op, where it `serves`."""
-        result: Tensor = _Function.apply(self, options, *tensors)  # type: ignore[no-untyped-call]  # torch gives it no type
+        result: Tensor = _Function.apply(self, options, *tensors)  # type: ignore[no-untyped-call, unused-ignore]  # before 2.15 torch gives it no type
         return result
 
     def __call__(self, *tensors: Tensor, **options: Any) -> Tensor:

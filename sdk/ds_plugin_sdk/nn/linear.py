@@ -80,7 +80,7 @@ def multiply(input: Tensor, weight: Tensor, bias: Tensor | None, *, transposed: 
     dtype = autocast_to(input) or input.dtype
     rows = input.to(dtype).reshape(math.prod(input.shape[:-1]), input.shape[-1])
     bias = None if bias is None else bias.to(dtype)
-    result: Tensor = _Linear.apply(rows, weight, bias, transposed)  # type: ignore[no-untyped-call]  # torch gives it no type
+    result: Tensor = _Linear.apply(rows, weight, bias, transposed)  # type: ignore[no-untyped-call, unused-ignore]  # before 2.15 torch gives it no type
     return result.view(*input.shape[:-1], result.shape[1])
 
 

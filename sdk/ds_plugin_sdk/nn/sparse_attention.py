@@ -96,7 +96,7 @@ class SparseSelfAttention(nn.Module):
         self._check(query, key, value)
         masks = self._masks(query, rpe, key_padding_mask, attn_mask)
         self._synchronize()
-        output: Tensor = _BlockSparseAttention.apply(query, key, value, masks, self._plan(query.shape[2]))  # type: ignore[no-untyped-call]  # torch gives it no type
+        output: Tensor = _BlockSparseAttention.apply(query, key, value, masks, self._plan(query.shape[2]))  # type: ignore[no-untyped-call, unused-ignore]  # before 2.15 torch gives it no type
         return output
 
     def extra_repr(self) -> str:

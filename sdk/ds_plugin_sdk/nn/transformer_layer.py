@@ -125,7 +125,7 @@ class TransformerLayer(nn.Module):
         """
         weights = [getattr(self, name) for name in Weights._fields]
         layer = self.layer if self.training else self.layer.in_evaluation()
-        result: Tensor = _Function.apply(  # type: ignore[no-untyped-call]  # torch gives it no type
+        result: Tensor = _Function.apply(  # type: ignore[no-untyped-call, unused-ignore]  # before 2.15 torch gives it no type
             layer, hidden_states, attention_mask, *weights
         )
         return result

@@ -298,7 +298,7 @@ def divided_linear_cross_entropy(
     except CheckError as error:
         raise _library.invalid("linear_cross_entropy", str(error)) from None
     options = ignore_index, label_smoothing, z_loss, softcap
-    return cast(Tensor, _Divided.apply(input, weight, bias, target, columns, wanted, options))  # type: ignore[no-untyped-call]  # torch gives it no type
+    return cast(Tensor, _Divided.apply(input, weight, bias, target, columns, wanted, options))  # type: ignore[no-untyped-call, unused-ignore]  # before 2.15 torch gives it no type
 
 
 class _Divided(torch.autograd.Function):

@@ -137,7 +137,7 @@ def _register(name: str, collectives: str) -> DeviceModule:
     backends: Any = torch.utils
     backends.rename_privateuse1_backend(name)
     module = DeviceModule(name, _forked)
-    torch._register_device_module(name, module)  # type: ignore[no-untyped-call]  # torch gives it no type
+    torch._register_device_module(name, module)  # type: ignore[no-untyped-call, unused-ignore]  # before 2.15 torch gives it no type
     backends.generate_methods_for_privateuse1_backend(for_storage=True)
     if collectives and torch.distributed.is_available():
         from ds_plugin_sdk.privateuse1 import process_group

@@ -220,7 +220,19 @@ class StagedProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch give
     def _end_coalescing(self, device: torch.device) -> Work:
         return done([])
 
-    # ------------------------------------------------------------------ what torch asks a group
+    # ------------------------------------------------------------------ what torch asks a group, and its backend
+    # What backends may do more than their methods, and none of a device's group does.
+    supports_splitting = supports_coalescing = False
+    _supports_time_estimate = False
+
+    def _get_backend(self, device: torch.device) -> StagedProcessGroup:
+        """The group itself: it has no backend for each device, for which torch looks."""
+        return self
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        """Whether the library has memory of its own for what it sends. FSDP asks."""
+        return False
+
     def getBackendName(self) -> str:
         """The name that the group was registered by."""
         return self._backend

@@ -77,7 +77,7 @@ below("random.drawn_on_the_host", "R3.10", "The device's numbers come from the h
 
 
 def _never_seeded() -> None:
-    torch.get_device_module(DEVICE)._is_in_bad_fork = always(True)
+    vars(torch.get_device_module(DEVICE))["_is_in_bad_fork"] = always(True)
 
 
 below("random.torch_does_not_seed", "R3.11", "`torch.manual_seed` leaves the device alone.", _never_seeded)
@@ -92,7 +92,7 @@ member("random.never_called", "R3.14", "`lazy_call` does not call.", lazy_call=n
 
 
 def _state_not_kept() -> None:
-    torch.get_device_module(DEVICE)._initialized = False
+    vars(torch.get_device_module(DEVICE))["_initialized"] = False
 
 
 below("random.not_recomputed", "R3.15", "torch.utils.checkpoint does not see the device's generator.", _state_not_kept)

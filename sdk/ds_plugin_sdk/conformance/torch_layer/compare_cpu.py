@@ -15,7 +15,7 @@ from torch.testing._internal.common_utils import TestCase
 from torch.utils import _pytree as pytree
 
 
-class TestCommon(TestCase):
+class TestCommon(TestCase):  # type: ignore[no-untyped-call, unused-ignore]  # from 2.15 on torch's class has a hook without types
     @ops(op_db, allowed_dtypes=(torch.float32,))  # type: ignore[untyped-decorator]  # torch's tests are untyped
     def test_compare_cpu(self, device: str, dtype: torch.dtype, op: Any) -> None:
         for sample in op.sample_inputs(device, dtype):

@@ -72,7 +72,7 @@ def attention_in_training(
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = (each.repeat_interleave(groups, dim=1) for each in (key, value))
-    result: Tensor = _Attention.apply(query, key, value, mask, causal, scale)  # type: ignore[no-untyped-call]  # torch gives it no type
+    result: Tensor = _Attention.apply(query, key, value, mask, causal, scale)  # type: ignore[no-untyped-call, unused-ignore]  # before 2.15 torch gives it no type
     return result
 
 
