@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import fully_shard
 
 from ds_plugin_sdk import simulator
@@ -168,6 +171,22 @@ def fully_sharded() -> None:
     assert torch.allclose(model.weight.grad.full_tensor().cpu(), twin.weight.grad, rtol=1e-5, atol=1e-6)
 
 
+def checkpoints() -> None:
+    """Saved while the program goes on, and given to all ranks by one."""
+    folder = [tempfile.mkdtemp() if RANK == 0 else None]
+    dist.broadcast_object_list(folder, 0)
+    state = {"x": torch.arange(4.0, device=DEVICE)}
+    checkpoint.async_save(state, checkpoint_id=folder[0]).result()
+    found = {"x": torch.zeros(4, device=DEVICE)}
+    checkpoint.load(found, checkpoint_id=folder[0])
+    assert found["x"].tolist() == [0, 1, 2, 3]
+    model = fully_shard(nn.Linear(4, 4).to(DEVICE))
+    ones = {"weight": torch.ones(4, 4), "bias": torch.ones(4)} if RANK == 0 else {}
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, ones, options=options)
+    assert model.weight.full_tensor().sum().item() == 16
+
+
 for check in (
     reductions,
     broadcasts_gathers_scatters,
@@ -177,6 +196,7 @@ for check in (
     groups,
     distributed_data_parallel,
     fully_sharded,
+    checkpoints,
 ):
     check()
     sys.stdout.write(f"rank {RANK}: {check.__name__} holds\n")

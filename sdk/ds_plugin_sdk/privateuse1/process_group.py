@@ -33,7 +33,13 @@ def register(backend: str, device_type: str, group: type[StagedProcessGroup] | N
     """
 
     def create(store: Any, rank: int, size: int, timeout: timedelta) -> StagedProcessGroup:
-        return (group or StagedProcessGroup)(store, rank, size, timeout, backend)
+        made = (group or StagedProcessGroup)(store, rank, size, timeout, backend)
+        # What torch asks of a group's backends, such as for which devices there are any, is answered by gloo's.
+        kind = dist.ProcessGroup.BackendType.GLOO
+        for device in (device_type, "cpu"):
+            made._register_backend(torch.device(device), kind, made._gloo)
+        made._set_default_backend(kind)
+        return made
 
     dist.Backend.register_backend(backend, create, devices=[device_type, "cpu"])
     atexit.register(_destroy, backend)
@@ -89,6 +95,12 @@ def _flat(value: Tensors) -> list[torch.Tensor]:
     return found
 
 
+class _Gloo(dist.ProcessGroupGloo):  # type: ignore[misc]  # torch gives it no type
+    """gloo within a group. Its own communicator can be split from torch 2.15 on; the group would not be."""
+
+    supports_splitting = False
+
+
 class StagedProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch gives it no type
     """A process group over gloo for tensors of any device.
 
@@ -97,7 +109,7 @@ class StagedProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch give
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, backend: str) -> None:
         super().__init__(rank, size)
-        self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+        self._gloo = _Gloo(store, rank, size, timeout)
         self._backend = backend
         self._name = self._description = ""
 
@@ -220,19 +232,7 @@ class StagedProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch give
     def _end_coalescing(self, device: torch.device) -> Work:
         return done([])
 
-    # ------------------------------------------------------------------ what torch asks a group, and its backend
-    # What backends may do more than their methods, and none of a device's group does.
-    supports_splitting = supports_coalescing = False
-    _supports_time_estimate = False
-
-    def _get_backend(self, device: torch.device) -> StagedProcessGroup:
-        """The group itself: it has no backend for each device, for which torch looks."""
-        return self
-
-    def supports_tensor_alloc(self, device: torch.device) -> bool:
-        """Whether the library has memory of its own for what it sends. FSDP asks."""
-        return False
-
+    # ------------------------------------------------------------------ what torch asks a group
     def getBackendName(self) -> str:
         """The name that the group was registered by."""
         return self._backend
