@@ -67,6 +67,17 @@ Tensor heads_of(const Tensor& all, int64_t first, int64_t heads, int64_t head_di
   return Tensor(view);
 }
 
+// activation(gate) * up of [batch, tokens, gate and up].
+Tensor gate_before_up(const Tensor& both, int64_t activation) {
+  const int64_t batch = both.size(0), tokens = both.size(1), row = both.size(2), columns = row / 2;
+  const int64_t sizes[] = {batch, tokens, columns}, strides[] = {tokens * row, row, 1};
+  AtenTensorHandle gate, up;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(both.get(), 3, sizes, strides, 0, &gate));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(both.get(), 3, sizes, strides, columns, &up));
+  StableIValue stack[] = {from(Tensor(gate)), from(Tensor(up)), from(activation)};
+  return result_of("ds_plugin::activation_and_mul", stack);
+}
+
 // What heads have made, [batch, heads, tokens, head_dim] with tokens before heads in memory, as [batch, tokens, all].
 Tensor side_by_side(const Tensor& heads) {
   const int64_t batch = heads.size(0), tokens = heads.size(2), row = heads.size(1) * heads.size(3);
@@ -107,12 +118,15 @@ struct Given {
   const OptionalTensor &mask, &cos, &sin;
 };
 
+// The second half of what goes into the MLP is the gate, which linear applies; or the first one is, which it does not know.
+enum Gate : int64_t { kNoGate, kGateSecond, kGateFirst };
+
 struct Layer {
   Norm attention_norm, mlp_norm, query_norm, key_norm;
   Matrix qkv, output, mlp_in, mlp_out;
   double scale;
-  int64_t heads, activation;
-  bool gated, norm_first;
+  int64_t heads, activation, gate;
+  bool norm_first;
 
   Tensor run(const Tensor& hidden, const Caches& caches, const Given& given) const {
     const int64_t kv_heads = caches.all[0].size(1), head_dim = caches.all[0].size(3);
@@ -135,7 +149,9 @@ struct Layer {
     const Tensor attended = side_by_side(caches.attend(query, key, value, scale, given.mask));
     Tensor sum = output.of(attended, hidden);
     if (!norm_first) sum = attention_norm.of(sum);
-    const Tensor inner = mlp_in.of(norm_first ? mlp_norm.of(sum) : sum, {}, activation, gated);
+    const Tensor normed = norm_first ? mlp_norm.of(sum) : sum;
+    const Tensor inner = gate == kGateFirst ? gate_before_up(mlp_in.of(normed), activation)
+                                            : mlp_in.of(normed, {}, activation, gate == kGateSecond);
     const Tensor result = mlp_out.of(inner, sum);
     return norm_first ? result : mlp_norm.of(result);
   }
@@ -163,7 +179,7 @@ class Layers {
     layer.scale = number();
     layer.heads = integer();
     layer.activation = integer();
-    layer.gated = integer();
+    layer.gate = integer();
     layer.norm_first = integer();
     const bool whole = layer.attention_norm.weight && layer.mlp_norm.weight && layer.qkv.weight &&
                        layer.output.weight && layer.mlp_in.weight && layer.mlp_out.weight;

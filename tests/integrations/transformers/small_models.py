@@ -23,6 +23,7 @@ CONFIGS: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
     ),
     "llama": lambda: transformers.LlamaConfig(**LLAMA),
     "qwen2": lambda: transformers.Qwen2Config(**LLAMA),
+    "phi3": lambda: transformers.Phi3Config(**LLAMA, pad_token_id=0, bos_token_id=1, eos_token_id=2),
     "opt": lambda: transformers.OPTConfig(**_SIZES, ffn_dim=64, init_std=0.2, word_embed_proj_dim=32),
     "gemma2": lambda: transformers.Gemma2Config(
         **LLAMA, head_dim=8, attn_logit_softcapping=2.0, query_pre_attn_scalar=8, sliding_window=4

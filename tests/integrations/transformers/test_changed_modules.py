@@ -179,6 +179,21 @@ def test_what_is_done_between_two_tokens_counts(change: Callable[[Any], None], l
         torch.testing.assert_close(steps(model, change, layer), expected, rtol=1e-3, atol=tolerance)
 
 
+@pytest.mark.parametrize("name", ["gpt2", "phi3"])
+def test_another_module_in_the_place_of_dropout_counts(name: str) -> None:
+    """One that was put there before, in eval mode, as tools that read or write what is inside a model do."""
+    model = make(name)
+    layer = model.transformer.h[1] if name == "gpt2" else model.model.layers[1]
+    if name == "gpt2":
+        layer.mlp.dropout = nn.Tanh().eval()
+    else:
+        layer.resid_mlp_dropout = nn.Tanh().eval()
+    expected = steps(model, None)
+    with accelerate(model) as handle:
+        assert len(handle.layers) == 1
+        torch.testing.assert_close(steps(model, None), expected, rtol=1e-3, atol=1e-3)
+
+
 def test_what_a_layers_hook_does_to_the_next_layer_counts() -> None:
     """As offloading does, which brings a layer's weights when the one before it runs."""
 

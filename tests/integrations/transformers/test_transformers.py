@@ -37,6 +37,10 @@ MODELS: dict[str, transformers.PreTrainedConfig] = {
     "llama": transformers.LlamaConfig(**_LLAMA),
     "qwen2": transformers.Qwen2Config(**_LLAMA),
     "qwen3": transformers.Qwen3Config(**_LLAMA, head_dim=16),
+    "phi3": transformers.Phi3Config(**_LLAMA, pad_token_id=0, bos_token_id=1, eos_token_id=2),
+    "phi3, turned in part": transformers.Phi3Config(
+        **_LLAMA, pad_token_id=0, bos_token_id=1, eos_token_id=2, partial_rotary_factor=0.5
+    ),
     "opt": transformers.OPTConfig(**_OPT, word_embed_proj_dim=64),
     "opt, norm after": transformers.OPTConfig(**_OPT, word_embed_proj_dim=48, do_layer_norm_before=False),
 }
@@ -50,7 +54,7 @@ FAMILIES_OF_OPS = ("linear", "attention", "norm", "rotary", "decoder_layer")
 @pytest.fixture(scope="module", autouse=True)
 def kernels(native: Callable[..., None]) -> None:
     """The native kernels, and nothing else."""
-    native(*FAMILIES_OF_OPS)
+    native(*FAMILIES_OF_OPS, "transformer")  # the latter for gates that are before up
 
 
 @pytest.fixture
@@ -170,7 +174,9 @@ def test_every_part_is_a_call_of_a_native_op(name: str) -> None:
     # Four for each layer, the head, and OPT's projections.
     assert counted.calls["linear"] == (4 * layers + (3 if name == "opt, norm after" else 1)) * steps
     assert counted.calls[norm] >= 2 * layers * steps
-    assert counted.calls["rotary_"] == {"llama": 1, "qwen2": 1, "qwen3": 2}.get(name, 0) * layers * steps
+    turned = {"llama": 1, "qwen2": 1, "qwen3": 2, "phi3": 1, "phi3, turned in part": 1}
+    assert counted.calls["rotary_"] == turned.get(name, 0) * layers * steps
+    assert counted.calls["activation_and_mul"] == (layers * steps if name.startswith("phi3") else 0)
     origins = {op.name: op.origin for op in provenance.records()}
     for family in FAMILIES_OF_OPS:
         assert origins[family] in ("compiled", "cache", "prebuilt"), origins

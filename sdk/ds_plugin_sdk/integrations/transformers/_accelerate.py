@@ -198,13 +198,13 @@ def accelerate(
             model can have the cache that is asked for.
     """
     _check(model, weights, cache, loss)
-    for device in {parameter.device.type for parameter in model.parameters() if not parameter.is_meta}:
-        for family in _FAMILIES_OF_OPS:
-            load_kernels(family, device)
+    _load_kernels(model, *_FAMILIES_OF_OPS)
     register_attention()
     found, packer = _Found(cache=GrowingLayer if cache is None else Int8Layer), Packer(weights)
     undo = _use_attention(model, found)
     _find_layers(model, packer, found)
+    if any(isinstance(each, DecoderReplacement) and each.layer.gate_first for each in found.replacements.values()):
+        _load_kernels(model, "transformer")
     if cache is not None and not any(isinstance(each, DecoderReplacement) for each in found.replacements.values()):
         for step in undo:
             step()
@@ -220,6 +220,12 @@ def accelerate(
         replacement.put_on()
         undo.append(replacement.take_off)
     return Accelerated(model, found, [*undo, lambda: None])
+
+
+def _load_kernels(model: transformers.PreTrainedModel, *families: str) -> None:
+    for device in {parameter.device.type for parameter in model.parameters() if not parameter.is_meta}:
+        for family in families:
+            load_kernels(family, device)
 
 
 def _check(model: transformers.PreTrainedModel, weights: Weights, cache: str | None, loss: str | None) -> None:

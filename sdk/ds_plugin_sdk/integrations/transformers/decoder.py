@@ -34,7 +34,9 @@ class Decoder:
         output: after attention.
         mlp_in: up and, if `gated`, gate.
         activation: in between.
+        gate_first: whether the gate is before up, so that it is applied after their product, not within.
         rotary: whether positions are in queries and keys.
+        rotary_in_part: whether these may turn the front of a head alone.
         mlp_out: down.
     """
 
@@ -50,7 +52,9 @@ class Decoder:
     scale: float
     activation: Activation
     gated: bool = False
+    gate_first: bool = False
     rotary: bool = False
+    rotary_in_part: bool = False
     query_norm: Norm | None = None
     key_norm: Norm | None = None
     norm_first: bool = True
@@ -93,7 +97,11 @@ def run(ops: Ops, layer: Decoder, hidden: Tensor, angles: tuple[Tensor, Tensor] 
     if not layer.norm_first:
         hidden = norm(ops, layer.attention_norm, hidden)
     normed = norm(ops, layer.mlp_norm, hidden) if layer.norm_first else hidden
-    inner = linear(ops, layer.mlp_in, normed, None, layer.activation_index, layer.gated)
+    if layer.gate_first:
+        gate, up = linear(ops, layer.mlp_in, normed).chunk(2, dim=-1)
+        inner = ops.activation_and_mul(gate, up, layer.activation_index)
+    else:
+        inner = linear(ops, layer.mlp_in, normed, None, layer.activation_index, layer.gated)
     hidden = linear(ops, layer.mlp_out, inner, hidden)
     return hidden if layer.norm_first else norm(ops, layer.mlp_norm, hidden)
 
@@ -205,7 +213,8 @@ def _arguments_of(layers: Sequence[Decoder]) -> _Arguments:
         tensors += [tensor for matrix in layer.matrices for tensor in matrix.contents]
         present = sum(1 << index for index, tensor in enumerate(tensors) if tensor is not None)
         found.tensors.extend(tensor for tensor in tensors if tensor is not None)
-        found.integers.extend((present, layer.heads, layer.activation_index, layer.gated, layer.norm_first))
+        gate = layer.gated + layer.gate_first
+        found.integers.extend((present, layer.heads, layer.activation_index, gate, layer.norm_first))
         found.numbers.extend((*(eps for _, _, eps in of_norms), layer.scale))
     return found
 
@@ -216,12 +225,13 @@ def has_whole(dtype: torch.dtype) -> bool:
 
 
 class Ops(NamedTuple):
-    """The ops that layers call, as torch's functions in C: a step of one token calls seven a layer."""
+    """The ops that layers call, as torch's functions in C: a step of one token calls seven or eight a layer."""
 
     linear: Any
     layer_norm: Any
     rms_norm: Any
     rotary_: Any
+    activation_and_mul: Any
     cached_attention: Any
     cached_attention_int8: Any
 

@@ -10,6 +10,7 @@ from transformers.models.gpt2 import modeling_gpt2 as gpt2
 from transformers.models.llama import modeling_llama as llama
 from transformers.models.mistral import modeling_mistral as mistral
 from transformers.models.opt import modeling_opt as opt
+from transformers.models.phi3 import modeling_phi3 as phi3
 from transformers.models.qwen2 import modeling_qwen2 as qwen2
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
@@ -57,6 +58,8 @@ def _gpt2(block: Any, matrix_of: MatrixOf) -> Decoder:
     attn, mlp = block.attn, block.mlp
     check_code(attn, gpt2.GPT2Attention)
     check_code(mlp, gpt2.GPT2MLP)
+    check_code(attn.resid_dropout, nn.Dropout)
+    check_code(mlp.dropout, nn.Dropout)
     return Decoder(
         norm_of(block.ln_1),
         norm_of(block.ln_2),
@@ -118,6 +121,32 @@ def _llama(layer: Any, matrix_of: MatrixOf) -> Decoder:
     )
 
 
+def _phi3(layer: Any, matrix_of: MatrixOf) -> Decoder:
+    """Phi 3 and 4: LLaMA with one product each for queries, keys and values, and for gate and up."""
+    attn, mlp = layer.self_attn, layer.mlp
+    check_code(attn, phi3.Phi3Attention)
+    check_code(mlp, phi3.Phi3MLP)
+    check_code(layer.resid_attn_dropout, nn.Dropout)
+    check_code(layer.resid_mlp_dropout, nn.Dropout)
+    return Decoder(
+        norm_of(layer.input_layernorm),
+        norm_of(layer.post_attention_layernorm),
+        qkv=matrix_of(attn.qkv_proj),
+        output=matrix_of(attn.o_proj),
+        mlp_in=matrix_of(mlp.gate_up_proj),
+        mlp_out=matrix_of(mlp.down_proj),
+        heads=attn.config.num_attention_heads,
+        kv_heads=attn.num_key_value_heads,
+        head_dim=attn.head_dim,
+        scale=attn.scaling,
+        activation=activation_of(mlp.activation_fn),
+        gated=True,
+        gate_first=True,
+        rotary=True,
+        rotary_in_part=True,
+    )
+
+
 FAMILIES.update(
     {
         gpt2.GPT2Block: (_gpt2, "attn"),
@@ -126,6 +155,7 @@ FAMILIES.update(
         mistral.MistralDecoderLayer: (_llama, "self_attn"),
         qwen2.Qwen2DecoderLayer: (_llama, "self_attn"),
         qwen3.Qwen3DecoderLayer: (_llama, "self_attn"),
+        phi3.Phi3DecoderLayer: (_phi3, "self_attn"),
     }
 )
 

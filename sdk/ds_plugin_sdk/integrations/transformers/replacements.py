@@ -102,23 +102,24 @@ class Angles(threading.local):
     def __init__(self) -> None:
         self._last: tuple[Any, tuple[Any, ...], tuple[Tensor, Tensor]] | None = None
 
-    def of(self, embeddings: Any, hidden: Tensor, head_dim: int) -> tuple[Tensor, Tensor] | None:
-        """None if they are none for these tokens and heads."""
+    def of(self, embeddings: Any, hidden: Tensor, layer: Decoder) -> tuple[Tensor, Tensor] | None:
+        """None if they are none for these tokens and the layer's heads."""
         last = self._last
-        if last is not None and last[0] is embeddings and last[1] == _state_of(embeddings, hidden, head_dim):
+        if last is not None and last[0] is embeddings and last[1] == _state_of(embeddings, hidden, layer):
             return last[2]
-        if not _are_angles(embeddings, hidden, head_dim):
+        if not _are_angles(embeddings, hidden, layer):
             return None
         working = torch.promote_types(embeddings[0].dtype, torch.float32)
         cos, sin = (part[..., : part.shape[-1] // 2].to(working).contiguous() for part in embeddings)
         if not any(part.is_inference() for part in embeddings):  # torch counts no changes of these
-            self._last = (embeddings, _state_of(embeddings, hidden, head_dim), (cos, sin))
+            self._last = (embeddings, _state_of(embeddings, hidden, layer), (cos, sin))
         return cos, sin
 
 
-def _state_of(embeddings: tuple[Tensor, Tensor], hidden: Tensor, head_dim: int) -> tuple[Any, ...]:
+def _state_of(embeddings: tuple[Tensor, Tensor], hidden: Tensor, layer: Decoder) -> tuple[Any, ...]:
     """What angles that were computed depend on, next to the embeddings' identity."""
-    return embeddings[0]._version, embeddings[1]._version, hidden.shape, hidden.device, head_dim
+    versions = embeddings[0]._version, embeddings[1]._version
+    return *versions, hidden.shape, hidden.device, layer.head_dim, layer.rotary_in_part
 
 
 class Given(NamedTuple):
@@ -435,7 +436,14 @@ class DecoderReplacement(Replacement):
     def kind(self) -> tuple[Any, ...]:
         """What the meaning of its arguments depends on."""
         matrix = self.layer.qkv
-        return type(self.module), matrix.dtype, matrix.device, self.layer.rotary, self.layer.head_dim
+        return (
+            type(self.module),
+            matrix.dtype,
+            matrix.device,
+            self.layer.rotary,
+            self.layer.rotary_in_part,
+            self.layer.head_dim,
+        )
 
     def attends(self) -> bool:
         """Whether its attention is ours still."""
@@ -470,7 +478,7 @@ class DecoderReplacement(Replacement):
         if not self._serves(hidden, named, asked):
             return None
         embeddings, cache = named.get("position_embeddings"), _cache_in(named)
-        angles = None if embeddings is None else self._row.angles.of(embeddings, hidden, self.layer.head_dim)
+        angles = None if embeddings is None else self._row.angles.of(embeddings, hidden, self.layer)
         if (angles is None) == self.layer.rotary:
             return None
         dtype, mask = hidden.dtype, named.get("attention_mask")
@@ -555,7 +563,7 @@ def _are_known(named: dict[str, Any]) -> bool:
     return all(value is None or name in _KNOWN_ARGUMENTS for name, value in named.items())
 
 
-def _are_angles(embeddings: Any, hidden: Tensor, head_dim: int) -> bool:
+def _are_angles(embeddings: Any, hidden: Tensor, layer: Decoder) -> bool:
     return (
         isinstance(embeddings, tuple)
         and len(embeddings) == 2
@@ -563,11 +571,18 @@ def _are_angles(embeddings: Any, hidden: Tensor, head_dim: int) -> bool:
             type(part) is Tensor
             and part.dim() == 3
             and part.shape[0] in (1, hidden.shape[0])
-            and part.shape[1:] == (hidden.shape[1], head_dim)
+            and part.shape[1] == hidden.shape[1]
+            and _turns(part.shape[2], layer)
             and part.device == hidden.device
             for part in embeddings
         )
+        and embeddings[0].shape[2] == embeddings[1].shape[2]
     )
+
+
+def _turns(elements: int, layer: Decoder) -> bool:
+    """Whether angles for so many elements of a head have a meaning."""
+    return elements == layer.head_dim or (layer.rotary_in_part and 0 < elements < layer.head_dim and elements % 2 == 0)
 
 
 __all__ = [
