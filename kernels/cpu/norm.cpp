@@ -31,14 +31,15 @@ const float* gather(const NormRows& n, int64_t row, float* scratch) {
   return scratch;
 }
 
-// output = ((row - centre) * factor + shift) * weight + bias
+// output = ((row - centre) * factor + shift) * (weight + its offset) + bias
 template <class Element>
 void finish(const NormRows& n, int64_t row, const float* x, float centre, float factor, float shift) {
   const Element* weight = one_row<Element>(n.weight);
   const Element* bias = one_row<Element>(n.bias);
   Element* output = row_of<Element>(n.output, row, n.columns);
-  for_each_vector(n.columns, [=](int64_t i, auto memory) {
-    Floats y = ((load_again(memory, x + i) - centre) * factor + shift) * load_again(memory, weight + i);
+  for_each_vector(n.columns, [=, offset = n.weight_offset](int64_t i, auto memory) {
+    const Floats w = load_again(memory, weight + i) + offset;
+    Floats y = ((load_again(memory, x + i) - centre) * factor + shift) * w;
     if (bias) y += load_again(memory, bias + i);
     memory.store(output + i, y);
   });

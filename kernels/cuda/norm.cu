@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(kMaxRowThreads) norm_kernel(const NormRows n) 
     load<pack>(weight + i, w);
     if (bias) load<pack>(bias + i, b);
 #pragma unroll
-    for (int j = 0; j < pack; ++j) y[j] = ((x[j] - centre) * factor + shift) * w[j] + b[j];
+    for (int j = 0; j < pack; ++j) y[j] = ((x[j] - centre) * factor + shift) * (w[j] + n.weight_offset) + b[j];
     store<pack>(output + i, y);
   });
 }

@@ -34,11 +34,11 @@ Tensor result_of(const char* op, StableIValue* stack) {
 struct Norm {
   OptionalTensor weight;
   OptionalTensor bias;  // none for an RMS norm
-  double eps;
+  double eps, weight_offset;
 
   Tensor of(const Tensor& input) const {
     if (!bias) {
-      StableIValue stack[] = {from(input), from(*weight), from(eps)};
+      StableIValue stack[] = {from(input), from(*weight), from(eps), from(weight_offset)};
       return result_of("ds_plugin::rms_norm", stack);
     }
     StableIValue stack[] = {from(input), from(*weight), from(*bias), from(eps)};
@@ -172,6 +172,7 @@ class Layers {
       norm->weight = tensor();
       norm->bias = tensor();
       norm->eps = number();
+      norm->weight_offset = number();
     }
     for (Matrix* matrix : {&layer.qkv, &layer.output, &layer.mlp_in, &layer.mlp_out}) {
       for (OptionalTensor* part : {&matrix->weight, &matrix->bias, &matrix->scales, &matrix->offsets}) *part = tensor();

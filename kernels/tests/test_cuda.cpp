@@ -250,14 +250,14 @@ void check_layer_norm(Dtype dtype, int64_t columns) {
       [&](void* input, void* output) {
         NormRows rows{};
         rows.input = input, rows.output = output, rows.weight = weight.data(), rows.bias = bias.data();
-        rows.rows = 3, rows.columns = columns, rows.eps = 1e-5f, rows.centred = true;
+        rows.rows = 3, rows.columns = columns, rows.eps = 1e-5f, rows.centred = true, rows.weight_offset = 0.5f;
         compute("layer_norm", rows, dtype);
       },
       [](std::vector<double>& x) {
         double mean = 0, variance = 0;
         for (const double value : x) mean += value / static_cast<double>(x.size());
         for (const double value : x) variance += (value - mean) * (value - mean) / static_cast<double>(x.size());
-        for (double& value : x) value = (value - mean) / std::sqrt(variance + 1e-5) * 1.5 + 0.25;
+        for (double& value : x) value = (value - mean) / std::sqrt(variance + 1e-5) * 2 + 0.25;
       });
 }
 

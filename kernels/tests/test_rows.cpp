@@ -56,7 +56,7 @@ void test_norms() {
         Elements output(dtype, all), sum(dtype, all);
         const NormRows rows{input.data(), residual ? added.data() : nullptr, residual ? input_bias.data() : nullptr,
                             weight.data(), rms ? nullptr : bias.data(), output.data(),
-                            residual ? sum.data() : nullptr, kRows, columns, 1e-3f, !rms};
+                            residual ? sum.data() : nullptr, kRows, columns, 1e-3f, rms ? 0.5f : 0.f, !rms};
         compute(rows, dtype);
         for (int row = 0; row < kRows; ++row) {
           std::vector<double> x(columns);
@@ -69,7 +69,7 @@ void test_norms() {
           }
           for (const double each : x) square += (each - mean) * (each - mean) / columns;
           for (int64_t i = 0; i < columns; ++i) {
-            const double normed = (x[i] - mean) / std::sqrt(square + 1e-3) * weight[i] + (rms ? 0 : bias[i]);
+            const double normed = (x[i] - mean) / std::sqrt(square + 1e-3) * (weight[i] + (rms ? 0.5 : 0)) + (rms ? 0 : bias[i]);
             close(rms ? "rms_norm" : "layer_norm", output, row * columns + i, normed);
           }
         }

@@ -17,6 +17,7 @@ struct NormRows {
   void* sum;               // s, or null
   int64_t rows, columns;
   float eps;
+  float weight_offset;  // is added to the weight
   bool centred;  // layer norm; otherwise RMS norm
 };
 

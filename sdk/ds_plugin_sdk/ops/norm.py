@@ -72,12 +72,15 @@ def pre_layer_norm(
     return result
 
 
-def rms_norm(input: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
-    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension (Zhang & Sennrich 2019).
+def rms_norm(input: Tensor, weight: Tensor, eps: float = 1e-6, *, weight_offset: float = 0.0) -> Tensor:
+    """``x / sqrt(mean(x^2) + eps) * (weight + weight_offset)`` over the last dimension (Zhang & Sennrich 2019).
 
-    Arguments, result and errors as in `layer_norm`.
+    Args:
+        weight_offset: 1 for models that keep what a weight differs from 1 by, as Gemma's do.
+
+    The rest is as in `layer_norm`.
     """
-    result: Tensor = _library.call("rms_norm", input, weight, eps)
+    result: Tensor = _library.call("rms_norm", input, weight, eps, weight_offset)
     return result
 
 
@@ -138,10 +141,14 @@ def pre_layer_norm_reference(
     return _layer_norm(total, weight, bias, eps), _rounded(total, input)
 
 
-@_library.op("rms_norm(Tensor input, Tensor weight, float eps) -> Tensor", check=_check, outputs=_normalised)
-def rms_norm_reference(input: Tensor, weight: Tensor, eps: float) -> Tensor:
+@_library.op(
+    "rms_norm(Tensor input, Tensor weight, float eps, float weight_offset=0.) -> Tensor",
+    check=_check,
+    outputs=_normalised,
+)
+def rms_norm_reference(input: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0) -> Tensor:
     """``ds_plugin::rms_norm`` in plain torch, on any device."""
-    return _rms_norm(input.to(working(input)), weight, eps)
+    return _rms_norm(input.to(working(input)), weight, eps, weight_offset)
 
 
 @_library.op(
@@ -162,8 +169,9 @@ def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     return _rounded(centred * torch.rsqrt(variance + eps) * weight.to(x.dtype) + bias.to(x.dtype), weight)
 
 
-def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return _rounded(x * torch.rsqrt((x * x).mean(dim=-1, keepdim=True) + eps) * weight.to(x.dtype), weight)
+def _rms_norm(x: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0) -> Tensor:
+    wide = weight.to(x.dtype) + weight_offset
+    return _rounded(x * torch.rsqrt((x * x).mean(dim=-1, keepdim=True) + eps) * wide, weight)
 
 
 def _sum(input: Tensor, residual: Tensor, input_bias: Tensor | None) -> Tensor:

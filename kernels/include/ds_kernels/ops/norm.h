@@ -38,8 +38,8 @@ struct NormOps {
     return {output, sum};
   }
 
-  static Tensor rms_norm(const Tensor& input, const Tensor& weight, double eps) {
-    return run({"rms_norm", false, input, nullptr, {}, weight, nullptr, eps}, nullptr);
+  static Tensor rms_norm(const Tensor& input, const Tensor& weight, double eps, double weight_offset) {
+    return run({"rms_norm", false, input, nullptr, {}, weight, nullptr, eps, weight_offset}, nullptr);
   }
 
   static std::tuple<Tensor, Tensor> pre_rms_norm(const Tensor& input, const Tensor& residual, const Tensor& weight,
@@ -58,7 +58,7 @@ struct NormOps {
     const OptionalTensor& input_bias;
     const Tensor& weight;
     const Tensor* bias;
-    double eps;
+    double eps, weight_offset = 0;
   };
 
   // Writes the normalised rows to a new tensor, and the sums to `sum` unless it is null.
@@ -75,6 +75,7 @@ struct NormOps {
     n.weight = arguments.read("weight", norm.weight, vector_of(n.columns));
     if (norm.bias) n.bias = arguments.read("bias", *norm.bias, vector_of(n.columns));
     n.eps = static_cast<float>(norm.eps);
+    n.weight_offset = static_cast<float>(norm.weight_offset);
     n.centred = norm.centred;
     Tensor output = new_tensor(norm.input, shape);
     n.output = output.data_ptr();

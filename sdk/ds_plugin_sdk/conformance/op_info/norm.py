@@ -36,8 +36,8 @@ def _pre_layer_norm(
     return *_layer_norm(total, weight, bias, eps), total
 
 
-def _rms_norm(input: Tensor, weight: Tensor, eps: float) -> tuple[Tensor]:
-    return (input / torch.sqrt((input**2).mean(dim=-1, keepdim=True) + eps) * weight,)
+def _rms_norm(input: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0) -> tuple[Tensor]:
+    return (input / torch.sqrt((input**2).mean(dim=-1, keepdim=True) + eps) * (weight + weight_offset),)
 
 
 def _pre_rms_norm(input: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -48,12 +48,14 @@ def _sum(input: Tensor, residual: Tensor, input_bias: Tensor | None) -> Tensor:
     return input + residual if input_bias is None else input + residual + input_bias
 
 
-def _sample(make: Make, names: Sequence[str], label: str, kind: Kind, input: Tensor, omit: str = "") -> Sample:
-    """A call of an op with the tensors `names` beside its input."""
+def _sample(
+    make: Make, names: Sequence[str], label: str, kind: Kind, input: Tensor, omit: str = "", **others: float
+) -> Sample:
+    """A call of an op with the tensors `names` beside its input, and other arguments."""
     columns = input.shape[-1]
     shapes = {name: input.shape if name == "residual" else (columns,) for name in names}
     tensors = {name: None if name == omit else make.signed(*shape) for name, shape in shapes.items()}
-    return Sample(label, {"input": input, **tensors, "eps": _EPS}, kind)
+    return Sample(label, {"input": input, **tensors, "eps": _EPS, **others}, kind)
 
 
 def _large(names: Sequence[str]) -> Callable[[Make], Iterator[Sample]]:
@@ -79,6 +81,10 @@ def _samples(names: Sequence[str]) -> Callable[[Make], Iterator[Sample]]:
         yield sample("constant", "adversarial", torch.full((2, 70), 3.0).to(make.dtype))
         for shape in _REAL:
             yield sample(f"hidden size {shape[-1]}", "real", make.normal(*shape))
+        if names == ("weight",):
+            for columns in (17, 640):
+                label = f"1 is added to {columns} weights"
+                yield sample(label, "real", make.normal(3, columns), weight_offset=1.0)
 
     return samples
 

@@ -148,7 +148,7 @@ def linear(
 
 def norm(ops: Ops, norm: Norm, input: Tensor) -> Tensor:
     result: Tensor = (
-        ops.rms_norm(input, norm.parameters["weight"], norm.eps)
+        ops.rms_norm(input, norm.parameters["weight"], norm.eps, norm.weight_offset)
         if norm.rms
         else ops.layer_norm(input, norm.parameters["weight"], norm.parameters["bias"], norm.eps)
     )
@@ -208,14 +208,14 @@ def _arguments_of(layers: Sequence[Decoder]) -> _Arguments:
     found = _Arguments([], [], [])
     for layer in layers:
         norms = (layer.attention_norm, layer.mlp_norm, layer.query_norm, layer.key_norm)
-        of_norms = [(None, None, 0.0) if norm is None else norm.arguments() for norm in norms]
-        tensors = [tensor for weight, bias, _ in of_norms for tensor in (weight, bias)]
+        of_norms = [(None, None, 0.0, 0.0) if norm is None else norm.arguments() for norm in norms]
+        tensors = [tensor for weight, bias, _, _ in of_norms for tensor in (weight, bias)]
         tensors += [tensor for matrix in layer.matrices for tensor in matrix.contents]
         present = sum(1 << index for index, tensor in enumerate(tensors) if tensor is not None)
         found.tensors.extend(tensor for tensor in tensors if tensor is not None)
         gate = layer.gated + layer.gate_first
         found.integers.extend((present, layer.heads, layer.activation_index, gate, layer.norm_first))
-        found.numbers.extend((*(eps for _, _, eps in of_norms), layer.scale))
+        found.numbers.extend((*(number for norm in of_norms for number in norm[2:]), layer.scale))
     return found
 
 

@@ -32,7 +32,7 @@ from ds_plugin_sdk.integrations.transformers.decoder import Decoder, Ops, ops_fo
 from ds_plugin_sdk.integrations.transformers.kv_cache import AppendingLayer, Room, growing_layer, may_grow
 from ds_plugin_sdk.integrations.transformers.replacement import Replacement
 from ds_plugin_sdk.integrations.transformers.training import linear_in_training
-from ds_plugin_sdk.integrations.transformers.training_layers import norm_in_training
+from ds_plugin_sdk.integrations.transformers.training_layers import is_rms, norm_in_training
 from ds_plugin_sdk.integrations.transformers.understood import Norm, Snapshot, Watch, is_plain_inference, version_of
 from ds_plugin_sdk.integrations.transformers.weights import Matrix
 
@@ -77,6 +77,7 @@ class NormReplacement(Replacement):
     def __init__(self, module: nn.Module, norm: Norm) -> None:
         super().__init__(module)
         self._norm = norm
+        self._trains = is_rms(module)
         self._forward = type(module).forward
         self._watch = Watch.alone(module)
 
@@ -85,7 +86,7 @@ class NormReplacement(Replacement):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
-            known = len(args) == 1 and not kwargs and self._norm.rms and type(self.module).forward is self._forward
+            known = len(args) == 1 and not kwargs and self._trains and type(self.module).forward is self._forward
             trained = norm_in_training(self.module, args[0]) if known else None
             if trained is not None:
                 return trained

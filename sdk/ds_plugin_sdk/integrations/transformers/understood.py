@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 from torch.utils.hooks import RemovableHandle
 from transformers import activations
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.pytorch_utils import Conv1D
 from transformers.utils.deprecation import deprecate_kwarg
@@ -60,13 +61,14 @@ class Norm:
     parameters: dict[str, nn.Parameter | None]
     eps: float
     rms: bool
+    weight_offset: float = 0.0  # of an RMS norm
 
     def places(self) -> list[Place]:
         return [Place(self.parameters, name, moved=False) for name in (("weight",) if self.rms else ("weight", "bias"))]
 
-    def arguments(self) -> tuple[Tensor | None, Tensor | None, float]:
-        """Weight, bias (None for RMS norm) and eps."""
-        return self.parameters["weight"], None if self.rms else self.parameters["bias"], self.eps
+    def arguments(self) -> tuple[Tensor | None, Tensor | None, float, float]:
+        """Weight, bias (None for RMS norm), eps and what is added to the weight."""
+        return self.parameters["weight"], None if self.rms else self.parameters["bias"], self.eps, self.weight_offset
 
     def serves(self, dtype: torch.dtype) -> bool:
         """Whether the parameters are plain ones of the input's dtype."""
@@ -187,19 +189,31 @@ def check_parameter(parameter: object, name: str) -> None:
 
 
 def norm_of(module: nn.Module) -> Norm:
-    """A norm of a module that is torch's layer norm or has the code of LLaMA's RMS norm."""
+    """A norm of a module that is torch's layer norm or has the code of LLaMA's RMS norm, or of Gemma's."""
     if type(module) is nn.LayerNorm:
         if module.weight is None or module.bias is None or len(module.normalized_shape) != 1:
             raise NotUnderstoodError("LayerNorm without weight or bias, or over several dimensions")
-        rms, eps = False, module.eps
+        rms, eps, offset = False, module.eps, 0.0
     elif same_code(type(module).forward, LlamaRMSNorm.forward):
-        rms, eps = True, float(module.variance_epsilon)  # type: ignore[arg-type]  # a number: the known code reads it as one
+        rms, eps, offset = True, float(module.variance_epsilon), 0.0  # type: ignore[arg-type]  # a number: the known code reads it as one
+    elif _is_gemmas(module):
+        rms, eps, offset = True, float(module.eps), 1.0  # type: ignore[arg-type]  # as above
     else:
         raise NotUnderstoodError(f"{name_of(module)} is no norm that is known")
     check_own_code(module)
     for name in ("weight",) if rms else ("weight", "bias"):
         check_parameter(module._parameters.get(name), f"{name_of(module)}.{name}")
-    return Norm(module._parameters, eps, rms)
+    return Norm(module._parameters, eps, rms, offset)
+
+
+def _is_gemmas(module: nn.Module) -> bool:
+    """Whether it has the code of Gemma's RMS norm, which calls a method of its own."""
+    kind: Any = type(module)
+    return (
+        same_code(kind.forward, GemmaRMSNorm.forward)
+        and same_code(kind._norm, GemmaRMSNorm._norm)
+        and "_norm" not in vars(module)
+    )
 
 
 def activation_of(module: nn.Module) -> Activation:
@@ -343,7 +357,10 @@ class Watch:
 def _ignores_training(module: nn.Module) -> bool:
     """Whether the module does the same in training."""
     kind = type(module)
-    return kind in (nn.Linear, nn.LayerNorm, Conv1D, *_ACTIVATIONS) or same_code(kind.forward, LlamaRMSNorm.forward)
+    known = (LlamaRMSNorm.forward, GemmaRMSNorm.forward)
+    return kind in (nn.Linear, nn.LayerNorm, Conv1D, *_ACTIVATIONS) or any(
+        same_code(kind.forward, each) for each in known
+    )
 
 
 class Place(NamedTuple):
