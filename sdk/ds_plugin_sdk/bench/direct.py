@@ -48,8 +48,8 @@ def _layer_norm(input: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tens
     return functional.layer_norm(input, weight.shape, weight, bias, eps)
 
 
-def _rms_norm(input: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return functional.rms_norm(input, weight.shape, weight, eps)
+def _rms_norm(input: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0) -> Tensor:
+    return functional.rms_norm(input, weight.shape, weight + weight_offset if weight_offset else weight, eps)
 
 
 def _sum(input: Tensor, residual: Tensor, input_bias: Tensor | None = None) -> Tensor:

@@ -135,7 +135,8 @@ def _without_autocast(namespace: str, name: str, key: torch._C.DispatchKey) -> C
 def _parsed(schema: str) -> tuple[str, tuple[str, ...]]:
     """The name of an op and those of its arguments."""
     name, _, rest = schema.partition("(")
-    return name, tuple(argument.split()[1] for argument in rest.rpartition(") -> ")[0].split(", "))
+    arguments = rest.rpartition(") -> ")[0].split(", ")
+    return name, tuple(argument.split()[1].partition("=")[0] for argument in arguments)
 
 
 def _selecting(function: Callable[..., Any], op: str, arguments: tuple[str, ...]) -> Callable[..., Any]:

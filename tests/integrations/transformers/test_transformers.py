@@ -37,6 +37,7 @@ MODELS: dict[str, transformers.PreTrainedConfig] = {
     "llama": transformers.LlamaConfig(**_LLAMA),
     "qwen2": transformers.Qwen2Config(**_LLAMA),
     "qwen3": transformers.Qwen3Config(**_LLAMA, head_dim=16),
+    "gemma": transformers.GemmaConfig(**_LLAMA, head_dim=16),
     "phi3": transformers.Phi3Config(**_LLAMA, pad_token_id=0, bos_token_id=1, eos_token_id=2),
     "phi3, turned in part": transformers.Phi3Config(
         **_LLAMA, pad_token_id=0, bos_token_id=1, eos_token_id=2, partial_rotary_factor=0.5
@@ -143,6 +144,35 @@ def test_layers_of_a_step_that_are_given_different_masks() -> None:
     torch.testing.assert_close(torch.stack(ours.logits), torch.stack(plain.logits), rtol=1e-3, atol=1e-3)
 
 
+def test_norms_before_the_residual() -> None:
+    """Gemma 3: such layers run whole too, op by op; five of six attend to a window."""
+    config = transformers.Gemma3TextConfig(
+        **{**_LLAMA, "num_hidden_layers": 6}, head_dim=16, sliding_window=6, query_pre_attn_scalar=16
+    )
+    assert set(config.layer_types) == {"full_attention", "sliding_attention"}
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    for parameter in model.parameters():
+        if not parameter.any():
+            torch.nn.init.normal_(parameter, std=0.2)  # of norms, to which 1 is added
+    model.generation_config.eos_token_id = None
+    plain = generate(model)
+    with accelerate(model) as handle, CountedCalls() as counted:
+        ours = generate(model)
+        assert len(handle.layers) == 6 and not handle.left
+    assert counted.calls["rms_norm"] == (6 * 6 + 1) * TOKENS
+    assert counted.calls["linear"] == (4 * 6 + 1) * TOKENS
+    assert torch.equal(plain.sequences, ours.sequences)
+    torch.testing.assert_close(torch.stack(ours.logits), torch.stack(plain.logits), rtol=1e-3, atol=1e-3)
+
+    prompts = torch.randint(3, 160, (8, 24))
+    with torch.no_grad():
+        exact, model = model(prompts).logits, model.bfloat16()
+        plain_error = float((model(prompts).logits - exact).abs().mean())
+        with accelerate(model):
+            assert float((model(prompts).logits - exact).abs().mean()) <= 1.1 * plain_error
+
+
 def test_a_step_keeps_no_cache_alive() -> None:
     model = make("llama")
     with accelerate(model):
@@ -174,7 +204,7 @@ def test_every_part_is_a_call_of_a_native_op(name: str) -> None:
     # Four for each layer, the head, and OPT's projections.
     assert counted.calls["linear"] == (4 * layers + (3 if name == "opt, norm after" else 1)) * steps
     assert counted.calls[norm] >= 2 * layers * steps
-    turned = {"llama": 1, "qwen2": 1, "qwen3": 2, "phi3": 1, "phi3, turned in part": 1}
+    turned = {"llama": 1, "qwen2": 1, "qwen3": 2, "gemma": 1, "phi3": 1, "phi3, turned in part": 1}
     assert counted.calls["rotary_"] == turned.get(name, 0) * layers * steps
     assert counted.calls["activation_and_mul"] == (layers * steps if name.startswith("phi3") else 0)
     origins = {op.name: op.origin for op in provenance.records()}

@@ -30,6 +30,7 @@ class Decoder:
         qkv: queries, keys and values in one.
         heads, kv_heads, head_dim: of them.
         query_norm, key_norm: of each head, or None.
+        attention_post_norm, mlp_post_norm: of what attention and MLP put out, before the residual is added; or None.
         scale: of the scores.
         output: after attention.
         mlp_in: up and, if `gated`, gate.
@@ -58,6 +59,8 @@ class Decoder:
     query_norm: Norm | None = None
     key_norm: Norm | None = None
     norm_first: bool = True
+    attention_post_norm: Norm | None = None
+    mlp_post_norm: Norm | None = None
 
     @functools.cached_property
     def activation_index(self) -> int:
@@ -68,13 +71,17 @@ class Decoder:
         return self.qkv, self.output, self.mlp_in, self.mlp_out
 
     @functools.cached_property
-    def in_order(self) -> bool:
-        """Whether all matrices take their inputs as they come."""
-        return all(matrix.order is None for matrix in self.matrices)
+    def is_one_call(self) -> bool:
+        """Whether `run_whole` knows all that it consists of."""
+        post_norms = (self.attention_post_norm, self.mlp_post_norm)
+        return all(matrix.order is None for matrix in self.matrices) and not any(post_norms)
 
     @functools.cached_property
     def norms(self) -> tuple[Norm, ...]:
-        found = (self.attention_norm, self.mlp_norm, self.query_norm, self.key_norm)
+        found = (
+            *(self.attention_norm, self.attention_post_norm, self.mlp_norm, self.mlp_post_norm),
+            *(self.query_norm, self.key_norm),
+        )
         return tuple(norm for norm in found if norm is not None)
 
 
@@ -93,7 +100,7 @@ def run(ops: Ops, layer: Decoder, hidden: Tensor, angles: tuple[Tensor, Tensor] 
     """
     normed = norm(ops, layer.attention_norm, hidden) if layer.norm_first else hidden
     attended = _attention(ops, layer, normed, angles, attend)
-    hidden = linear(ops, layer.output, attended, hidden)
+    hidden = _added(ops, layer.output, layer.attention_post_norm, attended, hidden)
     if not layer.norm_first:
         hidden = norm(ops, layer.attention_norm, hidden)
     normed = norm(ops, layer.mlp_norm, hidden) if layer.norm_first else hidden
@@ -102,8 +109,14 @@ def run(ops: Ops, layer: Decoder, hidden: Tensor, angles: tuple[Tensor, Tensor] 
         inner = ops.activation_and_mul(gate, up, layer.activation_index)
     else:
         inner = linear(ops, layer.mlp_in, normed, None, layer.activation_index, layer.gated)
-    hidden = linear(ops, layer.mlp_out, inner, hidden)
+    hidden = _added(ops, layer.mlp_out, layer.mlp_post_norm, inner, hidden)
     return hidden if layer.norm_first else norm(ops, layer.mlp_norm, hidden)
+
+
+def _added(ops: Ops, matrix: Matrix, post_norm: Norm | None, input: Tensor, residual: Tensor) -> Tensor:
+    if post_norm is None:
+        return linear(ops, matrix, input, residual)
+    return residual + norm(ops, post_norm, linear(ops, matrix, input))
 
 
 def _attention(
@@ -162,7 +175,7 @@ def run_whole(
     mask: Tensor | None,
     angles: tuple[Tensor, Tensor] | None,
 ) -> list[Tensor]:
-    """What each layer puts out, run one after the other by one call, where `has_whole`; they are `in_order`.
+    """What each layer puts out, run one after the other by one call, where `has_whole`; each `is_one_call`.
 
     Args:
         rooms: for the new keys and values of each layer, with as many positions held by all.

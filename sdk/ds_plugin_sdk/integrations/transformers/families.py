@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 from torch import nn
+from transformers.models.gemma3 import modeling_gemma3 as gemma3
 from transformers.models.gpt2 import modeling_gpt2 as gpt2
 from transformers.models.llama import modeling_llama as llama
 from transformers.models.mistral import modeling_mistral as mistral
@@ -95,15 +97,30 @@ def _opt(layer: Any, matrix_of: MatrixOf) -> Decoder:
 
 
 def _llama(layer: Any, matrix_of: MatrixOf) -> Decoder:
-    """LLaMA, and what has its parts' code: Mistral, Qwen 2, Qwen 3 (which norms each head) and others."""
-    attn, mlp = layer.self_attn, layer.mlp
+    """LLaMA, and what has its parts' code: Mistral, Qwen 2, Qwen 3 (which norms each head), Gemma and others."""
+    attn = layer.self_attn
     head_norms = same_code(type(attn).forward, qwen3.Qwen3Attention.forward)
     check_code(attn, llama.LlamaAttention, mistral.MistralAttention, qwen2.Qwen2Attention, qwen3.Qwen3Attention)
+    return _of_llamas_parts(layer, layer.post_attention_layernorm, head_norms, matrix_of)
+
+
+def _gemma3(layer: Any, matrix_of: MatrixOf) -> Decoder:
+    """Gemma 3: the same with a norm of each head, and norms of what is added to the residual."""
+    check_code(layer.self_attn, gemma3.Gemma3Attention)
+    return dataclasses.replace(
+        _of_llamas_parts(layer, layer.pre_feedforward_layernorm, True, matrix_of),
+        attention_post_norm=norm_of(layer.post_attention_layernorm),
+        mlp_post_norm=norm_of(layer.post_feedforward_layernorm),
+    )
+
+
+def _of_llamas_parts(layer: Any, mlp_norm: nn.Module, head_norms: bool, matrix_of: MatrixOf) -> Decoder:
+    attn, mlp = layer.self_attn, layer.mlp
     check_code(mlp, llama.LlamaMLP)
     head_dim, qkv = attn.head_dim, matrix_of(attn.q_proj, attn.k_proj, attn.v_proj)
     return Decoder(
         norm_of(layer.input_layernorm),
-        norm_of(layer.post_attention_layernorm),
+        norm_of(mlp_norm),
         qkv=qkv,
         output=matrix_of(attn.o_proj),
         # The op multiplies the first half by the activation of the second.
@@ -156,6 +173,7 @@ FAMILIES.update(
         qwen2.Qwen2DecoderLayer: (_llama, "self_attn"),
         qwen3.Qwen3DecoderLayer: (_llama, "self_attn"),
         phi3.Phi3DecoderLayer: (_phi3, "self_attn"),
+        gemma3.Gemma3DecoderLayer: (_gemma3, "self_attn"),
     }
 )
 

@@ -504,7 +504,7 @@ class DecoderReplacement(Replacement):
 
     def _run(self, hidden: Tensor, given: Given) -> Tensor:
         room = self.room(hidden, given)
-        if room is not None and given.whole and self.layer.in_order:
+        if room is not None and given.whole and self.layer.is_one_call:
             made = room.make_room(hidden.shape[1])
             (result,) = decoder.run_whole(self._alone, hidden, [made], given.mask, given.angles)
             room.advance(hidden.shape[1])
