@@ -15,9 +15,6 @@ from ds_plugin_sdk.ops._references import working
 
 # Columns of int4 weights that are packed together.
 _INT4_BLOCK = 64
-# Where the largest weight of a group in 4 bits may be: a scale is tried for each. By -8 and 7 weights that were
-# quantized symmetrically find their scale again; beyond -8 the largest is cut, and others are nearer to their levels.
-_INT4_LARGEST = (-8.0, 7.0, -8.5, -9.0)
 # Weights quantized at a time: on a CPU for each thread, so that what is made of them stays in the caches; elsewhere.
 _AT_ONCE, _AT_ONCE_ON_DEVICES = 1 << 17, 1 << 24
 
@@ -65,11 +62,10 @@ def linear(
 def quantize_weight(weight: Tensor, group_size: int = 128, bits: Literal[4, 8] = 8) -> tuple[Tensor, Tensor]:
     """Weights in int8 or int4 with a scale for each group of columns of each row, symmetric.
 
-    In 8 bits ``scale = max |w| / 127``, and no weight moves by more than half a scale. In 4 bits levels are -8 to 7. Of
-    four scales, by which the weight of the largest size is at -8, 7, -8.5 or -9, the one of the least squared error is
-    taken and fitted to its levels by least squares. Weights beyond -8 and 7 are cut; all others move by up to half a
-    scale. Weights that are multiples of a scale, from -8 to 7, and have one at -8, -7 or 7, stay what they are, but for
-    rounding.
+    In 8 bits ``scale = max |w| / 127``, and no weight moves by more than half a scale. In 4 bits levels are -8 to 7,
+    and the weight of the largest size is at -8 or at 7, whichever has the smaller squared error. Those near to the
+    opposite of one at -8, which would be 8, are at 7 and move by up to a scale, all others by half of one. Weights
+    that are multiples of a scale, from -8 to 7, and have one at -8, -7 or 7, stay what they are, but for rounding.
 
     Args:
         weight: ``[rows, in]``, any floating-point dtype.
@@ -115,19 +111,16 @@ def _int4_levels(groups: Tensor) -> tuple[Tensor, Tensor]:
     """As `_int8_levels`."""
     largest = groups.gather(2, groups.abs().argmax(dim=2, keepdim=True))
     units = groups / _or_one(largest)  # the largest is 1: squares neither overflow nor vanish
-    errors = torch.stack([_squared_error(units, place) for place in _INT4_LARGEST])
-    levels = _int4_at(units * units.new_tensor(_INT4_LARGEST)[errors.argmin(0)])
-    scales = (levels * units).sum(2, keepdim=True) / levels.square().sum(2, keepdim=True).clamp_(min=1)
-    return _int4_at(units / _or_one(scales)), (scales * largest).squeeze(2)
+    at_8, at_7 = (_int4_levels_at(units, place) for place in (-8.0, 7.0))
+    errors = [(levels / place).sub_(units).square_().sum(2, keepdim=True) for levels, place in ((at_8, -8), (at_7, 7))]
+    better = errors[1] < errors[0]
+    scales = largest / torch.where(better, 7.0, -8.0)
+    return torch.where(better, at_7, at_8), scales.squeeze(2)
 
 
-def _squared_error(units: Tensor, place: float) -> Tensor:
-    """Of each group, if 1 is at a place among the levels."""
-    return _int4_at(units * place).div_(place).sub_(units).square_().sum(2, keepdim=True)
-
-
-def _int4_at(levels: Tensor) -> Tensor:
-    return levels.round_().clamp_(-8, 7)
+def _int4_levels_at(units: Tensor, place: float) -> Tensor:
+    """Those of weights if 1 is at a place."""
+    return (units * place).round_().clamp_(-8, 7)
 
 
 def _or_one(scales: Tensor) -> Tensor:
