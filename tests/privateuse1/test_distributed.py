@@ -26,6 +26,30 @@ def test_every_collective_on_two_ranks(run: Run) -> None:
     assert "terminate called" not in done.stderr
 
 
+WITHOUT_GLOO = """
+import torch
+import torch.distributed as dist
+from ds_plugin_sdk.privateuse1 import process_group
+
+class VendorsGroup(process_group.StagedProcessGroup):
+    def __init__(self, store, rank, size, timeout, backend):
+        dist.ProcessGroup.__init__(self, rank, size)
+        self._backend, self._name, self._description = backend, "", ""
+
+    def allreduce(self, tensors, options=None):
+        return process_group.done(tensors)
+
+process_group.register("vendorccl", "meta", VendorsGroup)
+dist.init_process_group("vendorccl", store=dist.HashStore(), rank=0, world_size=1)
+dist.all_reduce(torch.ones(2))
+print("reduced")
+"""
+
+
+def test_a_vendors_group_may_do_without_gloo(run: Run) -> None:
+    assert "reduced" in run("-c", WITHOUT_GLOO, **QUIET).stdout
+
+
 @pytest.mark.deepspeed
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", [(), TORCHRUN], ids=["one rank", "two ranks"])

@@ -34,11 +34,12 @@ def register(backend: str, device_type: str, group: type[StagedProcessGroup] | N
 
     def create(store: Any, rank: int, size: int, timeout: timedelta) -> StagedProcessGroup:
         made = (group or StagedProcessGroup)(store, rank, size, timeout, backend)
-        # What torch asks of a group's backends, such as for which devices there are any, is answered by gloo's.
-        kind = dist.ProcessGroup.BackendType.GLOO
-        for device in (device_type, "cpu"):
-            made._register_backend(torch.device(device), kind, made._gloo)
-        made._set_default_backend(kind)
+        if (gloo := getattr(made, "_gloo", None)) is not None:  # a vendor's group may do without
+            # What torch asks of a group's backends, such as for which devices there are any, is answered by gloo's.
+            kind = dist.ProcessGroup.BackendType.GLOO
+            for device in (device_type, "cpu"):
+                made._register_backend(torch.device(device), kind, gloo)
+            made._set_default_backend(kind)
         return made
 
     dist.Backend.register_backend(backend, create, devices=[device_type, "cpu"])

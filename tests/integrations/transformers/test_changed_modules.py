@@ -13,6 +13,8 @@ import pytest
 import torch
 from small_models import CONFIGS, LLAMA, assert_as_plain, logits, make, steps
 from torch import nn
+from torch.autograd import forward_ad
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from counted_calls import CountedCalls
 
@@ -192,6 +194,30 @@ def test_another_module_in_the_place_of_dropout_counts(name: str) -> None:
     with accelerate(model) as handle:
         assert len(handle.layers) == 1
         torch.testing.assert_close(steps(model, None), expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["llama", "phi3"])
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch's attention has no rule for vmap either
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch.func's own
+@torch.no_grad()
+def test_vmap_and_forward_derivatives_are_the_models_own(name: str) -> None:
+    model = make(name)
+    plain = copy.deepcopy(model)
+    embedded = torch.randn(2, 4, model.config.hidden_size)
+
+    def logits_of(each: Any, rows: torch.Tensor) -> torch.Tensor:
+        return each(inputs_embeds=rows[None], use_cache=False).logits[0]
+
+    with accelerate(model), sdpa_kernel(SDPBackend.MATH):
+        expected, found = (torch.func.vmap(lambda rows, m=m: logits_of(m, rows))(embedded) for m in (plain, model))
+        torch.testing.assert_close(found, expected)
+        tangents = []
+        for each in (plain, model):
+            with forward_ad.dual_level():
+                dual = forward_ad.make_dual(embedded[0], embedded[1])
+                tangents.append(forward_ad.unpack_dual(logits_of(each, dual)).tangent)
+        assert tangents[0] is not None
+        torch.testing.assert_close(tangents[1], tangents[0])
 
 
 def test_what_a_layers_hook_does_to_the_next_layer_counts() -> None:

@@ -198,13 +198,11 @@ def accelerate(
             model can have the cache that is asked for.
     """
     _check(model, weights, cache, loss)
-    _load_kernels(model, *_FAMILIES_OF_OPS)
+    _load_kernels(model, *_FAMILIES_OF_OPS, *(("transformer",) if families.has_gate_first(model) else ()))
     register_attention()
     found, packer = _Found(cache=GrowingLayer if cache is None else Int8Layer), Packer(weights)
     undo = _use_attention(model, found)
     _find_layers(model, packer, found)
-    if any(isinstance(each, DecoderReplacement) and each.layer.gate_first for each in found.replacements.values()):
-        _load_kernels(model, "transformer")
     if cache is not None and not any(isinstance(each, DecoderReplacement) for each in found.replacements.values()):
         for step in undo:
             step()
@@ -222,10 +220,10 @@ def accelerate(
     return Accelerated(model, found, [*undo, lambda: None])
 
 
-def _load_kernels(model: transformers.PreTrainedModel, *families: str) -> None:
+def _load_kernels(model: transformers.PreTrainedModel, *names: str) -> None:
     for device in {parameter.device.type for parameter in model.parameters() if not parameter.is_meta}:
-        for family in families:
-            load_kernels(family, device)
+        for name in names:
+            load_kernels(name, device)
 
 
 def _check(model: transformers.PreTrainedModel, weights: Weights, cache: str | None, loss: str | None) -> None:

@@ -51,6 +51,11 @@ def describe(layer: nn.Module, matrix_of: MatrixOf) -> Decoder:
     return found[0](layer, matrix_of)
 
 
+def has_gate_first(model: nn.Module) -> bool:
+    """Whether a model has an MLP whose gate is before up: an op of the family ``transformer`` applies it."""
+    return any(same_code(type(module).forward, phi3.Phi3MLP.forward) for module in model.modules())
+
+
 def _find(layer: nn.Module) -> tuple[Callable[[Any, MatrixOf], Decoder], str] | None:
     code = type(layer).forward
     return next((found for kind, found in FAMILIES.items() if same_code(code, kind.forward)), None)
@@ -177,4 +182,4 @@ FAMILIES.update(
     }
 )
 
-__all__ = ["FAMILIES", "MatrixOf", "attention_of", "describe"]
+__all__ = ["FAMILIES", "MatrixOf", "attention_of", "describe", "has_gate_first"]

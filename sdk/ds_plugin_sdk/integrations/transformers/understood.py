@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn.modules import module as nn_module
 from torch.utils.hooks import RemovableHandle
 from transformers import activations
@@ -84,13 +85,15 @@ class NotUnderstoodError(Exception):
 
 
 def is_plain_inference(input: object) -> bool:
-    """Whether ops may be called on a tensor as if nothing else were at work: gradients, autocast, tracing."""
+    """Whether ops may be called on a tensor as if nothing else were at work: gradients, autocast, tracing, vmap."""
     return (
         type(input) is Tensor
         and not torch.is_grad_enabled()
         and not (torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(input.device.type))
         and not torch.compiler.is_compiling()
         and not torch._C._is_tracing()
+        and forward_ad._current_level < 0
+        and torch._C._functorch.peek_interpreter_stack() is None
     )
 
 
