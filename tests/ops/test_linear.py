@@ -327,6 +327,8 @@ def test_quantize_weight_to_int4() -> None:
     cut = (levels < -7.5) | (levels > 7.5)
     assert float(error[~cut].abs().max()) <= 0.5001
     assert float(error.abs().max()) <= 1.0001
+    largest = weight.unflatten(1, (4, 64)).abs().amax(2)
+    torch.testing.assert_close(dequantize_weight(pairs, scales).unflatten(1, (4, 64)).abs().amax(2), largest)
     # Column c of a block of 64 is in word c % 16, from bit 4 * (c // 16) up.
     ones = torch.zeros(1, 64)
     ones[0, 0], ones[0, 37] = -8, 5

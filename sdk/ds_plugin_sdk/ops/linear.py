@@ -64,8 +64,9 @@ def quantize_weight(weight: Tensor, group_size: int = 128, bits: Literal[4, 8] =
 
     In 8 bits ``scale = max |w| / 127``, and no weight moves by more than half a scale. In 4 bits levels are -8 to 7,
     and the weight of the largest size is at -8 or at 7, whichever has the smaller squared error. Those near to the
-    opposite of one at -8, which would be 8, are at 7 and move by up to a scale, all others by half of one. Weights
-    that are multiples of a scale, from -8 to 7, and have one at -8, -7 or 7, stay what they are, but for rounding.
+    opposite of one at -8, which would be 8, are at 7 and move by up to a scale, all others by half of one. The scale's
+    own rounding adds to that. Weights that are multiples of a scale, from -8 to 7, and have one at -8, -7 or 7, stay
+    what they are, but for rounding.
 
     Args:
         weight: ``[rows, in]``, any floating-point dtype.

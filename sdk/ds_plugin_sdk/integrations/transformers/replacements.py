@@ -437,14 +437,8 @@ class DecoderReplacement(Replacement):
     def kind(self) -> tuple[Any, ...]:
         """What the meaning of its arguments depends on."""
         matrix = self.layer.qkv
-        return (
-            type(self.module),
-            matrix.dtype,
-            matrix.device,
-            self.layer.rotary,
-            self.layer.rotary_in_part,
-            self.layer.head_dim,
-        )
+        heads = self.layer.rotary, self.layer.rotary_in_part, self.layer.head_dim
+        return type(self.module), matrix.dtype, matrix.device, *heads
 
     def attends(self) -> bool:
         """Whether its attention is ours still."""

@@ -191,16 +191,16 @@ def check_parameter(parameter: object, name: str) -> None:
         raise NotUnderstoodError(f"{name} was made in inference mode, where torch does not count changes")
 
 
-def norm_of(module: nn.Module) -> Norm:
+def norm_of(module: Any) -> Norm:
     """A norm of a module that is torch's layer norm or has the code of LLaMA's RMS norm, or of Gemma's."""
     if type(module) is nn.LayerNorm:
         if module.weight is None or module.bias is None or len(module.normalized_shape) != 1:
             raise NotUnderstoodError("LayerNorm without weight or bias, or over several dimensions")
         rms, eps, offset = False, module.eps, 0.0
     elif same_code(type(module).forward, LlamaRMSNorm.forward):
-        rms, eps, offset = True, float(module.variance_epsilon), 0.0  # type: ignore[arg-type]  # a number: the known code reads it as one
+        rms, eps, offset = True, float(module.variance_epsilon), 0.0
     elif _is_gemmas(module):
-        rms, eps, offset = True, float(module.eps), 1.0  # type: ignore[arg-type]  # as above
+        rms, eps, offset = True, float(module.eps), 1.0
     else:
         raise NotUnderstoodError(f"{name_of(module)} is no norm that is known")
     check_own_code(module)
@@ -209,9 +209,9 @@ def norm_of(module: nn.Module) -> Norm:
     return Norm(module._parameters, eps, rms, offset)
 
 
-def _is_gemmas(module: nn.Module) -> bool:
+def _is_gemmas(module: Any) -> bool:
     """Whether it has the code of Gemma's RMS norm, which calls a method of its own."""
-    kind: Any = type(module)
+    kind = type(module)
     return (
         same_code(kind.forward, GemmaRMSNorm.forward)
         and same_code(kind._norm, GemmaRMSNorm._norm)
