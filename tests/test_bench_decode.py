@@ -16,21 +16,31 @@ from ds_plugin_sdk.bench import contexts, decode, gguf_model
 transformers = pytest.importorskip("transformers", reason="the models are transformers'")
 
 
+SHAPES = ("gpt2", "llama", "phi3", "gemma3")
+
+
 def tiny(shape: str) -> Any:
     """A model of some hundred thousand parameters in bfloat16, with biases and norms that are no zeros and ones."""
     torch.manual_seed(0)
+    sizes: dict[str, Any] = {
+        "vocab_size": 320,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+    }
+    config: Any
     if shape == "gpt2":
         config = transformers.GPT2Config(vocab_size=320, n_embd=256, n_layer=2, n_head=4, n_positions=64)
+    elif shape == "phi3":
+        config = transformers.Phi3Config(**sizes, pad_token_id=0)
+    elif shape == "gemma3":  # every sixth layer has no window
+        heads = {"head_dim": 128, "query_pre_attn_scalar": 128, "num_hidden_layers": 6, "sliding_window": 8}
+        config = transformers.Gemma3TextConfig(**{**sizes, **heads})
     else:
-        config = transformers.LlamaConfig(
-            vocab_size=320,
-            hidden_size=256,
-            intermediate_size=512,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=64,
-        )
+        config = transformers.LlamaConfig(**sizes)
     model = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16).eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -48,7 +58,7 @@ def tensors(file: Path) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.parametrize("shape", ["gpt2", "llama"])
+@pytest.mark.parametrize("shape", SHAPES)
 def test_a_file_has_every_weight_once(tmp_path: Path, shape: str) -> None:
     pytest.importorskip("gguf", reason="reads and writes GGUF files")
     model = tiny(shape)
@@ -58,7 +68,12 @@ def test_a_file_has_every_weight_once(tmp_path: Path, shape: str) -> None:
     assert len(found) == len(parameters)
     assert sum(each.numel() for each in found.values()) == sum(each.numel() for each in parameters.values())
     assert {each.dtype for each in found.values()} == {torch.bfloat16, torch.float32}
-    if shape == "gpt2":
+    if shape == "gemma3":
+        norm = parameters["model.layers.1.input_layernorm.weight"].float() + 1
+        assert torch.equal(found["blk.1.attn_norm.weight"], norm)
+    elif shape == "phi3":
+        assert torch.equal(found["blk.1.attn_qkv.weight"], parameters["model.layers.1.self_attn.qkv_proj.weight"])
+    elif shape == "gpt2":
         weights = parameters["transformer.h.1.mlp.c_fc.weight"]  # of the shape [inputs, outputs]
         assert torch.equal(found["blk.1.ffn_up.weight"], weights.t())
         assert torch.equal(found["blk.1.attn_norm.bias"], parameters["transformer.h.1.ln_1.bias"].float())
@@ -105,7 +120,7 @@ TOLERANCES = {None: 0.02, "Q8_0": 0.06, "Q4_0": 0.5}
 
 
 @pytest.mark.parametrize("type", TOLERANCES)
-@pytest.mark.parametrize("shape", ["gpt2", "llama"])
+@pytest.mark.parametrize("shape", SHAPES)
 def test_llama_cpp_computes_what_transformers_computes(
     tmp_path: Path, shape: str, type: gguf_model.Type | None
 ) -> None:

@@ -3,6 +3,7 @@
 // It computes nothing. A step of one token calls seven small ops and four views in each layer; from Python these calls
 // take longer than the ops of a small model.
 #include <ds_kernels/arguments.h>
+#include <torch/csrc/stable/ops.h>
 
 #include <stdexcept>
 #include <string>
@@ -121,8 +122,14 @@ struct Given {
 // The second half of what goes into the MLP is the gate, which linear applies; or the first one is, which it does not know.
 enum Gate : int64_t { kNoGate, kGateSecond, kGateFirst };
 
+// residual + product of input, which is normed first if there is a norm for it.
+Tensor added(const Matrix& matrix, const Norm& post_norm, const Tensor& input, const Tensor& residual) {
+  if (!post_norm.weight) return matrix.of(input, residual);
+  return torch::stable::subtract(residual, post_norm.of(matrix.of(input)), -1.0);  // the stable interface has no sum
+}
+
 struct Layer {
-  Norm attention_norm, mlp_norm, query_norm, key_norm;
+  Norm attention_norm, mlp_norm, query_norm, key_norm, attention_post_norm, mlp_post_norm;
   Matrix qkv, output, mlp_in, mlp_out;
   double scale;
   int64_t heads, activation, gate;
@@ -147,12 +154,12 @@ struct Layer {
     }
 
     const Tensor attended = side_by_side(caches.attend(query, key, value, scale, given.mask));
-    Tensor sum = output.of(attended, hidden);
+    Tensor sum = added(output, attention_post_norm, attended, hidden);
     if (!norm_first) sum = attention_norm.of(sum);
     const Tensor normed = norm_first ? mlp_norm.of(sum) : sum;
     const Tensor inner = gate == kGateFirst ? gate_before_up(mlp_in.of(normed), activation)
                                             : mlp_in.of(normed, {}, activation, gate == kGateSecond);
-    const Tensor result = mlp_out.of(inner, sum);
+    const Tensor result = added(mlp_out, mlp_post_norm, inner, sum);
     return norm_first ? result : mlp_norm.of(result);
   }
 };
@@ -168,7 +175,8 @@ class Layers {
   Layer next() {
     present_ = integer();
     Layer layer{};
-    for (Norm* norm : {&layer.attention_norm, &layer.mlp_norm, &layer.query_norm, &layer.key_norm}) {
+    for (Norm* norm : {&layer.attention_norm, &layer.mlp_norm, &layer.query_norm, &layer.key_norm,
+                       &layer.attention_post_norm, &layer.mlp_post_norm}) {
       norm->weight = tensor();
       norm->bias = tensor();
       norm->eps = number();

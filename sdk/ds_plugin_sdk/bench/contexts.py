@@ -1,6 +1,6 @@
 """Tokens per second of larger batches and longer contexts: transformers' own code and the SDK's ops.
 
-The model is the LLaMA of `ds_plugin_sdk.bench.decode`. Each prompt is read once, and a few steps after it are timed.
+The models are those of `ds_plugin_sdk.bench.decode`. Each prompt is read once, and a few steps after it are timed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ds_plugin_sdk.bench.decode import as_argument, model_of
+from ds_plugin_sdk.bench.decode import Shape, as_argument, model_of
 from ds_plugin_sdk.bench.timing import Spread, spread
 from ds_plugin_sdk.integrations.transformers import accelerate
 
@@ -61,6 +61,7 @@ def run(
     batches: Sequence[int] = BATCHES,
     contexts: Sequence[int] = CONTEXTS,
     tell: Callable[[str], None] = lambda line: None,
+    shape: Shape = "llama",
 ) -> Iterator[Row]:
     """Measure on this machine's CPU, with torch's threads as they are.
 
@@ -68,8 +69,9 @@ def run(
         batches: sequences, each with as many tokens before it as the shortest context.
         contexts: lengths, of one sequence.
         tell: called with a line for each measurement.
+        shape: the model's.
     """
-    model = model_of("llama", positions=max(contexts) + STEPS + 1)
+    model = model_of(shape, positions=max(contexts) + STEPS + 1)
     places = dict.fromkeys([(batch, min(contexts)) for batch in batches] + [(1, context) for context in contexts])
     found: dict[tuple[int, int], dict[str, tuple[float, list[float]]]] = {place: {} for place in places}
     for name, context in _KINDS.items():

@@ -40,7 +40,7 @@ _ITEMSIZES = {
     "Q4_0": (0.5, 0.75),
 }
 
-Shape = Literal["gpt2", "llama"]
+Shape = Literal["gpt2", "llama", "phi3", "gemma3"]
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def run(
     """Measure all implementations in turn, in several rounds, so that noise falls on all alike.
 
     Args:
-        shape: GPT-2 medium's, or a LLaMA of about the same size.
+        shape: GPT-2 medium's, or a LLaMA, Phi 3 or Gemma 3 of about the same size.
         compiled: compare with torch.compile too; it takes a minute.
         ctranslate2: compare with CTranslate2 in int8 too, if it is installed.
         rounds: that count.
@@ -165,25 +165,34 @@ def _in_rounds(measures: dict[str, Measure], rounds: int) -> tuple[dict[str, Spe
 
 
 def model_of(shape: Shape, positions: int = 2048) -> Any:
-    """A model of a shape with random weights in bfloat16; a LLaMA's longest context is `positions`."""
+    """A model of a shape with random weights in bfloat16; but for GPT-2's its longest context is `positions`."""
     import transformers
 
     torch.manual_seed(0)
-    config = (
-        transformers.GPT2Config(n_embd=1024, n_layer=24, n_head=16)
-        if shape == "gpt2"
-        else transformers.LlamaConfig(
-            hidden_size=1024,
-            intermediate_size=2816,
-            num_hidden_layers=24,
-            num_attention_heads=16,
-            num_key_value_heads=16,
-            vocab_size=32000,
-            max_position_embeddings=positions,
-        )
-    )
     with torch.device("cpu"):
-        return transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16).eval()
+        return transformers.AutoModelForCausalLM.from_config(_config(shape, positions)).to(torch.bfloat16).eval()
+
+
+def _config(shape: Shape, positions: int) -> Any:
+    import transformers
+
+    if shape == "gpt2":
+        return transformers.GPT2Config(n_embd=1024, n_layer=24, n_head=16)
+    sizes = {
+        "hidden_size": 1024,
+        "intermediate_size": 2816,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "vocab_size": 32000,
+        "max_position_embeddings": positions,
+    }
+    if shape == "phi3":
+        return transformers.Phi3Config(**sizes, pad_token_id=0)
+    if shape == "gemma3":  # heads and window of its smallest model
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256, "sliding_window": 512}
+        return transformers.Gemma3TextConfig(**{**sizes, **heads})
+    return transformers.LlamaConfig(**sizes)
 
 
 def _bytes_read(model: Any, implementation: str) -> float:
@@ -291,7 +300,8 @@ def _convert(model: Any, shape: Shape, folder: Path) -> Path:
     from ctranslate2.converters import transformers as loaders
 
     names = [f"t{i}" for i in range(model.config.vocab_size)]
-    loader = (loaders.GPT2Loader if shape == "gpt2" else loaders.LlamaLoader)()
+    kinds = {"gpt2": "GPT2Loader", "llama": "LlamaLoader", "phi3": "Phi3Loader", "gemma3": "Gemma3Loader"}
+    loader = getattr(loaders, kinds[shape])()
     spec = loader.get_model_spec(copy.deepcopy(model).float())  # a copy: it takes the layers of some models away
     spec.register_vocabulary(names)
     spec.config.bos_token = spec.config.eos_token = spec.config.unk_token = "t0"

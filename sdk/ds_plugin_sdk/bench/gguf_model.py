@@ -22,11 +22,16 @@ Type = Literal["Q8_0", "Q4_0"]
 
 
 def write(model: Any, file: Path) -> None:
-    """Write the weights of a GPT-2 or a LLaMA as they are: matrices in bfloat16, vectors in float32; no tokenizer."""
+    """Write the weights of a GPT-2, LLaMA, Phi 3 or Gemma 3: matrices in bfloat16, vectors in float32; no tokenizer."""
     import gguf
 
     config = model.config
-    kind = {"gpt2": gguf.MODEL_ARCH.GPT2, "llama": gguf.MODEL_ARCH.LLAMA}[config.model_type]
+    kind = {
+        "gpt2": gguf.MODEL_ARCH.GPT2,
+        "llama": gguf.MODEL_ARCH.LLAMA,
+        "phi3": gguf.MODEL_ARCH.PHI3,
+        "gemma3_text": gguf.MODEL_ARCH.GEMMA3,
+    }[config.model_type]
     writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[kind])
     _describe(writer, config)
     names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
@@ -54,20 +59,31 @@ def _describe(writer: Any, config: Any) -> None:
     if config.model_type == "gpt2":
         writer.add_feed_forward_length(config.n_inner or 4 * config.hidden_size)
         writer.add_layer_norm_eps(config.layer_norm_epsilon)
-    else:
-        writer.add_feed_forward_length(config.intermediate_size)
-        writer.add_head_count_kv(config.num_key_value_heads)
-        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-        writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
-        writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+        return
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    angles = config.rope_parameters
+    if config.model_type == "gemma3_text":  # llama.cpp knows the angles of layers with a window, and which these are
+        angles = angles["full_attention"]
+        writer.add_sliding_window(config.sliding_window)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_rope_freq_base(angles["rope_theta"])
 
 
 def _laid_out(model: Any, name: str, values: Tensor) -> Tensor:
-    """A parameter as llama.cpp has it: a row for each output, and channels that turn together side by side."""
-    path = name.rpartition(".")[0]
+    """A parameter as llama.cpp has it: a row for each output, a LLaMA's channels that turn together side by side, and
+    Gemma's norms with the 1 that its code adds to their weights.
+    """
+    path, kind = name.rpartition(".")[0], model.config.model_type
     if type(model.get_submodule(path)).__name__ == "Conv1D" and values.dim() == 2:
         return values.t()
-    if path.endswith((".q_proj", ".k_proj")):
+    if kind == "gemma3_text" and path.endswith("norm"):
+        return values.float() + 1
+    if kind == "llama" and path.endswith((".q_proj", ".k_proj")):
         # The rotary embedding turns channel i of a head with channel i + half a head; llama.cpp, 2 i with 2 i + 1.
         heads = values.reshape(-1, 2, model.config.head_dim // 2, values.shape[1])
         return heads.transpose(1, 2).flatten(0, 2)

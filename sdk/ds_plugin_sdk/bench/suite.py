@@ -170,9 +170,9 @@ def _decode(shape: str, compiled: bool, one_thread: bool, limit: int) -> Benchma
         " steps after it. llama.cpp has a file of the same weights in bfloat16, and what it quantizes them to: 8 bits,"
         " and 4 bits but for the layer that makes logits, which has 6, with a scale for each 32 weights."
     )
-    model, threads = "GPT-2 medium" if shape == "gpt2" else "a LLaMA", "one thread" if one_thread else "two threads"
+    model = {"gpt2": "GPT-2 medium", "llama": "a LLaMA", "phi3": "a Phi 3", "gemma3": "a Gemma 3"}[shape]
     return Benchmark(
-        f"Decoding, {model}, {threads}",
+        f"Decoding, {model}, {'one thread' if one_thread else 'two threads'}",
         f"OMP_NUM_THREADS=1 {command}" if one_thread else command,
         about,
         _of("decode", shape=shape, compiled=compiled, rounds=2),
@@ -250,6 +250,8 @@ BENCHMARKS: dict[str, Benchmark] = {
     "decode_llama": _decode("llama", True, False, 600),
     "decode_llama_1": _decode("llama", False, True, 600),
     "decode_gpt2": _decode("gpt2", True, False, 600),
+    "decode_phi3": _decode("phi3", False, False, 600),
+    "decode_gemma3": _decode("gemma3", False, False, 600),
     "contexts": Benchmark(
         "Batches and contexts",
         "sdk bench contexts",

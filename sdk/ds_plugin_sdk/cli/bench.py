@@ -151,9 +151,15 @@ def _columns(row: dict[str, Any]) -> dict[str, Any]:
     return {**{name: value for name, value in row.items() if name != "times"}, **times}
 
 
+_SHAPES = ("gpt2", "llama", "phi3", "gemma3")
+_SHAPE = typer.Option(
+    "llama", help="gpt2, llama, phi3 or gemma3: GPT-2 medium's shape, or a LLaMA, Phi 3 or Gemma 3 of about that size."
+)
+
+
 @_command("decode")
 def decode(
-    shape: str = typer.Option("llama", help="gpt2 or llama: GPT-2 medium's shape, or a LLaMA of that size."),
+    shape: str = _SHAPE,
     compiled: bool = typer.Option(True, help="Compare with torch.compile too (a minute)."),
     rounds: int = typer.Option(5, min=1, help="Rounds in which all take turns."),
     as_json: bool = _JSON,
@@ -162,20 +168,22 @@ def decode(
     _need("transformers", "transformers")
     from ds_plugin_sdk.bench import decode as benchmark
 
-    _show("Decode", benchmark.run(_one_of(shape, "gpt2", "llama"), compiled, rounds=rounds), as_json)
+    _show("Decode", benchmark.run(_one_of(shape, *_SHAPES), compiled, rounds=rounds), as_json)
 
 
 @_command("contexts")
 def contexts(
     batch: list[int] = typer.Option([1, 2, 4, 8, 16, 32], min=1, help="Sequences at once; may be repeated."),
     context: list[int] = typer.Option([128, 512, 2048, 8192], min=2, help="Tokens of a sequence; may be repeated."),
+    shape: str = _SHAPE,
     as_json: bool = _JSON,
 ) -> None:
     """Tokens per second of larger batches, and after longer contexts: transformers and transformers on our ops."""
     _need("transformers", "transformers")
     from ds_plugin_sdk.bench import contexts as benchmark
 
-    _show("Batches and contexts", list(benchmark.run(batch, context, tell=errors.print)), as_json)
+    rows = benchmark.run(batch, context, tell=errors.print, shape=_one_of(shape, *_SHAPES))
+    _show("Batches and contexts", list(rows), as_json)
 
 
 @_command("perplexity")

@@ -145,7 +145,7 @@ def test_layers_of_a_step_that_are_given_different_masks() -> None:
 
 
 def test_norms_before_the_residual() -> None:
-    """Gemma 3: such layers run whole too, op by op; five of six attend to a window."""
+    """Gemma 3: such layers run whole too; five of six attend to a window."""
     config = transformers.Gemma3TextConfig(
         **{**_LLAMA, "num_hidden_layers": 6}, head_dim=16, sliding_window=6, query_pre_attn_scalar=16
     )
@@ -160,6 +160,10 @@ def test_norms_before_the_residual() -> None:
     with accelerate(model) as handle, CountedCalls() as counted:
         ours = generate(model)
         assert len(handle.layers) == 6 and not handle.left
+    assert counted.calls["decoder_layer"] == 6 * TOKENS
+    with accelerate(model), CountedCalls() as counted, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decoder_layer, "call", None)
+        assert torch.equal(generate(model).sequences, plain.sequences)
     assert counted.calls["rms_norm"] == (6 * 6 + 1) * TOKENS
     assert counted.calls["linear"] == (4 * 6 + 1) * TOKENS
     assert torch.equal(plain.sequences, ours.sequences)
@@ -189,7 +193,8 @@ def test_a_step_that_has_ended_vouches_for_no_layer() -> None:
     with accelerate(model):
         generate(model)
         row = model.model.layers[0].forward._row
-        assert (row._step.last, row._step.loop, row._step.given) == (None, None, None)
+        assert (row._step.last, row._step.loop) == (None, None)
+        assert not (row._step.kept or row._step.givens or row._step.ahead)
 
 
 @pytest.mark.usefixtures("op_by_op")

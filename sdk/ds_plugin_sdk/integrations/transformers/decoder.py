@@ -73,8 +73,7 @@ class Decoder:
     @functools.cached_property
     def is_one_call(self) -> bool:
         """Whether `run_whole` knows all that it consists of."""
-        post_norms = (self.attention_post_norm, self.mlp_post_norm)
-        return all(matrix.order is None for matrix in self.matrices) and not any(post_norms)
+        return all(matrix.order is None for matrix in self.matrices)
 
     @functools.cached_property
     def norms(self) -> tuple[Norm, ...]:
@@ -220,7 +219,10 @@ _contents = operator.attrgetter("contents")
 def _arguments_of(layers: Sequence[Decoder]) -> _Arguments:
     found = _Arguments([], [], [])
     for layer in layers:
-        norms = (layer.attention_norm, layer.mlp_norm, layer.query_norm, layer.key_norm)
+        norms = (
+            *(layer.attention_norm, layer.mlp_norm, layer.query_norm, layer.key_norm),
+            *(layer.attention_post_norm, layer.mlp_post_norm),
+        )
         of_norms = [(None, None, 0.0, 0.0) if norm is None else norm.arguments() for norm in norms]
         tensors = [tensor for weight, bias, _, _ in of_norms for tensor in (weight, bias)]
         tensors += [tensor for matrix in layer.matrices for tensor in matrix.contents]

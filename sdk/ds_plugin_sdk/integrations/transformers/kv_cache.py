@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
 from ds_plugin_sdk.errors import SdkError
 from ds_plugin_sdk.integrations.transformers import large_pages
@@ -33,16 +33,18 @@ class Room(NamedTuple):
 
 
 class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not typed where types are checked
-    """Keys and values, ``[batch, kv_heads, positions, head_dim]``, at the front of larger tensors.
+    """Keys and values, ``[batch, kv_heads, positions, head_dim]``, in larger tensors.
 
     It is a `DynamicLayer` to all who look at it: `keys` and `values` are what was appended.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *args: Any) -> None:
         self._rooms: dict[str, Tensor] = {}
+        self._starts = {"keys": 0, "values": 0}
         self._lengths = {"keys": 0, "values": 0}
+        self._made: Room | None = None  # for what comes next, as long as nothing has changed
         self.is_plain = True  # none of another class of tensors, which may mean something
-        super().__init__()
+        super().__init__(*args)
 
     @property
     def keys(self) -> Tensor | None:
@@ -62,9 +64,11 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not t
 
     def _get(self, name: str) -> Tensor | None:
         room = self._rooms.get(name)
-        return None if room is None else room[:, :, : self._lengths[name]]
+        return None if room is None else room.narrow(2, self._starts[name], self._lengths[name])
 
     def _set(self, name: str, value: Tensor | None) -> None:
+        self._made = None
+        self._starts[name] = 0
         if value is None:
             self._rooms.pop(name, None)
             self._lengths[name] = 0
@@ -81,33 +85,49 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not t
     def get_seq_length(self) -> int:
         return self._lengths["keys"]
 
+    @property
+    def held(self) -> int:
+        """The number of positions that are attended to."""
+        return self._lengths["keys"]
+
+    @property
+    def grows(self) -> bool:
+        """Whether `make_room` and `advance` do what `update` would."""
+        return self.is_plain
+
     def make_room(self, tokens: int) -> Room:
         """Tensors large enough for so many positions more, for a layer that is initialized. `advance` says that they
         were written.
         """
-        past = self._lengths["keys"]
-        if past + tokens > self._rooms["keys"].shape[2]:
-            room = past + tokens + max(_LEAST_SPARE, past // 2)
-            for name, states in self._rooms.items():
+        past = self.held
+        for name, states in self._rooms.items():
+            if self._starts[name] + past + tokens > states.shape[2]:
                 batch, heads, _, head_dim = states.shape
+                room = past + tokens + max(_LEAST_SPARE, past // 2)
                 grown = large_pages.zeros((batch, heads, room, head_dim), states)
                 if past:
-                    grown[:, :, :past] = states[:, :, :past]
-                self._rooms[name] = grown
-        return Room(self._rooms["keys"], self._rooms["values"], None, None, past)
+                    grown[:, :, :past] = states.narrow(2, self._starts[name], past)
+                self._rooms[name], self._starts[name] = grown, 0
+        self._made = Room(self._behind("keys"), self._behind("values"), None, None, past)
+        return self._made
+
+    def _behind(self, name: str) -> Tensor:
+        """From the first position that is held on."""
+        room, start = self._rooms[name], self._starts[name]
+        return room if start == 0 else room[:, :, start:]
 
     def is_at(self, room: Room) -> bool:
-        """Whether it has the tensors of a room still, and holds as many positions as then."""
-        lengths, rooms = self._lengths, self._rooms
-        return lengths["keys"] == room.past and rooms.get("keys") is room.keys and rooms.get("values") is room.values
+        """Whether the room was the last one that was made, and nothing has changed."""
+        return self._made is room
 
     def advance(self, tokens: int) -> None:
         """Count positions that were written behind those held."""
-        self._lengths["keys"] += tokens
-        self._lengths["values"] += tokens
+        self._made = None
+        for name in self._lengths:
+            self._lengths[name] += tokens
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        if not self.is_plain or type(key_states) is not Tensor or type(value_states) is not Tensor:
+        if not self.grows or type(key_states) is not Tensor or type(value_states) is not Tensor:
             appended: tuple[Tensor, Tensor] = super().update(key_states, value_states, *args, **kwargs)
             return appended
         if not self.is_initialized:
@@ -118,6 +138,35 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not t
         room.values[:, :, room.past : total] = value_states
         self.advance(key_states.shape[2])
         return room.keys[:, :, :total], room.values[:, :, :total]
+
+
+class GrowingSlidingLayer(GrowingLayer, DynamicSlidingWindowLayer):  # type: ignore[misc]  # as above
+    """The same for layers that attend to a window alone, and hold one position less than that.
+
+    Those that have left the window stay in front of those held until there is no room left behind them.
+    """
+
+    @property
+    def grows(self) -> bool:
+        # Layers that record what has left the window, for assisted generation, hold more than they attend to.
+        return self.is_plain and not getattr(self, "record_past", False)
+
+    _sliding_window_tensor: Tensor
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        super().lazy_initialization(key_states, value_states)
+        self._sliding_window_tensor = self._sliding_window_tensor.to(self.device)
+
+    def get_seq_length(self) -> int:
+        return int(self.cumulative_length)
+
+    def advance(self, tokens: int) -> None:
+        super().advance(tokens)
+        self.cumulative_length += tokens
+        left = max(0, self.held - self.sliding_window + 1)
+        for name in self._lengths:
+            self._starts[name] += left
+            self._lengths[name] -= left
 
 
 class Int8Layer(DynamicLayer):  # type: ignore[misc]  # transformers is not typed where types are checked
@@ -131,6 +180,7 @@ class Int8Layer(DynamicLayer):  # type: ignore[misc]  # transformers is not type
     def __init__(self) -> None:
         self.levels = GrowingLayer()  # [batch, kv_heads, positions, head_dim]
         self.scales = GrowingLayer()  # [batch, kv_heads, positions, 1]
+        self._made: tuple[Room, Room, Room] | None = None  # for both, for levels, for scales
         super().__init__()
 
     @property
@@ -153,8 +203,8 @@ class Int8Layer(DynamicLayer):  # type: ignore[misc]  # transformers is not type
         return None if levels is None or scales is None else dequantize_rows(levels, scales, self.dtype)
 
     @property
-    def is_plain(self) -> bool:
-        return self.levels.is_plain and self.scales.is_plain
+    def grows(self) -> bool:
+        return self.levels.grows and self.scales.grows
 
     @property
     def nbytes(self) -> int:
@@ -174,19 +224,23 @@ class Int8Layer(DynamicLayer):  # type: ignore[misc]  # transformers is not type
     def get_seq_length(self) -> int:
         return self.levels.get_seq_length()
 
+    @property
+    def held(self) -> int:
+        return self.levels.held
+
     def make_room(self, tokens: int) -> Room:
         """As `GrowingLayer.make_room`."""
         levels, scales = self.levels.make_room(tokens), self.scales.make_room(tokens)
-        return Room(levels.keys, levels.values, scales.keys, scales.values, levels.past)
+        room = Room(levels.keys, levels.values, scales.keys, scales.values, levels.past)
+        self._made = room, levels, scales
+        return room
 
     def is_at(self, room: Room) -> bool:
         """As `GrowingLayer.is_at`."""
-        levels, scales = self.levels._rooms, self.scales._rooms
-        return (
-            self.get_seq_length() == room.past
-            and (levels.get("keys") is room.keys and levels.get("values") is room.values)
-            and (scales.get("keys") is room.key_scales and scales.get("values") is room.value_scales)
-        )
+        if self._made is None or self._made[0] is not room:
+            return False
+        _, levels, scales = self._made
+        return self.levels.is_at(levels) and self.scales.is_at(scales)
 
     def advance(self, tokens: int) -> None:
         """As `GrowingLayer.advance`."""
@@ -246,7 +300,7 @@ def _quantized(states: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
 
 
 # The kinds of layers that are made here.
-AppendingLayer = GrowingLayer | Int8Layer
+AppendingLayer = GrowingLayer | Int8Layer  # and what derives from them
 
 
 def may_grow(cache: Cache | None) -> bool:
@@ -255,21 +309,36 @@ def may_grow(cache: Cache | None) -> bool:
 
 
 def growing_layer(cache: Cache, index: int, kind: type[AppendingLayer]) -> AppendingLayer | None:
-    """The layer of a cache, exchanged for one of a kind that grows if it is a plain one and still empty; None for other
-    kinds than those made here.
+    """The layer of a cache, exchanged for one of a kind that grows if it is a plain one and still empty, and for one of
+    floats if it has a window; None for other kinds than those made here.
     """
     while cache.layer_class_to_replicate is DynamicLayer and len(cache.layers) <= index:
         cache.layers.append(kind())
     layer: Any = cache.layers[index] if index < len(cache.layers) else None
-    if type(layer) is DynamicLayer and not layer.is_initialized and "update" not in vars(layer):
-        layer = cache.layers[index] = kind()
-    is_ours = type(layer) in (GrowingLayer, Int8Layer) and layer.is_plain and "update" not in vars(layer)
-    return layer if is_ours else None
+    if type(layer) in _EXCHANGED and not layer.is_initialized and "update" not in vars(layer):
+        layer = cache.layers[index] = _exchanged(layer, kind)
+    is_ours = type(layer) in (GrowingLayer, GrowingSlidingLayer, Int8Layer)
+    return layer if is_ours and layer.grows and "update" not in vars(layer) else None
+
+
+_EXCHANGED = (DynamicLayer, DynamicSlidingWindowLayer)
+
+
+def _exchanged(layer: Any, kind: type[AppendingLayer]) -> Any:
+    if type(layer) is DynamicLayer:
+        return kind()
+    if layer.sliding_window < 2:  # transformers' own layer holds all then
+        return layer
+    grown = GrowingSlidingLayer(layer.sliding_window)
+    if getattr(layer, "record_past", False):
+        grown.activate_past_recording()
+    return grown
 
 
 def _is_updated_as_written(cache: Cache) -> bool:
     """Whether `update` is transformers' own: a subclass's, or a patch, may give other keys than it is given."""
-    return getattr(cache.update, "__func__", None) is _UPDATES[0] and (Cache.update, DynamicLayer.update) == _UPDATES
+    updates = tuple(kind.update for kind in (Cache, *_EXCHANGED))
+    return getattr(cache.update, "__func__", None) is _UPDATES[0] and updates == _UPDATES
 
 
 def _as_written(kind: type) -> Any:
@@ -279,4 +348,4 @@ def _as_written(kind: type) -> Any:
 
 
 # What a growing layer does in their place.
-_UPDATES = (_as_written(Cache), _as_written(DynamicLayer))
+_UPDATES = tuple(map(_as_written, (Cache, *_EXCHANGED)))

@@ -12,7 +12,7 @@ import operator
 import sys
 import threading
 import types
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import repeat
 from typing import Any, NamedTuple
 
@@ -29,7 +29,7 @@ from ds_plugin_sdk.integrations.transformers.attention import (
     mask_fits,
 )
 from ds_plugin_sdk.integrations.transformers.decoder import Decoder, Ops, ops_for
-from ds_plugin_sdk.integrations.transformers.kv_cache import AppendingLayer, Room, growing_layer, may_grow
+from ds_plugin_sdk.integrations.transformers.kv_cache import AppendingLayer, Int8Layer, Room, growing_layer, may_grow
 from ds_plugin_sdk.integrations.transformers.replacement import Replacement
 from ds_plugin_sdk.integrations.transformers.training import linear_in_training
 from ds_plugin_sdk.integrations.transformers.training_layers import is_rms, norm_in_training
@@ -147,7 +147,7 @@ class Row:
     by the model's own loop: then nothing else has run in between. Asked by each layer, between kernels that read all
     weights, the same takes several times as long.
 
-    If all layers were given the same in the step before, the first one runs those after it as well, by one call. Each
+    Of layers that were given the same in the step before, the first one runs those after it as well, by one call. Each
     then returns what was made of the very tensor that it is given; called with anything else it computes as if nothing
     had been computed: caches count what was appended only when the layer is called.
     """
@@ -156,7 +156,8 @@ class Row:
         self.replacements: list[DecoderReplacement] = []
         self.angles = Angles()
         self._snapshot: _RowSnapshot | None = None
-        self._runs_ahead = False  # whether the last step's layers were alike
+        # For each layer, up to which one those after it were given the same in the last step; none if that was odd.
+        self._ends: list[int] = []
         self._step = _Step()
 
     def forget(self) -> None:
@@ -173,54 +174,59 @@ class Row:
         if hidden is step.last and step.loop is not None and _code_at(1 + step.depth) is step.loop:
             return True
         if step.last is not None:
-            self._runs_ahead = False  # that step did not come to its end
+            self._ends = []  # that step did not come to its end
             step.end()
         return False
 
     def given_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given | None:
-        """What the first layer was given, if a later one of the step is given the same."""
-        step = self._step
-        same = (len(args), *kwargs) == step.names and all(
-            map(operator.is_, (*args[1:], *kwargs.values()), step.arguments)
-        )
-        if not same:
-            self.differs()
-        return step.given if same else None
+        """What a layer is given that `goes_on`, if one before it in the step was given the same."""
+        names, arguments = (len(args), *kwargs), (*args[1:], *kwargs.values())
+        for kept in self._step.kept:
+            if names == kept.names and all(map(operator.is_, arguments, kept.arguments)):
+                return kept.given
+        return None
 
     def differs(self) -> None:
-        """A layer of this step does something else than the one before it."""
+        """A layer of this step does something else than the others of its kind."""
         self._step.alike = False
         self._step.ahead.clear()
 
-    def _are_in(self, cache: Cache | None) -> bool:
+    def _are_in(self, cache: Cache | None, replacements: Sequence[DecoderReplacement]) -> bool:
         """Whether a cache has a layer for each, which nobody has to make before it is called."""
         layers: Any = () if cache is None else cache.layers
-        indexes = [each.attention.layer_idx for each in self.replacements]
+        indexes = [each.attention.layer_idx for each in replacements]
         return max(indexes) < len(layers) and all(layers[index].is_initialized for index in indexes)
 
-    def take_ahead(self, replacement: DecoderReplacement) -> Tensor | None:
-        """What was made ahead of the hidden states, for a layer that `goes_on` and is `given_again`."""
+    def take_ahead(self, replacement: DecoderReplacement, given: Given) -> Tensor | None:
+        """What was made ahead of the hidden states that a layer is called with, which `goes_on`."""
         if not self._step.ahead:
             return None
         ahead = self._step.ahead.pop()
+        if ahead.given is not given:  # the next step will know
+            self._ends = []
+            self._step.ahead.clear()
+            return None
         if ahead.replacement is not replacement or not ahead.holds():
             self.differs()
             return None
         ahead.room.advance(1)
         return ahead.result
 
-    def run_ahead(self, hidden: Tensor, given: Given) -> Tensor | None:
-        """Run all layers by one call, if this is the first one and they will be called alike: its result."""
-        step, snapshot = self._step, self._snapshot
-        if not (snapshot is not None and self._runs_ahead and step.given is given and step.is_direct):
+    def run_ahead(self, replacement: DecoderReplacement, hidden: Tensor, given: Given) -> Tensor | None:
+        """Run a layer of a step and those after it by one call, if these will be given the same: its result."""
+        step, snapshot, first = self._step, self._snapshot, self._step.count
+        end = self._ends[first] if first < len(self._ends) else 0
+        if snapshot is None or end - first < 2 or not (step.is_direct and step.alike and hidden is step.last):
             return None
-        if not (given.whole and self._are_in(given.cache)):
+        run = self.replacements[first:end]
+        if run[0] is not replacement or not (given.whole and self._are_in(given.cache, run)):
             return None
-        rooms = _alike([each.room(hidden, given) for each in self.replacements])
-        if rooms is None:
+        rooms = _alike(each.room(hidden, given) for each in run)
+        if len(rooms) < 2:
             return None
         made = [room.make_room(1) for room in rooms]
-        results = decoder.run_whole(snapshot.layers, hidden, made, given.mask, given.angles)
+        layers = snapshot.layers(first, first + len(rooms))
+        results = decoder.run_whole(layers, hidden, made, given.mask, given.angles)
         if torch.is_inference_mode_enabled():  # of tensors that are made in it torch counts no changes
             with torch.inference_mode(False):
                 results = [result.clone() for result in results]
@@ -228,7 +234,7 @@ class Row:
             _counted(before, *room[:-1], given.mask) for before, room in zip([hidden, *results], made, strict=False)
         ]
         versions = [[*map(version_of, each)] for each in read]
-        step.ahead = [*map(_Ahead, self.replacements, results, rooms, made, read, versions)][:0:-1]
+        step.ahead = [*map(_Ahead, run, repeat(given), results, rooms, made, read, versions)][:0:-1]
         rooms[0].advance(1)
         return results[0]
 
@@ -249,13 +255,15 @@ class Row:
         return len({each.kind() for each in self.replacements}) == 1
 
     def keep(self, args: tuple[Any, ...], kwargs: dict[str, Any], given: Given) -> None:
-        """For the layers after the first one of a step; asked by its forward alone."""
+        """For the layers after this one of a step; asked by its forward alone."""
         step = self._step
-        if args[0] is step.last and step.given is None:
-            step.names, step.arguments, step.given = (len(args), *kwargs), (*args[1:], *kwargs.values()), given
+        if args[0] is not step.last:
+            return
+        if not step.kept:
             step.depth, step.loop, step.is_direct = _loop_around(self.replacements[0].module)
+        step.kept.append(_Kept((len(args), *kwargs), (*args[1:], *kwargs.values()), given))
 
-    def ran(self, replacement: DecoderReplacement, hidden: Tensor, result: Tensor) -> None:
+    def ran(self, replacement: DecoderReplacement, hidden: Tensor, given: Given, result: Tensor) -> None:
         """A layer has made `result` of `hidden`."""
         step = self._step
         if hidden is not step.last:
@@ -263,21 +271,42 @@ class Row:
         step.last = result
         step.alike = step.alike and replacement is self.replacements[step.count]
         step.count += 1
+        step.givens.append(given)
         if replacement is self.replacements[-1]:
-            self._runs_ahead = step.alike
+            self._ends = _ends_of_runs(step.givens) if step.alike else []
             step.end()
+
+
+def _ends_of_runs(values: Sequence[object]) -> list[int]:
+    """For each value, up to which one those after it are the same."""
+    ends = [len(values)] * len(values)
+    for index in range(len(values) - 2, -1, -1):
+        ends[index] = ends[index + 1] if values[index] is values[index + 1] else index + 1
+    return ends
+
+
+class _Kept(NamedTuple):
+    """What a layer of a step was given: how many arguments, with which names; what all but the first one were; what
+    these mean.
+    """
+
+    names: tuple[int | str, ...]
+    arguments: tuple[Any, ...]
+    given: Given
 
 
 class _Ahead(NamedTuple):
     """What a layer was computed to make of hidden states.
 
     Attributes:
+        given: next to the hidden states.
         room, made: where it will have appended, and what that was.
         read, versions: hidden states, keys, values and mask, and how often each was written; but for those that were
             made in inference mode, where torch does not count that.
     """
 
     replacement: DecoderReplacement
+    given: Given
     result: Tensor
     room: AppendingLayer
     made: Room
@@ -294,11 +323,18 @@ def _counted(*tensors: Tensor | None) -> list[Tensor]:
     return [each for each in tensors if each is not None and not each.is_inference()]
 
 
-def _alike(rooms: Sequence[AppendingLayer | None]) -> list[AppendingLayer] | None:
-    """Layers of a cache, if they are of one kind, hold as many positions, and no two are the same."""
-    found = [room for room in rooms if room is not None]
-    kinds = {(type(room), room.get_seq_length()) for room in found}
-    return found if len(kinds) == 1 and len({*map(id, found)}) == len(rooms) else None
+def _alike(rooms: Iterable[AppendingLayer | None]) -> list[AppendingLayer]:
+    """The first ones, as many as have the same number of bits, hold as many positions, and are not the same layer."""
+    found: list[AppendingLayer] = []
+    kinds = set()
+    for room in rooms:
+        if room is None or any(room is each for each in found):
+            break
+        kinds.add((isinstance(room, Int8Layer), room.held))
+        if len(kinds) > 1:
+            break
+        found.append(room)
+    return found
 
 
 class _Step(threading.local):
@@ -306,13 +342,12 @@ class _Step(threading.local):
 
     Attributes:
         last: the hidden states, ``[batch, 1, hidden]``, that the next layer is given.
-        count, alike: how many layers have run; whether these were the first ones, in their order, by one call each and
-            given the same.
-        ahead: what the others will make, the next one's last.
+        count, alike: how many layers have run; whether these were the first ones, in their order, and by one call each.
+        ahead: what those after it will make, the next one's last.
         depth, loop: how far up from a layer's forward the code is that calls the layers, and which it is.
         is_direct: whether nobody else's code, which may do more, is in between.
-        names, arguments: how many arguments the first layer was given, with which names, and what all but `last` were.
-        given: what these mean.
+        kept: what layers were given, each once.
+        givens: the same of each layer that has run.
     """
 
     last: Tensor | None = None
@@ -321,20 +356,20 @@ class _Step(threading.local):
     depth: int = 0
     is_direct: bool = False
     loop: types.CodeType | None = None
-    names: tuple[int | str, ...] = ()
-    arguments: tuple[Any, ...] = ()
-    given: Given | None = None
 
     def __init__(self) -> None:
         self.ahead: list[_Ahead] = []
+        self.kept: list[_Kept] = []
+        self.givens: list[Given] = []
 
     def begin(self, hidden: Tensor) -> None:
         self.last, self.count, self.alike = hidden, 0, True
 
     def end(self) -> None:
         """Keep nothing alive."""
-        self.last, self.loop, self.given, self.arguments = None, None, None, ()
-        self.ahead.clear()
+        self.last, self.loop = None, None
+        for each in (self.ahead, self.kept, self.givens):
+            each.clear()
 
 
 # The code that is between a layer's forward and the one who calls the layer; `inner` where the layer has had hooks.
@@ -380,11 +415,18 @@ class _RowSnapshot:
         matrices = [place for each in replacements for matrix in each.layer.matrices for place in matrix.held.places]
         norms = [place for each in replacements for norm in each.layer.norms for place in norm.places()]
         self._parameters = Snapshot([*matrices, *norms])
-        self.layers = decoder.Layers(*(each.layer for each in replacements))
+        self._layers: dict[tuple[int, int], decoder.Layers] = {}
         # What `DecoderReplacement.attends` asks: most layers share a configuration.
         self._attentions = [vars(each.attention) for each in replacements]
         self._configs = [each.config for each in replacements]
         self._different = list({id(each.config): each for each in replacements}.values())
+
+    def layers(self, first: int, end: int) -> decoder.Layers:
+        """Some of them, for `decoder.run_whole`."""
+        found = self._layers.get((first, end))
+        if found is None:
+            found = self._layers[first, end] = decoder.Layers(*(each.layer for each in self._replacements[first:end]))
+        return found
 
     def holds(self) -> bool:
         return (
@@ -452,17 +494,15 @@ class DecoderReplacement(Replacement):
         elif 1 <= len(args) <= 1 + len(self._names):
             goes_on = self._row.goes_on(args[0])
             given = self._row.given_again(args, kwargs) if goes_on else None
-            result = None
-            if given is not None:
-                result = self._row.take_ahead(self)
-            else:
+            if given is None:
                 given = self._understand(args, kwargs, goes_on)
                 if given is not None:
                     self._row.keep(args, kwargs, given)
-                    result = self._row.run_ahead(args[0], given)
             if given is not None:
-                result = self._run(args[0], given) if result is None else result
-                self._row.ran(self, args[0], result)
+                hidden, result = args[0], self._row.take_ahead(self, given)
+                result = self._row.run_ahead(self, hidden, given) if result is None else result
+                result = self._run(hidden, given) if result is None else result
+                self._row.ran(self, hidden, given, result)
                 return result
         return self.own(*args, **kwargs)
 
@@ -526,7 +566,7 @@ class DecoderReplacement(Replacement):
         if not room.is_initialized:
             none = hidden.new_empty((batch, layer.kv_heads, 0, layer.head_dim))
             room.lazy_initialization(none, none)
-        past = room.get_seq_length()
+        past = room.held
         if mask is not None:
             return mask_fits(mask, hidden.dtype, (batch, layer.heads, tokens), past + tokens)
         return tokens == 1 or (past == 0 and bool(self.attention.is_causal))
