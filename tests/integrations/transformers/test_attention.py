@@ -60,6 +60,7 @@ def test_an_argument_that_nobody_knows_goes_to_torchs_attention(monkeypatch: pyt
         return args[3], None
 
     monkeypatch.setattr(attention, "sdpa_attention_forward", sdpa)
+    monkeypatch.setattr(attention, "has_own_sdpa", lambda: True)
     heads = torch.zeros((1, 2, 3, 4))
     with torch.no_grad():
         attention_forward(nn.Identity(), heads, heads, heads, None, sliding_window=7)

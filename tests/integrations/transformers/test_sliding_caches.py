@@ -20,7 +20,7 @@ with warnings.catch_warnings():
     from transformers import cache_utils
 
 from ds_plugin_sdk.integrations.transformers import accelerate
-from ds_plugin_sdk.integrations.transformers.kv_cache import GrowingLayer, GrowingSlidingLayer, growing_layer
+from ds_plugin_sdk.integrations.transformers.kv_cache import GrowingLayer, GrowingSlidingLayer, Int8Layer, growing_layer
 
 WINDOW, STEPS = 6, 20
 
@@ -268,3 +268,21 @@ def test_a_copy_is_one_of_its_own() -> None:
     copied = copy.deepcopy(layers[0])
     layers[0].update(torch.ones(4, 2, 1, 16), torch.ones(4, 2, 1, 16))
     _assert_alike(copied, layers[1])
+
+
+@pytest.mark.parametrize("kind", [GrowingLayer, lambda: GrowingSlidingLayer(WINDOW), Int8Layer])
+def test_two_that_share_what_came_before_go_on_apart(kind: Callable[[], Any]) -> None:
+    """As transformers' own layers do, which never write to old tensors."""
+    torch.manual_seed(0)
+    layer, apart = kind(), kind()
+    for each in (layer, apart):
+        each.update(torch.ones(1, 2, 4, 8), torch.ones(1, 2, 4, 8))
+    other = copy.copy(layer)
+    for step in range(1, 9):
+        states = torch.full((1, 2, 1, 8), 1.0 + step)
+        layer.update(states, states)
+        other.update(-states, -states)
+        apart.update(states, states)
+        assert torch.equal(layer.keys, apart.keys) and torch.equal(layer.values, apart.values)
+        assert torch.equal(other.keys[:, :, -1:], -layer.keys[:, :, -1:])
+        assert other.get_seq_length() == layer.get_seq_length() == 4 + step

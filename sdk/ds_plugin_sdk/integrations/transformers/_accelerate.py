@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ds_plugin_sdk.errors import SdkError
 from ds_plugin_sdk.integrations.transformers import families, int4
-from ds_plugin_sdk.integrations.transformers.attention import ATTENTION, register_attention
+from ds_plugin_sdk.integrations.transformers.attention import ATTENTION, has_own_sdpa, register_attention
 from ds_plugin_sdk.integrations.transformers.int4_layouts import is_int4
 from ds_plugin_sdk.integrations.transformers.kv_cache import AppendingLayer, GrowingLayer, Int8Layer
 from ds_plugin_sdk.integrations.transformers.loss import LossReplacement
@@ -31,6 +31,7 @@ from ds_plugin_sdk.integrations.transformers.replacements import (
 from ds_plugin_sdk.integrations.transformers.training_layers import TRAINED, is_rms, training_replacement
 from ds_plugin_sdk.integrations.transformers.understood import (
     NotUnderstoodError,
+    check_as_written,
     check_no_other_forward,
     name_of,
     norm_of,
@@ -201,23 +202,33 @@ def accelerate(
     _load_kernels(model, *_FAMILIES_OF_OPS, *(("transformer",) if families.has_gate_first(model) else ()))
     register_attention()
     found, packer = _Found(cache=GrowingLayer if cache is None else Int8Layer), Packer(weights)
-    undo = _use_attention(model, found)
-    _find_layers(model, packer, found)
-    if cache is not None and not any(isinstance(each, DecoderReplacement) for each in found.replacements.values()):
-        for step in undo:
-            step()
-        raise SdkError(
-            f"{name_of(model)} cannot have an {cache} cache",
-            why="none of its decoder layers runs whole on our ops",
-            hint="leave cache out; print(accelerate(model)) says what is left alone, and why",
-        )
-    if loss is not None:
-        _find_loss(model, found)
-    undo += packer.pack()
-    for replacement in found.replacements.values():
-        replacement.put_on()
-        undo.append(replacement.take_off)
-    return Accelerated(model, found, [*undo, lambda: None])
+    undo: list[Callable[[], None]] = [lambda: None]
+    try:
+        _use_attention(model, found, undo)
+        _find_layers(model, packer, found)
+        if cache is not None and not any(isinstance(each, DecoderReplacement) for each in found.replacements.values()):
+            raise SdkError(
+                f"{name_of(model)} cannot have an {cache} cache",
+                why="none of its decoder layers runs whole on our ops",
+                hint="leave cache out; print(accelerate(model)) says what is left alone, and why",
+            )
+        if loss is not None:
+            _find_loss(model, found)
+        undo += packer.pack()
+        for replacement in found.replacements.values():
+            replacement.put_on()
+            undo.append(replacement.take_off)
+    except BaseException:
+        Accelerated(model, found, undo).remove()
+        raise
+    return Accelerated(model, found, undo)
+
+
+def _models_in(module: object) -> str:
+    """Where models of transformers are in something else, for a message."""
+    modules = module.named_modules() if isinstance(module, nn.Module) else ()
+    found = [name for name, each in modules if isinstance(each, transformers.PreTrainedModel)]
+    return f": get_submodule({found[0]!r})" if found else ""
 
 
 def _load_kernels(model: transformers.PreTrainedModel, *names: str) -> None:
@@ -227,6 +238,12 @@ def _load_kernels(model: transformers.PreTrainedModel, *names: str) -> None:
 
 
 def _check(model: transformers.PreTrainedModel, weights: Weights, cache: str | None, loss: str | None) -> None:
+    if not isinstance(model, nn.Module) or not callable(getattr(model, "get_output_embeddings", None)):
+        raise SdkError(
+            f"accelerate() cannot run a {type(model).__module__}.{type(model).__qualname__}",
+            why="it is for models of transformers, PreTrainedModel",
+            hint=f"pass the model that is in it{_models_in(model)}",
+        )
     if weights not in (None, *get_args(Quantized)):
         raise SdkError(
             f"weights is {weights!r}", why="weights are kept as they are, or quantized", hint='None, "int8" or "int4"'
@@ -290,7 +307,8 @@ def _decoder(
     matrix_of: families.MatrixOf,
 ) -> DecoderReplacement:
     check_no_other_forward(module)
-    if getattr(attention.config, "_attn_implementation", None) != ATTENTION:
+    check_as_written(module)
+    if getattr(getattr(attention, "config", None), "_attn_implementation", None) != ATTENTION:
         raise NotUnderstoodError("its attention is not torch's")
     layer = families.describe(module, matrix_of)
     packer.add(*layer.matrices)
@@ -298,29 +316,43 @@ def _decoder(
 
 
 # ---------------------------------------------------------------------- attention
-def _use_attention(model: transformers.PreTrainedModel, found: _Found) -> list[Callable[[], None]]:
+def _use_attention(model: transformers.PreTrainedModel, found: _Found, undo: list[Callable[[], None]]) -> None:
     """Put our attention in the place of torch's; other ones were chosen, or are needed, and stay."""
     users: dict[int, list[tuple[str, transformers.PreTrainedModel]]] = defaultdict(list)
     for name, module in model.named_modules():
         if isinstance(module, transformers.PreTrainedModel):
             users[id(module.config)].append((name, module))
-    undo: list[Callable[[], None]] = []
     for same in users.values():
         name, config = same[0][0], same[0][1].config
         before = config._attn_implementation
         why = _why_not_attention(before, [user for _, user in same])
         if why is None:
-            config._attn_implementation_internal = ATTENTION
+            config._attn_implementation_internal = _Ours(before)
             found.attentions[name] = config
             undo.append(_attention_again(config, before))
         else:
             found.left[f"{name}.attention".lstrip(".")] = (name_of(same[0][1]), why)
-    return undo
+
+
+class _Ours(str):
+    """The name of our attention; where a configuration is copied or pickled, of the one in whose place it is."""
+
+    _before: str
+
+    def __new__(cls, before: str) -> _Ours:
+        made = super().__new__(cls, ATTENTION)
+        made._before = before
+        return made
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        return str, (self._before,)
 
 
 def _why_not_attention(before: str | None, users: Iterable[transformers.PreTrainedModel]) -> str | None:
     if before not in ("sdpa", ATTENTION):
         return f"its attention is {before!r}, which may do more than 'sdpa'"
+    if not has_own_sdpa():
+        return "another function than transformers' own is registered as 'sdpa', or torch's own was replaced"
     for user in users:
         if not user._can_set_attn_implementation():
             return "its attention does not go through transformers' registry"

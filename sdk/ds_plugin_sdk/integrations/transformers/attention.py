@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
-from transformers.modeling_utils import AttentionInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from ds_plugin_sdk.integrations.transformers.decoder import ops_for
 from ds_plugin_sdk.integrations.transformers.training import attends_in_training, attention_in_training
-from ds_plugin_sdk.integrations.transformers.understood import DTYPES, is_plain_inference
+from ds_plugin_sdk.integrations.transformers.understood import DTYPES, is_plain_inference, torch_has_its_functions
 
 ATTENTION = "ds_plugin"
 
@@ -48,6 +48,11 @@ def register_attention() -> None:
     AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 
 
+def has_own_sdpa() -> bool:
+    """Whether ``sdpa`` is what transformers has by that name; anybody may register something else."""
+    return ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward
+
+
 def attention_forward(
     module: nn.Module,
     query: Tensor,
@@ -70,9 +75,12 @@ def attention_forward(
     """
     causal = query.shape[2] > 1 and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
     own = _own_attention(type(module).__module__)
+    if own is sdpa_attention_forward and not has_own_sdpa():
+        own = ALL_ATTENTION_FUNCTIONS["sdpa"]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     understood = (
         own is sdpa_attention_forward
+        and torch_has_its_functions()
         and not dropout
         and all(value is None or name in IGNORED_ARGUMENTS for name, value in kwargs.items())
         and _fits(module, query, key, value)
@@ -194,4 +202,12 @@ def _eager(
     return eager(module, query, key, value, mask, **kwargs)
 
 
-__all__ = ["ATTENTION", "IGNORED_ARGUMENTS", "attend", "attention_forward", "mask_fits", "register_attention"]
+__all__ = [
+    "ATTENTION",
+    "IGNORED_ARGUMENTS",
+    "attend",
+    "attention_forward",
+    "has_own_sdpa",
+    "mask_fits",
+    "register_attention",
+]

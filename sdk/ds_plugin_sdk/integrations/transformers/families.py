@@ -36,7 +36,7 @@ FAMILIES: dict[type[nn.Module], tuple[Callable[[Any, MatrixOf], Decoder], str]] 
 def attention_of(layer: nn.Module) -> nn.Module | None:
     """The attention of a layer whose own code is that of a known decoder layer; None for all other modules."""
     found = _find(layer)
-    return None if found is None else getattr(layer, found[1])
+    return None if found is None else getattr(layer, found[1], None)
 
 
 def describe(layer: nn.Module, matrix_of: MatrixOf) -> Decoder:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any, NamedTuple
 
 import torch
@@ -81,6 +82,14 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not t
         self.dtype, self.device = key_states.dtype, key_states.device
         self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
         self.is_initialized = True
+
+    def __copy__(self) -> GrowingLayer:
+        """The same positions without room behind them: both may go on."""
+        copied = type(self).__new__(type(self))
+        rooms = {name: self._get(name) for name in self._rooms}
+        starts = dict.fromkeys(self._starts, 0)
+        copied.__dict__.update(self.__dict__, _rooms=rooms, _starts=starts, _lengths={**self._lengths}, _made=None)
+        return copied
 
     def get_seq_length(self) -> int:
         return self._lengths["keys"]
@@ -205,6 +214,12 @@ class Int8Layer(DynamicLayer):  # type: ignore[misc]  # transformers is not type
     @property
     def grows(self) -> bool:
         return self.levels.grows and self.scales.grows
+
+    def __copy__(self) -> Int8Layer:
+        """As `GrowingLayer.__copy__`."""
+        copied = type(self).__new__(type(self))
+        copied.__dict__.update(self.__dict__, levels=copy.copy(self.levels), scales=copy.copy(self.scales), _made=None)
+        return copied
 
     @property
     def nbytes(self) -> int:

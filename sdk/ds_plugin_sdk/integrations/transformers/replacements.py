@@ -26,6 +26,7 @@ from ds_plugin_sdk.integrations.transformers.attention import (
     ATTENTION,
     IGNORED_ARGUMENTS,
     attention_forward,
+    has_own_sdpa,
     mask_fits,
 )
 from ds_plugin_sdk.integrations.transformers.decoder import Decoder, Ops, ops_for
@@ -484,7 +485,11 @@ class DecoderReplacement(Replacement):
 
     def attends(self) -> bool:
         """Whether its attention is ours still."""
-        return self.attention.config is self.config and self._options.get("_attn_implementation_internal") == ATTENTION
+        return (
+            self.attention.config is self.config
+            and self._options.get("_attn_implementation_internal") == ATTENTION
+            and has_own_sdpa()
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():

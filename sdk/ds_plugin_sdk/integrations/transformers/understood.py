@@ -18,15 +18,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.nn import functional
 from torch.nn.modules import module as nn_module
 from torch.utils.hooks import RemovableHandle
 from transformers import activations
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.pytorch_utils import Conv1D
 from transformers.utils.deprecation import deprecate_kwarg
 
-from ds_plugin_sdk.integrations.deepspeed.hooks import moves_parameters_alone
+from ds_plugin_sdk.integrations.deepspeed.hooks import is_linear_of_zero, moves_parameters_alone
 from ds_plugin_sdk.integrations.transformers.replacement import TrainingReplacement
 from ds_plugin_sdk.ops.linear import Activation
 
@@ -48,8 +50,20 @@ _ACTIVATIONS: dict[type[nn.Module], Activation] = {
     activations.GELUTanh: "gelu_tanh",
 }
 
-# What a function that is decorated so runs first. transformers 5.24 renamed past_key_values to cache.
-_RENAMING = deprecate_kwarg("past_key_values", "999", new_name="cache")(lambda cache: cache).__code__
+
+class _Checkpointed(GradientCheckpointingLayer):  # type: ignore[misc]  # transformers is not typed where types are checked
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return hidden_states
+
+
+# What functions that transformers 5.24 decorates run first: past_key_values became cache, and layers are checkpointed.
+_WRAPPERS = [
+    deprecate_kwarg("past_key_values", "999", new_name="cache")(lambda cache: cache).__code__,
+    *([_Checkpointed.forward.__code__] if hasattr(_Checkpointed.forward, "__wrapped__") else []),
+]
+
+# What modules call of torch's: others may stand in these places, those of a profiler or of another attention.
+_FUNCTIONS = ("linear", "scaled_dot_product_attention", "layer_norm", "gelu", "relu", "silu")
 
 # Hooks that apply to all modules; they are called around modules, which a whole layer's forward does not call.
 _GLOBAL_HOOKS = (nn_module._global_forward_hooks, nn_module._global_forward_pre_hooks)
@@ -115,12 +129,79 @@ def check_own_code(module: nn.Module) -> None:
 
 
 def check_as_written(module: nn.Module) -> None:
-    """Raise `NotUnderstoodError` unless its class's forward is the one that stands in the class."""
+    """Raise `NotUnderstoodError` unless a call of its class runs the forward that stands in it, or in a class that it
+    derives from, and this the functions that stand in its file and torch's own.
+    """
     kind = type(module)
     code = as_written(kind.forward)
-    written = (code.__module__, code.__qualname__) == (kind.__module__, f"{kind.__qualname__}.forward")
-    if not written or hasattr(code, "__wrapped__"):
+    if not any(_is_as_written(code, each.__module__, f"{each.__qualname__}.forward") for each in kind.__mro__):
         raise NotUnderstoodError(f"the forward of {name_of(module)} is not that of its class")
+    if not any(kind.__call__ is each and _is_as_written(each, *written) for each, *written in _CALLS):
+        raise NotUnderstoodError(f"{name_of(module)} has another __call__")
+    for called in called_functions(kind.forward):
+        if not _is_as_written(as_written(called.value), None, called.name):
+            raise NotUnderstoodError(f"{called.name} is not that of the file of {name_of(module)}")
+    if not torch_has_its_functions():
+        raise NotUnderstoodError("one of torch.nn.functional's functions is not torch's own")
+
+
+def _is_as_written(function: Any, module: str | None, name: str) -> bool:
+    """Whether a function is defined by a name, in a module if that is known, and is nobody's wrapper."""
+    return (
+        getattr(function, "__qualname__", None) == name
+        and (module is None or function.__module__ == module)
+        and not hasattr(function, "__wrapped__")
+    )
+
+
+# What calls a module's forward, and where it is defined.
+_CALLS = (
+    (nn.Module.__call__, "torch.nn.modules.module", "Module._wrapped_call_impl"),
+    (GradientCheckpointingLayer.__call__, "transformers.modeling_layers", "GradientCheckpointingLayer.__call__"),
+)
+
+
+class Called(NamedTuple):
+    """A function that another one calls: by which name of which file."""
+
+    names: dict[str, Any]
+    name: str
+    value: Any
+
+
+def called_functions(function: Callable[..., Any]) -> list[Called]:
+    """Those of its own file that a function calls, and that these call, but for the attention, which the registry
+    chooses.
+    """
+    found: dict[tuple[int, str], Called] = {}
+    left: list[Any] = [as_written(function)]
+    while left:
+        each = left.pop()
+        if not isinstance(each, types.FunctionType) or not each.__module__.startswith("transformers.models."):
+            continue
+        for name in each.__code__.co_names:
+            value, key = each.__globals__.get(name), (id(each.__globals__), name)
+            if isinstance(value, types.FunctionType) and key not in found and name != "eager_attention_forward":
+                found[key] = Called(each.__globals__, name, value)
+                left.append(value)
+    return list(found.values())
+
+
+def torch_has_its_functions() -> bool:
+    """Whether the functions that modules call are torch's, or that of ZeRO, which computes the same."""
+    found: list[Any] = [*map(vars(functional).get, _FUNCTIONS)]
+    return found == _TORCHS or (found[1:] == _TORCHS[1:] and is_linear_of_zero(found[0]))
+
+
+def _torchs(name: str) -> object:
+    """A function as torch has it, whatever stands in its place; an object that is none if that cannot be told."""
+    native, found = getattr(torch._C._nn, name, None), getattr(functional, name)
+    if _is_as_written(found, functional.__name__, name):
+        return found
+    return object() if native is None else native
+
+
+_TORCHS = [*map(_torchs, _FUNCTIONS)]
 
 
 def check_only_its_class(module: nn.Module) -> None:
@@ -244,7 +325,7 @@ def same_code(function: Callable[..., Any], known: Callable[..., Any]) -> bool:
     one, other = function.__code__, known.__code__
     inner, known_inner = getattr(function, "__wrapped__", None), getattr(known, "__wrapped__", None)
     if one is other and inner is not None and known_inner is not None:
-        return same_code(inner, known_inner)  # transformers wraps the forward of all decoder layers alike
+        return same_code(inner, known_inner)  # transformers wraps the forward of all models alike
     if (
         function.__closure__
         or known.__closure__
@@ -264,8 +345,8 @@ def same_code(function: Callable[..., Any], known: Callable[..., Any]) -> bool:
 
 
 def as_written(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function without transformers' own wrapper that takes an argument by its former name too."""
-    while getattr(function, "__code__", None) is _RENAMING:
+    """A function without transformers' own wrappers."""
+    while any(getattr(function, "__code__", None) is each for each in _WRAPPERS):
         function = function.__wrapped__  # type: ignore[attr-defined]  # functools.wraps has set it
     return function
 
@@ -316,6 +397,14 @@ class Watch:
         self._not_training = [vars(module) for module in asked if not _ignores_training(module)]
         self._children = [module._modules for module in self._modules if module._modules]
         self._known_children = [dict(each) for each in self._children]
+        self._distinct: list[type[Any]] = [*dict.fromkeys(self._kinds)]
+        self._code = [*map(_code_of, self._distinct)]
+        self._called = [each for kind in self._distinct for each in called_functions(kind.forward)] if inner else []
+        # Eps, scales and choices, which a module's own code reads at each call.
+        attributes = [(vars(module), *item) for module in self._modules for item in vars(module).items()]
+        numbers = [each for each in attributes if type(each[2]) in (float, bool) and each[1] not in _OF_TRAINING]
+        self._numbered: list[dict[str, Any]] = [owner for owner, _, _ in numbers]
+        self._names, self._numbers = [name for _, name, _ in numbers], [number for _, _, number in numbers]
 
     @classmethod
     def alone(cls, module: nn.Module) -> Watch:
@@ -333,7 +422,7 @@ class Watch:
         self._hooks = (*self._everywhere, *(found for module in self._hooked for found in hooks_of(module)))
 
     def holds(self) -> bool:
-        """No hooks, no other forward, no other class, no other children, no training mode."""
+        """No hooks, no other forward, no other class or code, no other children or numbers, no training mode."""
         if RemovableHandle.next_id != self._registered:
             self._find_hooks()  # a module may have got other dictionaries before
         return (
@@ -345,6 +434,10 @@ class Watch:
                 or self._have_their_forwards()
             )
             and self._children == self._known_children
+            and [*map(_code_of, self._distinct)] == self._code
+            and [*map(dict.get, self._numbered, self._names)] == self._numbers
+            and all(names.get(name) is value for names, name, value in self._called)
+            and torch_has_its_functions()
         )
 
     def _have_their_forwards(self) -> bool:
@@ -355,6 +448,15 @@ class Watch:
             return False
         self._forwards = forwards
         return True
+
+
+# What `accelerate` asks elsewhere, or what does not matter without gradients.
+_OF_TRAINING = ("training", "gradient_checkpointing")
+
+
+def _code_of(kind: type[Any]) -> tuple[object, object, object]:
+    """What a call of a module runs; `_norm` is Gemma's."""
+    return kind.forward, kind.__call__, getattr(kind, "_norm", None)
 
 
 def _ignores_training(module: nn.Module) -> bool:

@@ -1,0 +1,256 @@
+"""Code that others have put into the place of transformers' and torch's runs, whenever they did so."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import multiprocessing
+import pickle
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_models import logits, make
+from torch import nn
+from torch.nn import functional
+
+from counted_calls import CountedCalls
+
+with warnings.catch_warnings():
+    # transformers' own dependencies warn of each other's releases.
+    warnings.simplefilter("ignore")
+    import transformers
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+    from transformers.models.gpt2 import modeling_gpt2 as gpt2
+    from transformers.models.llama import modeling_llama as llama
+
+from ds_plugin_sdk.errors import SdkError
+from ds_plugin_sdk.integrations.transformers import accelerate
+
+pytestmark = [pytest.mark.compiler, pytest.mark.usefixtures("kernels")]
+
+
+def halved(function: Callable[..., Any]) -> Callable[..., Any]:
+    def half(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        return (result[0] / 2, *result[1:]) if isinstance(result, tuple) else result / 2
+
+    return half
+
+
+def wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
+    return functools.wraps(function)(halved(function))
+
+
+def compared(name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of a new model by its own code, and accelerated."""
+    model = make(name)
+    expected = logits(model)
+    with accelerate(model):
+        return logits(model), expected
+
+
+PATCHED = {
+    "layer": (llama.LlamaDecoderLayer, "forward"),
+    "attention": (llama.LlamaAttention, "forward"),
+    "mlp": (llama.LlamaMLP, "forward"),
+    "norm": (llama.LlamaRMSNorm, "forward"),
+    "linear": (nn.Linear, "forward"),
+    "calls of linear": (nn.Linear, "__call__"),
+    "rotary embedding": (llama, "apply_rotary_pos_emb"),
+    "half of it": (llama, "rotate_half"),
+    "torch's linear": (functional, "linear"),
+    "torch's silu": (functional, "silu"),
+    "torch's attention": (functional, "scaled_dot_product_attention"),
+}
+
+
+@pytest.mark.parametrize("patch", [halved, wrapped])
+@pytest.mark.parametrize("part", PATCHED)
+def test_patched_code_runs(part: str, patch: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Patched before a model is accelerated, also where another one was before that; and after."""
+    owner, name = PATCHED[part]
+    before, model = logits(make("llama")), make("llama")
+    with accelerate(model):
+        logits(model)
+        monkeypatch.setattr(owner, name, patch(getattr(owner, name)))
+        after = logits(model)
+    ours, expected = compared("llama")
+    assert not torch.allclose(expected, before, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(after, expected, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(ours, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_an_op_by_op_layer_sees_it_between_two_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a step, all of whose layers are asked at once."""
+    model, found = make("llama"), []
+    for accelerated in (False, True):
+        handle = accelerate(model) if accelerated else None
+        cache = transformers.DynamicCache()
+        logits(model, past_key_values=cache)
+        with torch.no_grad(), monkeypatch.context() as patch:
+            for step in range(4):
+                if step == 3:
+                    patch.setattr(llama, "rotate_half", halved(llama.rotate_half))
+                found.append(model(torch.tensor([[5], [7]]), past_key_values=cache).logits)
+        if handle is not None:
+            handle.remove()
+    torch.testing.assert_close(found[4:], found[:4], rtol=1e-3, atol=1e-3)
+
+
+@contextmanager
+def registered(attention: Callable[..., Any]) -> Iterator[None]:
+    own = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    AttentionInterface.register("sdpa", attention)
+    try:
+        yield
+    finally:
+        AttentionInterface.register("sdpa", own)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss", "deepseek_v3"])
+def test_another_attention_by_torchs_name(name: str) -> None:
+    attention = halved(ALL_ATTENTION_FUNCTIONS["sdpa"])
+    model = make(name)
+    with accelerate(model):
+        with registered(attention):
+            after = logits(model)
+            ours, expected = compared(name)
+            other = make(name)
+            with accelerate(other) as handle:
+                assert handle.attention == []
+        again = logits(model)
+    torch.testing.assert_close(after, expected, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(ours, expected, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(again, logits(make(name)), rtol=1e-3, atol=1e-3)
+
+
+NUMBERS: dict[str, tuple[str, Callable[[Any], Any], str]] = {
+    "eps of a norm in a layer": ("llama", lambda m: m.model.layers[1].input_layernorm, "variance_epsilon"),
+    "eps of a norm alone": ("llama", lambda m: m.model.norm, "variance_epsilon"),
+    "eps of torch's norm": ("gpt2", lambda m: m.transformer.h[0].ln_2, "eps"),
+    "scale of scores": ("llama", lambda m: m.model.layers[0].self_attn, "scaling"),
+    "scale of GPT-2's": ("gpt2", lambda m: m.transformer.h[1].attn, "scaling"),
+    "place of norms": ("opt", lambda m: m.model.decoder.layers[0], "do_layer_norm_before"),
+}
+
+
+@pytest.mark.parametrize("what", NUMBERS)
+def test_numbers_that_a_models_code_reads_are_read(what: str) -> None:
+    name, part_of, attribute = NUMBERS[what]
+    model, plain = make(name), make(name)
+    with accelerate(model) as handle:
+        before, whole = logits(model), handle.layers
+        for each in (model, plain):
+            part = part_of(each)
+            old = getattr(part, attribute)
+            setattr(part, attribute, not old if isinstance(old, bool) else 3 * old + 0.3)
+        ours = logits(model)
+        if whole:  # transformers 5.0.0 has other layers of GPT-2 and OPT, which do not run whole
+            assert "changed after accelerate()" in str(handle)
+    assert not torch.allclose(before, logits(plain), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(ours, logits(plain), rtol=1e-3, atol=1e-3)
+
+
+def test_gemmas_norm_that_is_patched(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.gemma import modeling_gemma
+
+    config = transformers.GemmaConfig(**{**make("llama").config.to_diff_dict(), "head_dim": 8, "model_type": "gemma"})
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with accelerate(model) as handle:
+        assert handle.norms
+        logits(model)
+        norm = modeling_gemma.GemmaRMSNorm._norm
+        monkeypatch.setattr(modeling_gemma.GemmaRMSNorm, "_norm", lambda self, x: norm(self, x) / 2)
+        ours = logits(model)
+    torch.testing.assert_close(ours, logits(model), rtol=1e-3, atol=1e-3)
+
+
+def _in_another_process(pickled: bytes, results: Any) -> None:
+    model = pickle.loads(pickled)
+    results.put((model.config._attn_implementation, logits(model).tolist()))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_is_a_plain_model(copied: Callable[[Any], Any]) -> None:
+    model = make("llama")
+    expected = logits(model)
+    with accelerate(model):
+        other = copied(model)
+        assert model.config._attn_implementation == "ds_plugin"
+    assert type(other.config._attn_implementation) is str and other.config._attn_implementation == "sdpa"
+    with CountedCalls() as counted:
+        torch.testing.assert_close(logits(other), expected)
+    assert not counted.calls
+
+
+def test_a_new_process_gets_a_plain_model() -> None:
+    model = make("llama")
+    expected = logits(model)
+    context = multiprocessing.get_context("spawn")
+    results = context.SimpleQueue()
+    with accelerate(model):
+        process = context.Process(target=_in_another_process, args=(pickle.dumps(model), results))
+    process.start()
+    attention, found = results.get()
+    process.join()
+    assert attention == "sdpa"
+    torch.testing.assert_close(torch.tensor(found), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_saved_model_names_torchs_attention(tmp_path: Path) -> None:
+    model = make("llama")
+    with accelerate(model):
+        model.save_pretrained(tmp_path)
+        torch.save(model, tmp_path / "model.pt")
+    assert "ds_plugin" not in (tmp_path / "config.json").read_text(encoding="utf-8")
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    assert loaded.config._attn_implementation == "sdpa"
+
+
+class Attention(nn.Module):
+    """Somebody's own, without a configuration."""
+
+    def forward(self, hidden_states: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
+        return hidden_states / 2, None
+
+
+@pytest.mark.parametrize("attention", [Attention, lambda: None], ids=["another", "none"])
+def test_an_attention_that_is_not_known_is_left_alone(attention: Callable[[], Any]) -> None:
+    model = make("llama")
+    model.model.layers[1].self_attn = attention()
+    with accelerate(model) as handle:
+        assert handle.layers == ["model.layers.0"]
+        if isinstance(model.model.layers[1].self_attn, Attention):
+            ours = logits(model)
+            handle.remove()
+            torch.testing.assert_close(ours, logits(model), rtol=1e-3, atol=1e-3)
+
+
+def test_after_an_error_the_model_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ds_plugin_sdk.integrations.transformers import weights
+
+    model = make("gpt2")
+
+    def fail(self: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(weights.Packer, "pack", fail)
+    with pytest.raises(MemoryError):
+        accelerate(model)
+    assert model.config._attn_implementation == "sdpa"
+    assert not any("forward" in vars(module) for module in model.modules())
+    assert type(model.transformer.h[0]) is gpt2.GPT2Block
+
+
+@pytest.mark.parametrize("given", [lambda: nn.Sequential(make("llama")), lambda: "llama", lambda: nn.Linear(2, 2)])
+def test_what_is_no_model_of_transformers_is_an_error(given: Callable[[], Any]) -> None:
+    model = given()
+    with pytest.raises(SdkError, match=r"accelerate\(\) cannot run a .*PreTrainedModel") as error:
+        accelerate(model)
+    assert ("get_submodule('0')" in str(error.value)) == isinstance(model, nn.Sequential)
