@@ -10,7 +10,7 @@ import dis
 import functools
 import operator
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from typing import Any, NamedTuple
@@ -162,9 +162,9 @@ _CALLS = (
 
 
 class Called(NamedTuple):
-    """A function that another one calls: by which name of which file."""
+    """A function that another one calls: by which name of which file or class."""
 
-    names: dict[str, Any]
+    names: Mapping[str, Any]
     name: str
     value: Any
 
@@ -189,7 +189,7 @@ def called_functions(function: Callable[..., Any]) -> list[Called]:
 
 def torch_has_its_functions() -> bool:
     """Whether the functions that modules call are torch's, or that of ZeRO, which computes the same."""
-    found: list[Any] = [*map(vars(functional).get, _FUNCTIONS)]
+    found: Any = _functions_of(functional)
     return found == _TORCHS or (found[1:] == _TORCHS[1:] and is_linear_of_zero(found[0]))
 
 
@@ -201,7 +201,8 @@ def _torchs(name: str) -> object:
     return object() if native is None else native
 
 
-_TORCHS = [*map(_torchs, _FUNCTIONS)]
+_functions_of = operator.attrgetter(*_FUNCTIONS)
+_TORCHS = tuple(map(_torchs, _FUNCTIONS))
 
 
 def check_only_its_class(module: nn.Module) -> None:
@@ -371,6 +372,7 @@ def check_code(module: nn.Module, *known: type[nn.Module]) -> None:
 # Both of these are asked at each step of a model whose weights have just pushed Python's objects out of the caches:
 # they go over lists by functions in C, and nothing is computed again that can be kept.
 _is_training = operator.itemgetter("training")
+_code_of = operator.attrgetter("forward", "__call__")  # of a class
 version_of, _dtype = operator.attrgetter("_version"), operator.attrgetter("dtype")
 
 
@@ -400,6 +402,8 @@ class Watch:
         self._distinct: list[type[Any]] = [*dict.fromkeys(self._kinds)]
         self._code = [*map(_code_of, self._distinct)]
         self._called = [each for kind in self._distinct for each in called_functions(kind.forward)] if inner else []
+        methods = [each for kind in self._distinct for each in kind.__mro__ if "_norm" in vars(each)]
+        self._called += [Called(vars(each), "_norm", vars(each)["_norm"]) for each in methods]  # Gemma's
         # Eps, scales and choices, which a module's own code reads at each call.
         attributes = [(vars(module), *item) for module in self._modules for item in vars(module).items()]
         numbers = [each for each in attributes if type(each[2]) in (float, bool) and each[1] not in _OF_TRAINING]
@@ -452,11 +456,6 @@ class Watch:
 
 # What `accelerate` asks elsewhere, or what does not matter without gradients.
 _OF_TRAINING = ("training", "gradient_checkpointing")
-
-
-def _code_of(kind: type[Any]) -> tuple[object, object, object]:
-    """What a call of a module runs; `_norm` is Gemma's."""
-    return kind.forward, kind.__call__, getattr(kind, "_norm", None)
 
 
 def _ignores_training(module: nn.Module) -> bool:
