@@ -119,7 +119,7 @@ def _step(settings: Settings) -> Iterable[Any]:
 
 
 def _step_bfloat16(settings: Settings) -> Iterable[Any]:
-    for family, words in (("llama", 32_000), ("gpt2", 50_257)):
+    for family, words in (("llama", 32_000), ("llama", 128_256), ("gpt2", 50_257)):
         yield from _module("step").run(family=family, vocabularies=(words,), dtype="bfloat16", turns=3)
 
 
