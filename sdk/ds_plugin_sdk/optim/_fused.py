@@ -13,6 +13,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from ds_plugin_sdk.errors import CheckpointError, GraphCaptureError, InvalidTensorError, UnsupportedOptionError
+from ds_plugin_sdk.ops import _library
+from ds_plugin_sdk.optim._dtensor import is_dtensor, local_parts
 
 Group = dict[str, Any]
 State = dict[str, Any]
@@ -36,12 +38,14 @@ class FusedOptimizer(Optimizer):
         FAMILY: module of `ds_plugin_sdk.ops` with the op.
         STATES: names of the state tensors, in the op's order. Beside them each parameter has ``step``, an int.
         COUNTS_STEPS: whether the result depends on the number of the step.
+        ELEMENTWISE: whether an element's update depends on no other element, so that parts of a tensor may step alone.
         RENAMED: state tensors by their names in other optimizers' checkpoints.
     """
 
     FAMILY: ClassVar[str]
     STATES: ClassVar[tuple[str, ...]]
     COUNTS_STEPS: ClassVar[bool] = True
+    ELEMENTWISE: ClassVar[bool] = True
     RENAMED: ClassVar[Mapping[str, str]] = {}
 
     def __init__(self, params: ParamsT, defaults: Group, options: Mapping[str, Any]) -> None:
@@ -64,7 +68,7 @@ class FusedOptimizer(Optimizer):
         self._forget()
 
     def _forget(self) -> None:
-        self._mixed: set[int] = set()  # ids of groups whose parameters are of several dtypes
+        self._mixed: set[int] = set()  # ids of groups that no one call of the op can step
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group of parameters, as in torch.
@@ -100,8 +104,12 @@ class FusedOptimizer(Optimizer):
         grads: list[Tensor],
         states: list[list[Tensor]],
         steps: list[int],
-    ) -> None:
-        """Call the op on tensors of one device, one dtype a list; one step number for all, or one each."""
+    ) -> Any:
+        """Call the op on plain tensors of one device, one dtype a list; one step number for all, or one each.
+
+        Returns:
+            What the op returns.
+        """
         raise NotImplementedError(f"{type(self).__name__}._update() must call the op")
 
     def _new_state(self, param: Tensor, group: Group) -> State:
@@ -148,10 +156,10 @@ class FusedOptimizer(Optimizer):
         return loss
 
     def _step_group(self, group: Group, params: list[Tensor]) -> None:
-        """Step on `params`, in one call if they are of one dtype and device.
+        """Step on `params`, in one call if they are plain tensors of one dtype and device.
 
-        Sorting thousands of parameters by dtype takes as long as the update of small ones, so that is left until an op
-        has rejected a mixture, as ops do before they modify anything.
+        Sorting thousands of parameters takes as long as the update of small ones, so that is left until an op has
+        rejected a mixture, as ops do before they modify anything. torch's errors for DTensors are RuntimeErrors.
         """
         states = [self.state[param] for param in params]
         for param, state in zip(params, states, strict=True):
@@ -159,35 +167,44 @@ class FusedOptimizer(Optimizer):
                 state.update(self._new_state(param, group))
         if id(group) not in self._mixed:
             try:
-                return self._step_bucket(group, params, states)
-            except InvalidTensorError:
-                if len(self._buckets(params, states)) == 1:
+                self._step_bucket(group, params, states)
+                return
+            except RuntimeError as error:
+                is_mixture = isinstance(error, InvalidTensorError) and len(self._buckets(params, states)) > 1
+                if not is_mixture and not any(map(is_dtensor, params)):
                     raise
                 self._mixed.add(id(group))
         for bucket in self._buckets(params, states):
             self._step_bucket(group, *bucket)
-        return None
 
     def _buckets(self, params: list[Tensor], states: list[State]) -> list[tuple[list[Tensor], list[State]]]:
-        """Parameters and their states, divided by device and by the dtypes of parameter, gradient and state."""
+        """Parameters and their states, divided by device and by the dtypes of parameter, gradient and state.
+
+        DTensors are in buckets of their own.
+        """
         buckets: dict[tuple[Any, ...], tuple[list[Tensor], list[State]]] = {}
         for param, state in zip(params, states, strict=True):
             grad, first = param.grad, state[self.STATES[0]]
             assert grad is not None
-            key = (param.device, param.dtype, grad.dtype, first.dtype)
+            key = (param.device, param.dtype, grad.dtype, first.dtype, is_dtensor(param))
             bucket = buckets.setdefault(key, ([], []))
             bucket[0].append(param)
             bucket[1].append(state)
         return list(buckets.values())
 
-    def _step_bucket(self, group: Group, params: list[Tensor], states: list[State]) -> None:
+    def _step_bucket(self, group: Group, params: list[Tensor], states: list[State]) -> Any:
         self._reject_capture(params[0].device.type)
         steps = [state["step"] + 1 for state in states]
-        grads: list[Any] = [param.grad for param in params]
-        tensors = [[state[name] for state in states] for name in self.STATES]
-        self._update(group, params, grads, tensors, steps[:1] if len(set(steps)) == 1 else steps)
+        lists: list[Any] = [params, [param.grad for param in params]]
+        lists += ([state[name] for state in states] for name in self.STATES)
+        are_dtensors = id(group) in self._mixed and is_dtensor(params[0])
+        parts = local_parts(self.FAMILY, lists, elementwise=self.ELEMENTWISE) if are_dtensors else lists
+        result = self._update(group, parts[0], parts[1], parts[2:], steps[:1] if len(set(steps)) == 1 else steps)
+        if are_dtensors:
+            _library.mark_modified(params)
         for state, step in zip(states, steps, strict=True):
             state["step"] = step
+        return result
 
     def _reject_capture(self, device_type: str) -> None:
         """A graph would repeat the numbers of the step during which it was captured."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ds_plugin_sdk.ops.lamb import lamb_
+from ds_plugin_sdk.optim._dtensor import is_dtensor, whole
 from ds_plugin_sdk.optim._fused import FusedOptimizer, betas_of, check_options
 
 
@@ -42,6 +43,7 @@ class FusedLamb(FusedOptimizer):
 
     FAMILY: ClassVar[str] = "lamb"
     STATES: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
+    ELEMENTWISE: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -111,7 +113,8 @@ class FusedLamb(FusedOptimizer):
             with torch.enable_grad():
                 loss = closure()
         self._ratios.clear()
-        self._scale, self._grad_norm = scale, grad_norm
+        # torch.nn.utils.clip_grad_norm_ gives a DTensor, if gradients are DTensors.
+        self._scale, self._grad_norm = scale, whole(grad_norm) if isinstance(grad_norm, Tensor) else grad_norm
         super().step()
         return loss
 
@@ -120,6 +123,11 @@ class FusedLamb(FusedOptimizer):
         params = [param for group in self.param_groups for param in group["params"] if param in self._ratios]
         return [self._ratios[param].item() for param in params]
 
+    def _step_bucket(self, group: dict[str, Any], params: list[Tensor], states: list[dict[str, Any]]) -> Tensor:
+        ratios: Tensor = super()._step_bucket(group, params, states)
+        self._ratios.update(zip(params, ratios.unbind(), strict=True))
+        return ratios
+
     def _update(
         self,
         group: dict[str, Any],
@@ -127,10 +135,10 @@ class FusedLamb(FusedOptimizer):
         grads: list[Tensor],
         states: list[list[Tensor]],
         steps: list[int],
-    ) -> None:
+    ) -> Tensor:
         exp_avgs, exp_avg_sqs = states
         grads, grad_scale = self._clipped(group["max_grad_norm"], grads)
-        ratios = lamb_(
+        return lamb_(
             params,
             grads,
             exp_avgs,
@@ -147,7 +155,6 @@ class FusedLamb(FusedOptimizer):
             bias_correction=group["bias_correction"],
             correct_inside=group["paper"],
         )
-        self._ratios.update(zip(params, ratios.unbind(), strict=True))
 
     def _clipped(self, max_grad_norm: float, grads: list[Tensor]) -> tuple[list[Tensor], float]:
         """Gradients, and what they are to be divided by so that the norm of all does not exceed the largest."""
@@ -191,6 +198,9 @@ def _total_norm(grads: list[Tensor]) -> Tensor:
     if not real:
         return torch.zeros(())
     dtype = torch.float64 if any(grad.dtype == torch.float64 for grad in real) else torch.float32
-    norms = torch._foreach_norm(real, 2, dtype=dtype)
+    divided = [grad for grad in real if is_dtensor(grad)]
+    norms = [whole(torch.linalg.vector_norm(grad, dtype=dtype)) for grad in divided]
+    if len(real) > len(divided):
+        norms += torch._foreach_norm([grad for grad in real if not is_dtensor(grad)], 2, dtype=dtype)
     total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
     return total
