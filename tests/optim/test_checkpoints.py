@@ -6,6 +6,7 @@ DeepSpeed's own optimizers: `tests/integrations/deepspeed/test_optimizer_checkpo
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -104,6 +105,49 @@ def test_state_dicts_go_both_ways(make_ours: Callable[..., Optimizer], make_thei
     fresh = make_theirs()
     take_over(fresh, ours)
     assert_go_on_alike(ours, fresh, seed=3)
+
+
+OF_TORCH: dict[str, tuple[Callable[..., Optimizer], Callable[..., Optimizer]]] = {
+    "AdamW": (FusedAdam, torch.optim.AdamW),
+    "Adam": (lambda *args, **kwargs: FusedAdam(*args, adamw=False, **kwargs), torch.optim.Adam),
+    "Adagrad": (FusedAdagrad, torch.optim.Adagrad),
+}
+# Of options that change the result the state dict has the last word. (With differentiable=True torch steps on no leaf.)
+TORCH_OPTIONS = ["foreach", "fused", "maximize", "capturable", "amsgrad", "lr_decay"]
+
+
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [
+        (name, option)
+        for name, (_, make_torch) in OF_TORCH.items()
+        for option in [None, *TORCH_OPTIONS]
+        if option is None or option in inspect.signature(make_torch).parameters
+    ],
+)
+def test_torch_goes_on_from_ours_whatever_options_it_was_made_with(name: str, option: str | None) -> None:
+    make, make_torch = OF_TORCH[name]
+    train(ours := make(parameters(), lr=1e-2, weight_decay=0.1), 3, seed=1)
+    theirs = make_torch(parameters(), **({option: True} if option else {}))
+    take_over(theirs, ours)
+    assert_go_on_alike(ours, theirs, seed=2)
+    saved = theirs.state_dict()["param_groups"][0]
+    assert make_torch(parameters()).state_dict()["param_groups"][0].keys() <= saved.keys(), "torch's lacks an option"
+
+
+@pytest.mark.parametrize("option", [None, "foreach", "fused"])
+@pytest.mark.parametrize(("make", "make_torch"), OF_TORCH.values(), ids=OF_TORCH)
+def test_ours_goes_on_from_torch_whatever_computed_its_steps(
+    make: Callable[..., Optimizer], make_torch: Callable[..., Optimizer], option: str | None
+) -> None:
+    train(
+        theirs := make_torch(parameters(), lr=1e-2, weight_decay=0.1, **({option: True} if option else {})), 3, seed=1
+    )
+    ours = make(parameters())
+    take_over(ours, theirs)
+    assert_go_on_alike(ours, theirs, seed=2)
+    take_over(theirs, ours)
+    assert_go_on_alike(ours, theirs, seed=3)
 
 
 def test_a_step_in_the_group_does_not_go_stale() -> None:

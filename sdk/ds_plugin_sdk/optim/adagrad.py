@@ -62,6 +62,9 @@ class FusedAdagrad(FusedOptimizer):
         }
         super().__init__(params, defaults, options)
 
+    def _export_group(self, group: dict[str, Any]) -> None:
+        group["lr_decay"] = 0.0  # torch's Adagrad takes it from the group
+
     def _new_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         state = super()._new_state(param, group)
         state["sum"].fill_(group["initial_accumulator_value"])
