@@ -31,6 +31,11 @@ _NOT_OFFERED = {
 _HARMLESS = {"foreach", "fused"}  # how to compute, not what
 
 
+# Keeps torch.compile out of a step: a graph would hold the step number and the learning rate, and so be compiled again
+# at each step, and the op is one call without it. torch.compiler.disable() would import the compiler with this module.
+outside_graphs = torch._compile._disable_dynamo
+
+
 class FusedOptimizer(Optimizer):
     """An optimizer whose step is one op call for each group and dtype.
 
@@ -130,6 +135,7 @@ class FusedOptimizer(Optimizer):
             self._export_group(group)
         return packed
 
+    @outside_graphs
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient.

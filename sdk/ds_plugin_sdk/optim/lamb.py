@@ -12,7 +12,7 @@ from torch.optim.optimizer import ParamsT
 
 from ds_plugin_sdk.ops.lamb import lamb_
 from ds_plugin_sdk.optim._dtensor import is_dtensor, whole
-from ds_plugin_sdk.optim._fused import FusedOptimizer, betas_of, check_options
+from ds_plugin_sdk.optim._fused import FusedOptimizer, betas_of, check_options, outside_graphs
 
 
 class FusedLamb(FusedOptimizer):
@@ -89,6 +89,7 @@ class FusedLamb(FusedOptimizer):
         self._grad_norm: float | Tensor | None = None
         self._ratios: dict[Tensor, Tensor] = {}
 
+    @outside_graphs
     @torch.no_grad()
     def step(
         self, closure: Callable[[], Any] | None = None, *, scale: float = 1.0, grad_norm: float | Tensor | None = None
