@@ -205,7 +205,11 @@ class FusedOptimizer(Optimizer):
         lists += ([state[name] for state in states] for name in self.STATES)
         are_dtensors = id(group) in self._mixed and is_dtensor(params[0])
         parts = local_parts(self.FAMILY, lists, elementwise=self.ELEMENTWISE) if are_dtensors else lists
-        result = self._update(group, parts[0], parts[1], parts[2:], steps[:1] if len(set(steps)) == 1 else steps)
+        try:
+            result = self._update(group, parts[0], parts[1], parts[2:], steps[:1] if len(set(steps)) == 1 else steps)
+        except InvalidTensorError as error:
+            error.hint = error.hint or _way_out(*parts[:2])
+            raise
         if are_dtensors:
             _library.mark_modified(params)
         for state, step in zip(states, steps, strict=True):
@@ -295,6 +299,18 @@ class FusedOptimizer(Optimizer):
                         hint='set "step" in its "param_groups"',
                     )
             state["step"] = step
+
+
+def _way_out(params: list[Tensor], grads: list[Tensor]) -> str:
+    """What to do about tensors that no op of ours takes."""
+    if any(grad.layout != torch.strided for grad in grads):
+        return "make embeddings with sparse=False, or give parameters with sparse gradients to torch.optim.SparseAdam"
+    if any(param.is_complex() for param in params):
+        return (
+            "give complex parameters to an optimizer of torch.optim, such as AdamW, or keep real ones "
+            "(torch.view_as_real) and compute with torch.view_as_complex of them"
+        )
+    return ""
 
 
 def betas_of(group: Group) -> tuple[float, float]:
