@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from ds_plugin_sdk.errors import InvalidTensorError
-from ds_plugin_sdk.nn import RMSNorm, geglu, gelu, rms_norm, rotary, swiglu
+from ds_plugin_sdk.nn import Linear, RMSNorm, geglu, gelu, rms_norm, rotary, swiglu
 from ds_plugin_sdk.ops.rotary import angles
 
 fused: Any = importlib.import_module("ds_plugin_sdk.nn._fused")
@@ -330,3 +330,27 @@ def test_angles_that_want_gradients_get_them(calls: list[str]) -> None:
     x, cos, sin = torch.randn(1, 2, 7, 24), *(each.clone().requires_grad_() for each in ANGLES)
     grads = torch.autograd.grad(rotary(x, cos, sin).sum(), (cos, sin))
     assert all(each.shape == ANGLES[0].shape for each in grads) and not calls
+
+
+class Block(nn.Module):
+    """One of each, as models call them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = RMSNorm(33), Linear(33, 33)
+        self.weight = nn.Parameter(torch.full((33,), 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(self.norm(x))
+        x = gelu(rms_norm(x, (33,), self.weight, 1e-5), approximate="tanh")
+        return swiglu(geglu(gelu(x), x), x)
+
+
+def test_torch_fx_traces_them() -> None:
+    block, x = Block(), torch.randn(5, 7, 33, requires_grad=True)
+    traced = torch.fx.symbolic_trace(block)
+    expected = block(x)
+    torch.testing.assert_close(traced(x), expected)
+    grads = torch.autograd.grad(expected.sum(), [x, *block.parameters()])
+    torch.testing.assert_close(torch.autograd.grad(traced(x).sum(), [x, *block.parameters()]), grads)
+    assert functional.rms_norm in {node.target for node in traced.graph.nodes}

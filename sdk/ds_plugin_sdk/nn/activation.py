@@ -21,7 +21,8 @@ def gelu(input: Tensor, approximate: str = "none") -> Tensor:
         input: any shape.
         approximate: ``none``, by the error function, or ``tanh``.
     """
-    if approximate in ("none", "tanh") and not is_autocast(input.device.type):
+    traced = not isinstance(input, Tensor)  # by torch.fx: it has no device to ask
+    if approximate in ("none", "tanh") and not traced and not is_autocast(input.device.type):
         return GELU(input, approximate=approximate)
     return functional.gelu(input, approximate=approximate)
 

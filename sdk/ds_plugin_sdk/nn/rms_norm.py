@@ -24,7 +24,7 @@ def rms_norm(
     One op computes it, and one its gradients, where the device has a kernel; arithmetic is in float32 and rounded once.
     Input, weight and a number for each row are kept for the backward pass. All other calls are torch's: no weight, or
     one of another dtype, several dimensions, few elements, autocast, subclasses of tensors, modes, `torch.compile`,
-    `torch.func`. Differentiable as often as torch's.
+    `torch.func`, `torch.fx`. Differentiable as often as torch's.
 
     Args:
         input: ``[..., columns]``.
@@ -35,7 +35,12 @@ def rms_norm(
     Returns:
         Input's shape and dtype.
     """
-    if weight is not None and tuple(normalized_shape) == weight.shape and not is_autocast(input.device.type):
+    if (
+        isinstance(input, Tensor)  # what torch.fx traces has no shape to compare
+        and isinstance(weight, Tensor)
+        and tuple(normalized_shape) == weight.shape
+        and not is_autocast(input.device.type)
+    ):
         return RMS_NORM(input, weight, eps=eps)
     return functional.rms_norm(input, list(normalized_shape), weight, eps)
 
