@@ -15,6 +15,7 @@ CHECKS = {
     "checkpoints": 2,
     "whole_checkpoints": 2,
     "gradients": 2,
+    "later": 2,
     "lamb": 2,
     "errors": 2,
     "replicas": 2,
