@@ -14,11 +14,13 @@ import pytest
 
 from broken_plugin import install_broken
 from ds_plugin_sdk import __version__, report
+from ds_plugin_sdk.settings import child_environment
 from plugin_site import Install
 
 pytestmark = pytest.mark.compiler
 
 Run = Callable[..., str]
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def test_the_command_is_installed_under_both_names() -> None:
@@ -27,6 +29,29 @@ def test_the_command_is_installed_under_both_names() -> None:
             [Path(sysconfig.get_path("scripts")) / name, "--version"], capture_output=True, text=True, check=True
         )
         assert done.stdout == f"ds-plugin-sdk {__version__}\n"
+
+
+@pytest.mark.parametrize("module", ["ds_plugin_sdk", "ds_plugin_sdk.cli"])
+def test_the_module_is_the_command(module: str) -> None:
+    done = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"ds-plugin-sdk {__version__}\n"
+
+
+def test_the_command_runs_with_the_lowest_versions_that_are_declared(tmp_path: Path) -> None:
+    """Of its pure Python dependencies; torch, which is large, has tests with its oldest release elsewhere."""
+    declared = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    lowest = [
+        f"{name}=={version}" for name, version in re.findall(r'(?m)^  "(platformdirs|rich|typer)>=([\d.]+)"', declared)
+    ]
+    assert len(lowest) == 3
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(tmp_path), *lowest]
+    if subprocess.run(install, capture_output=True, check=False).returncode:
+        pytest.skip("no package index is reached")
+    environment = child_environment(PYTHONPATH=f"{tmp_path}:{ROOT / 'sdk'}")
+    for command in (["--help"], ["cache", "ls"]):
+        subprocess.run(
+            [sys.executable, "-m", "ds_plugin_sdk", *command], env=environment, capture_output=True, check=True
+        )
 
 
 def test_list_names_the_plugins_and_the_choice(sdk: Run, install: Install) -> None:

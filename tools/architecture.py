@@ -18,6 +18,8 @@ PICTURE = ROOT / "docs" / "img" / "architecture.svg"
 
 Graph = Mapping[str, set[str]]
 
+_OF_THE_PACKAGE = {"__init__", "__main__"}
+
 BOX_WIDTH, BOX_HEIGHT, ROW_HEIGHT, GAP = 150, 34, 84, 18
 STYLE = """
   svg { background: #ffffff; font: 13px sans-serif; }
@@ -30,7 +32,7 @@ STYLE = """
 def parts() -> list[str]:
     """The parts of the SDK, by name."""
     found = {path.stem for path in SDK.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
-    return sorted(found - {"__init__"})
+    return sorted(found - _OF_THE_PACKAGE)
 
 
 def modules() -> dict[str, Path]:
@@ -80,7 +82,8 @@ def part_graph() -> dict[str, set[str]]:
 
 def part_of(module: str) -> str | None:
     """``ds_plugin_sdk.jit.cache`` -> ``jit``; None for the package itself, which only names what the parts have."""
-    return module.split(".")[1] if "." in module else None
+    part = module.partition(".")[2].partition(".")[0]
+    return part if part and part not in _OF_THE_PACKAGE else None
 
 
 def circles(graph: Graph) -> list[list[str]]:
