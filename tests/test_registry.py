@@ -17,7 +17,7 @@ from ds_plugin_sdk.errors import (
     PluginVersionError,
     UnknownAcceleratorError,
 )
-from ds_plugin_sdk.registry import Probe, only, scan
+from ds_plugin_sdk.registry import Probe, load, only, scan
 from ds_plugin_sdk.registry.select import decide
 from ds_plugin_sdk.settings import child_environment
 from plugin_site import Install
@@ -163,6 +163,30 @@ def test_a_broken_plugin_is_skipped_once_and_loudly(install: Install) -> None:
     assert len(caught) == 1
     assert decision.chosen is not None
     assert decision.chosen.name == "cpu"
+
+
+READS = "from ds_plugin_sdk import Plugin, Probe\nfrom ds_plugin_sdk.settings import settings\n"
+READS_AT_IMPORT = READS + "plugin = settings.cpu_threads\n"
+READS_IN_PROBE = READS + "plugin = Plugin('zap', (1, 0), 'a:B', probe=lambda: Probe.available(settings.cpu_threads))\n"
+
+
+@pytest.mark.parametrize("body", [READS_AT_IMPORT, READS_IN_PROBE], ids=["import", "probe"])
+def test_a_setting_that_a_plugin_cannot_use_is_to_be_corrected_and_not_the_plugin(
+    install: Install, monkeypatch: pytest.MonkeyPatch, body: str
+) -> None:
+    install("zap", body=body)
+    monkeypatch.setenv("DS_PLUGIN_CPU_THREADS", "many")
+    with pytest.warns(RuntimeWarning, match="DS_PLUGIN_CPU_THREADS='many' cannot be used") as caught:
+        decide(no_hardware)
+    assert "-> correct it or unset it; DS_PLUGIN_CPU_THREADS: threads of each rank" in str(caught[0].message)
+    assert "pip" not in str(caught[0].message)
+
+
+def test_a_setting_that_an_accelerator_cannot_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DS_PLUGIN_CPU_THREADS", "many")
+    with pytest.raises(PluginLoadError, match="DS_PLUGIN_CPU_THREADS='many' cannot be used") as caught:
+        load(only(scan()["cpu"]))
+    assert caught.value.hint.startswith("correct it or unset it; DS_PLUGIN_CPU_THREADS")
 
 
 def test_a_missing_dependency_is_told_from_a_broken_plugin(install: Install) -> None:

@@ -7,7 +7,14 @@ from pathlib import Path
 import pytest
 
 from ds_plugin_sdk.errors import SettingError
-from ds_plugin_sdk.settings import Settings, child_environment, settings
+from ds_plugin_sdk.settings import (
+    LOCAL_WORLD_SIZE_VARIABLES,
+    SLURM_STEP_TASKS_PER_NODE,
+    Settings,
+    child_environment,
+    export,
+    settings,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -30,7 +37,7 @@ def test_flags(text: str, value: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("DS_PLUGIN_COMPILE", "maybe", "compile"),
         ("DS_PLUGIN_LOCK_TIMEOUT", "soon", "lock_timeout"),
-        ("MAX_JOBS", "0", "max_jobs"),
+        ("MAX_JOBS", "-1", "max_jobs"),
     ],
 )
 def test_a_bad_value_is_an_error_that_explains_the_variable(
@@ -40,6 +47,30 @@ def test_a_bad_value_is_an_error_that_explains_the_variable(
     with pytest.raises(SettingError, match=f"{variable}='{text}' cannot be used") as error:
         getattr(settings, name)
     assert getattr(Settings, name).doc in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["", " "])
+def test_a_variable_that_is_set_to_nothing_is_unset(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As templates of containers and jobs write those that nobody has filled in."""
+    every = [setting for _, setting in settings if setting is not Settings.cuda_visible_devices]
+    ranks = [*LOCAL_WORLD_SIZE_VARIABLES, SLURM_STEP_TASKS_PER_NODE, "SLURM_NODEID", "DS_BUILD_CPU_ADAM"]
+    for variable in (*ranks, *(setting.variable for setting in every)):
+        monkeypatch.setenv(variable, text)
+    assert [setting.variable for setting in every if setting.read() != setting.default] == []
+    assert settings.local_world_size() is None
+    assert settings.build_op("DS_BUILD_CPU_ADAM") is None
+    export({"DS_ACCELERATOR": "zap"})
+    assert settings.accelerator == "zap"
+
+
+def test_no_visible_devices_is_not_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert settings.cuda_visible_devices == ""
+
+
+def test_no_jobs_are_as_many_as_there_are_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MAX_JOBS", "0")
+    assert settings.max_jobs is None
 
 
 def test_build_variables_override_each_op(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ T = TypeVar("T")
 _environment = os.environ.__getitem__  # looked up once: some settings are read in each step
 
 _TRUE = frozenset({"1", "true", "yes", "on"})
-_FALSE = frozenset({"0", "false", "no", "off", ""})
+_FALSE = frozenset({"0", "false", "no", "off"})
 
 
 def _flag(text: str) -> bool:
@@ -39,6 +39,10 @@ def _positive(text: str) -> int:
     if number < 1:
         raise ValueError("expected a whole number of at least 1")
     return number
+
+
+def _positive_or_none(text: str) -> int | None:
+    return None if int(text) == 0 else _positive(text)
 
 
 def _path(text: str) -> Path:
@@ -66,12 +70,17 @@ def _words(text: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Setting(Generic[T]):
-    """One environment variable: its name, how its text is read, its value when unset, and what it does."""
+    """One environment variable: its name, how its text is read, its value when unset, and what it does.
+
+    One that is set to nothing counts as unset, unless `blank` says that this has a meaning: templates of jobs and
+    containers write ``NAME=`` for what they do not set.
+    """
 
     variable: str
     parse: Callable[[str], T]
     default: T
     doc: str
+    blank: bool = False
 
     @overload
     def __get__(self, instance: None, owner: type) -> Setting[T]: ...
@@ -85,13 +94,15 @@ class Setting(Generic[T]):
             text = _environment(self.variable)
         except KeyError:
             return self.default
+        if not self.blank and (not text or text.isspace()):
+            return self.default
         try:
             return self.parse(text)
         except ValueError as error:
             raise SettingError(
                 f"{self.variable}={text!r} cannot be used",
                 why=str(error),
-                hint=f"{self.variable}: {self.doc}",
+                hint=f"correct it or unset it; {self.variable}: {self.doc}",
             ) from error
 
 
@@ -138,7 +149,9 @@ class Settings:
     provenance_file = Setting[Path | None](
         "DS_PLUGIN_PROVENANCE", _path, None, "file to which each process appends a line for each op it loads"
     )
-    max_jobs = Setting[int | None]("MAX_JOBS", _positive, None, "compiler processes at once; unset: one a core")
+    max_jobs = Setting[int | None](
+        "MAX_JOBS", _positive_or_none, None, "compiler processes at once; unset or 0: one a core"
+    )
     cc = Setting[str | None]("CC", str, None, "C compiler; its C++ sibling is used when CXX is unset")
     cxx = Setting[str | None]("CXX", str, None, "C++ compiler")
     cflags = Setting[tuple[str, ...]]("CFLAGS", _words, (), "extra compiler arguments")
@@ -153,7 +166,7 @@ class Settings:
         "TORCH_CUDA_ARCH_LIST", str, None, "CUDA architectures to compile for, as torch reads it"
     )
     cuda_visible_devices = Setting[str | None](
-        "CUDA_VISIBLE_DEVICES", str, None, "GPUs that this process may use, as CUDA reads it"
+        "CUDA_VISIBLE_DEVICES", str, None, "GPUs that this process may use, as CUDA reads it", blank=True
     )
     build_ops = Setting[bool]("DS_BUILD_OPS", _flag, False, "1: put compiled kernels inside the wheel being built")
 
@@ -300,9 +313,10 @@ def child_environment(**changes: str) -> dict[str, str]:
 
 
 def export(variables: Mapping[str, str]) -> None:
-    """Set variables of this process's own environment that are not set yet."""
+    """Set variables of this process's own environment that are not set yet, or set to nothing."""
     for name, value in variables.items():
-        os.environ.setdefault(name, value)
+        if not os.environ.get(name, "").strip():
+            os.environ[name] = value
 
 
 def become(rank: int, ranks: int, port: int) -> None:

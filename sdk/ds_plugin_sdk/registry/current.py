@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ds_plugin_sdk import op_builder, provenance
-from ds_plugin_sdk.errors import PluginLoadError
+from ds_plugin_sdk.errors import PluginLoadError, SettingError
 from ds_plugin_sdk.registry import prebuilt
 from ds_plugin_sdk.registry.scan import Candidate, scan
 from ds_plugin_sdk.registry.select import Decision, decide
@@ -99,6 +99,13 @@ def load(candidate: Candidate) -> DeepSpeedAccelerator:
         from ds_plugin_sdk.ported_accelerator import port  # imports torch
 
         accelerator = port(cls())
+    except SettingError as error:
+        raise PluginLoadError(
+            "a plugin's accelerator cannot be loaded",
+            plugin=candidate.name,
+            why=f"{error.what}: {error.why}",
+            hint=error.hint,
+        ) from error
     except (Exception, SystemExit) as error:
         raise PluginLoadError(
             "a plugin's accelerator cannot be loaded",

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ds_plugin_sdk import SDK_API
-from ds_plugin_sdk.errors import PluginConflictError, PluginError, PluginLoadError, PluginVersionError
+from ds_plugin_sdk.errors import PluginConflictError, PluginError, PluginLoadError, PluginVersionError, SettingError
 from ds_plugin_sdk.registry import deadline
 from ds_plugin_sdk.registry.plugin import ENTRY_POINT_GROUP, Plugin, Probe
 from ds_plugin_sdk.settings import settings
@@ -77,6 +77,10 @@ class Candidate:
                 hint=f"its manifest must import nothing heavy; pip uninstall {self.distribution}, or wait longer "
                 f"with {type(settings).probe_timeout.variable}",
             ) from None
+        except SettingError as error:
+            raise PluginLoadError(
+                "a plugin cannot be imported", plugin=self.name, why=f"{error.what}: {error.why}", hint=error.hint
+            ) from error
         except (Exception, SystemExit) as error:
             missing = error.name if isinstance(error, ModuleNotFoundError) else None
             ours = missing is not None and self.entry_point.module.startswith(missing.split(".")[0])
