@@ -15,6 +15,7 @@ import pytest
 from broken_plugin import install_broken
 from ds_plugin_sdk import __version__, report
 from ds_plugin_sdk.settings import child_environment
+from launchers import free_port
 from plugin_site import Install
 
 pytestmark = pytest.mark.compiler
@@ -216,6 +217,18 @@ def test_why_of_an_op_that_was_never_built_says_which_were(sdk: Run) -> None:
     text = sdk("cache", "why", "nope", status=1)
     assert "the cache has no build of this op (op 'nope'): " in text
     assert "has builds of nothing" in text
+
+
+def test_a_cache_that_cannot_be_read_is_not_called_empty(
+    sdk: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "kernel-cache is empty" in sdk("cache", "ls")
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("DS_PLUGIN_CACHE_DIR", str(tmp_path / "file"))
+    assert f"cannot be read: {tmp_path / 'file'} is no folder" in sdk("cache", "ls")
+    monkeypatch.setenv("DS_PLUGIN_CACHE_DIR", str(tmp_path / ("x" * 300)))
+    assert "File name too long" in sdk("cache", "ls")
+    assert "File name too long" in sdk("doctor", "--port", free_port())
 
 
 def test_list_does_not_ask_what_ds_plugins_excludes(

@@ -90,6 +90,8 @@ def test_what_is_wrong_on_a_host_is_found_with_what_to_do(
 def test_a_cache_that_cannot_be_written_matters_where_something_is_to_be_built() -> None:
     exposed = {"cache_why": "/cache can be written by everybody"}
     assert bad(findings(exposed)) == []
+    (unneeded,) = (finding.found for finding in findings(exposed) if finding.hosts == ("host-0",))
+    assert unneeded == "/cache: no build is needed, and none could go there: /cache can be written by everybody"
     unbuilt = {"kernels": {"compiles": ["cpu_adam"]}, "kernels_why": {"compiles": "never built"}}
     assert ("cache", "warning", ("host-0",)) in bad(findings(exposed | unbuilt))
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from small_op import CountingCompiler, Process, Project, Spawn, make_project, script
+from small_op import CountingCompiler, Process, Project, Spawn, SpawnIn, make_project, script
 
 SDK = Path(__file__).resolve().parents[2] / "sdk"
 
@@ -66,8 +66,7 @@ print(artifact.origin, small_op.answer(artifact.path), flush=True)
 """
 
 
-@pytest.fixture
-def spawn(project: Project) -> Spawn:
+def spawner(project: Project) -> Spawn:
     """Starts processes that acquire the project's op and print origin and answer."""
     worker = WORKER.format(sdk=str(SDK), here=str(Path(__file__).parent))
 
@@ -81,3 +80,19 @@ def spawn(project: Project) -> Spawn:
         )
 
     return start
+
+
+@pytest.fixture
+def spawn(project: Project) -> Spawn:
+    return spawner(project)
+
+
+@pytest.fixture
+def spawn_in() -> SpawnIn:
+    """A project in the folder given, and what `spawn` is for it."""
+
+    def make(folder: Path) -> tuple[Project, Spawn]:
+        project = make_project(folder / "checkout", folder / "shared")
+        return project, spawner(project)
+
+    return make

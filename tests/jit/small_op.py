@@ -71,6 +71,7 @@ class CountingCompiler:
 
 Process: TypeAlias = "subprocess.Popen[str]"
 Spawn = Callable[..., Process]
+SpawnIn = Callable[[Path], tuple[Project, Spawn]]
 
 
 def finish(process: Process, timeout: float = 60) -> str:

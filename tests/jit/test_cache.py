@@ -309,11 +309,30 @@ def test_why_without_a_build() -> None:
     assert cache.why("nothing") == []
 
 
-def test_the_cache_is_private(project: Project) -> None:
+def test_the_users_cache_is_private(project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DS_PLUGIN_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home" / "cache"))
     folder = acquire(project.spec()).path.parent
-    while folder != cache.root().parent:
+    while folder != tmp_path / "home":
         assert folder.stat().st_mode & 0o077 == 0 or folder == entry_folder(), folder
         folder = folder.parent
+
+
+@pytest.mark.parametrize(
+    ("umask", "folders", "files"), [(0o022, 0o755, 0o644), (0o027, 0o750, 0o640), (0, 0o755, 0o644)]
+)
+def test_a_cache_that_was_named_can_be_read_as_the_umask_allows(
+    project: Project, umask: int, folders: int, files: int
+) -> None:
+    """What one builds on the login node is there for all; nobody else can write to it."""
+    before = os.umask(umask)
+    try:
+        binary = acquire(project.spec()).path
+    finally:
+        os.umask(before)
+    assert binary.stat().st_mode & files == files and binary.stat().st_mode & 0o022 == 0
+    for folder in binary.parents[: len(binary.relative_to(cache.root().parent).parts) - 1]:
+        assert folder.stat().st_mode & 0o777 == folders, folder
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pwd
 import resource
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from small_op import EXPORT, CountingCompiler, Project, Spawn, answer, entry_folder, finish, script
+from small_op import EXPORT, CountingCompiler, Project, Spawn, SpawnIn, answer, entry_folder, finish, script
 
 from ds_plugin_sdk.errors import ArtifactError, CompileError, CompileForbiddenError, ToolchainError
 from ds_plugin_sdk.jit import Source, acquire, cache, explain, failure, obtain, store
@@ -361,6 +362,119 @@ def test_a_read_only_cache(project: Project, spawn: Spawn, tmp_path: Path, monke
     assert private.name == f"ds-plugin-sdk-{os.geteuid()}"
     assert private.stat().st_mode & 0o777 == 0o700
     assert len(cache.entries()) == 1
+
+
+@pytest.fixture
+def for_everybody(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder that every user can enter, the project in it; the temporary folder of other users is in it too."""
+    if os.geteuid():
+        pytest.skip("only root can become another user")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        (folder / "tmp").mkdir()
+        (folder / "tmp").chmod(0o1777)
+        monkeypatch.setenv("TMPDIR", str(folder / "tmp"))
+        monkeypatch.setenv("DS_PLUGIN_CACHE_DIR", str(folder / "cache"))
+        yield folder
+
+
+# What a process does before it builds: all imports, since the new user may not be allowed to read Python's folders.
+AS_NOBODY = f"""\
+import os, sys
+sys.path[:0] = [{str(Path(__file__).parents[2] / "sdk")!r}, {str(Path(__file__).parent)!r}]
+import small_op
+from ds_plugin_sdk.jit import acquire, machine
+machine.here()
+os.setgroups([]); os.setgid(65534); os.setuid(65534)
+"""
+
+
+def test_what_root_has_built_serves_other_users(for_everybody: Path, spawn_in: SpawnIn) -> None:
+    project, spawn = spawn_in(for_everybody)
+    before = os.umask(0o022)
+    try:
+        assert finish(spawn()) == "compiled 42"
+    finally:
+        os.umask(before)
+    assert finish(spawn(AS_NOBODY)) == "cache 42"
+    (project.root / "answer.h").write_text("#define ANSWER 50\n")
+    process = spawn(AS_NOBODY)
+    out, err = process.communicate(timeout=60)
+    assert out == "compiled 52\n", err
+    assert "cannot be written; using " in err
+    assert finish(spawn(AS_NOBODY)) == "cache 52"
+
+
+@pytest.mark.parametrize("closed", ["", "v1"])
+def test_a_cache_that_cannot_be_entered_is_not_used(for_everybody: Path, spawn_in: SpawnIn, closed: str) -> None:
+    _, spawn = spawn_in(for_everybody)
+    assert finish(spawn()) == "compiled 42"
+    (cache.root() / closed).chmod(0o700)
+    process = spawn(AS_NOBODY)
+    out, err = process.communicate(timeout=60)
+    assert out == "compiled 42\n", err
+    assert f"{cache.root() / closed} cannot be entered by this user; using {for_everybody / 'tmp'}" in err
+    assert finish(spawn(AS_NOBODY)) == "cache 42"
+    told = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            AS_NOBODY
+            + "from ds_plugin_sdk.jit import cache; print(cache.entries(), cache.unreadable(), cache.unusable())",
+        ],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert told.stdout.startswith("[] ") and told.stdout.count("cannot be entered by this user") == 2
+
+
+@pytest.mark.parametrize("name", ["file", "x" * 300], ids=["file", "long"])
+def test_a_cache_that_cannot_be_made_is_not_used(
+    project: Project, private_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("DS_PLUGIN_CACHE_DIR", str(tmp_path / name / "cache"))
+    built = acquire(project.spec())
+    assert built.path.is_relative_to(private_root)
+    assert "is no folder" in built.reason or "File name too long" in built.reason
+    assert cache.unusable() and cache.unreadable()
+    assert cache.entries() == [] and explain(project.spec())[0].startswith("cache: ")
+
+
+def test_a_cache_that_is_mounted_noexec_is_not_used(
+    project: Project, spawn: Spawn, counting: CountingCompiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    acquire(project.spec())
+    root = cache.root()
+    prefix = in_namespace(f"mount --bind {root} {root}", f"mount -o remount,noexec,bind {root}")
+    if not prefix:
+        pytest.skip("no mounts in this sandbox")
+    out, err = spawn(prefix=prefix).communicate(timeout=60)
+    assert out == "compiled 42\n", err
+    assert f"{root} lies on a file system that is mounted noexec" in err
+    assert finish(spawn(prefix=prefix)) == "cache 42"
+    assert counting.count() == 2
+    assert len(cache.entries()) == 1, "what is in it serves where it is mounted otherwise"
+    assert finish(spawn()) == "cache 42"
+
+
+def test_where_everything_is_mounted_noexec_nothing_is_compiled(
+    project: Project, spawn: Spawn, counting: CountingCompiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    prefix = in_namespace(f"mount --bind {tmp_path} {tmp_path}", f"mount -o remount,noexec,bind {tmp_path}")
+    if not prefix:
+        pytest.skip("no mounts in this sandbox")
+    monkeypatch.delenv("CXX")
+    _, err = spawn(prefix=prefix).communicate(timeout=60)
+    assert "CompileError: what is compiled could not be loaded (plugin 'ds-plugin-test', op 'answer')" in err
+    assert "mounted noexec" in err and "-> DS_PLUGIN_CACHE_DIR" in err
+    assert cache.entries() == []
 
 
 def foreign(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,8 @@ def ls() -> None:
     """List the compiled kernels."""
     entries = list(store.entries())
     if not entries:
-        output.print(f"The cache {store.root()} is empty.", soft_wrap=True)
+        why = store.unreadable()
+        output.print(f"The cache {store.root()} {f'cannot be read: {why}' if why else 'is empty'}.", soft_wrap=True)
         return
     table(
         f"{store.root()}",

@@ -132,10 +132,10 @@ def _few(names: list[str]) -> str:
 def _cache(facts: Facts) -> _Row:
     if not facts.cache_why:
         return "cache", "ok", facts.cache, ""
-    needed = {"compiles", "failed"} & set(facts.kernels)
-    verdict: Verdict = "warning" if needed else "ok"
-    todo = "DS_PLUGIN_CACHE_DIR: a folder of one's own that all hosts see" if needed else ""
-    return "cache", verdict, f"{facts.cache}: nothing can be built into it: {facts.cache_why}", todo
+    if not {"compiles", "failed"} & set(facts.kernels):
+        return "cache", "ok", f"{facts.cache}: no build is needed, and none could go there: {facts.cache_why}", ""
+    todo = "DS_PLUGIN_CACHE_DIR: a folder of one's own that all hosts see"
+    return "cache", "warning", f"{facts.cache}: nothing can be built into it: {facts.cache_why}", todo
 
 
 def _port(facts: Facts) -> _Row:

@@ -201,8 +201,16 @@ def _permitted(choice: _Choice) -> Plan:
 def _build(plan: Plan, choice: _Choice, start: float) -> Artifact:
     """Compile into the store, once among all processes that want the same."""
     spec, place = plan.spec, choice.store
+    if reason := place.noexec():
+        raise CompileError(
+            "what is compiled could not be loaded",
+            plugin=spec.owner,
+            op=spec.name,
+            why="; ".join([*choice.trail, reason]),
+            hint="DS_PLUGIN_CACHE_DIR: a folder on a file system that is mounted without noexec",
+        )
     locks = place.base / ".locks"
-    store.make_private(locks)
+    place.make_folder(locks)
     home = place.home(plan)
     known = store.children(home)
 

@@ -12,7 +12,7 @@ from ds_plugin_sdk.jit.entry import KEY_FILE, DamagedError, Record
 from ds_plugin_sdk.jit.plan import differences
 from ds_plugin_sdk.jit.store import Store, root
 
-__all__ = ["Entry", "entries", "prune", "root", "unusable", "verify", "why"]
+__all__ = ["Entry", "entries", "prune", "root", "unreadable", "unusable", "verify", "why"]
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,11 @@ def unusable() -> str:
     """Why nothing can be built into the cache; empty if it can."""
     store = Store(root())
     return store.unusable(store.base)
+
+
+def unreadable() -> str:
+    """Why this user cannot see what is in the cache; empty if they can."""
+    return Store(root()).unreadable()
 
 
 def verify() -> list[str]:

@@ -16,14 +16,14 @@ from pathlib import Path
 from ds_plugin_sdk.errors import CompileError
 from ds_plugin_sdk.jit.compile import own_headers
 from ds_plugin_sdk.jit.plan import Plan
-from ds_plugin_sdk.jit.store import Store, make_private
+from ds_plugin_sdk.jit.store import Store
 
 
 def keep(error: CompileError, log: Path, place: Store, plan: Plan) -> None:
     """Keep log and note, and say in `error` where the log is; where there is no space for them, they are lost."""
     kept, noted = _files(place, plan)
     with contextlib.suppress(OSError):
-        make_private(kept.parent)
+        place.make_folder(kept.parent)
         log.replace(kept)
         error.hint = "\n  -> ".join(filter(None, (error.hint, f"log: {kept}")))
         note = {"direct": plan.direct, "headers": own_headers(plan), "why": error.why, "time": time.time()}

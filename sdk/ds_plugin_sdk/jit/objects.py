@@ -19,7 +19,7 @@ from typing import Any
 from ds_plugin_sdk.jit import entry
 from ds_plugin_sdk.jit.entry import Header
 from ds_plugin_sdk.jit.plan import Plan, digest, file_digest
-from ds_plugin_sdk.jit.store import Store, children, make_private
+from ds_plugin_sdk.jit.store import Store, children
 
 _KEPT_SECONDS = 24 * 3600
 
@@ -53,7 +53,7 @@ def keep(plan: Plan, place: Store, work: Path, headers: Sequence[Header]) -> Non
         (made / entry.KEY_FILE).write_text(text, encoding="utf-8")
         for file in made.iterdir():
             file.chmod(0o600)
-        make_private(folder.parent)
+        place.make_folder(folder.parent)
         place.discard(folder)
         made.rename(folder)
 

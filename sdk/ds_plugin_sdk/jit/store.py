@@ -42,6 +42,8 @@ class Store:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.base = root / f"v{SCHEMA}"
+        # A folder that was named may serve others, who read it as far as the umask allows; the rest is the user's own.
+        self._mode = 0o755 if root == _named_root() else 0o700
 
     def home(self, plan: Plan) -> Path:
         """The folder of all builds of `plan`."""
@@ -49,15 +51,35 @@ class Store:
 
     def entries(self, owner: str = "*", op: str = "*") -> list[Path]:
         """The folders of all entries (of an owner, of an op)."""
-        return [path for path in self.base.glob(f"{owner}/{op}/*/*") if not path.parts[-4].startswith(".")]
+        with contextlib.suppress(OSError):  # of `base` itself; `glob` passes over what is below it and cannot be read
+            return [path for path in self.base.glob(f"{owner}/{op}/*/*") if not path.parts[-4].startswith(".")]
+        return []
 
     def unusable(self, home: Path) -> str:
         """Why nothing can be built into `home`, a folder of this store; empty if it can."""
-        while not home.exists() and home != home.parent:
-            home = home.parent
-        if not os.access(home, os.W_OK | os.X_OK):
+        try:
+            home = _nearest(home)
+        except OSError as error:
+            return f"{home}: {error.strerror}"
+        if reason := _closed(home) or self.noexec():
+            return reason
+        if not os.access(home, os.W_OK):
             return f"{home} cannot be written"
         return self.distrust(home) if home.is_relative_to(self.root) else exposed(self.root)
+
+    def unreadable(self) -> str:
+        """Why this user cannot see what is in the store; empty if they can."""
+        try:
+            return _closed(_nearest(self.base))
+        except OSError as error:
+            return f"{self.base}: {error.strerror}"
+
+    def noexec(self) -> str:
+        """Why no binary can be loaded from the store; empty if they can, or if there is none."""
+        with contextlib.suppress(OSError):
+            if os.statvfs(_nearest(self.base)).f_flag & os.ST_NOEXEC:
+                return f"{self.root} lies on a file system that is mounted noexec: nothing can be loaded from there"
+        return ""
 
     def distrust(self, folder: Path) -> str:
         """Why others could have made `folder`, which lies in this store, what it is; empty if they could not."""
@@ -71,10 +93,13 @@ class Store:
 
     def lookup(self, plan: Plan) -> Search:
         """The entry of `plan` whose headers are as they are now."""
-        return entry.search(children(self.home(plan)), lambda record: entry.outdated(record, plan), self.distrust_entry)
+        folders = [] if self.noexec() else children(self.home(plan))
+        return entry.search(folders, lambda record: entry.outdated(record, plan), self.distrust_entry)
 
     def lookup_alike(self, request: Request) -> Search:
         """An entry that was made of the same sources and runs here, whichever compiler made it; the newest first."""
+        if reason := self.noexec():
+            return Search(None, {}, (reason,))
         folders = self.entries(request.spec.owner, request.spec.name)
         return entry.search(
             sorted(folders, key=_made, reverse=True), lambda record: entry.misfit(record, request), self.distrust_entry
@@ -88,16 +113,26 @@ class Store:
                 records.append(entry.read(folder))
         return max(records, key=lambda record: float(record["created"]), default=None)
 
+    def make_folder(self, folder: Path) -> None:
+        """Make `folder`, which lies in this store, and its missing parents; nobody else can write to them."""
+        missing = []
+        while not folder.exists():
+            missing.append(folder)
+            folder = folder.parent
+        for new in reversed(missing):
+            with contextlib.suppress(FileExistsError):
+                new.mkdir(mode=self._mode)
+
     def workplace(self, name: str) -> AbstractContextManager[Path]:
         """A new private folder on the store's file system; gone afterwards, with all that is still in it."""
         parent = self.base / ".build"
-        make_private(parent)
+        self.make_folder(parent)
         _remove_abandoned(parent)
         return private_folder(parent, f"{name}-{os.getpid()}-")
 
     def publish(self, built: Path, place: Path) -> Path:
         """Move a finished entry to its place; if another builder was faster, theirs stays and ours is dropped."""
-        make_private(place.parent)
+        self.make_folder(place.parent)
         try:
             built.rename(place)
         except OSError as error:
@@ -119,11 +154,15 @@ class Store:
 
 def root() -> Path:
     """The cache's folder: ``DS_PLUGIN_CACHE_DIR``, else the user's cache folder."""
-    if settings.cache_dir is not None:
-        return settings.cache_dir.absolute()
+    if (named := _named_root()) is not None:
+        return named
     from platformdirs import user_cache_path
 
     return user_cache_path("ds-plugin-sdk")
+
+
+def _named_root() -> Path | None:
+    return settings.cache_dir.absolute() if settings.cache_dir is not None else None
 
 
 @functools.cache
@@ -205,23 +244,34 @@ def _is_own_group(group: int) -> bool:
     return group == 0 or (found.gr_name == user.pw_name and set(found.gr_mem) <= {user.pw_name})
 
 
+def _nearest(folder: Path) -> Path:
+    """`folder`, or the first above it that is there, as far as this user can see.
+
+    Raises:
+        OSError: there can be no such folder: its name is too long, links go in a circle ...
+    """
+    for place in (folder, *folder.parents):
+        try:
+            place.stat()
+        except (FileNotFoundError, NotADirectoryError, PermissionError):
+            continue
+        return place
+    return folder
+
+
+def _closed(folder: Path) -> str:
+    """Why this user cannot enter `folder`, which is there; empty if they can."""
+    if not folder.is_dir():
+        return f"{folder} is no folder"
+    return "" if os.access(folder, os.X_OK) else f"{folder} cannot be entered by this user"
+
+
 def children(folder: Path) -> list[Path]:
     """What is in `folder`, which need not exist."""
     try:
         return sorted(folder.iterdir())
     except OSError:
         return []
-
-
-def make_private(folder: Path) -> None:
-    """Make `folder` and its missing parents, closed to other users."""
-    missing = []
-    while not folder.exists():
-        missing.append(folder)
-        folder = folder.parent
-    for new in reversed(missing):
-        with contextlib.suppress(FileExistsError):
-            new.mkdir(mode=0o700)
 
 
 def touch(folder: Path) -> None:
