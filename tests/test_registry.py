@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -187,6 +188,18 @@ def test_a_setting_that_an_accelerator_cannot_use(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(PluginLoadError, match="DS_PLUGIN_CPU_THREADS='many' cannot be used") as caught:
         load(only(scan()["cpu"]))
     assert caught.value.hint.startswith("correct it or unset it; DS_PLUGIN_CPU_THREADS")
+
+
+def test_where_no_thread_can_be_started_plugins_are_asked_all_the_same(
+    install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    install("zap")
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    decision = decide(no_hardware)
+    assert decision.chosen is not None and decision.chosen.name == "zap"
 
 
 def test_a_missing_dependency_is_told_from_a_broken_plugin(install: Install) -> None:

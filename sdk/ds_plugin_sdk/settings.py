@@ -144,7 +144,7 @@ class Settings:
         "DS_PLUGIN_LOCK_TIMEOUT",
         _positive,
         600,
-        "seconds to wait for another process that compiles the same op",
+        "seconds that a compiler may take for a file, and to wait for another process that compiles the same op",
     )
     provenance_file = Setting[Path | None](
         "DS_PLUGIN_PROVENANCE", _path, None, "file to which each process appends a line for each op it loads"

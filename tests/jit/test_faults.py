@@ -381,7 +381,7 @@ def for_everybody(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 # What a process does before it builds: all imports, since the new user may not be allowed to read Python's folders.
 AS_NOBODY = f"""\
-import os, sys
+import os, resource, sys
 sys.path[:0] = [{str(Path(__file__).parents[2] / "sdk")!r}, {str(Path(__file__).parent)!r}]
 import small_op
 from ds_plugin_sdk.jit import acquire, machine
@@ -428,6 +428,21 @@ def test_a_cache_that_cannot_be_entered_is_not_used(for_everybody: Path, spawn_i
         check=True,
     )
     assert told.stdout.startswith("[] ") and told.stdout.count("cannot be entered by this user") == 2
+
+
+@pytest.mark.parametrize(
+    ("processes", "told"),
+    [(4, "compiled 42\n"), (1, "c++ cannot be run (plugin 'ds-plugin-test', op 'answer'): ")],
+    ids=["no threads", "no processes"],
+)
+def test_a_limit_of_processes(for_everybody: Path, spawn_in: SpawnIn, processes: int, told: str) -> None:
+    """Four are this one, the compiler, and two that the compiler starts to link; threads count as processes."""
+    _, spawn = spawn_in(for_everybody)
+    limit = f"resource.setrlimit(resource.RLIMIT_NPROC, ({processes}, {processes}))\n"
+    asked = "from ds_plugin_sdk.jit import toolchains; toolchains.CxxToolchain().compiler()\n"  # `--version`
+    out, err = spawn(AS_NOBODY + asked + limit).communicate(timeout=60)
+    assert told in out + err
+    assert "see `ulimit -u`" in err or processes == 4
 
 
 @pytest.mark.parametrize("name", ["file", "x" * 300], ids=["file", "long"])

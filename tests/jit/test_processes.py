@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 from small_op import CountingCompiler, Project, Spawn, finish, script
 
-from ds_plugin_sdk.jit import acquire, cache, lock, plan
+from ds_plugin_sdk.errors import CompileError
+from ds_plugin_sdk.jit import Source, acquire, cache, compile, lock, plan
 
 pytestmark = pytest.mark.compiler
 
@@ -81,6 +82,78 @@ def test_a_killed_builder_holds_nobody_up(project: Project, hanging: Path, spawn
     assert cache.verify() == []
 
 
+def gone(pid: int) -> bool:
+    """Whether a process has ended: it may be a zombie whose parent, in a container, never asks."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+@pytest.fixture
+def stuck(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[int]]:
+    """A compiler that starts a process and waits for it for ever, as for a licence; gives the ids of both."""
+    pids = tmp_path / "pids"
+    body = f"""\
+        case "$*" in *" -c "*) echo no licence yet; sleep 300 & echo $$ $! > {pids}; wait;; esac
+        exec {shutil.which("c++")} "$@"
+        """
+    monkeypatch.setenv("CXX", str(script(tmp_path / "stuck-c++", body)))
+    return lambda: [int(pid) for pid in pids.read_text().split()] if pids.exists() else []
+
+
+def test_a_compiler_that_does_not_end_is_named_and_stopped(
+    project: Project,
+    stuck: Callable[[], list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv("DS_PLUGIN_LOCK_TIMEOUT", "2")
+    monkeypatch.setattr(compile, "_PATIENCE_SECONDS", 0.5)
+    with pytest.raises(CompileError, match="did not end within 2 s and was stopped") as caught:
+        acquire(project.spec())
+    assert "stuck-c++" in str(caught.value)
+    assert "licence server" in caught.value.hint and "DS_PLUGIN_LOCK_TIMEOUT" in caught.value.hint
+    (line,) = (record.getMessage() for record in caplog.records)
+    assert line.startswith("op 'answer': compiling: ") and "for answer.cpp, and may take 2" in line
+    assert "no licence yet" in Path(caught.value.hint.rpartition("log: ")[2]).read_text()
+    wait_until(lambda: len(stuck()) == 2 and all(map(gone, stuck())), "the compiler and its process are gone")
+
+
+def test_a_compiler_that_says_nothing_more_and_goes_on_is_stopped(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = 'case "$*" in *" -c "*) exec sleep 300 >&- 2>&-;; esac\necho 1.0\n'
+    monkeypatch.setenv("CXX", str(script(tmp_path / "silent-c++", body)))
+    monkeypatch.setenv("DS_PLUGIN_LOCK_TIMEOUT", "1")
+    with pytest.raises(CompileError, match="did not end within 1 s"):
+        acquire(project.spec())
+
+
+def test_an_interrupt_ends_the_compiler(project: Project, stuck: Callable[[], list[int]], spawn: Spawn) -> None:
+    builder = spawn()
+    wait_until(lambda: len(stuck()) == 2, "the builder compiles")
+    builder.send_signal(signal.SIGINT)
+    _, err = builder.communicate(timeout=30)
+    assert "KeyboardInterrupt" in err
+    wait_until(lambda: all(map(gone, stuck())), "the compiler and its process are gone")
+    assert list((cache.root() / "v1" / ".build").iterdir()) == []
+
+
+def test_one_failure_ends_what_else_is_compiled(
+    project: Project, stuck: Callable[[], list[int]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (project.root / "bad.cpp").write_text("#error on purpose\n")
+    body = Path(os.environ["CXX"]).read_text().replace('" -c "*)', '"/answer.cpp "*)')
+    monkeypatch.setenv("CXX", str(script(tmp_path / "half-c++", body.removeprefix("#!/bin/sh\n"))))
+    monkeypatch.setenv("MAX_JOBS", "2")
+    start = time.monotonic()
+    with pytest.raises(CompileError, match="on purpose"):
+        acquire(project.spec(sources=(*project.spec().sources, Source(project.root / "bad.cpp"))))
+    assert time.monotonic() - start < 60
+    wait_until(lambda: all(map(gone, stuck())), "the compiler and its process are gone")
+
+
 NO_LOCKS = """\
 import errno, fcntl
 def flock(*args):
@@ -112,7 +185,7 @@ def test_without_locks_two_hosts_race_and_both_win(
 def test_a_holder_that_takes_too_long_is_named_and_not_waited_for(
     project: Project, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv("DS_PLUGIN_LOCK_TIMEOUT", "1")
+    monkeypatch.setenv("DS_PLUGIN_LOCK_TIMEOUT", "3")  # a compiler may take as long
     monkeypatch.setattr(lock, "_PATIENCE_SECONDS", 0.2)
     locks = cache.root() / "v1" / ".locks"
     locks.mkdir(parents=True)
@@ -122,10 +195,10 @@ def test_a_holder_that_takes_too_long_is_named_and_not_waited_for(
         fcntl.flock(held, fcntl.LOCK_EX)
         start = time.monotonic()
         assert acquire(project.spec()).origin == "compiled"
-    assert 1 <= time.monotonic() - start < 10
+    assert 3 <= time.monotonic() - start < 12
     waiting, given_up = (record.getMessage() for record in caplog.records)
     assert waiting == "op 'answer': waiting for process 4711 on node17 (since yesterday), which is compiling it"
-    assert "waited 1 s for process 4711 on node17" in given_up
+    assert "waited 3 s for process 4711 on node17" in given_up
 
 
 def test_a_lock_file_left_behind_means_nothing(project: Project) -> None:

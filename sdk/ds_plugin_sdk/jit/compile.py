@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import re
+import selectors
 import shlex
 import signal
 import subprocess
+import time
 from collections.abc import Container, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TextIO
 
 from ds_plugin_sdk.errors import CompileError, ToolchainError
 from ds_plugin_sdk.jit.plan import Plan, file_digest, source_digests
 from ds_plugin_sdk.settings import child_environment, settings
+
+_log = logging.getLogger("ds_plugin_sdk.jit")
+
+_LOOK_SECONDS = 0.5
+_PATIENCE_SECONDS = 10.0
+_END_SECONDS = 5.0
 
 # What a compiler or the system says, and what the reader can do.
 HINTS = (
@@ -43,11 +52,16 @@ HINTS = (
         r"No space left on device|Disk quota exceeded",
         "the disk is full: free some space, or put the cache elsewhere with DS_PLUGIN_CACHE_DIR",
     ),
+    (
+        r"did not end within",
+        "does it wait for a licence server, or a file system? Where it is only slow, raise DS_PLUGIN_LOCK_TIMEOUT",
+    ),
     (r"File size limit exceeded|File too large", "a file may not be that large here: see `ulimit -f`"),
     (
         r"Killed|out of memory|virtual memory exhausted|Cannot allocate memory",
         "the compiler was killed, probably for want of memory: try MAX_JOBS=1",
     ),
+    (r"Resource temporarily unavailable", "no more processes may be started: see `ulimit -u`, and try MAX_JOBS=1"),
     (r"undefined reference|cannot find -l", "a library is missing at the link: check the builder's extra_ldflags"),
 )
 
@@ -86,66 +100,149 @@ def relink(plan: Plan, work: Path, log: Path) -> None:
     """Run the last command of `plan` alone, in the folder `work`, where the objects are. Raises as `run`."""
     with log.open("w", encoding="utf-8") as transcript:
         transcript.write("The objects are those of an earlier build.\n")
-        _run(plan, plan.link, work, transcript)
+        _run(plan, [plan.link], work, transcript)
     _check_library(plan, work / plan.spec.library)
 
 
 def failure(plan: Plan, why: str, *, command: Sequence[str] = (), output: str = "") -> CompileError:
     """The error of a failed build, with the hint that suits and the command to reproduce it."""
-    hints = [hint for pattern, hint in HINTS if re.search(pattern, f"{why}\n{output}")][:1]
-    if command:
-        hints.append(f"to reproduce: {shlex.join(command)}")
+    hints = filter(None, (_hint(f"{why}\n{output}"), f"to reproduce: {shlex.join(command)}" if command else ""))
     return CompileError(
         "compiling failed", plugin=plan.spec.owner, op=plan.spec.name, why=why, hint="\n  -> ".join(hints)
     )
 
 
+def _hint(said: str) -> str:
+    return next((hint for pattern, hint in HINTS if re.search(pattern, said)), "")
+
+
 def _run_once(plan: Plan, work: Path, log: Path) -> list[Path]:
     (work / _BEGIN).touch()
     with log.open("w", encoding="utf-8") as transcript:
-        _compile_all(plan, work, transcript)
-        _run(plan, plan.link, work, transcript)
+        _run(plan, plan.compile, work, transcript)
+        _run(plan, [plan.link], work, transcript)
     _check_library(plan, work / plan.spec.library)
     return _headers(plan, work)
 
 
-def _compile_all(plan: Plan, work: Path, transcript: TextIO) -> None:
-    jobs = min(settings.max_jobs or len(os.sched_getaffinity(0)), len(plan.compile))
-    with ThreadPoolExecutor(jobs) as pool:
-        running = [pool.submit(_run, plan, command, work, transcript) for command in plan.compile]
+def _run(plan: Plan, commands: Sequence[Sequence[str]], work: Path, transcript: TextIO) -> None:
+    """Run commands, several at once. Those that still run when one has failed, or the user interrupts, are ended.
+
+    Without threads: a system's limit of processes must not end a training.
+    """
+    jobs = settings.max_jobs or len(os.sched_getaffinity(0))
+    waiting = list(reversed(commands))
+    told = False
+    with selectors.DefaultSelector() as running:
         try:
-            for job in running:
-                job.result()
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+            while waiting or running.get_map():
+                while waiting and len(running.get_map()) < jobs:
+                    started = _Running(plan, waiting.pop(), work)
+                    running.register(started.output, selectors.EVENT_READ, started)
+                for key, _ in running.select(_LOOK_SECONDS):
+                    if not key.data.read():
+                        running.unregister(key.fileobj)
+                        key.data.finish(transcript)
+                for key in list(running.get_map().values()):
+                    key.data.check_time(transcript)
+                    if not told and key.data.seconds() > _PATIENCE_SECONDS:
+                        told = True
+                        _tell(plan, key.data.command)
+        finally:
+            for key in list(running.get_map().values()):
+                key.data.end()
 
 
-def _run(plan: Plan, command: Sequence[str], work: Path, transcript: TextIO) -> None:
-    try:
-        done = subprocess.run(
-            command,
-            cwd=work,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            # English messages, for the hints; temporary files where they are removed with the rest.
-            env=child_environment(LC_ALL="C", TMPDIR=str(work)),
-            check=False,
-        )
-    except OSError as error:
-        raise ToolchainError(
-            f"{command[0]} cannot be run", plugin=plan.spec.owner, op=plan.spec.name, why=str(error)
-        ) from error
-    transcript.write(f"$ {shlex.join(command)}\n{done.stdout}")
-    if done.returncode < 0:
-        why = f"{command[0]} was stopped: {signal.strsignal(-done.returncode)}"
-        raise failure(plan, why, command=command, output=done.stdout)
-    if done.returncode:
-        why = _first_error(done.stdout) or f"{command[0]} exited with {done.returncode}"
-        raise failure(plan, why, command=command, output=done.stdout)
+def _tell(plan: Plan, command: Sequence[str]) -> None:
+    source = next((source.path.name for source in plan.spec.sources if str(source.path) in command), "the link")
+    _log.warning(
+        "op '%s': compiling: %s has taken %.0f s for %s, and may take %s (DS_PLUGIN_LOCK_TIMEOUT)",
+        plan.spec.name,
+        command[0],
+        _PATIENCE_SECONDS,
+        source,
+        settings.lock_timeout,
+    )
+
+
+class _Running:
+    """A command that was started in the build folder, and what it has said."""
+
+    def __init__(self, plan: Plan, command: Sequence[str], work: Path) -> None:
+        self.plan, self.command = plan, command
+        self._began = time.monotonic()
+        self._said = bytearray()
+        try:
+            self._process = subprocess.Popen(
+                command,
+                cwd=work,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                # English messages, for the hints; temporary files where they are removed with the rest.
+                env=child_environment(LC_ALL="C", TMPDIR=str(work)),
+                start_new_session=True,  # a compiler's own processes end with it
+            )
+        except OSError as error:
+            raise ToolchainError(
+                f"{command[0]} cannot be run",
+                plugin=plan.spec.owner,
+                op=plan.spec.name,
+                why=str(error),
+                hint=_hint(str(error)),
+            ) from error
+        assert self._process.stdout is not None
+        self.output = self._process.stdout
+
+    def seconds(self) -> float:
+        """How long it has run."""
+        return time.monotonic() - self._began
+
+    def read(self) -> bool:
+        """Take what it says now; false once it has nothing more to say."""
+        text = os.read(self.output.fileno(), 1 << 16)
+        self._said += text
+        return bool(text)
+
+    def check_time(self, transcript: TextIO) -> None:
+        """End it, and raise, if it takes longer than it may."""
+        if self.seconds() >= settings.lock_timeout:
+            raise self._overdue(transcript)
+
+    def finish(self, transcript: TextIO) -> None:
+        """Wait for its end, and raise if that was a failure."""
+        try:  # it may say nothing more and yet go on
+            status = self._process.wait(max(0.0, settings.lock_timeout - self.seconds()))
+        except subprocess.TimeoutExpired:
+            raise self._overdue(transcript) from None
+        self.end()
+        self._write(transcript)
+        if status < 0:
+            raise self._failure(f"{self.command[0]} was stopped: {signal.strsignal(-status)}")
+        if status:
+            raise self._failure(_first_error(self._text()) or f"{self.command[0]} exited with {status}")
+
+    def end(self) -> None:
+        """Kill it, if it still runs, with the processes that it has started."""
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):  # one that waits for a dead file server cannot be killed
+            self._process.wait(_END_SECONDS)
+        self.output.close()
+
+    def _overdue(self, transcript: TextIO) -> CompileError:
+        self.end()
+        self._write(transcript)
+        return self._failure(f"{self.command[0]} did not end within {settings.lock_timeout} s and was stopped")
+
+    def _text(self) -> str:
+        return self._said.decode(errors="replace")
+
+    def _write(self, transcript: TextIO) -> None:
+        transcript.write(f"$ {shlex.join(self.command)}\n{self._text()}")
+
+    def _failure(self, why: str) -> CompileError:
+        return failure(self.plan, why, command=self.command, output=self._text())
 
 
 def _first_error(output: str) -> str:

@@ -34,7 +34,10 @@ def call(function: Callable[[], T]) -> T:
             outcome.append((None, error))
 
     thread = threading.Thread(target=run, name=f"ds-plugin-sdk: {function!r}", daemon=True)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError:  # the system allows no more threads, and so no limit of time
+        return function()
     seconds = settings.probe_timeout
     thread.join(seconds)
     if not outcome:
