@@ -10,9 +10,11 @@ import selectors
 import shlex
 import signal
 import subprocess
+import threading
 import time
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import TextIO
 
 from ds_plugin_sdk.errors import CompileError, ToolchainError
@@ -137,8 +139,9 @@ def _run(plan: Plan, commands: Sequence[Sequence[str]], work: Path, transcript: 
         try:
             while waiting or running.get_map():
                 while waiting and len(running.get_map()) < jobs:
-                    started = _Running(plan, waiting.pop(), work)
-                    running.register(started.output, selectors.EVENT_READ, started)
+                    with _interrupts_later():
+                        started = _Running(plan, waiting.pop(), work)
+                        running.register(started.output, selectors.EVENT_READ, started)
                 for key, _ in running.select(_LOOK_SECONDS):
                     if not key.data.read():
                         running.unregister(key.fileobj)
@@ -151,6 +154,23 @@ def _run(plan: Plan, commands: Sequence[Sequence[str]], work: Path, transcript: 
         finally:
             for key in list(running.get_map().values()):
                 key.data.end()
+
+
+@contextlib.contextmanager
+def _interrupts_later() -> Iterator[None]:
+    """Let an interrupt come at the end: within `Popen` it would leave a process behind of which nobody knows."""
+    usual = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(usual):
+        yield
+        return
+    came: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda number, frame: came.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, usual)
+        if came:
+            usual(*came[0])
 
 
 def _tell(plan: Plan, command: Sequence[str]) -> None:
