@@ -147,6 +147,12 @@ def test_a_report_function_that_is_not_there(sdk: Run, install: Install, report:
     assert problem.startswith("broken: ")
 
 
+def test_report_names_a_setting_that_cannot_be_used(sdk: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", 'g++ "')
+    facts = json.loads(sdk("report", "--json"))
+    assert facts["compilers"]["cxx"] == "absent: CXX='g++ \"' cannot be used: No closing quotation"
+
+
 def test_report_prints_no_secrets(sdk: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_API_TOKEN", "very-secret")
     assert "very-secret" not in sdk("report")

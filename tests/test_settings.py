@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -38,13 +39,16 @@ def test_flags(text: str, value: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         ("DS_PLUGIN_COMPILE", "maybe", "compile"),
         ("DS_PLUGIN_LOCK_TIMEOUT", "soon", "lock_timeout"),
         ("MAX_JOBS", "-1", "max_jobs"),
+        ("CXX", 'g++ "', "cxx"),
+        ("CXXFLAGS", "-DNAME='a", "cxxflags"),
+        ("DS_PLUGIN_CACHE_DIR", "~nobody-of-that-name/x", "cache_dir"),
     ],
 )
 def test_a_bad_value_is_an_error_that_explains_the_variable(
     variable: str, text: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(variable, text)
-    with pytest.raises(SettingError, match=f"{variable}='{text}' cannot be used") as error:
+    with pytest.raises(SettingError, match=re.escape(f"{variable}={text!r} cannot be used")) as error:
         getattr(settings, name)
     assert getattr(Settings, name).doc in str(error.value)
 
@@ -61,6 +65,11 @@ def test_a_variable_that_is_set_to_nothing_is_unset(text: str, monkeypatch: pyte
     assert settings.build_op("DS_BUILD_CPU_ADAM") is None
     export({"DS_ACCELERATOR": "zap"})
     assert settings.accelerator == "zap"
+
+
+def test_words_are_split_as_a_shell_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXXFLAGS", """-O1 -DNAME='"a b"' -I/some\\ folder""")
+    assert settings.cxxflags == ("-O1", '-DNAME="a b"', "-I/some folder")
 
 
 def test_no_visible_devices_is_not_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from ds_plugin_sdk import jit, op_builder, registry
 from ds_plugin_sdk.accelerator import DeepSpeedAccelerator, installed
-from ds_plugin_sdk.errors import SdkError, ToolchainError
+from ds_plugin_sdk.errors import SdkError, SettingError, ToolchainError
 from ds_plugin_sdk.op_builder import CombinedOpBuilder, NotImplementedBuilder, OpBuilder, ReferenceOpBuilder, op_table
 from ds_plugin_sdk.provenance import Record
 from ds_plugin_sdk.settings import child_environment, settings
@@ -205,6 +205,8 @@ def _compilers() -> dict[str, str]:
             )
         except ToolchainError as error:
             found[name] = f"absent: {error.why or error.what}"
+        except SettingError as error:
+            found[name] = f"absent: {error.what}: {error.why}"
     return found
 
 

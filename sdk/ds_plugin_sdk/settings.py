@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import re
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +47,10 @@ def _positive_or_none(text: str) -> int | None:
 
 
 def _path(text: str) -> Path:
-    return Path(text).expanduser()
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:  # of ~ and ~user
+        raise ValueError(str(error)) from error
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -65,7 +69,8 @@ def _tasks_of_nodes(text: str) -> tuple[int, ...]:
 
 
 def _words(text: str) -> tuple[str, ...]:
-    return tuple(text.split())
+    """Words as a shell has them, quotes and all."""
+    return tuple(shlex.split(text))
 
 
 @dataclass(frozen=True)
@@ -152,8 +157,8 @@ class Settings:
     max_jobs = Setting[int | None](
         "MAX_JOBS", _positive_or_none, None, "compiler processes at once; unset or 0: one a core"
     )
-    cc = Setting[str | None]("CC", str, None, "C compiler; its C++ sibling is used when CXX is unset")
-    cxx = Setting[str | None]("CXX", str, None, "C++ compiler")
+    cc = Setting[tuple[str, ...]]("CC", _words, (), "C compiler; its C++ sibling is used when CXX is unset")
+    cxx = Setting[tuple[str, ...]]("CXX", _words, (), "C++ compiler")
     cflags = Setting[tuple[str, ...]]("CFLAGS", _words, (), "extra compiler arguments")
     cxxflags = Setting[tuple[str, ...]]("CXXFLAGS", _words, (), "extra C++ compiler arguments")
     ldflags = Setting[tuple[str, ...]]("LDFLAGS", _words, (), "extra linker arguments")

@@ -206,13 +206,40 @@ def test_the_sibling_of_the_c_compiler(cc: str, cxx: str) -> None:
 
 
 def test_the_users_choice_of_compiler(compilers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert CxxToolchain().compiler().command == ("g++",)
+    assert CxxToolchain().compiler().command == (str(compilers / "g++"),)
     monkeypatch.setenv("CC", "clang")
     assert CxxToolchain().compiler().version == "18.1.8"
     monkeypatch.setenv("CC", "gcc-99")
-    assert CxxToolchain().compiler().command == ("g++",)
-    monkeypatch.setenv("CXX", "g++ -m64")
-    assert CxxToolchain().compiler().command == ("g++", "-m64")
+    assert CxxToolchain().compiler().command == (str(compilers / "g++"),)
+    monkeypatch.setenv("CXX", "g++ -m64 '-DTWO=words, one argument'")
+    assert CxxToolchain().compiler().command == (str(compilers / "g++"), "-m64", "-DTWO=words, one argument")
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("given", ["CXX=./c++", "CXX=tools/c++", "PATH=tools", "CXX=ccache c++", "CUDA_HOME=toolkit"])
+def test_a_compiler_with_a_relative_path_is_the_one_that_runs(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str
+) -> None:
+    """Compilers run in the build folder, from where a relative path leads elsewhere, or PATH to another compiler."""
+    variable, _, value = given.partition("=")
+    ran = tmp_path / "ran"
+    for folder in ("tools", "toolkit/bin", "."):
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+        script(tmp_path / folder / "c++", f'echo >> {ran}\nexec {shutil.which("c++")} "$@"\n')
+    script(tmp_path / "tools" / "ccache", 'exec "$@"\n')
+    script(tmp_path / "toolkit" / "bin" / "nvcc", "echo 'release 13.0, V13.0.88'\n")
+    monkeypatch.chdir(tmp_path)
+    if value.startswith("ccache") or variable == "PATH":
+        monkeypatch.setenv("PATH", "tools", prepend=":")
+    if variable != "PATH":
+        monkeypatch.setenv(variable, value)
+    if variable == "CUDA_HOME":
+        assert CudaToolchain().nvcc().command == (str(tmp_path / "toolkit" / "bin" / "nvcc"),)
+        return
+    key = acquire(project.spec()).key["key"]
+    assert len(ran.read_text().splitlines()) == 3, "it says its version, compiles and links"
+    assert str(tmp_path) in key["toolchain"]["cxx"]["path"]
+    assert all(str(tmp_path) in " ".join(command[:2]) for command in key["commands"])
 
 
 def test_nvcc_is_found_in_its_places(compilers: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -243,16 +270,16 @@ def test_nvcc_takes_the_host_compiler_behind_a_launcher(
     monkeypatch.setenv("CXX", "ccache clang++ -m64")
     spec = spec_of("adam.cu", toolchain="cuda")
     command = CudaToolchain().compile_command(spec.sources[0], spec, machine_with(EPYC, torch_folder))
-    assert command[command.index("-ccbin") + 1] == "clang++"
+    assert command[command.index("-ccbin") + 1] == str(compilers / "clang++")
 
 
 def test_sycl(compilers: Path, torch_folder: Path) -> None:
     spec = spec_of("adam.cpp", toolchain="sycl", cxx_args=("-fsycl-targets=spir64",))
     machine = machine_with(EPYC, torch_folder)
     toolchain = SyclToolchain()
-    assert toolchain.compile_command(spec.sources[0], spec, machine)[:2] == ["icpx", "-fsycl"]
+    assert toolchain.compile_command(spec.sources[0], spec, machine)[:2] == [str(compilers / "icpx"), "-fsycl"]
     assert "-fsycl-targets=spir64" in toolchain.compile_command(spec.sources[0], spec, machine)
-    assert toolchain.link_command(spec, machine)[:2] == ["icpx", "-fsycl"]
+    assert toolchain.link_command(spec, machine)[:2] == [str(compilers / "icpx"), "-fsycl"]
     (compilers / "icpx").unlink()
     with pytest.raises(ToolchainError, match="icpx") as caught:
         toolchain.find()

@@ -13,6 +13,9 @@ from pathlib import Path
 from ds_plugin_sdk.errors import ToolchainError
 from ds_plugin_sdk.settings import child_environment
 
+# Programs that call the compiler that follows them.
+LAUNCHERS = frozenset({"ccache", "sccache", "distcc", "icecc"})
+
 _ANSWER_SECONDS = 60
 
 
@@ -21,7 +24,7 @@ class Compiler:
     """A compiler as it is called, and its identity.
 
     Attributes:
-        command: how to call it, e.g. ``("ccache", "g++")``.
+        command: how to call it from any folder, e.g. ``("/usr/bin/ccache", "/usr/bin/g++")``.
         path: the file behind the command, links resolved.
         text: what ``--version`` prints.
     """
@@ -49,12 +52,20 @@ def identify(command: Sequence[str]) -> Compiler:
     Raises:
         ToolchainError: there is no such program, or it does not answer.
     """
-    program = shutil.which(command[0])
-    if program is None:
-        raise ToolchainError(f"compiler {command[0]!r} was not found", why="no such program on PATH")
-    path = Path(program).resolve()
+    absolute = _absolute(command)
+    path = Path(absolute[0]).resolve()
     stat = path.stat()
-    return _ask(tuple(command), path, stat.st_size, stat.st_mtime_ns)
+    return _ask(absolute, path, stat.st_size, stat.st_mtime_ns)
+
+
+def _absolute(command: Sequence[str]) -> tuple[str, ...]:
+    """`command` with its programs' paths: it is run in another folder, where relative ones lead elsewhere."""
+    first, *rest = command
+    program = shutil.which(first)
+    if program is None:
+        raise ToolchainError(f"compiler {first!r} was not found", why="no such program on PATH")
+    behind = _absolute(rest) if rest and Path(first).name in LAUNCHERS else tuple(rest)
+    return str(Path(program).absolute()), *behind  # with links: a compiler may go by the name that it is called by
 
 
 @functools.cache

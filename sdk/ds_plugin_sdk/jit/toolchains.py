@@ -18,7 +18,7 @@ from pathlib import Path
 
 from ds_plugin_sdk import nvml
 from ds_plugin_sdk.errors import ToolchainError
-from ds_plugin_sdk.jit.compiler import Compiler, identify
+from ds_plugin_sdk.jit.compiler import LAUNCHERS, Compiler, identify
 from ds_plugin_sdk.jit.machine import STABLE_TORCH_MACRO, Machine, Torch, find_torch
 from ds_plugin_sdk.jit.spec import BuildSpec, Source
 from ds_plugin_sdk.settings import settings
@@ -64,13 +64,13 @@ class CxxToolchain(Toolchain):
     def compiler(self) -> Compiler:
         """The C++ compiler: ``CXX``, else the sibling of ``CC`` if there is one, else the first candidate on PATH."""
         try:
-            return identify(shlex.split(settings.cxx) if settings.cxx else self._candidate())
+            return identify(settings.cxx or self._candidate())
         except ToolchainError as error:
             why = f"CXX names it; {error.why}" if settings.cxx else error.why
             raise ToolchainError(error.what, why=why, hint=self.install_hint) from error
 
     def _candidate(self) -> list[str]:
-        sibling = shlex.split(cxx_sibling(settings.cc or ""))
+        sibling = shlex.split(cxx_sibling(shlex.join(settings.cc)))
         for command in (sibling, *([name] for name in self.candidates)):
             if command and shutil.which(command[0]):
                 return command
@@ -191,7 +191,7 @@ class CudaToolchain(Toolchain):
     @staticmethod
     def _places() -> Iterable[str | Path]:
         if settings.nvcc:
-            yield next((word for word in settings.nvcc if Path(word).name not in _LAUNCHERS), settings.nvcc[0])
+            yield next((word for word in settings.nvcc if Path(word).name not in LAUNCHERS), settings.nvcc[0])
             return
         if settings.cuda_home is not None:
             yield settings.cuda_home / "bin" / "nvcc"
@@ -205,7 +205,7 @@ class CudaToolchain(Toolchain):
     def _launcher() -> list[str]:
         """What compiles through nvcc: that of ``PYTORCH_NVCC="ccache nvcc"``, else ccache if it is there."""
         if settings.nvcc:
-            return [word for word in settings.nvcc if Path(word).name in _LAUNCHERS]
+            return [word for word in settings.nvcc if Path(word).name in LAUNCHERS]
         return ["ccache"] if shutil.which("ccache") else []
 
     def identity(self, spec: BuildSpec) -> dict[str, object]:
@@ -259,7 +259,7 @@ class CudaToolchain(Toolchain):
     def _host_compiler(self) -> list[str]:
         # -ccbin takes one program: of "ccache g++ -m64" it is g++.
         command = self._host.compiler().command
-        return ["-ccbin", next((word for word in command if Path(word).name not in _LAUNCHERS), command[0])]
+        return ["-ccbin", next((word for word in command if Path(word).name not in LAUNCHERS), command[0])]
 
     def _headers(self) -> list[str]:
         """Where compilers find cuda_runtime.h."""
@@ -314,9 +314,6 @@ def _archs_here() -> str | None:
     except nvml.NvmlError:
         return None
     return " ".join(f"{major}.{minor}" for major, minor in sorted(capabilities)) or None
-
-
-_LAUNCHERS = frozenset({"ccache", "sccache", "distcc", "icecc"})
 
 
 # torch.utils.cpp_extension defines __CUDA_NO_HALF_OPERATORS__ and its family; kernels written for DeepSpeed need the
