@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -29,6 +32,7 @@ WELL = Facts(
     cache_why="",
     port=29500,
     port_why="",
+    loopback_why="",
     open_files=4096,
     locked_memory=None,
     memory=64 * GIB,
@@ -68,6 +72,7 @@ def test_hosts_that_are_well_and_alike_have_one_line_a_check() -> None:
         ({"kernels": {"reference": ["a"]}, "fallback": False}, "kernels", "fails", "on a host with a compiler"),
         ({"kernels": {"failed": ["a"]}, "fallback": False}, "kernels", "fails", "the log has the compiler's message"),
         ({"kernels": {"broken": ["cpu_adam"]}}, "kernels", "fails", "`sdk report` there"),
+        ({"loopback_why": "Network is unreachable"}, "loopback", "fails", "`ip link set lo up`"),
         ({"open_files": 100}, "open files", "fails", "limits.conf"),
         ({"locked_memory": 8 * 2**20}, "locked memory", "warning", "`ulimit -l unlimited`"),
         ({"shared_memory": None}, "/dev/shm", "fails", "tmpfs"),
@@ -229,3 +234,15 @@ def test_this_machine_and_a_port_that_is_taken(sdk: Callable[..., str]) -> None:
     assert "--master_port" in found["port"]["next"]
     assert found["plugin"]["found"] == "cpu"
     assert {entry["verdict"] for entry in found.values() if entry["check"] != "port"} <= {"ok", "warning"}
+
+
+@pytest.mark.usefixtures("compiled_once")
+def test_a_machine_without_any_network() -> None:
+    prefix = ["unshare", "-n", *([] if os.geteuid() == 0 else ["-r"])]
+    if subprocess.run([*prefix, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no network namespaces in this sandbox")
+    command = [*prefix, sys.executable, "-m", "ds_plugin_sdk", "doctor", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    found = {entry["check"]: entry for entry in json.loads(done.stdout)}
+    assert (done.returncode, found["loopback"]["verdict"]) == (1, "fails"), done.stderr
+    assert found["loopback"]["found"].startswith("127.0.0.1 cannot be reached: ")

@@ -18,6 +18,7 @@ from ds_plugin_sdk.op_builder import CombinedOpBuilder, LentOpBuilder, OpBuilder
 from ds_plugin_sdk.settings import settings
 
 _SHARED_MEMORY = Path("/dev/shm")
+_LOOPBACK_SECONDS = 5
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Facts:
         cache_why: why nothing can be built into it; empty if it can.
         port: the port at which the ranks are to meet.
         port_why: why nothing can listen there; empty if it can.
+        loopback_why: why a process cannot reach another of the machine by ``127.0.0.1``; empty if it can.
         open_files: how many files a process may open; None without limit.
         locked_memory: bytes that a process may lock; None without limit.
         memory: bytes of the machine.
@@ -52,6 +54,7 @@ class Facts:
     cache_why: str
     port: int
     port_why: str
+    loopback_why: str
     open_files: int | None
     locked_memory: int | None
     memory: int
@@ -79,6 +82,7 @@ def examine(port: int) -> Facts:
         cache_why=jit.cache.unusable(),
         port=port,
         port_why=_port_why(port),
+        loopback_why=_loopback_why(),
         open_files=_limit(resource.RLIMIT_NOFILE),
         locked_memory=_limit(resource.RLIMIT_MEMLOCK),
         memory=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
@@ -112,6 +116,15 @@ def _port_why(port: int) -> str:
             listener.bind(("", port))
         except OSError as error:
             return str(error.strerror)
+    return ""
+
+
+def _loopback_why() -> str:
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            socket.create_connection(server.getsockname(), timeout=_LOOPBACK_SECONDS).close()
+    except OSError as error:
+        return str(error.strerror or error)
     return ""
 
 

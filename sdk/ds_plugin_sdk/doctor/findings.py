@@ -80,6 +80,7 @@ def _judge(answer: Heard | Silent, first: Facts | None, ranks: int, *, meets_her
     yield _cache(facts)
     if meets_here:
         yield _port(facts)
+    yield _loopback(facts)
     yield _open_files(facts, ranks)
     yield _locked_memory(facts)
     yield _shared_memory(facts)
@@ -147,6 +148,13 @@ def _port(facts: Facts) -> _Row:
         f"{facts.port}: {facts.port_why}",
         "another one: MASTER_PORT, or the launcher's --master_port",
     )
+
+
+def _loopback(facts: Facts) -> _Row:
+    if not facts.loopback_why:
+        return "loopback", "ok", "127.0.0.1 answers", ""
+    todo = "`ip link set lo up`, or a container with a network: the ranks of a machine meet there"
+    return "loopback", "fails", f"127.0.0.1 cannot be reached: {facts.loopback_why}", todo
 
 
 def _open_files(facts: Facts, ranks: int) -> _Row:
