@@ -406,6 +406,19 @@ def test_what_root_has_built_serves_other_users(for_everybody: Path, spawn_in: S
     assert finish(spawn(AS_NOBODY)) == "cache 52"
 
 
+def test_a_user_without_a_home_builds_into_the_temporary_folder(
+    for_everybody: Path, spawn_in: SpawnIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a container that was given a number for a user."""
+    _, spawn = spawn_in(for_everybody)
+    for variable in ("DS_PLUGIN_CACHE_DIR", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(variable, raising=False)
+    as_number = AS_NOBODY.replace("65534", "23456").replace("import small_op", "import platformdirs.unix, small_op")
+    assert finish(spawn(as_number)) == "compiled 42"
+    assert (for_everybody / "tmp" / "ds-plugin-sdk-23456" / "v1").is_dir()
+    assert finish(spawn(as_number)) == "cache 42"
+
+
 @pytest.mark.parametrize("closed", ["", "v1"])
 def test_a_cache_that_cannot_be_entered_is_not_used(for_everybody: Path, spawn_in: SpawnIn, closed: str) -> None:
     _, spawn = spawn_in(for_everybody)

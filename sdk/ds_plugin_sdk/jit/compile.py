@@ -176,7 +176,7 @@ def _interrupts_later() -> Iterator[None]:
 def _tell(plan: Plan, command: Sequence[str]) -> None:
     source = next((source.path.name for source in plan.spec.sources if str(source.path) in command), "the link")
     _log.warning(
-        "op '%s': compiling: %s has taken %.0f s for %s, and may take %s (DS_PLUGIN_LOCK_TIMEOUT)",
+        "op '%s': compiling: %s has taken %.0f s for %s, and may take %s s (DS_PLUGIN_LOCK_TIMEOUT)",
         plan.spec.name,
         command[0],
         _PATIENCE_SECONDS,

@@ -153,12 +153,16 @@ class Store:
 
 
 def root() -> Path:
-    """The cache's folder: ``DS_PLUGIN_CACHE_DIR``, else the user's cache folder."""
+    """The cache's folder: ``DS_PLUGIN_CACHE_DIR``, else the user's cache folder, else (no home) `private_root`."""
     if (named := _named_root()) is not None:
         return named
     from platformdirs import user_cache_path
 
-    return user_cache_path("ds-plugin-sdk")
+    try:
+        users = user_cache_path("ds-plugin-sdk")
+    except RuntimeError:  # older ones of platformdirs give ~/.cache as it stands
+        users = Path()
+    return users if users.is_absolute() else private_root()
 
 
 def _named_root() -> Path | None:
