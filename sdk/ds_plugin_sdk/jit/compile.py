@@ -144,8 +144,8 @@ def _run(plan: Plan, commands: Sequence[Sequence[str]], work: Path, transcript: 
                         running.register(started.output, selectors.EVENT_READ, started)
                 for key, _ in running.select(_LOOK_SECONDS):
                     if not key.data.read():
-                        running.unregister(key.fileobj)
                         key.data.finish(transcript)
+                        running.unregister(key.fileobj)
                 for key in list(running.get_map().values()):
                     key.data.check_time(transcript)
                     if not told and key.data.seconds() > _PATIENCE_SECONDS:

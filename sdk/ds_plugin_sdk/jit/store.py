@@ -75,7 +75,7 @@ class Store:
             return f"{self.base}: {error.strerror}"
 
     def noexec(self) -> str:
-        """Why no binary can be loaded from the store; empty if they can, or if there is none."""
+        """Why no binary can be loaded from the store: its file system forbids that. Empty if it does not."""
         with contextlib.suppress(OSError):
             if os.statvfs(_nearest(self.base)).f_flag & os.ST_NOEXEC:
                 return f"{self.root} lies on a file system that is mounted noexec: nothing can be loaded from there"
