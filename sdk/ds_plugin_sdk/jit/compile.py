@@ -24,7 +24,7 @@ from ds_plugin_sdk.settings import child_environment, settings
 _log = logging.getLogger("ds_plugin_sdk.jit")
 
 _LOOK_SECONDS = 0.5
-_PATIENCE_SECONDS = 10.0
+_PATIENCE_SECONDS = 30.0  # what files of kernels take on slow machines
 _END_SECONDS = 5.0
 
 # What a compiler or the system says, and what the reader can do.
