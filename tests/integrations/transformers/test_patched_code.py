@@ -25,6 +25,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import transformers
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+    from transformers.models.gemma import modeling_gemma as gemma
     from transformers.models.gpt2 import modeling_gpt2 as gpt2
     from transformers.models.llama import modeling_llama as llama
 
@@ -156,19 +157,79 @@ def test_numbers_that_a_models_code_reads_are_read(what: str) -> None:
     torch.testing.assert_close(ours, logits(plain), rtol=1e-3, atol=1e-3)
 
 
-def test_gemmas_norm_that_is_patched(monkeypatch: pytest.MonkeyPatch) -> None:
-    from transformers.models.gemma import modeling_gemma
+def _of_all(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    norm = gemma.GemmaRMSNorm._norm
+    monkeypatch.setattr(gemma.GemmaRMSNorm, "_norm", lambda self, x: norm(self, x) / 2)
 
+
+def _of_one(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model.model.layers[1].input_layernorm._norm = lambda x: x / 2
+
+
+def _function(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model.model.layers[0].mlp.act_fn.act = torch.relu
+
+
+@pytest.mark.parametrize("change", [_of_all, _of_one, _function])
+def test_methods_and_functions_of_instances(change: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     config = transformers.GemmaConfig(**{**make("llama").config.to_diff_dict(), "head_dim": 8, "model_type": "gemma"})
+    config.hidden_act = "gelu_pytorch_tanh"
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with accelerate(model) as handle:
-        assert handle.norms
-        logits(model)
-        norm = modeling_gemma.GemmaRMSNorm._norm
-        monkeypatch.setattr(modeling_gemma.GemmaRMSNorm, "_norm", lambda self, x: norm(self, x) / 2)
+        assert len(handle.layers) == 2
+        before = logits(model)
+        change(model, monkeypatch)
         ours = logits(model)
+    assert not torch.allclose(before, ours, rtol=1e-2, atol=1e-2)
     torch.testing.assert_close(ours, logits(model), rtol=1e-3, atol=1e-3)
+
+
+def test_a_file_of_somebodys_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Code that comes with a model and is LLaMA's, whose functions are patched later."""
+    source = Path(llama.__file__).read_text(encoding="utf-8").replace("from ...", "from transformers.")
+    (tmp_path / "modeling_somebodys.py").write_text(
+        source.replace("from .config", "from transformers.models.llama.config")
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    import modeling_somebodys  # type: ignore[import-not-found]  # made above
+
+    torch.manual_seed(0)
+    model = modeling_somebodys.LlamaForCausalLM(make("llama").config).eval()
+    with accelerate(model) as handle:
+        assert len(handle.layers) == 2
+        before = logits(model)
+        monkeypatch.setattr(modeling_somebodys, "rotate_half", halved(modeling_somebodys.rotate_half))
+        ours = logits(model)
+    assert not torch.allclose(before, ours, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(ours, logits(model), rtol=1e-3, atol=1e-3)
+
+
+def test_a_step_after_one_that_failed_asks_again() -> None:
+    """Given the very tensor that the failed one was given."""
+    model = make("llama")
+    hidden = model.model.embed_tokens(torch.tensor([[5], [7]])).detach()
+
+    def after_a_failure() -> torch.Tensor:
+        good, other = transformers.DynamicCache(), transformers.DynamicCache()
+        with torch.no_grad():
+            logits(model, past_key_values=good)
+            model(torch.tensor([[3, 4, 5]]), past_key_values=other)
+            for _ in range(2):
+                model(inputs_embeds=hidden, past_key_values=good)
+            with pytest.raises((RuntimeError, SdkError)):
+                model(inputs_embeds=hidden, past_key_values=other)
+            for layer in model.model.layers:
+                layer.input_layernorm.variance_epsilon = 3.0
+            result: torch.Tensor = model(inputs_embeds=hidden, past_key_values=good).logits
+        return result
+
+    epsilon = model.model.layers[0].input_layernorm.variance_epsilon
+    expected = after_a_failure()
+    for layer in model.model.layers:
+        layer.input_layernorm.variance_epsilon = epsilon
+    with accelerate(model):
+        torch.testing.assert_close(after_a_failure(), expected, rtol=1e-3, atol=1e-3)
 
 
 def _in_another_process(pickled: bytes, results: Any) -> None:

@@ -247,6 +247,90 @@ def test_what_was_asked_of_an_empty_layer_is_asked_of_the_one_in_its_place() -> 
     assert growing_layer(cache, 1, GrowingLayer) is cache.layers[1] and not cache.layers[1].record_past
 
 
+@pytest.mark.compiler
+@pytest.mark.usefixtures("kernels")
+@models
+@pytest.mark.parametrize("names", [("keys",), ("values",), ("keys", "values")], ids=" and ".join)
+def test_keys_or_values_that_somebody_exchanges(model: Any, names: tuple[str, ...]) -> None:
+    """Alone, too; between two tokens, in a layer in the middle and in the last one."""
+
+    def run() -> torch.Tensor:
+        cache, found = transformers.DynamicCache(config=model.config), []
+        with torch.no_grad():
+            model(tokens(), past_key_values=cache)
+            for step in range(5):
+                if step in (2, 3):
+                    for layer in (cache.layers[1], cache.layers[-1]):
+                        for name in names:
+                            setattr(layer, name, 1.1 * getattr(layer, name))
+                found.append(model(tokens(count=1), past_key_values=cache).logits)
+        return torch.cat(found, 1)
+
+    expected = run()
+    with accelerate(model):
+        torch.testing.assert_close(run(), expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.compiler
+@pytest.mark.usefixtures("kernels")
+@models
+def test_a_cache_of_inference_mode_goes_on_without(model: Any) -> None:
+    """By the model's own code and by ours, where torch lets nobody write to tensors of inference mode."""
+
+    def run(own: bool) -> torch.Tensor:
+        cache = transformers.DynamicCache(config=model.config)
+        with torch.inference_mode():
+            model(tokens(), past_key_values=cache)
+            model(tokens(count=1), past_key_values=cache)
+        found = []
+        with torch.no_grad():
+            for step in range(3):
+                with torch.autocast("cpu", dtype=torch.bfloat16, enabled=own and step == 1):  # its own code then
+                    found.append(model(tokens(count=1), past_key_values=cache).logits.float())
+        with torch.inference_mode():
+            found.append(model(tokens(count=1), past_key_values=cache).logits.clone())
+        return torch.cat(found, 1)
+
+    for own in (False, True):
+        expected = run(own)
+        with accelerate(model):
+            ours = run(own)
+        tolerance = 0.2 if own else 1e-3  # of bfloat16, in the token after its own
+        torch.testing.assert_close(ours, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.compiler
+@pytest.mark.usefixtures("kernels")
+@models
+def test_gradients_through_a_cache(model: Any) -> None:
+    """After tokens without; those that follow keep no graph."""
+
+    def run() -> tuple[torch.Tensor, torch.Tensor]:
+        cache = transformers.DynamicCache(config=model.config)
+        with torch.no_grad():
+            model(tokens(), past_key_values=cache)
+        for _ in range(2):
+            output = model(tokens(count=1), past_key_values=cache).logits
+        (gradient,) = torch.autograd.grad(output.sum(), [model.model.layers[0].self_attn.k_proj.weight])
+        with torch.no_grad():
+            for _ in range(2):
+                output = model(tokens(count=1), past_key_values=cache).logits
+        assert not any(layer.keys.requires_grad for layer in cache.layers)
+        return gradient, output
+
+    expected = run()
+    with accelerate(model):
+        torch.testing.assert_close(run(), expected, rtol=1e-3, atol=1e-3)
+
+
+def test_a_long_prompt_is_not_kept() -> None:
+    layer, _ = _layers()
+    layer.update(torch.ones(1, 2, 3000, 8), torch.ones(1, 2, 3000, 8))
+    layer.update(torch.ones(1, 2, 1, 8), torch.ones(1, 2, 1, 8))
+    assert layer.get_seq_length() == 3001
+    assert all(room.shape[2] < 100 for room in layer._rooms.values())
+
+
 def test_memory_does_not_grow_with_the_number_of_tokens() -> None:
     layer, _ = _layers()
     for _ in range(1000):

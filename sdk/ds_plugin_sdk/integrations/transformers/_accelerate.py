@@ -185,8 +185,8 @@ def accelerate(
             that came in 4 bits (GPTQ, AWQ, torchao) keep them in any case, as copies in the layout of our op, or in 8
             bits where groups are no multiples of 64.
         cache: ``"int8"`` to keep keys and values in 8 bits with a scale for each token and head, where decoder layers
-            run whole and the cache is transformers' dynamic one, empty before the first call. Sliding, static,
-            quantized and other caches, and those of other layers, stay what they are.
+            run whole and the cache is transformers' dynamic one, empty before the first call. Layers with a window
+            keep floats; static, quantized and other caches, and those of other layers, stay what they are.
         loss: ``"chunked"`` to compute the loss of a causal language model in training, where labels are given and
             gradients recorded, some tokens at a time (`ds_plugin_sdk.nn.linear_cross_entropy`). Such a call returns no
             logits: they are None, or not in the tuple.

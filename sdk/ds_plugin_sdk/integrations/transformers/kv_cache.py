@@ -39,13 +39,13 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not t
     It is a `DynamicLayer` to all who look at it: `keys` and `values` are what was appended.
     """
 
-    def __init__(self, *args: Any) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._rooms: dict[str, Tensor] = {}
         self._starts = {"keys": 0, "values": 0}
         self._lengths = {"keys": 0, "values": 0}
         self._made: Room | None = None  # for what comes next, as long as nothing has changed
-        self.is_plain = True  # none of another class of tensors, which may mean something
-        super().__init__(*args)
+        self.is_plain = True  # none of another class of tensors, which may mean something, or with gradients
+        super().__init__(*args, **kwargs)
 
     @property
     def keys(self) -> Tensor | None:
@@ -76,7 +76,7 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not t
         else:
             self._rooms[name] = value
             self._lengths[name] = value.shape[2]
-        self.is_plain = all(type(room) is Tensor for room in self._rooms.values())
+        self.is_plain = all(type(room) is Tensor and not room.requires_grad for room in self._rooms.values())
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -109,11 +109,14 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not t
         were written.
         """
         past = self.held
-        for name, states in self._rooms.items():
-            if self._starts[name] + past + tokens > states.shape[2]:
+        spare = max(_LEAST_SPARE, past // 2)
+        places = {(self._starts[name], states.shape[2]) for name, states in self._rooms.items()}
+        # Somebody may have exchanged keys or values alone; a long prompt leaves most of a room behind a window.
+        fits = len(places) == 1 and all(start <= spare and start + past + tokens <= size for start, size in places)
+        if not fits:
+            for name, states in self._rooms.items():
                 batch, heads, _, head_dim = states.shape
-                room = past + tokens + max(_LEAST_SPARE, past // 2)
-                grown = large_pages.zeros((batch, heads, room, head_dim), states)
+                grown = large_pages.zeros((batch, heads, past + tokens + spare, head_dim), states)
                 if past:
                     grown[:, :, :past] = states.narrow(2, self._starts[name], past)
                 self._rooms[name], self._starts[name] = grown, 0
@@ -135,8 +138,17 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not t
         for name in self._lengths:
             self._lengths[name] += tokens
 
+    def _appends_in_place(self, *states: Tensor) -> bool:
+        """Whether nobody can tell: no gradients, and no tensors that torch lets nobody write to here."""
+        rooms = self._rooms.values()
+        return (
+            self.grows
+            and all(type(each) is Tensor and not each.requires_grad for each in states)
+            and (torch.is_inference_mode_enabled() or not any(room.is_inference() for room in rooms))
+        )
+
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        if not self.grows or type(key_states) is not Tensor or type(value_states) is not Tensor:
+        if not self._appends_in_place(key_states, value_states):
             appended: tuple[Tensor, Tensor] = super().update(key_states, value_states, *args, **kwargs)
             return appended
         if not self.is_initialized:
@@ -155,12 +167,12 @@ class GrowingSlidingLayer(GrowingLayer, DynamicSlidingWindowLayer):  # type: ign
     Those that have left the window stay in front of those held until there is no room left behind them.
     """
 
+    _sliding_window_tensor: Tensor
+
     @property
     def grows(self) -> bool:
         # Layers that record what has left the window, for assisted generation, hold more than they attend to.
         return self.is_plain and not getattr(self, "record_past", False)
-
-    _sliding_window_tensor: Tensor
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         super().lazy_initialization(key_states, value_states)

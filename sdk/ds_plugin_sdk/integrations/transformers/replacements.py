@@ -172,7 +172,7 @@ class Row:
     def goes_on(self, hidden: object) -> bool:
         """Whether all layers were asked in this step, and this is the next one; asked by a layer's forward alone."""
         step = self._step
-        if hidden is step.last and step.loop is not None and _code_at(1 + step.depth) is step.loop:
+        if step.count and hidden is step.last and step.loop is not None and _code_at(1 + step.depth) is step.loop:
             return True
         if step.last is not None:
             self._ends = []  # that step did not come to its end
@@ -180,10 +180,10 @@ class Row:
         return False
 
     def given_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given | None:
-        """What a layer is given that `goes_on`, if one before it in the step was given the same."""
-        names, arguments = (len(args), *kwargs), (*args[1:], *kwargs.values())
-        for kept in self._step.kept:
-            if names == kept.names and all(map(operator.is_, arguments, kept.arguments)):
+        """What a layer is given that `goes_on`, if one of the last before it in the step was given the same."""
+        form, arguments = (len(args), *kwargs), (*args[1:], *kwargs.values())
+        for kept in self._step.kept[-_KINDS:]:
+            if form == kept.form and all(map(operator.is_, arguments, kept.arguments)):
                 return kept.given
         return None
 
@@ -215,8 +215,8 @@ class Row:
 
     def run_ahead(self, replacement: DecoderReplacement, hidden: Tensor, given: Given) -> Tensor | None:
         """Run a layer of a step and those after it by one call, if these will be given the same: its result."""
-        step, snapshot, first = self._step, self._snapshot, self._step.count
-        end = self._ends[first] if first < len(self._ends) else 0
+        step, snapshot, ends, first = self._step, self._snapshot, self._ends, self._step.count
+        end = ends[first] if first < len(ends) else 0
         if snapshot is None or end - first < 2 or not (step.is_direct and step.alike and hidden is step.last):
             return None
         run = self.replacements[first:end]
@@ -243,13 +243,15 @@ class Row:
         """Ask all layers, if this is the first one in a step of one token; False if each has to be asked by itself."""
         if self.replacements[:1] != [replacement] or hidden.shape[1] != 1:
             return False
-        if self._snapshot is None and self._are_alike() and all(each.holds_apart(False) for each in self.replacements):
-            self._snapshot = _RowSnapshot(self.replacements)
-        elif self._snapshot is not None and not self._snapshot.holds():
-            self._snapshot = None
-        if self._snapshot is not None:
+        snapshot = self._snapshot  # other threads may forget it
+        if snapshot is None and self._are_alike() and all(each.holds_apart(False) for each in self.replacements):
+            snapshot = _RowSnapshot(self.replacements)
+        elif snapshot is not None and not snapshot.holds():
+            snapshot = None
+        self._snapshot = snapshot
+        if snapshot is not None:
             self._step.begin(hidden)
-        return self._snapshot is not None
+        return snapshot is not None
 
     def _are_alike(self) -> bool:
         """Whether all layers understand the same arguments alike."""
@@ -286,12 +288,20 @@ def _ends_of_runs(values: Sequence[object]) -> list[int]:
     return ends
 
 
+# So many kinds of layers a model may have, by what they are given.
+_KINDS = 4
+
+
 class _Kept(NamedTuple):
-    """What a layer of a step was given: how many arguments, with which names; what all but the first one were; what
-    these mean.
+    """What a layer of a step was given.
+
+    Attributes:
+        form: how many arguments without names, and the names of the others.
+        arguments: all but the first one.
+        given: what these mean.
     """
 
-    names: tuple[int | str, ...]
+    form: tuple[int | str, ...]
     arguments: tuple[Any, ...]
     given: Given
 
@@ -504,12 +514,19 @@ class DecoderReplacement(Replacement):
                 if given is not None:
                     self._row.keep(args, kwargs, given)
             if given is not None:
-                hidden, result = args[0], self._row.take_ahead(self, given)
-                result = self._row.run_ahead(self, hidden, given) if result is None else result
-                result = self._run(hidden, given) if result is None else result
-                self._row.ran(self, hidden, given, result)
-                return result
+                return self._made_of(args[0], given)
         return self.own(*args, **kwargs)
+
+    def _made_of(self, hidden: Tensor, given: Given) -> Tensor:
+        try:
+            result = self._row.take_ahead(self, given)
+            result = self._row.run_ahead(self, hidden, given) if result is None else result
+            result = self._run(hidden, given) if result is None else result
+        except BaseException:
+            self._row.end_step()
+            raise
+        self._row.ran(self, hidden, given, result)
+        return result
 
     def _understand(self, args: tuple[Any, ...], kwargs: dict[str, Any], asked: bool) -> Given | None:
         """What the arguments mean; None if the ops do not do with them what the layer's own code does."""

@@ -170,14 +170,17 @@ class Called(NamedTuple):
 
 
 def called_functions(function: Callable[..., Any]) -> list[Called]:
-    """Those of its own file that a function calls, and that these call, but for the attention, which the registry
-    chooses.
+    """Those by the names of its file that a function calls, and that these call, but for the attention, which the
+    registry chooses.
     """
     found: dict[tuple[int, str], Called] = {}
-    left: list[Any] = [as_written(function)]
+    first: Any = as_written(function)
+    left = [first]
     while left:
         each = left.pop()
-        if not isinstance(each, types.FunctionType) or not each.__module__.startswith("transformers.models."):
+        if not isinstance(each, types.FunctionType):
+            continue
+        if each.__globals__ is not first.__globals__ and not each.__module__.startswith("transformers.models."):
             continue
         for name in each.__code__.co_names:
             value, key = each.__globals__.get(name), (id(each.__globals__), name)
@@ -404,11 +407,12 @@ class Watch:
         self._called = [each for kind in self._distinct for each in called_functions(kind.forward)] if inner else []
         methods = [each for kind in self._distinct for each in kind.__mro__ if "_norm" in vars(each)]
         self._called += [Called(vars(each), "_norm", vars(each)["_norm"]) for each in methods]  # Gemma's
-        # Eps, scales and choices, which a module's own code reads at each call.
+        # Eps, scales, choices and functions, which a module's own code reads at each call.
         attributes = [(vars(module), *item) for module in self._modules for item in vars(module).items()]
-        numbers = [each for each in attributes if type(each[2]) in (float, bool) and each[1] not in _OF_TRAINING]
-        self._numbered: list[dict[str, Any]] = [owner for owner, _, _ in numbers]
-        self._names, self._numbers = [name for _, name, _ in numbers], [number for _, _, number in numbers]
+        read = [each for each in attributes if _is_read(*each[1:])]
+        read += [(vars(module), "_norm", None) for module in self._modules if hasattr(type(module), "_norm")]
+        self._owners: list[dict[str, Any]] = [owner for owner, _, _ in read]
+        self._names, self._values = [name for _, name, _ in read], [value for _, _, value in read]
 
     @classmethod
     def alone(cls, module: nn.Module) -> Watch:
@@ -439,7 +443,7 @@ class Watch:
             )
             and self._children == self._known_children
             and [*map(_code_of, self._distinct)] == self._code
-            and [*map(dict.get, self._numbered, self._names)] == self._numbers
+            and [*map(dict.get, self._owners, self._names)] == self._values
             and all(names.get(name) is value for names, name, value in self._called)
             and torch_has_its_functions()
         )
@@ -454,8 +458,12 @@ class Watch:
         return True
 
 
-# What `accelerate` asks elsewhere, or what does not matter without gradients.
-_OF_TRAINING = ("training", "gradient_checkpointing")
+# What is asked elsewhere, or does not matter without gradients.
+_NOT_READ = ("forward", "training", "gradient_checkpointing", "_gradient_checkpointing_func")
+
+
+def _is_read(name: str, value: object) -> bool:
+    return name not in _NOT_READ and (isinstance(value, float | bool) or callable(value))
 
 
 def _ignores_training(module: nn.Module) -> bool:
