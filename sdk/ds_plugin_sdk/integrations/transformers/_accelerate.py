@@ -335,7 +335,7 @@ def _use_attention(model: transformers.PreTrainedModel, found: _Found, undo: lis
 
 
 class _Ours(str):
-    """The name of our attention; where a configuration is copied or pickled, of the one in whose place it is."""
+    """The name of our attention; where a configuration is deep-copied or pickled, of the one in whose place it is."""
 
     _before: str
 
@@ -352,7 +352,7 @@ def _why_not_attention(before: str | None, users: Iterable[transformers.PreTrain
     if before not in ("sdpa", ATTENTION):
         return f"its attention is {before!r}, which may do more than 'sdpa'"
     if not has_own_sdpa():
-        return "another function than transformers' own is registered as 'sdpa', or torch's own was replaced"
+        return "another function than transformers' own is registered as 'sdpa'"
     for user in users:
         if not user._can_set_attn_implementation():
             return "its attention does not go through transformers' registry"
