@@ -80,6 +80,7 @@ def attention_forward(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     understood = (
         own is sdpa_attention_forward
+        and not torch.compiler.is_compiling()
         and torch_has_its_functions()
         and not dropout
         and all(value is None or name in IGNORED_ARGUMENTS for name, value in kwargs.items())
