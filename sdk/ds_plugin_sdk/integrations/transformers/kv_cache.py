@@ -161,7 +161,7 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not t
         return room.keys[:, :, :total], room.values[:, :, :total]
 
 
-class GrowingSlidingLayer(GrowingLayer, DynamicSlidingWindowLayer):  # type: ignore[misc]  # as above
+class GrowingSlidingLayer(GrowingLayer, DynamicSlidingWindowLayer):  # type: ignore[misc]  # as GrowingLayer
     """The same for layers that attend to a window alone, and hold one position less than that.
 
     Those that have left the window stay in front of those held until there is no room left behind them.
