@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import os
 import subprocess
 import textwrap
 from collections.abc import Callable
@@ -92,3 +93,11 @@ def other_torch(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     here = machine.here()
     other = dataclasses.replace(here, torch=dataclasses.replace(here.torch, version=version))
     monkeypatch.setattr(machine, "here", lambda: other)
+
+
+def in_namespace(*mounts: str) -> list[str]:
+    """Command prefix that runs a program with mounts of its own; empty where that is not permitted."""
+    user = [] if os.geteuid() == 0 else ["-r"]
+    prefix = ["unshare", "-m", *user, "sh", "-c", " && ".join([*mounts, 'exec "$@"']), "sh"]
+    probe = subprocess.run([*prefix, "true"], capture_output=True, check=False)
+    return prefix if probe.returncode == 0 else []

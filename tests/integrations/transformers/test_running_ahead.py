@@ -20,7 +20,7 @@ with warnings.catch_warnings():
     from transformers.models.llama import modeling_llama
 
 from ds_plugin_sdk.integrations.transformers import accelerate
-from ds_plugin_sdk.integrations.transformers.replacements import Row
+from ds_plugin_sdk.integrations.transformers.decoder_row import Row
 from ds_plugin_sdk.ops import decoder_layer
 
 pytestmark = [pytest.mark.compiler, pytest.mark.usefixtures("kernels")]

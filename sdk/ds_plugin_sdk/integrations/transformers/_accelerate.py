@@ -18,6 +18,7 @@ from transformers.pytorch_utils import Conv1D
 from ds_plugin_sdk.errors import SdkError
 from ds_plugin_sdk.integrations.transformers import families, int4
 from ds_plugin_sdk.integrations.transformers.attention import ATTENTION, has_own_sdpa, register_attention
+from ds_plugin_sdk.integrations.transformers.decoder_row import Row
 from ds_plugin_sdk.integrations.transformers.int4_layouts import is_int4
 from ds_plugin_sdk.integrations.transformers.kv_cache import AppendingLayer, GrowingLayer, Int8Layer
 from ds_plugin_sdk.integrations.transformers.loss import LossReplacement
@@ -26,7 +27,6 @@ from ds_plugin_sdk.integrations.transformers.replacements import (
     DecoderReplacement,
     LinearReplacement,
     NormReplacement,
-    Row,
 )
 from ds_plugin_sdk.integrations.transformers.training_layers import TRAINED, is_rms, training_replacement
 from ds_plugin_sdk.integrations.transformers.understood import (
