@@ -86,6 +86,12 @@ def test_patched_code_runs(part: str, patch: Callable[..., Any], monkeypatch: py
     torch.testing.assert_close(ours, expected, rtol=1e-3, atol=1e-3)
 
 
+def test_the_report_names_the_function_that_is_not_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(functional, "silu", halved(functional.silu))
+    with accelerate(make("llama")) as handle:
+        assert "torch.nn.functional has another silu than torch's own" in str(handle)
+
+
 def test_an_op_by_op_layer_sees_it_between_two_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a step, all of whose layers are asked at once."""
     model, found = make("llama"), []

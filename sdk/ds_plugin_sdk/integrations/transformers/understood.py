@@ -142,7 +142,9 @@ def check_as_written(module: nn.Module) -> None:
         if not _is_as_written(as_written(called.value), None, called.name):
             raise NotUnderstoodError(f"{called.name} is not that of the file of {name_of(module)}")
     if not torch_has_its_functions():
-        raise NotUnderstoodError("one of torch.nn.functional's functions is not torch's own")
+        found = zip(_FUNCTIONS, _functions_of(functional), _TORCHS, strict=True)
+        others = ", ".join(name for name, function, torchs in found if function is not torchs)
+        raise NotUnderstoodError(f"torch.nn.functional has another {others} than torch's own")
 
 
 def _is_as_written(function: Any, module: str | None, name: str) -> bool:
