@@ -6,6 +6,9 @@
 namespace ds_kernels::cpu {
 namespace {
 
+// How far ahead rows are fetched, in bytes. Measured on one CPU of each; AMD's takes longer to reach memory.
+inline uintptr_t rows_ahead() { return is_amd() ? 8192 : 2048; }
+
 // `Cached`: the elements of the caches, `Element` or int8_t.
 template <class Element, class Cached>
 struct AttentionOf {
@@ -105,18 +108,48 @@ struct AttentionOf {
     return {task.window && own - task.window + 1 > 0 ? own - task.window + 1 : 0, task.causal ? own + 1 : task.total};
   }
 
-  // One part of the positions of one key's head, for all queries of its group.
-  static void attend(const AttentionTask& task, int64_t b, int64_t kv, int64_t part) {
-    const int64_t head_dim = task.head_dim, group = task.group();
-    float* partial = task.partial + ((b * task.kv_heads + kv) * task.parts + part) * task.partial_size();
-    const int64_t begin = part * task.part;
-    const int64_t end = part + 1 == task.parts ? task.total : begin + task.part;
-    append(task, b, kv, begin, end);  // new tokens may lie in several parts, which are attended to at the same time
+  // An item of a task: a part of the positions of one key's head.
+  struct Item {
+    int64_t b, kv, begin, end;
+
+    Item(const AttentionTask& task, int64_t item) {
+      const int64_t row = item / task.parts, part = item % task.parts;
+      b = row / task.kv_heads;
+      kv = row % task.kv_heads;
+      begin = part * task.part;
+      end = part + 1 == task.parts ? task.total : begin + task.part;
+    }
+  };
+
+  // What a thread reads of the caches for an item, and for the one after it.
+  struct Reading {
+    RowsToRead keys, values;
+
+    Reading(const AttentionTask& task, const Item& item, const Item* next) {
+      const uintptr_t ahead = rows_ahead();
+      keys = rows_to_read(key_cache(task, item.b, item.kv, item.end),
+                          next ? key_cache(task, next->b, next->kv, next->begin) : nullptr, ahead);
+      values = rows_to_read(value_cache(task, item.b, item.kv, item.end),
+                            next ? value_cache(task, next->b, next->kv, next->begin) : nullptr, ahead);
+    }
+  };
+
+  // Items [first, last), each for all queries of its key's group.
+  static void attend(const AttentionTask& task, int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; ++i) {
+      const Item item(task, i), next(task, i + 1);
+      attend(task, item, Reading(task, item, i + 1 < last ? &next : nullptr), task.partial + i * task.partial_size());
+    }
+  }
+
+  static void attend(const AttentionTask& task, const Item& item, const Reading& reading, float* partial) {
+    const int64_t head_dim = task.head_dim, group = task.group(), b = item.b, kv = item.kv;
+    append(task, b, kv, item.begin, item.end);  // new tokens may lie in several parts, attended to at the same time
     for (int64_t g = 0; g < group; ++g) {
       for (int64_t t = 0; t < task.tokens; ++t) {
         Running running{kNever, 0, partial + 2};
         for (int64_t i = 0; i < head_dim; ++i) running.result[i] = 0;
-        query(task, running, b, kv, kv * group + g, t, begin, end);
+        query(task, running, reading, b, kv, kv * group + g, t, item.begin, item.end);
         partial[0] = running.top;
         partial[1] = running.sum;
         partial += 2 + head_dim;
@@ -124,8 +157,8 @@ struct AttentionOf {
     }
   }
 
-  static void query(const Attention& task, Running& running, int64_t b, int64_t kv, int64_t h, int64_t t,
-                    int64_t begin, int64_t end) {
+  static void query(const Attention& task, Running& running, const Reading& reading, int64_t b, int64_t kv, int64_t h,
+                    int64_t t, int64_t begin, int64_t end) {
     constexpr int64_t kHeadDim = 1024;  // the binding sees to it
     const int64_t head_dim = task.head_dim;
     float query[kHeadDim], scores[kPositions];
@@ -138,7 +171,7 @@ struct AttentionOf {
     const int64_t key_stride = task.key_cache_strides.token, value_stride = task.value_cache_strides.token;
     for (int64_t first = begin; first < end; first += kPositions) {
       const int64_t count = end - first < kPositions ? end - first : kPositions;
-      score(query, key_cache(task, b, kv, first), key_stride, count, head_dim, scores);
+      score(query, key_cache(task, b, kv, first), key_stride, count, head_dim, reading.keys, scores);
       if constexpr (kQuantized) {
         multiply(scores, key_scale(task, b, kv, first), task.key_scales_strides.token, count);
       }
@@ -147,7 +180,8 @@ struct AttentionOf {
       if constexpr (kQuantized) {
         multiply(scores, value_scale(task, b, kv, first), task.value_scales_strides.token, count);
       }
-      add_values(running.result, faded, scores, count, value_cache(task, b, kv, first), value_stride, head_dim);
+      add_values(running.result, faded, scores, count, value_cache(task, b, kv, first), value_stride, head_dim,
+                 reading.values);
     }
   }
 
@@ -221,12 +255,7 @@ void for_elements(Dtype dtype, const Attention& task, Body body) {
 }
 
 void attend(Dtype dtype, const AttentionTask& task, int64_t begin, int64_t end) {
-  for_elements(dtype, task, [&](auto attention) {
-    for (int64_t item = begin; item < end; ++item) {
-      const int64_t row = item / task.parts;
-      attention.attend(task, row / task.kv_heads, row % task.kv_heads, item % task.parts);
-    }
-  });
+  for_elements(dtype, task, [&](auto attention) { attention.attend(task, begin, end); });
 }
 
 void finish(Dtype dtype, const AttentionTask& task, int64_t begin, int64_t end) {

@@ -3,6 +3,7 @@
 
 #include <atomic>
 
+#include <ds_kernels/op_functions.h>
 #include <ds_kernels/ops/attention.h>
 
 #include "device.h"
@@ -13,8 +14,14 @@ namespace {
 
 // From this many queries of a head on torch's attention is faster.
 constexpr int64_t kManyTokens = 8;
-// Positions of one part, the same for any number of threads, so that results are too.
-constexpr int64_t kPart = 512;
+// Positions of one part, the same for any number of threads, so that results are too. A few heads of keys have smaller ones:
+// threads share parts, and there are no other heads for them.
+constexpr int64_t kPart = 512, kLeastPart = 64, kPartsOfFewHeads = 8;
+int64_t part_of(const Attention& a) {
+  if (a.batch * a.kv_heads >= kPartsOfFewHeads) return kPart;
+  const int64_t part = (a.total / kPartsOfFewHeads + kLeastPart - 1) / kLeastPart * kLeastPart;
+  return std::min(std::max(part, kLeastPart), kPart);
+}
 // What the loops hold of a query.
 constexpr int64_t kMostHeadDim = 1024;
 
@@ -25,10 +32,11 @@ struct CacheAttention : Device {
 
   void run(const char* op, const Attention& a, Dtype dtype) const {
     const AttentionLoops& loops = loops_for<AttentionLoops>(op);
-    AttentionTask task{a, kPart, std::max<int64_t>(1, (a.total + kPart - 1) / kPart), nullptr};
+    const int64_t part = part_of(a);
+    AttentionTask task{a, part, std::max<int64_t>(1, (a.total + part - 1) / part), nullptr};
     std::vector<float> partial(task.items() * task.partial_size());
     task.partial = partial.data();
-    const int64_t queries = a.group() * a.tokens, work = queries * std::min(a.total, kPart) * a.head_dim;
+    const int64_t queries = a.group() * a.tokens, work = queries * std::min(a.total, part) * a.head_dim;
     parallel_for(0, task.items(), grain_of(work),
                  [&](int64_t begin, int64_t end) { loops.attend(dtype, task, begin, end); });
     parallel_for(0, a.batch * a.kv_heads, grain_of(queries * task.parts * a.head_dim),
@@ -69,5 +77,7 @@ struct CacheAttention : Device {
 }  // namespace
 
 DS_KERNELS_IMPL(CPU, m) { AttentionOps<CacheAttention>::implement(m); }
+DS_KERNELS_OP_FUNCTION(cached_attention, AttentionOps<CacheAttention>::cached_attention)
+DS_KERNELS_OP_FUNCTION(cached_attention_int8, AttentionOps<CacheAttention>::cached_attention_int8)
 
 }  // namespace ds_kernels::cpu

@@ -1,6 +1,7 @@
 // The ops of <ds_kernels/ops/linear.h> for tensors in host memory.
 #include "linear_loops.h"
 
+#include <ds_kernels/op_functions.h>
 #include <ds_kernels/ops/linear.h>
 
 #include <atomic>
@@ -197,5 +198,6 @@ struct Linear : Device {
 }  // namespace
 
 DS_KERNELS_IMPL(CPU, m) { LinearOps<Linear>::implement(m); }
+DS_KERNELS_OP_FUNCTION(linear, LinearOps<Linear>::linear)
 
 }  // namespace ds_kernels::cpu

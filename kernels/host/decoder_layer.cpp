@@ -1,8 +1,8 @@
 // ds_plugin_calls::decoder_layers: the ops of decoder layers, one after the other, on any device.
 //
 // It computes nothing. A step of one token calls seven small ops and four views in each layer; from Python these calls
-// take longer than the ops of a small model.
-#include <ds_kernels/arguments.h>
+// take longer than the ops of a small model, and through torch's dispatcher a tenth of a step in int4.
+#include <ds_kernels/op_functions.h>
 #include <torch/csrc/stable/ops.h>
 
 #include <stdexcept>
@@ -32,28 +32,89 @@ Tensor result_of(const char* op, StableIValue* stack) {
   return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
+// The ops: functions of the kernels for the device, where they are known, or whatever torch's dispatcher finds.
+struct Ops {
+  OpFunctions functions;
+
+  Tensor layer_norm(const Tensor& input, const Tensor& weight, const Tensor& bias, double eps) const {
+    if (functions.layer_norm) return functions.layer_norm(input, weight, bias, eps);
+    StableIValue stack[] = {from(input), from(weight), from(bias), from(eps)};
+    return result_of("ds_plugin::layer_norm", stack);
+  }
+
+  Tensor rms_norm(const Tensor& input, const Tensor& weight, double eps, double weight_offset) const {
+    if (functions.rms_norm) return functions.rms_norm(input, weight, eps, weight_offset);
+    StableIValue stack[] = {from(input), from(weight), from(eps), from(weight_offset)};
+    return result_of("ds_plugin::rms_norm", stack);
+  }
+
+  Tensor linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const OptionalTensor& scales,
+                const OptionalTensor& offsets, const OptionalTensor& residual, int64_t activation, bool gated) const {
+    if (functions.linear) return functions.linear(input, weight, bias, scales, offsets, residual, activation, gated);
+    StableIValue stack[] = {from(input),   from(weight),   from(bias),       from(scales),
+                            from(offsets), from(residual), from(activation), from(gated)};
+    return result_of("ds_plugin::linear", stack);
+  }
+
+  Tensor activation_and_mul(const Tensor& gate, const Tensor& up, int64_t activation) const {
+    if (functions.activation_and_mul) return functions.activation_and_mul(gate, up, activation);
+    StableIValue stack[] = {from(gate), from(up), from(activation)};
+    return result_of("ds_plugin::activation_and_mul", stack);
+  }
+
+  void rotary_(const Tensor& heads, const Tensor& cos, const Tensor& sin) const {
+    if (functions.rotary_) return functions.rotary_(heads, cos, sin, false);
+    StableIValue stack[] = {from(heads), from(cos), from(sin), from(false)};
+    call("ds_plugin::rotary_", stack);
+  }
+
+  Tensor cached_attention(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& key_cache,
+                          const Tensor& value_cache, int64_t past, double scale, const OptionalTensor& mask) const {
+    const OptionalTensor no_alibi;
+    const int64_t no_window = 0;
+    const bool causal = !mask;
+    if (functions.cached_attention) {
+      return functions.cached_attention(query, key, value, key_cache, value_cache, past, scale, mask, no_alibi, no_window,
+                                        causal);
+    }
+    StableIValue stack[] = {from(query), from(key),  from(value),    from(key_cache), from(value_cache), from(past),
+                            from(scale), from(mask), from(no_alibi), from(no_window), from(causal)};
+    return result_of("ds_plugin::cached_attention", stack);
+  }
+
+  Tensor cached_attention_int8(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& key_cache,
+                               const Tensor& value_cache, const Tensor& key_scales, const Tensor& value_scales,
+                               int64_t past, double scale, const OptionalTensor& mask) const {
+    const OptionalTensor no_alibi;
+    const int64_t no_window = 0;
+    const bool causal = !mask;
+    if (functions.cached_attention_int8) {
+      return functions.cached_attention_int8(query, key, value, key_cache, value_cache, key_scales, value_scales, past,
+                                             scale, mask, no_alibi, no_window, causal);
+    }
+    StableIValue stack[] = {from(query),      from(key),          from(value),     from(key_cache), from(value_cache),
+                            from(key_scales), from(value_scales), from(past),      from(scale),     from(mask),
+                            from(no_alibi),   from(no_window),    from(causal)};
+    return result_of("ds_plugin::cached_attention_int8", stack);
+  }
+};
+
 struct Norm {
   OptionalTensor weight;
   OptionalTensor bias;  // none for an RMS norm
   double eps, weight_offset;
 
-  Tensor of(const Tensor& input) const {
-    if (!bias) {
-      StableIValue stack[] = {from(input), from(*weight), from(eps), from(weight_offset)};
-      return result_of("ds_plugin::rms_norm", stack);
-    }
-    StableIValue stack[] = {from(input), from(*weight), from(*bias), from(eps)};
-    return result_of("ds_plugin::layer_norm", stack);
+  Tensor of(const Ops& ops, const Tensor& input) const {
+    return bias ? ops.layer_norm(input, *weight, *bias, eps) : ops.rms_norm(input, *weight, eps, weight_offset);
   }
 };
 
 struct Matrix {
   OptionalTensor weight, bias, scales, offsets;
 
-  Tensor of(const Tensor& input, const OptionalTensor& residual = {}, int64_t activation = 0, bool gated = false) const {
-    StableIValue stack[] = {from(input),   from(*weight),  from(bias),       from(scales),
-                            from(offsets), from(residual), from(activation), from(gated)};
-    return result_of("ds_plugin::linear", stack);
+  Tensor of(const Ops& ops, const Tensor& input, const OptionalTensor& residual = {}, int64_t activation = 0,
+            bool gated = false) const {
+    return ops.linear(input, *weight, bias, scales, offsets, residual, activation, gated);
   }
 };
 
@@ -69,14 +130,13 @@ Tensor heads_of(const Tensor& all, int64_t first, int64_t heads, int64_t head_di
 }
 
 // activation(gate) * up of [batch, tokens, gate and up].
-Tensor gate_before_up(const Tensor& both, int64_t activation) {
+Tensor gate_before_up(const Ops& ops, const Tensor& both, int64_t activation) {
   const int64_t batch = both.size(0), tokens = both.size(1), row = both.size(2), columns = row / 2;
   const int64_t sizes[] = {batch, tokens, columns}, strides[] = {tokens * row, row, 1};
   AtenTensorHandle gate, up;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(both.get(), 3, sizes, strides, 0, &gate));
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(both.get(), 3, sizes, strides, columns, &up));
-  StableIValue stack[] = {from(Tensor(gate)), from(Tensor(up)), from(activation)};
-  return result_of("ds_plugin::activation_and_mul", stack);
+  return ops.activation_and_mul(Tensor(gate), Tensor(up), activation);
 }
 
 // What heads have made, [batch, heads, tokens, head_dim] with tokens before heads in memory, as [batch, tokens, all].
@@ -88,44 +148,35 @@ Tensor side_by_side(const Tensor& heads) {
   return Tensor(view);
 }
 
-void turn(const Tensor& heads, const OptionalTensor& cos, const OptionalTensor& sin) {
-  if (!cos || !sin) return;
-  StableIValue stack[] = {from(heads), from(*cos), from(*sin), from(false)};
-  call("ds_plugin::rotary_", stack);
-}
-
 // Of one layer; with scales they are int8.
 struct Caches {
   const Tensor* all;  // keys, values, and their scales if there are any
   int64_t count, past;
 
-  Tensor attend(const Tensor& query, const Tensor& key, const Tensor& value, double scale,
+  Tensor attend(const Ops& ops, const Tensor& query, const Tensor& key, const Tensor& value, double scale,
                 const OptionalTensor& mask) const {
-    const OptionalTensor no_alibi;
-    if (count == 4) {
-      StableIValue stack[] = {from(query),       from(key),        from(value), from(all[0]),  from(all[1]),
-                              from(all[2]),      from(all[3]),     from(past),  from(scale),   from(mask),
-                              from(no_alibi),    from(int64_t{0}), from(!mask)};
-      return result_of("ds_plugin::cached_attention_int8", stack);
-    }
-    StableIValue stack[] = {from(query), from(key),  from(value),    from(all[0]),     from(all[1]), from(past),
-                            from(scale), from(mask), from(no_alibi), from(int64_t{0}), from(!mask)};
-    return result_of("ds_plugin::cached_attention", stack);
+    if (count == 2) return ops.cached_attention(query, key, value, all[0], all[1], past, scale, mask);
+    return ops.cached_attention_int8(query, key, value, all[0], all[1], all[2], all[3], past, scale, mask);
   }
 };
 
 // What is the same for all layers of a call.
 struct Given {
+  const Ops& ops;
   const OptionalTensor &mask, &cos, &sin;
+
+  void turn(const Tensor& heads) const {
+    if (cos && sin) ops.rotary_(heads, *cos, *sin);
+  }
 };
 
 // The second half of what goes into the MLP is the gate, which linear applies; or the first one is, which it does not know.
 enum Gate : int64_t { kNoGate, kGateSecond, kGateFirst };
 
 // residual + product of input, which is normed first if there is a norm for it.
-Tensor added(const Matrix& matrix, const Norm& post_norm, const Tensor& input, const Tensor& residual) {
-  if (!post_norm.weight) return matrix.of(input, residual);
-  return torch::stable::subtract(residual, post_norm.of(matrix.of(input)), -1.0);  // the stable interface has no sum
+Tensor added(const Ops& ops, const Matrix& matrix, const Norm& post_norm, const Tensor& input, const Tensor& residual) {
+  if (!post_norm.weight) return matrix.of(ops, input, residual);
+  return torch::stable::subtract(residual, post_norm.of(ops, matrix.of(ops, input)), -1.0);  // the stable interface has no sum
 }
 
 struct Layer {
@@ -136,8 +187,9 @@ struct Layer {
   bool norm_first;
 
   Tensor run(const Tensor& hidden, const Caches& caches, const Given& given) const {
+    const Ops& ops = given.ops;
     const int64_t kv_heads = caches.all[0].size(1), head_dim = caches.all[0].size(3);
-    const Tensor all = qkv.of(norm_first ? attention_norm.of(hidden) : hidden);
+    const Tensor all = qkv.of(ops, norm_first ? attention_norm.of(ops, hidden) : hidden);
     if (all.dim() != 3 || all.size(2) != (heads + 2 * kv_heads) * head_dim) {
       reject("the cache has " + std::to_string(kv_heads) + " heads of " + std::to_string(head_dim) +
              " elements, which the layer's keys and values have not; expected a cache of this model");
@@ -145,22 +197,22 @@ struct Layer {
     Tensor query = heads_of(all, 0, heads, head_dim), key = heads_of(all, heads, kv_heads, head_dim);
     const Tensor value = heads_of(all, heads + kv_heads, kv_heads, head_dim);
     if (query_norm.weight && key_norm.weight) {
-      query = query_norm.of(query);
-      key = key_norm.of(key);
-      turn(query, given.cos, given.sin);
-      turn(key, given.cos, given.sin);
+      query = query_norm.of(ops, query);
+      key = key_norm.of(ops, key);
+      given.turn(query);
+      given.turn(key);
     } else {
-      turn(heads_of(all, 0, heads + kv_heads, head_dim), given.cos, given.sin);
+      given.turn(heads_of(all, 0, heads + kv_heads, head_dim));
     }
 
-    const Tensor attended = side_by_side(caches.attend(query, key, value, scale, given.mask));
-    Tensor sum = added(output, attention_post_norm, attended, hidden);
-    if (!norm_first) sum = attention_norm.of(sum);
-    const Tensor normed = norm_first ? mlp_norm.of(sum) : sum;
-    const Tensor inner = gate == kGateFirst ? gate_before_up(mlp_in.of(normed), activation)
-                                            : mlp_in.of(normed, {}, activation, gate == kGateSecond);
-    const Tensor result = added(mlp_out, mlp_post_norm, inner, sum);
-    return norm_first ? result : mlp_norm.of(result);
+    const Tensor attended = side_by_side(caches.attend(ops, query, key, value, scale, given.mask));
+    Tensor sum = added(ops, output, attention_post_norm, attended, hidden);
+    if (!norm_first) sum = attention_norm.of(ops, sum);
+    const Tensor normed = norm_first ? mlp_norm.of(ops, sum) : sum;
+    const Tensor inner = gate == kGateFirst ? gate_before_up(ops, mlp_in.of(ops, normed), activation)
+                                            : mlp_in.of(ops, normed, {}, activation, gate == kGateSecond);
+    const Tensor result = added(ops, mlp_out, mlp_post_norm, inner, sum);
+    return norm_first ? result : mlp_norm.of(ops, result);
   }
 };
 
@@ -228,9 +280,11 @@ class Layers {
 
 std::vector<Tensor> decoder_layers(const Tensor& hidden, std::vector<Tensor> caches, int64_t past,
                                    const OptionalTensor& mask, const OptionalTensor& cos, const OptionalTensor& sin,
-                                   std::vector<Tensor> tensors, std::vector<int64_t> integers,
+                                   int64_t functions, std::vector<Tensor> tensors, std::vector<int64_t> integers,
                                    std::vector<double> numbers) {
   const NoGrad guard;
+  Ops ops{};
+  if (functions && hidden.is_cpu()) ops.functions = *reinterpret_cast<const OpFunctions*>(functions);
   Layers layers(tensors, integers, numbers);
   const size_t count = layers.count(), of_each = count ? caches.size() / count : 0;
   if (count * of_each != caches.size() || (of_each != 2 && of_each != 4)) {
@@ -241,7 +295,7 @@ std::vector<Tensor> decoder_layers(const Tensor& hidden, std::vector<Tensor> cac
   results.reserve(count);
   for (size_t i = 0; i < count; ++i) {
     const Caches of_layer{&caches[i * of_each], static_cast<int64_t>(of_each), past};
-    results.push_back(layers.next().run(i ? results.back() : hidden, of_layer, {mask, cos, sin}));
+    results.push_back(layers.next().run(i ? results.back() : hidden, of_layer, {ops, mask, cos, sin}));
   }
   layers.end();
   return results;
@@ -249,6 +303,8 @@ std::vector<Tensor> decoder_layers(const Tensor& hidden, std::vector<Tensor> cac
 
 }  // namespace
 }  // namespace ds_kernels
+
+DS_KERNELS_EXPORTED const char* ds_kernels_headers_of_torch() { return ds_kernels::headers_of_torch(); }
 
 STABLE_TORCH_LIBRARY_IMPL(ds_plugin_calls, CompositeExplicitAutograd, m) {
   m.impl("decoder_layers", TORCH_BOX(&ds_kernels::decoder_layers));

@@ -85,19 +85,32 @@ inline void merge(Running& into, const Running& other, int64_t head_dim) {
   });
 }
 
-// Fetches a row, or what lies as far behind it as hardware prefetchers, which stop at every page, leave alone. It may be
+// Where the rows of one array lie that are read one after the other: up to `end`, and then `jump` bytes behind that.
+struct RowsToRead {
+  uintptr_t end;
+  intptr_t jump;
+  uintptr_t ahead;  // fetched so many bytes before they are read
+};
+
+// `next`: where the rows begin that are read after those up to `end`; null if there are none.
+inline RowsToRead rows_to_read(const void* end, const void* next, uintptr_t ahead) {
+  const auto at = reinterpret_cast<uintptr_t>(end);
+  return {at, static_cast<intptr_t>(next ? reinterpret_cast<uintptr_t>(next) - at : 0 - ahead), ahead};
+}
+
+// Fetches what is read some time after a row: hardware prefetchers stop at every page, and at the end of a head. It may be
 // beyond the array: an address, not a pointer.
 template <class Element>
-DS_KERNELS_INLINE void fetch_ahead(const Element* row, int64_t head_dim) {
-  for (int64_t i = 0; i < head_dim; i += 64 / static_cast<int64_t>(sizeof(Element))) {
-    __builtin_prefetch(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(row + i) + kPrefetchBytes));
-  }
+DS_KERNELS_INLINE void fetch_after(const Element* row, int64_t head_dim, const RowsToRead& rows) {
+  uintptr_t at = reinterpret_cast<uintptr_t>(row) + rows.ahead;
+  at += at < rows.end ? 0 : rows.jump;
+  const uintptr_t bytes = head_dim * sizeof(Element);
+  for (uintptr_t i = 0; i < bytes; i += 64) __builtin_prefetch(reinterpret_cast<const void*>(at + i));
 }
 
 // The products of a query and a key, for elements of any storage type, which remain to be added up.
 template <class Element>
 DS_KERNELS_INLINE Floats products(const float* query, const Element* key, int64_t head_dim) {
-  fetch_ahead(key, head_dim);
   Floats sum{}, other{};
   int64_t i = 0;
   for (; i + 2 * kLanes <= head_dim; i += 2 * kLanes) {
@@ -118,14 +131,18 @@ inline void multiply(float* numbers, const float* by, int64_t stride, int64_t co
 // scores[p] = query . key p
 template <class Element>
 DS_KERNELS_INLINE void score(const float* query, const Element* keys, int64_t stride, int64_t count, int64_t head_dim,
-                             float* scores) {
+                             const RowsToRead& rows, float* scores) {
+  const auto product = [&](int64_t p) {
+    fetch_after(keys + p * stride, head_dim, rows);
+    return products(query, keys + p * stride, head_dim);
+  };
   int64_t p = 0;
   for (; p + kLanes <= count; p += kLanes) {
     Floats sums[kLanes];
-    for (int k = 0; k < kLanes; ++k) sums[k] = products(query, keys + (p + k) * stride, head_dim);
+    for (int k = 0; k < kLanes; ++k) sums[k] = product(p + k);
     store(scores + p, sums_of(sums));
   }
-  for (; p < count; ++p) scores[p] = sum_of(products(query, keys + p * stride, head_dim));
+  for (; p < count; ++p) scores[p] = sum_of(product(p));
 }
 
 // Turns `count` scores into weights e^(score - top), with a top that knows them; gives by how much less what was summed
@@ -155,14 +172,14 @@ inline float weigh(Running& running, float* scores, int64_t count) {
 // result <- faded result + sum over positions of weight * value
 template <class Element>
 DS_KERNELS_INLINE void add_values(float* result, float faded, const float* weights, int64_t count, const Element* values,
-                                  int64_t stride, int64_t head_dim) {
+                                  int64_t stride, int64_t head_dim, const RowsToRead& rows) {
   constexpr int kTile = 4;
   int64_t i = 0;
   for (; i + kTile * kLanes <= head_dim; i += kTile * kLanes) {
     Floats sums[kTile];
     for (int k = 0; k < kTile; ++k) sums[k] = load(result + i + k * kLanes) * faded;
     for (int64_t p = 0; p < count; ++p) {
-      fetch_ahead(values + p * stride + i, kTile * kLanes);
+      fetch_after(values + p * stride + i, kTile * kLanes, rows);
       for (int k = 0; k < kTile; ++k) sums[k] += weights[p] * load(values + p * stride + i + k * kLanes);
     }
     for (int k = 0; k < kTile; ++k) store(result + i + k * kLanes, sums[k]);

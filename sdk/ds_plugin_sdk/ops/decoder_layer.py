@@ -1,8 +1,9 @@
 """The ops of decoder layers, called one after the other in C++: ``ds_plugin_calls::decoder_layers``.
 
 It is no op with a computation of its own, and no device implements it: it calls ``ds_plugin``'s norms, linear layers,
-rotary embedding and attention, with what any device has for them. From Python their calls take longer than they do
-themselves in a step of one token of a small model. `ds_plugin_sdk.integrations.transformers.decoder` calls the same
+rotary embedding and attention, with what any device has for them: the functions of the CPU kernels' libraries for
+tensors in host memory, torch's dispatcher otherwise. From Python their calls take longer than they do themselves in a
+step of one token of a small model. `ds_plugin_sdk.integrations.transformers.decoder` calls the same
 ops from Python where there is no library.
 """
 
@@ -13,22 +14,33 @@ from typing import Any
 
 import torch
 
+from ds_plugin_sdk.ops._op_functions import OpFunctions
+
 _NAMESPACE = "ds_plugin_calls"
 _library: Any = torch.library.Library(_NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]  # torch gives it no type
 # A layer has two caches, or four, its part of `tensors`, `integers` and `numbers`, and an output among the results.
 _library.define(
     "decoder_layers(Tensor hidden, Tensor(a!)[] caches, int past, Tensor? mask, Tensor? cos, Tensor? sin, "
-    "Tensor[] tensors, int[] integers, float[] numbers) -> Tensor[]"
+    "int functions, Tensor[] tensors, int[] integers, float[] numbers) -> Tensor[]"
 )
 
 # The op as torch's function in C, once its library is loaded.
 call: Any = None
 
+_functions: OpFunctions | None = None
+
 
 def use_library(library: ctypes.CDLL) -> None:
     """Let layers be called as a whole: the library, ``kernels/host/decoder_layer.cpp``, has registered the op."""
-    global call
+    global call, _functions
+    library.ds_kernels_headers_of_torch.restype = ctypes.c_char_p
+    _functions = OpFunctions(library.ds_kernels_headers_of_torch())
     call = getattr(torch.ops, _NAMESPACE).decoder_layers.default._op
 
 
-__all__ = ["call", "use_library"]
+def functions() -> int:
+    """The op's argument of this name: what it calls for tensors in host memory."""
+    return 0 if _functions is None else _functions.address()
+
+
+__all__ = ["call", "functions", "use_library"]

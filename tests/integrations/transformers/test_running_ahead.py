@@ -143,6 +143,24 @@ def without_gradients(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+def test_functions_of_libraries_give_what_the_dispatcher_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make()
+    asked = []
+
+    def no_functions() -> int:
+        asked.append(0)
+        return 0
+
+    with accelerate(model, "int8"):
+        assert decoder_layer.functions() != 0
+        by_functions = run(model, Odd())
+        monkeypatch.setattr(decoder_layer, "functions", no_functions)
+        by_dispatcher = run(model, Odd())
+    assert len(asked) >= STEPS - 1
+    for left, right in zip(by_functions, by_dispatcher, strict=True):
+        assert torch.equal(left, right)
+
+
 @pytest.mark.parametrize("name", ODD)
 def test_what_is_between_layers_counts(name: str) -> None:
     model = make()

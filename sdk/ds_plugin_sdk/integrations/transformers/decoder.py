@@ -181,7 +181,7 @@ def run_whole(
         mask: as `ds_plugin_sdk.ops.attention.cached_attention` takes it; causal if None.
     """
     caches = [each for room in rooms for each in room[: 2 if room.key_scales is None else 4]]
-    given = (rooms[0].past, mask, *(angles or (None, None)))
+    given = (rooms[0].past, mask, *(angles or (None, None)), decoder_layer.functions())
     results: list[Tensor] = decoder_layer.call(hidden, caches, *given, *layers.arguments())
     return results
 

@@ -6,6 +6,7 @@ binding takes the best that the CPU has when it runs.
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import json
 from pathlib import Path
@@ -50,9 +51,13 @@ class CPUKernelBuilder(CppOpBuilder):
         from ds_plugin_sdk import jit
 
         outcome = super()._library_of_process()
-        function = getattr(importlib.import_module(f"ds_plugin_sdk.ops.{self._family()}"), "c_function", None)
-        if function is not None and not isinstance(outcome, BuildError):
-            function.use_library(jit.load(outcome, self.build_spec()))
+        if not isinstance(outcome, BuildError):
+            library = jit.load(outcome, self.build_spec())
+            assert isinstance(library, ctypes.CDLL)
+            importlib.import_module("ds_plugin_sdk.ops._op_functions").take_library(library)
+            function = getattr(importlib.import_module(f"ds_plugin_sdk.ops.{self._family()}"), "c_function", None)
+            if function is not None:
+                function.use_library(library)
         return outcome
 
     def compile_units(self, portable: bool) -> tuple[Source, ...]:
