@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,7 +21,7 @@ transformers = pytest.importorskip("transformers", reason="the models are transf
 SHAPES = ("gpt2", "llama", "phi3", "gemma3")
 
 
-def tiny(shape: str) -> Any:
+def tiny(shape: str, **more: int) -> Any:
     """A model of some hundred thousand parameters in bfloat16, with biases and norms that are no zeros and ones."""
     torch.manual_seed(0)
     sizes: dict[str, Any] = {
@@ -40,7 +42,7 @@ def tiny(shape: str) -> Any:
         heads = {"head_dim": 128, "query_pre_attn_scalar": 128, "num_hidden_layers": 6, "sliding_window": 8}
         config = transformers.Gemma3TextConfig(**{**sizes, **heads})
     else:
-        config = transformers.LlamaConfig(**sizes)
+        config = transformers.LlamaConfig(**{**sizes, **more})
     model = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16).eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -161,7 +163,8 @@ def test_llama_cpp_has_rows_that_say_what_is_not_installed(
     monkeypatch.setitem(sys.modules, missing, None)
     if missing == "gguf":
         monkeypatch.setitem(sys.modules, "llama_cpp", ModuleType("llama_cpp"))
-    speeds, absent = decode._in_rounds(decode._llama_cpp(None, tmp_path), 1)
+    with contextlib.ExitStack() as kept:
+        speeds, absent = decode._in_rounds(decode._llama_cpp(None, tmp_path, kept), 1, lambda: 1.0)
     assert not speeds
     assert list(absent) == ["llama.cpp, bfloat16", "llama.cpp, Q8_0", "llama.cpp, Q4_0"]
     assert all(missing in each for each in absent.values())
@@ -170,8 +173,27 @@ def test_llama_cpp_has_rows_that_say_what_is_not_installed(
 
 def test_a_process_of_llama_cpp_that_fails_says_why(tmp_path: Path) -> None:
     """It has no model to load, or nothing to load it with."""
-    with pytest.raises(RuntimeError, match=r"its process ended with status 1: .*(cannot load|llama_cpp)"):
-        decode._generated(tmp_path / "model.gguf")
+    with (
+        decode._Process(tmp_path / "model.gguf") as process,
+        pytest.raises(RuntimeError, match=r"its process ended with status 1: .*(cannot load|llama_cpp)"),
+    ):
+        process.measure()
+
+
+@pytest.mark.compiler
+def test_what_is_kept_ready_is_measured_again_and_again(
+    monkeypatch: pytest.MonkeyPatch, native: Callable[..., None]
+) -> None:
+    native("linear", "attention", "norm", "rotary", "decoder_layer")
+    for name, package in (("gguf", "gguf"), ("llama_cpp", "llama-cpp-python")):
+        pytest.importorskip(name, reason=f"{package} is what runs the model")
+    monkeypatch.setattr(decode, "model_of", lambda shape: tiny(shape, vocab_size=1024, max_position_embeddings=256))
+    rows = decode.run("llama", compiled=False, ctranslate2=False, rounds=2)
+    assert [row.implementation for row in rows if row.not_compared] == []
+    assert len(rows) == 8
+    for row in rows:
+        assert row.decode_tokens_per_second is not None and row.decode_tokens_per_second > 0
+        assert row.read_fraction is not None and row.read_fraction > 0
 
 
 def test_a_step_reads_each_matrix_by_the_bits_of_its_implementation() -> None:

@@ -83,8 +83,9 @@ def test_a_peer_that_takes_too_long_has_a_row_that_says_so(monkeypatch: pytest.M
 
     monkeypatch.setattr(decode, "PATIENCE", 0.05)
     measures = {"quick": lambda: decode.Speed([1.0], [2.0, 3.0]), "slow": slow}
-    speeds, absent = decode._in_rounds(measures, rounds=2)
-    assert speeds == {"quick": decode.Speed([1.0] * 2, [2.0, 3.0] * 2)}
+    rates = iter([4.0, 6.0, 10.0, 10.0])
+    speeds, absent = decode._in_rounds(measures, 2, lambda: next(rates))
+    assert speeds == {"quick": decode.Speed([1.0] * 2, [2.0, 3.0] * 2, [5.0] * 2 + [10.0] * 2)}
     assert absent == {"slow": "TimeoutError: the first call takes more than 0.05 s"}
 
 

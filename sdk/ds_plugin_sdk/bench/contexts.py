@@ -1,14 +1,15 @@
 """Tokens per second of larger batches and longer contexts: transformers' own code and the SDK's ops.
 
-The models are those of `ds_plugin_sdk.bench.decode`. Each prompt is read once, and a few steps after it are timed.
+The models are those of `ds_plugin_sdk.bench.decode`. Each prompt is read once, and steps after it take turns.
 """
 
 from __future__ import annotations
 
+import copy
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +20,8 @@ from ds_plugin_sdk.bench.timing import Spread, spread
 from ds_plugin_sdk.integrations.transformers import accelerate
 
 BATCHES, CONTEXTS = (1, 2, 4, 8, 16, 32), (128, 512, 2048, 8192)
-STEPS = 8
+# Turns, and steps in each: the first of these does not count.
+TURNS, STEPS = 4, 3
 PLAIN = "transformers, bfloat16"
 
 _Context = Callable[[Any], AbstractContextManager[Any]]
@@ -71,35 +73,52 @@ def run(
         tell: called with a line for each measurement.
         shape: the model's.
     """
-    model = model_of(shape, positions=max(contexts) + STEPS + 1)
+    model = model_of(shape, positions=max(contexts) + TURNS * STEPS + 1)
     places = dict.fromkeys([(batch, min(contexts)) for batch in batches] + [(1, context) for context in contexts])
-    found: dict[tuple[int, int], dict[str, tuple[float, list[float]]]] = {place: {} for place in places}
-    for name, context in _KINDS.items():
-        with context(model):
-            _seconds(model, 1, min(contexts))  # brings weights to where they are read from
-            for place in places:
-                found[place][name] = _seconds(model, *place)
-                tell(f"batch {place[0]}, {place[1]} tokens, {name}: {statistics.median(found[place][name][1]):.3f} s")
-    for (batch, length), kinds in found.items():
-        plain = statistics.median(kinds[PLAIN][1])
-        for name, (prompt, steps) in kinds.items():
-            step = statistics.median(steps)
-            rates = [batch / each for each in steps]
-            decode = {"decode_tokens_per_second": spread(rates)}
-            yield Row(batch, length, name, batch * length / prompt, batch / step, plain / step, decode)
+    with ExitStack() as kept:
+        models = {name: copy.deepcopy(model) for name in _KINDS}
+        for name, context in _KINDS.items():
+            kept.enter_context(context(models[name]))
+            _Generation(models[name], 1, min(contexts)).step()  # brings weights to where they are read from
+        for batch, length in places:
+            yield from _rows(models, batch, length, tell)
 
 
-@torch.no_grad()
-def _seconds(model: Any, batch: int, length: int) -> tuple[float, list[float]]:
-    """Of a prompt, and of each step after it."""
-    import transformers
+def _rows(models: dict[str, Any], batch: int, length: int, tell: Callable[[str], None]) -> Iterator[Row]:
+    generations = {name: _Generation(model, batch, length) for name, model in models.items()}
+    steps: dict[str, list[float]] = {name: [] for name in models}
+    for _ in range(TURNS):
+        for name, generation in generations.items():
+            steps[name] += [generation.step() for _ in range(STEPS)][1:]
+    plain = statistics.median(steps[PLAIN])
+    for name, seconds in steps.items():
+        step = statistics.median(seconds)
+        tell(f"batch {batch}, {length} tokens, {name}: {step:.3f} s")
+        decode = {"decode_tokens_per_second": spread([batch / each for each in seconds])}
+        yield Row(batch, length, name, batch * length / generations[name].prompt, batch / step, plain / step, decode)
 
-    options = as_argument(model, transformers.DynamicCache(config=model.config))
-    tokens = torch.randint(0, model.config.vocab_size, (batch, length), generator=torch.Generator().manual_seed(0))
-    taken = []
-    for _ in range(1 + STEPS):
+
+class _Generation:
+    """A prompt of random tokens, and greedy steps after it.
+
+    Attributes:
+        prompt: seconds that it took.
+    """
+
+    def __init__(self, model: Any, batch: int, length: int) -> None:
+        import transformers
+
+        self._model = model
+        self._options = as_argument(model, transformers.DynamicCache(config=model.config))
+        seed = torch.Generator().manual_seed(0)
+        self._tokens = torch.randint(0, model.config.vocab_size, (batch, length), generator=seed)
+        self.prompt = self.step()
+
+    @torch.no_grad()
+    def step(self) -> float:
+        """Seconds of the next one."""
         start = time.perf_counter()
-        logits = model(tokens, **options, logits_to_keep=1).logits
-        taken.append(time.perf_counter() - start)
-        tokens = logits.argmax(-1)
-    return taken[0], taken[1:]
+        logits = self._model(self._tokens, **self._options, logits_to_keep=1).logits
+        seconds = time.perf_counter() - start
+        self._tokens = logits.argmax(-1)
+        return seconds

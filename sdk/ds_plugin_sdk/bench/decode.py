@@ -6,14 +6,16 @@ import contextlib
 import copy
 import functools
 import inspect
+import itertools
 import json
+import operator
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +26,7 @@ from ds_plugin_sdk.bench import gguf_model
 from ds_plugin_sdk.bench.timing import Spread, at_most, in_turns, spread
 from ds_plugin_sdk.integrations.transformers.weights import Weights
 
-PROMPT, STEPS, ROUNDS = 128, 16, 5
+PROMPT, STEPS, ROUNDS = 128, 8, 10
 PLAIN = ("transformers, bfloat16", "transformers, float32")
 # Seconds that a first call may take, and compiling before it. The product of bfloat16 with weights laid as GPT-2's
 # takes minutes on a CPU without instructions for it.
@@ -55,7 +57,7 @@ class Row:
         decode_tokens_per_second: median step after it.
         times_plain: decode speed, in multiples of transformers' own in bfloat16 or in float32, whichever is faster.
         read_fraction: bytes of weights that a step must read, over its time and the rate at which this machine reads
-            large memory.
+            large memory just before and after.
         not_compared: why there is no figure.
         spread: of both speeds.
     """
@@ -73,12 +75,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Speed:
-    """Seconds of each prompt and of each step."""
+    """Seconds of each prompt and of each step, and at which rate memory was read around each step."""
 
     prompts: list[float]
     steps: list[float]
+    rates: list[float] = field(default_factory=list)
 
 
+# A prompt and steps after it. What is measured is kept ready between calls.
 Measure = Callable[[], Speed]
 
 
@@ -89,7 +93,8 @@ def run(
     rounds: int = ROUNDS,
     llama_cpp: bool = True,
 ) -> list[Row]:
-    """Measure all implementations in turn, in several rounds, so that noise falls on all alike.
+    """Measure all implementations in turn, in many short rounds: the rate at which a machine that others use too reads
+    memory may change by half within seconds. All models are in memory at once, some 10 GB.
 
     Args:
         shape: GPT-2 medium's, or a LLaMA, Phi 3 or Gemma 3 of about the same size.
@@ -99,10 +104,13 @@ def run(
         llama_cpp: compare with llama.cpp too, if ``llama-cpp-python`` and ``gguf`` are installed.
     """
     model = model_of(shape)
-    rate = max(read_rates())
-    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):  # a converter prints
-        measures = _implementations(model, shape, compiled, ctranslate2, llama_cpp, Path(folder))
-        speeds, absent = _in_rounds(measures, rounds)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        contextlib.redirect_stdout(sys.stderr),  # a converter prints
+        contextlib.ExitStack() as kept,
+    ):
+        measures = _implementations(model, shape, compiled, ctranslate2, llama_cpp, Path(folder), kept)
+        speeds, absent = _in_rounds(measures, rounds, ReadRate())
     title = f"{shape}, {sum(parameter.numel() for parameter in model.parameters()) / 1e6:.0f} M"
     rates = {name: [1 / each for each in speed.steps] for name, speed in speeds.items()}
     plain = max((statistics.median(rates[name]) for name in PLAIN if name in rates), default=None)
@@ -110,7 +118,9 @@ def run(
     def row(name: str) -> Row:
         if name in absent:
             return Row(title, name, torch.get_num_threads(), not_compared=absent[name])
-        prompts, steps = [PROMPT / each for each in speeds[name].prompts], rates[name]
+        speed, steps = speeds[name], rates[name]
+        prompts = [PROMPT / each for each in speed.prompts]
+        shares = [_bytes_read(model, name) * step / rate for step, rate in zip(steps, speed.rates, strict=True)]
         prompt, decode = statistics.median(prompts), statistics.median(steps)
         return Row(
             title,
@@ -119,7 +129,7 @@ def run(
             prompt,
             decode,
             plain and decode / plain,
-            _bytes_read(model, name) * decode / rate,
+            statistics.median(shares),
             spread={"prompt_tokens_per_second": spread(prompts), "decode_tokens_per_second": spread(steps)},
         )
 
@@ -127,26 +137,38 @@ def run(
 
 
 def _implementations(
-    model: Any, shape: Shape, compiled: bool, ctranslate2: bool, llama_cpp: bool, folder: Path
+    model: Any,
+    shape: Shape,
+    compiled: bool,
+    ctranslate2: bool,
+    llama_cpp: bool,
+    folder: Path,
+    kept: contextlib.ExitStack,
 ) -> dict[str, Measure]:
-    """What measures each, by name; warm from the second call on. `folder`: for models in formats of others."""
-    measures: dict[str, Measure] = {PLAIN[0]: lambda: _twice(model)}
+    """What measures each, by name; made ready by the first call.
+
+    Args:
+        folder: for models in formats of others.
+        kept: what is ready until then.
+    """
+    measures: dict[str, Measure] = {PLAIN[0]: lambda: _measure(model)}
     whole = copy.deepcopy(model).float()
-    measures[PLAIN[1]] = lambda: _twice(whole)
+    measures[PLAIN[1]] = lambda: _measure(whole)
     if compiled:
-        forward = torch.compile(model.forward)
-        measures["torch.compile, bfloat16"] = lambda: _compiled(model, forward)
+        measures["torch.compile, bfloat16"] = _compiled(copy.deepcopy(model))
     if ctranslate2:
         measures["CTranslate2, int8"] = _ctranslate2(model, shape, folder)
     if llama_cpp:
-        measures |= _llama_cpp(model, folder)
-    measures["ours, bfloat16"] = lambda: _ours(model, None)
-    measures["ours, int8"] = lambda: _ours(model, "int8")
-    measures["ours, int4"] = lambda: _ours(model, "int4")
+        measures |= _llama_cpp(model, folder, kept)
+    measures["ours, bfloat16"] = _ours(model, None, kept)
+    measures["ours, int8"] = _ours(model, "int8", kept)
+    measures["ours, int4"] = _ours(model, "int4", kept)
     return measures
 
 
-def _in_rounds(measures: dict[str, Measure], rounds: int) -> tuple[dict[str, Speed], dict[str, str]]:
+def _in_rounds(
+    measures: dict[str, Measure], rounds: int, read_rate: Callable[[], float]
+) -> tuple[dict[str, Speed], dict[str, str]]:
     """What each took in all rounds but a first; and why, of those that do not run here or take too long."""
     run: dict[str, Measure] = {}
     absent: dict[str, str] = {}
@@ -154,14 +176,24 @@ def _in_rounds(measures: dict[str, Measure], rounds: int) -> tuple[dict[str, Spe
         try:
             with at_most(PATIENCE + COMPILING * name.startswith("torch.compile"), "the first call"):
                 measure()
-            run[name] = measure
+            run[name] = functools.partial(_with_rate, measure, read_rate)
         except Exception as error:
             absent[name] = f"{type(error).__name__}: {error}"
     speeds = {
-        name: Speed([s for each in found for s in each.prompts], [s for each in found for s in each.steps])
+        name: Speed(*(list(itertools.chain(*values)) for values in zip(*map(_values, found), strict=True)))
         for name, found in in_turns(run, rounds).items()
     }
     return speeds, absent
+
+
+_values = operator.attrgetter("prompts", "steps", "rates")
+
+
+def _with_rate(measure: Measure, read_rate: Callable[[], float]) -> Speed:
+    before = read_rate()
+    speed = measure()
+    rate = (before + read_rate()) / 2
+    return replace(speed, rates=[rate] * len(speed.steps))
 
 
 def model_of(shape: Shape, positions: int = 2048) -> Any:
@@ -215,8 +247,8 @@ def _dynamic(model: Any) -> Any:
 
 
 @torch.no_grad()
-def _measure(model: Any, cache: Any) -> Speed:
-    options = as_argument(model, cache)
+def _measure(model: Any, cache: Any = None) -> Speed:
+    options = as_argument(model, _dynamic(model) if cache is None else cache)
     return _timed(lambda tokens: model(tokens, **options, logits_to_keep=1).logits, _prompt())
 
 
@@ -237,31 +269,30 @@ def _timed(logits_after: Callable[[Tensor], Tensor], tokens: Tensor) -> Speed:
     return Speed([prompt], steps)
 
 
-def _twice(model: Any) -> Speed:
-    """The second time: the first brings weights that were moved or unused for long to where they are read from."""
-    _measure(model, _dynamic(model))
-    return _measure(model, _dynamic(model))
-
-
-def _ours(model: Any, weights: Weights) -> Speed:
+def _ours(model: Any, weights: Weights, kept: contextlib.ExitStack) -> Measure:
     from ds_plugin_sdk.integrations.transformers import accelerate
 
-    with accelerate(model, weights):
-        return _twice(model)
+    @functools.cache
+    def ready() -> Any:
+        accelerated = copy.deepcopy(model)
+        kept.enter_context(accelerate(accelerated, weights))
+        return accelerated
+
+    return lambda: _measure(ready())
 
 
-def _compiled(model: Any, forward: Callable[..., Any]) -> Speed:
+def _compiled(model: Any) -> Measure:
     import transformers
 
     # A cache of fixed size, which transformers says compilation needs.
     cache = transformers.StaticCache(config=model.config, max_cache_len=PROMPT + STEPS + 1)
-    model.forward = forward
-    try:
-        _measure(model, cache)
+    model.forward = torch.compile(model.forward)
+
+    def measure() -> Speed:
         cache.reset()
         return _measure(model, cache)
-    finally:
-        del model.forward
+
+    return measure
 
 
 def _ctranslate2(model: Any, shape: Shape, folder: Path) -> Measure:
@@ -313,7 +344,7 @@ def _convert(model: Any, shape: Shape, folder: Path) -> Path:
     return target
 
 
-def _llama_cpp(model: Any, folder: Path) -> dict[str, Measure]:
+def _llama_cpp(model: Any, folder: Path, kept: contextlib.ExitStack) -> dict[str, Measure]:
     """llama.cpp on files of these weights: as they are, and as it quantizes them itself."""
 
     @functools.cache
@@ -324,49 +355,85 @@ def _llama_cpp(model: Any, folder: Path) -> dict[str, Measure]:
         gguf_model.write(model, file)
         return file
 
-    quantized = functools.cache(lambda type: gguf_model.quantize(whole(), type))
+    def measure_of(file: Callable[[], Path]) -> Measure:
+        ready = functools.cache(lambda: kept.enter_context(_Process(file())))
+        return lambda: ready().measure()
+
+    def quantized(type: gguf_model.Type) -> Path:
+        return gguf_model.quantize(whole(), type)
+
     return {
-        "llama.cpp, bfloat16": lambda: _generated(whole()),
-        "llama.cpp, Q8_0": lambda: _generated(quantized("Q8_0")),
-        "llama.cpp, Q4_0": lambda: _generated(quantized("Q4_0")),
+        "llama.cpp, bfloat16": measure_of(whole),
+        "llama.cpp, Q8_0": measure_of(lambda: quantized("Q8_0")),
+        "llama.cpp, Q4_0": measure_of(lambda: quantized("Q4_0")),
     }
 
 
-def _generated(file: Path) -> Speed:
-    """In a process of its own: if it crashes, others are measured; its memory and threads do not stay."""
-    command = [sys.executable, "-m", __name__, str(file), str(torch.get_num_threads())]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        said = done.stderr.strip().splitlines()[-1:]
-        raise RuntimeError(f"its process ended with status {done.returncode}" + "".join(f": {line}" for line in said))
-    return Speed(**json.loads(done.stdout))
+class _Process:
+    """llama.cpp in a process of its own: if it crashes, others are measured."""
+
+    def __init__(self, file: Path) -> None:
+        command = [sys.executable, "-m", __name__, str(file), str(torch.get_num_threads())]
+        self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed with the process
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._said, text=True
+        )
+
+    def __enter__(self) -> _Process:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+        self._said.close()
+
+    def measure(self) -> Speed:
+        """Raises `RuntimeError` with what the process has said last, if it ended."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write("\n")
+            self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        if not answer:
+            status = self._process.wait()
+            self._said.seek(0)
+            said = self._said.read().strip().splitlines()[-1:]
+            raise RuntimeError(f"its process ended with status {status}" + "".join(f": {line}" for line in said))
+        return Speed(**json.loads(answer))
 
 
-def _generate(file: Path) -> Speed:
-    """What that process does; it measures the second time, as is done with others."""
+def _serve(file: Path) -> None:
+    """What that process does: for each line of input it measures, and prints that as a line."""
     with gguf_model.loaded(file, PROMPT + STEPS) as generation:
 
         def logits_after(tokens: Tensor) -> Tensor:
             return generation.logits(tokens[0].tolist()).view(1, 1, -1)
 
-        _timed(logits_after, _prompt())
-        generation.restart()
-        return _timed(logits_after, _prompt())
+        for _ in sys.stdin:
+            generation.restart()
+            sys.stdout.write(json.dumps(asdict(_timed(logits_after, _prompt()))) + "\n")
+            sys.stdout.flush()
 
 
-def read_rates() -> list[float]:
-    """Bytes per second of reading large memory with all of torch's threads, in the largest pages there are."""
-    from ds_plugin_sdk.integrations.transformers.weights import Arena
+class ReadRate:
+    """Bytes per second of reading large memory with all of torch's threads, in the largest pages there are.
 
-    memory = Arena(512 << 20, torch.device("cpu")).empty((64 << 20,), torch.int64).fill_(1)
-    rates = []
-    for _ in range(7):
+    Args:
+        size: bytes of the memory.
+    """
+
+    def __init__(self, size: int = 256 << 20) -> None:
+        from ds_plugin_sdk.integrations.transformers.weights import Arena
+
+        self._memory = Arena(size, torch.device("cpu")).empty((size // 8,), torch.int64).fill_(1)
+
+    def __call__(self) -> float:
         start = time.perf_counter()
-        memory.sum()
-        rates.append(memory.nbytes / (time.perf_counter() - start))
-    return rates
+        self._memory.sum()
+        return self._memory.nbytes / (time.perf_counter() - start)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(int(sys.argv[2]))
-    sys.stdout.write(json.dumps(asdict(_generate(Path(sys.argv[1])))))
+    _serve(Path(sys.argv[1]))

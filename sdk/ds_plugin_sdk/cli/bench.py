@@ -161,7 +161,7 @@ _SHAPE = typer.Option(
 def decode(
     shape: str = _SHAPE,
     compiled: bool = typer.Option(True, help="Compare with torch.compile too (a minute)."),
-    rounds: int = typer.Option(5, min=1, help="Rounds in which all take turns."),
+    rounds: int = typer.Option(10, min=1, help="Rounds in which all take turns."),
     as_json: bool = _JSON,
 ) -> None:
     """Tokens per second of transformers, torch.compile, CTranslate2, llama.cpp and transformers on our ops."""
