@@ -6,9 +6,6 @@
 namespace ds_kernels::cpu {
 namespace {
 
-// How far ahead rows are fetched, in bytes. Measured on one CPU of each; AMD's takes longer to reach memory.
-inline uintptr_t rows_ahead() { return is_amd() ? 8192 : 2048; }
-
 // `Cached`: the elements of the caches, `Element` or int8_t.
 template <class Element, class Cached>
 struct AttentionOf {
@@ -121,67 +118,79 @@ struct AttentionOf {
     }
   };
 
-  // What a thread reads of the caches for an item, and for the one after it.
-  struct Reading {
-    RowsToRead keys, values;
-
-    Reading(const AttentionTask& task, const Item& item, const Item* next) {
-      const uintptr_t ahead = rows_ahead();
-      keys = rows_to_read(key_cache(task, item.b, item.kv, item.end),
-                          next ? key_cache(task, next->b, next->kv, next->begin) : nullptr, ahead);
-      values = rows_to_read(value_cache(task, item.b, item.kv, item.end),
-                            next ? value_cache(task, next->b, next->kv, next->begin) : nullptr, ahead);
-    }
-  };
-
   // Items [first, last), each for all queries of its key's group.
   static void attend(const AttentionTask& task, int64_t first, int64_t last) {
-    for (int64_t i = first; i < last; ++i) {
-      const Item item(task, i), next(task, i + 1);
-      attend(task, item, Reading(task, item, i + 1 < last ? &next : nullptr), task.partial + i * task.partial_size());
-    }
+    for (int64_t i = first; i < last; ++i) attend(task, Item(task, i), task.partial + i * task.partial_size());
   }
 
-  static void attend(const AttentionTask& task, const Item& item, const Reading& reading, float* partial) {
-    const int64_t head_dim = task.head_dim, group = task.group(), b = item.b, kv = item.kv;
-    append(task, b, kv, item.begin, item.end);  // new tokens may lie in several parts, attended to at the same time
-    for (int64_t g = 0; g < group; ++g) {
-      for (int64_t t = 0; t < task.tokens; ++t) {
-        Running running{kNever, 0, partial + 2};
-        for (int64_t i = 0; i < head_dim; ++i) running.result[i] = 0;
-        query(task, running, reading, b, kv, kv * group + g, t, item.begin, item.end);
-        partial[0] = running.top;
-        partial[1] = running.sum;
-        partial += 2 + head_dim;
+  static void attend(const AttentionTask& task, const Item& item, float* partial) {
+    append(task, item.b, item.kv, item.begin, item.end);  // new tokens may lie in several parts, attended to at the same time
+    const int64_t group = task.group();
+    int64_t g = 0;
+    for (; g + 4 <= group; g += 4) attend<4>(task, item, g, partial);
+    if (g + 2 <= group) {
+      attend<2>(task, item, g, partial);
+      g += 2;
+    }
+    if (g < group) attend<1>(task, item, g, partial);
+  }
+
+  // Queries of some heads of a group from `g` on, one of each at a time.
+  template <int queries>
+  static void attend(const AttentionTask& task, const Item& item, int64_t g, float* partial) {
+    const int64_t head_dim = task.head_dim;
+    for (int64_t t = 0; t < task.tokens; ++t) {
+      float* to[queries];
+      Running running[queries];
+      for (int q = 0; q < queries; ++q) {
+        to[q] = partial + ((g + q) * task.tokens + t) * (2 + head_dim);
+        running[q] = {kNever, 0, to[q] + 2};
+        for (int64_t i = 0; i < head_dim; ++i) running[q].result[i] = 0;
+      }
+      attend<queries>(task, item, item.kv * task.group() + g, t, running);
+      for (int q = 0; q < queries; ++q) {
+        to[q][0] = running[q].top;
+        to[q][1] = running[q].sum;
       }
     }
   }
 
-  static void query(const Attention& task, Running& running, const Reading& reading, int64_t b, int64_t kv, int64_t h,
-                    int64_t t, int64_t begin, int64_t end) {
+  // Queries of one token, of heads from `h` on.
+  template <int queries>
+  static void attend(const Attention& task, const Item& item, int64_t h, int64_t t,
+                     Running (&running)[queries]) {
     constexpr int64_t kHeadDim = 1024;  // the binding sees to it
-    const int64_t head_dim = task.head_dim;
-    float query[kHeadDim], scores[kPositions];
-    const auto* from = static_cast<const Element*>(task.query) + task.query_strides.at(b, h, t);
-    const float scale = task.scale;
-    for_each_vector(head_dim, [&](int64_t i, auto memory) { memory.store(query + i, memory.load(from + i) * scale); });
+    const int64_t head_dim = task.head_dim, b = item.b, kv = item.kv;
+    float query[queries][kHeadDim], scores[queries][kPositions];
+    const float* of_query[queries];
+    float* of_scores[queries];
+    Weighted<queries> by;
+    for (int q = 0; q < queries; ++q) {
+      const auto* from = static_cast<const Element*>(task.query) + task.query_strides.at(b, h + q, t);
+      for_each_vector(head_dim, [&](int64_t i, auto memory) {
+        memory.store(query[q] + i, memory.load(from + i) * task.scale);
+      });
+      of_query[q] = query[q];
+      by.weights[q] = of_scores[q] = scores[q];
+      by.result[q] = running[q].result;
+    }
     const Range allowed = range(task, t);
-    begin = begin > allowed.begin ? begin : allowed.begin;
-    end = end < allowed.end ? end : allowed.end;
-    const int64_t key_stride = task.key_cache_strides.token, value_stride = task.value_cache_strides.token;
+    const int64_t begin = item.begin > allowed.begin ? item.begin : allowed.begin;
+    const int64_t end = item.end < allowed.end ? item.end : allowed.end;
     for (int64_t first = begin; first < end; first += kPositions) {
       const int64_t count = end - first < kPositions ? end - first : kPositions;
-      score(query, key_cache(task, b, kv, first), key_stride, count, head_dim, reading.keys, scores);
-      if constexpr (kQuantized) {
-        multiply(scores, key_scale(task, b, kv, first), task.key_scales_strides.token, count);
+      score(of_query, key_cache(task, b, kv, first), task.key_cache_strides.token, count, head_dim, of_scores);
+      for (int q = 0; q < queries; ++q) {
+        if constexpr (kQuantized) {
+          multiply(scores[q], key_scale(task, b, kv, first), task.key_scales_strides.token, count);
+        }
+        add_bias(task, scores[q], b, h + q, t, first, count);
+        by.faded[q] = weigh(running[q], scores[q], count);
+        if constexpr (kQuantized) {
+          multiply(scores[q], value_scale(task, b, kv, first), task.value_scales_strides.token, count);
+        }
       }
-      add_bias(task, scores, b, h, t, first, count);
-      const float faded = weigh(running, scores, count);
-      if constexpr (kQuantized) {
-        multiply(scores, value_scale(task, b, kv, first), task.value_scales_strides.token, count);
-      }
-      add_values(running.result, faded, scores, count, value_cache(task, b, kv, first), value_stride, head_dim,
-                 reading.values);
+      add_values(by, count, value_cache(task, b, kv, first), task.value_cache_strides.token, head_dim);
     }
   }
 

@@ -19,6 +19,14 @@ inline ShortInputs inputs_from(const ShortInputs& input, const Dots& dots, int64
   return {input.values + m * dots.columns, input.scales + groups, input.eights + groups, bytes};
 }
 
+inline bool is_amd() {
+#if defined(__x86_64__)
+  return __builtin_cpu_is("amd");
+#else
+  return false;
+#endif
+}
+
 // How far ahead weights are fetched, in bytes: Intel's prefetchers stop at every page, AMD's do the rest themselves.
 inline uintptr_t weights_ahead() { return is_amd() ? 256 : 2048; }
 

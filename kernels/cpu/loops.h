@@ -56,15 +56,6 @@ UpdateLoop<Update> by_dtypes(const TensorLists& tensors) {
   }
 }
 
-// For loops whose memory is fetched ahead.
-inline bool is_amd() {
-#if defined(__x86_64__)
-  return __builtin_cpu_is("amd");
-#else
-  return false;
-#endif
-}
-
 // ---- sharing work among threads ------------------------------------------------------------------------------------
 
 // Calls `body(first, last)` on shares of `items` items, at least `grain` of them in each if it can be helped.

@@ -6,6 +6,8 @@
 // The running maximum is that of Milakov and Gimelshein 2018; parts of a row are merged as Dao et al. 2023 do.
 #pragma once
 
+#include <type_traits>
+
 #include <ds_kernels/quantizer.h>
 
 namespace ds_kernels {
@@ -85,42 +87,13 @@ inline void merge(Running& into, const Running& other, int64_t head_dim) {
   });
 }
 
-// Where the rows of one array lie that are read one after the other: up to `end`, and then `jump` bytes behind that.
-struct RowsToRead {
-  uintptr_t end;
-  intptr_t jump;
-  uintptr_t ahead;  // fetched so many bytes before they are read
-};
-
-// `next`: where the rows begin that are read after those up to `end`; null if there are none.
-inline RowsToRead rows_to_read(const void* end, const void* next, uintptr_t ahead) {
-  const auto at = reinterpret_cast<uintptr_t>(end);
-  return {at, static_cast<intptr_t>(next ? reinterpret_cast<uintptr_t>(next) - at : 0 - ahead), ahead};
-}
-
-// Fetches what is read some time after a row: hardware prefetchers stop at every page, and at the end of a head. It may be
+// Fetches a row, or what lies as far behind it as hardware prefetchers, which stop at every page, leave alone. It may be
 // beyond the array: an address, not a pointer.
 template <class Element>
-DS_KERNELS_INLINE void fetch_after(const Element* row, int64_t head_dim, const RowsToRead& rows) {
-  uintptr_t at = reinterpret_cast<uintptr_t>(row) + rows.ahead;
-  at += at < rows.end ? 0 : rows.jump;
-  const uintptr_t bytes = head_dim * sizeof(Element);
-  for (uintptr_t i = 0; i < bytes; i += 64) __builtin_prefetch(reinterpret_cast<const void*>(at + i));
-}
-
-// The products of a query and a key, for elements of any storage type, which remain to be added up.
-template <class Element>
-DS_KERNELS_INLINE Floats products(const float* query, const Element* key, int64_t head_dim) {
-  Floats sum{}, other{};
-  int64_t i = 0;
-  for (; i + 2 * kLanes <= head_dim; i += 2 * kLanes) {
-    sum += load(query + i) * load(key + i);
-    other += load(query + i + kLanes) * load(key + i + kLanes);
+DS_KERNELS_INLINE void fetch_ahead(const Element* row, int64_t head_dim) {
+  for (int64_t i = 0; i < head_dim; i += 64 / static_cast<int64_t>(sizeof(Element))) {
+    __builtin_prefetch(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(row + i) + kPrefetchBytes));
   }
-  for_each_vector(head_dim - i, [&](int64_t k, auto memory) {
-    sum += memory.load(query + i + k) * memory.load(key + i + k);
-  });
-  return sum + other;
 }
 
 // Multiplies by numbers that lie `stride` apart.
@@ -128,21 +101,49 @@ inline void multiply(float* numbers, const float* by, int64_t stride, int64_t co
   for (int64_t i = 0; i < count; ++i) numbers[i] *= by[i * stride];
 }
 
-// scores[p] = query . key p
-template <class Element>
-DS_KERNELS_INLINE void score(const float* query, const Element* keys, int64_t stride, int64_t count, int64_t head_dim,
-                             const RowsToRead& rows, float* scores) {
-  const auto product = [&](int64_t p) {
-    fetch_after(keys + p * stride, head_dim, rows);
-    return products(query, keys + p * stride, head_dim);
-  };
-  int64_t p = 0;
-  for (; p + kLanes <= count; p += kLanes) {
-    Floats sums[kLanes];
-    for (int k = 0; k < kLanes; ++k) sums[k] = product(p + k);
-    store(scores + p, sums_of(sums));
+// Adds the products of vectors of queries and keys: [query][key].
+template <int queries, int keys, class Memory, class Element>
+DS_KERNELS_INLINE void add_scores(Floats* sums, Memory memory, const float* const (&query)[queries],
+                                  const Element* key, int64_t stride, int64_t i) {
+  Floats values[queries];
+  DS_KERNELS_UNROLL
+  for (int q = 0; q < queries; ++q) values[q] = memory.load(query[q] + i);
+  DS_KERNELS_UNROLL
+  for (int k = 0; k < keys; ++k) {
+    const Floats wide = memory.load(key + k * stride + i);
+    DS_KERNELS_UNROLL
+    for (int q = 0; q < queries; ++q) sums[q * keys + k] += wide * values[q];
   }
-  for (; p < count; ++p) scores[p] = sum_of(product(p));
+}
+
+// scores[q][p] = query q . key p, for queries of one head of keys: each key is read, and made floats, once.
+template <int queries, class Element>
+DS_KERNELS_INLINE void score(const float* const (&query)[queries], const Element* keys, int64_t stride, int64_t count,
+                             int64_t head_dim, float* const (&scores)[queries]) {
+  const auto add_products = [&](Floats* sums, auto number, int64_t p) {
+    constexpr int kKeys = decltype(number)::value;
+    const Element* key = keys + p * stride;
+    for (int k = 0; k < kKeys; ++k) fetch_ahead(key + k * stride, head_dim);
+    int64_t i = 0;
+    for (; i + kLanes <= head_dim; i += kLanes) add_scores<queries, kKeys>(sums, PlainVector{}, query, key, stride, i);
+    if (i < head_dim) add_scores<queries, kKeys>(sums, PartVector{head_dim - i}, query, key, stride, i);
+  };
+  // Several keys at a time so that a query's vector is loaded once for them; a single query meets one row after the other.
+  constexpr int kKeys = kLanes / queries, kAtOnce = queries == 1 ? 1 : kKeys;
+  int64_t p = 0;
+  for (; p + kKeys <= count; p += kKeys) {
+    Floats sums[kLanes] = {};
+    DS_KERNELS_UNROLL
+    for (int k = 0; k < kKeys; k += kAtOnce) add_products(sums + k, std::integral_constant<int, kAtOnce>{}, p + k);
+    float lanes[kLanes];
+    store_bits(lanes, sums_of(sums));
+    for (int q = 0; q < queries; ++q) __builtin_memcpy(scores[q] + p, lanes + q * kKeys, kKeys * sizeof(float));
+  }
+  for (; p < count; ++p) {
+    Floats sums[queries] = {};
+    add_products(sums, std::integral_constant<int, 1>{}, p);
+    for (int q = 0; q < queries; ++q) scores[q][p] = sum_of(sums[q]);
+  }
 }
 
 // Turns `count` scores into weights e^(score - top), with a top that knows them; gives by how much less what was summed
@@ -169,26 +170,50 @@ inline float weigh(Running& running, float* scores, int64_t count) {
   return faded;
 }
 
-// result <- faded result + sum over positions of weight * value
-template <class Element>
-DS_KERNELS_INLINE void add_values(float* result, float faded, const float* weights, int64_t count, const Element* values,
-                                  int64_t stride, int64_t head_dim, const RowsToRead& rows) {
-  constexpr int kTile = 4;
-  int64_t i = 0;
-  for (; i + kTile * kLanes <= head_dim; i += kTile * kLanes) {
-    Floats sums[kTile];
-    for (int k = 0; k < kTile; ++k) sums[k] = load(result + i + k * kLanes) * faded;
-    for (int64_t p = 0; p < count; ++p) {
-      fetch_after(values + p * stride + i, kTile * kLanes, rows);
-      for (int k = 0; k < kTile; ++k) sums[k] += weights[p] * load(values + p * stride + i + k * kLanes);
-    }
-    for (int k = 0; k < kTile; ++k) store(result + i + k * kLanes, sums[k]);
+// For some queries of one head of values; [query] each.
+template <int queries>
+struct Weighted {
+  float* result[queries];
+  float faded[queries];
+  const float* weights[queries];  // [query][position]
+};
+
+// `vectors` vectors of the results, from element i on.
+template <int vectors, int queries, class Memory, class Element>
+DS_KERNELS_INLINE void add_values(const Weighted<queries>& by, Memory memory, int64_t count, const Element* values,
+                                  int64_t stride, int64_t i) {
+  Floats sums[queries][vectors];
+  for (int q = 0; q < queries; ++q) {
+    for (int k = 0; k < vectors; ++k) sums[q][k] = memory.load(by.result[q] + i + k * kLanes) * by.faded[q];
   }
-  for_each_vector(head_dim - i, [&](int64_t k, auto memory) {
-    Floats sum = memory.load(result + i + k) * faded;
-    for (int64_t p = 0; p < count; ++p) sum += weights[p] * memory.load(values + p * stride + i + k);
-    memory.store(result + i + k, sum);
-  });
+  for (int64_t p = 0; p < count; ++p) {
+    const Element* row = values + p * stride + i;
+    fetch_ahead(row, vectors * kLanes);
+    Floats wide[vectors];
+    DS_KERNELS_UNROLL
+    for (int k = 0; k < vectors; ++k) wide[k] = memory.load(row + k * kLanes);
+    DS_KERNELS_UNROLL
+    for (int q = 0; q < queries; ++q) {
+      DS_KERNELS_UNROLL
+      for (int k = 0; k < vectors; ++k) sums[q][k] += by.weights[q][p] * wide[k];
+    }
+  }
+  for (int q = 0; q < queries; ++q) {
+    for (int k = 0; k < vectors; ++k) memory.store(by.result[q] + i + k * kLanes, sums[q][k]);
+  }
+}
+
+// result <- faded result + sum over positions of weight * value
+template <int queries, class Element>
+DS_KERNELS_INLINE void add_values(const Weighted<queries>& by, int64_t count, const Element* values, int64_t stride,
+                                  int64_t head_dim) {
+  constexpr int kVectors = queries == 4 && kLanes < 16 ? 2 : 4;  // the sums shall stay in registers
+  int64_t i = 0;
+  for (; i + kVectors * kLanes <= head_dim; i += kVectors * kLanes) {
+    add_values<kVectors>(by, PlainVector{}, count, values, stride, i);
+  }
+  for (; i + kLanes <= head_dim; i += kLanes) add_values<1>(by, PlainVector{}, count, values, stride, i);
+  if (i < head_dim) add_values<1>(by, PartVector{head_dim - i}, count, values, stride, i);
 }
 
 }  // namespace DS_KERNELS_CPU_LEVEL

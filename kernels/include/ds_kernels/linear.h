@@ -59,14 +59,6 @@ inline namespace DS_KERNELS_CPU_LEVEL {
 
 #ifndef DS_KERNELS_GPU_COMPILER
 
-// A whole vector, without fetching ahead.
-struct PlainVector {
-  template <class Element>
-  DS_KERNELS_INLINE Floats load(const Element* from) const {
-    return DS_KERNELS_CPU_LEVEL::load(from);
-  }
-};
-
 // Fetches weights `ahead` bytes behind `from`. They may be beyond the array: an address, not a pointer.
 template <class Element>
 DS_KERNELS_INLINE void prefetch(const Element* from, uintptr_t ahead) {

@@ -262,6 +262,18 @@ struct WholeVector {
   }
 };
 
+// A whole vector that is in the cache, or that its loop fetches by itself.
+struct PlainVector {
+  template <class Element>
+  DS_KERNELS_INLINE Floats load(const Element* from) const {
+    return DS_KERNELS_CPU_LEVEL::load(from);
+  }
+  template <class Element>
+  DS_KERNELS_INLINE void store(Element* to, Floats x) const {
+    DS_KERNELS_CPU_LEVEL::store(to, x);
+  }
+};
+
 struct PartVector {
   int64_t count;  // 0 < count < kLanes; lanes beyond are computed on zeros and dropped
 
