@@ -20,6 +20,8 @@ class CountedCalls(TorchDispatchMode):
         devices: types of the devices that they were on.
     """
 
+    knows_ds_plugin = True  # an accelerated model would run its own code otherwise
+
     def __init__(self) -> None:
         super().__init__()
         self.calls: Counter[str] = Counter()

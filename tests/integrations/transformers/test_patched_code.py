@@ -17,6 +17,9 @@ import torch
 from small_models import logits, make
 from torch import nn
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from counted_calls import CountedCalls
 
@@ -321,3 +324,45 @@ def test_what_is_no_model_of_transformers_is_an_error(given: Callable[[], Any]) 
     with pytest.raises(SdkError, match=r"accelerate\(\) cannot run a .*PreTrainedModel") as error:
         accelerate(model)
     assert ("get_submodule('0')" in str(error.value)) == isinstance(model, nn.Sequential)
+
+
+class _HalvedFunctions(TorchFunctionMode):
+    """Halves what torch's linear gives, as a mode that rounds it would change it."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        return result / 2 if function in (functional.linear, torch.addmm) else result
+
+
+class _HalvedOperators(TorchDispatchMode):
+    """The same for the operators of torch that multiply."""
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = op(*args, **(kwargs or {}))
+        return result / 2 if op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default) else result
+
+
+@pytest.mark.parametrize("mode", [_HalvedFunctions, _HalvedOperators])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_modes_that_put_something_else_in_the_place_of_torchs_functions(name: str, mode: Callable[[], Any]) -> None:
+    """They know torch's, and none of our ops, so the model's own code runs."""
+    model = make(name)
+    with mode():
+        expected = logits(model)
+    accelerate(model)
+    with mode():
+        torch.testing.assert_close(logits(model), expected, rtol=1e-5, atol=1e-5)
+    with torch.device("cpu"), CountedCalls() as counted:  # that one is known: it concerns new tensors alone
+        logits(model)
+    assert counted.calls["linear"] > 0
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "opt"])
+def test_flops_are_counted(name: str) -> None:
+    model = make(name)
+    with FlopCounterMode(display=False) as plain:
+        logits(model)
+    accelerate(model)
+    with FlopCounterMode(display=False) as ours:
+        logits(model)
+    assert ours.get_total_flops() == plain.get_total_flops() > 0

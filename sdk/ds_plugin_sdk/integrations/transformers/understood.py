@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.nn import functional
 from torch.nn.modules import module as nn_module
 from torch.utils.hooks import RemovableHandle
@@ -30,6 +29,7 @@ from transformers.utils.deprecation import deprecate_kwarg
 
 from ds_plugin_sdk.integrations.deepspeed.hooks import is_linear_of_zero, moves_parameters_alone
 from ds_plugin_sdk.integrations.transformers.replacement import TrainingReplacement
+from ds_plugin_sdk.nn.linear import is_watched
 from ds_plugin_sdk.ops.linear import Activation
 
 try:
@@ -65,6 +65,9 @@ _WRAPPERS = [
 # What modules call of torch's: others may stand in these places, those of a profiler or of another attention.
 _FUNCTIONS = ("linear", "scaled_dot_product_attention", "layer_norm", "gelu", "relu", "silu")
 
+# An attribute of modes that see every operator, TorchDispatchMode: True where ours mean something to them.
+KNOWS_OURS = "knows_ds_plugin"
+
 # Hooks that apply to all modules; they are called around modules, which a whole layer's forward does not call.
 _GLOBAL_HOOKS = (nn_module._global_forward_hooks, nn_module._global_forward_pre_hooks)
 
@@ -99,16 +102,24 @@ class NotUnderstoodError(Exception):
 
 
 def is_plain_inference(input: object) -> bool:
-    """Whether ops may be called on a tensor as if nothing else were at work: gradients, autocast, tracing, vmap."""
+    """Whether ops may be called on a tensor as if nothing else were at work: gradients, autocast, tracing, vmap, modes
+    that may put something else into the place of torch's functions.
+    """
     return (
         type(input) is Tensor
         and not torch.is_grad_enabled()
         and not (torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(input.device.type))
-        and not torch.compiler.is_compiling()
-        and not torch._C._is_tracing()
-        and forward_ad._current_level < 0
-        and torch._C._functorch.peek_interpreter_stack() is None
+        and not is_watched(operators=False)
+        and not (torch._C._len_torch_dispatch_stack() and _has_modes_without_ours())
     )
+
+
+def _has_modes_without_ours() -> bool:
+    """Whether a mode of operators is at work, as torch's counter of FLOPs, that does not say that it knows our ops: it
+    would miss those of torch's in whose place they are.
+    """
+    modes = map(torch._C._get_dispatch_stack_at, range(torch._C._len_torch_dispatch_stack()))
+    return not all(getattr(mode, KNOWS_OURS, False) for mode in modes)
 
 
 # ---------------------------------------------------------------------- modules
