@@ -83,6 +83,20 @@ def scratch_result(target: Target) -> Target:
     return kernel(target, "rms_norm", function)
 
 
+@mutant("launch.shared_workspace", "O8.4", "ops", only="rms_norm")
+def shared_workspace(target: Target) -> Target:
+    """All threads compute in one workspace; each result is copied out of it."""
+    workspaces: dict[Any, Tensor] = {}
+
+    def function(original: Kernel, x: Tensor, *rest: Any) -> Tensor:
+        result: Tensor = original(x, *rest)
+        workspace = workspaces.setdefault((x.shape, x.dtype), torch.empty_like(result)).copy_(result)
+        time.sleep(0.001)  # the rest of the kernel
+        return workspace.clone()
+
+    return kernel(target, "rms_norm", function)
+
+
 # ---- kernels: sizes --------------------------------------------------------------------------------------------------
 @mutant("sizes.rows_of_a_grid", "O1.7", "ops", only="rms_norm")
 def rows_of_a_grid(target: Target) -> Target:

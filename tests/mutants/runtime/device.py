@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import torch
 
@@ -94,3 +95,23 @@ def _new_parameters() -> None:
 
 
 below("device.new_parameters", "R1.19", "A module that is moved gets new parameters.", _new_parameters)
+
+
+def _device_of_the_process() -> None:
+    """Each thread that asks has the device that was set last, in whichever thread."""
+    module: Any = torch.get_device_module(DEVICE)
+    set_device, current_device = module.set_device, module.current_device
+    last: list[Any] = [0]
+
+    def set_for_all(device: Any) -> None:
+        set_device(device)
+        last[0] = current_device()
+
+    def current() -> int:
+        set_device(last[0])
+        return int(current_device())
+
+    module.set_device, module.current_device = set_for_all, current
+
+
+below("device.of_the_process", "R1.21", "`set_device` sets the device of all threads.", _device_of_the_process)

@@ -99,3 +99,10 @@ def _shared() -> None:
 
 
 below("memory.shared", "R5.14", "Two devices have one memory.", _shared)
+member(
+    "memory.available_of_current",
+    "R5.16",
+    "`available_memory(i)` is the current device's.",
+    target=SIMULATED,
+    available_memory=lambda self, index=None: original(self).available_memory(),
+)

@@ -45,3 +45,29 @@ member(
     pin_memory_alignment=always(3),
     register_host_memory=always(False),
 )
+
+
+def _memory_alone(self: Any, tensor: torch.Tensor, **options: Any) -> Any:
+    """As a driver copies that is given an address and a number of bytes."""
+    if options:
+        return original(self).pin_memory(tensor, **options)
+    begin = torch.as_strided(tensor, (tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,), 0)
+    pinned = original(self).pin_memory(begin)
+    return pinned[tensor.storage_offset() :][: tensor.numel()].view(tensor.shape)
+
+
+def _some_bytes(self: Any, tensor: torch.Tensor, **options: Any) -> Any:
+    if tensor.numel() == 0:
+        raise RuntimeError("cannot lock 0 bytes")
+    return original(self).pin_memory(tensor, **options)
+
+
+member("pinned.memory_alone", "R7.1", "Strides are forgotten.", target=SIMULATED, pin_memory=_memory_alone)
+member("pinned.some_bytes", "R7.1", "A tensor without elements is an error.", target=SIMULATED, pin_memory=_some_bytes)
+member(
+    "pinned.beginnings",
+    "R7.2",
+    "Memory counts as pinned from its first byte on alone.",
+    target=SIMULATED,
+    is_pinned=lambda self, tensor: tensor.storage_offset() == 0 and original(self).is_pinned(tensor),
+)

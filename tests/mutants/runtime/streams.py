@@ -182,3 +182,24 @@ member(
     target=SIMULATED,
     Stream=_streams(lambda device=None: torch.get_device_module(DEVICE).default_stream(device)),
 )
+
+
+@contextlib.contextmanager
+def _for_all_threads(self: Any, stream: Any) -> Iterator[None]:
+    """As a driver that keeps one current stream for the process."""
+    with original(self).stream(stream):
+        self.__dict__["last"] = stream
+        try:
+            yield
+        finally:
+            self.__dict__["last"] = None
+
+
+member(
+    "streams.of_the_process",
+    "R4.22",
+    "`stream(s)` makes `s` current in all threads.",
+    target=SIMULATED,
+    stream=_for_all_threads,
+    current_stream=lambda self, index=None: self.__dict__.get("last") or original(self).current_stream(index),
+)

@@ -34,6 +34,7 @@ from ds_plugin_sdk.conformance.ops.support import (
 from ds_plugin_sdk.conformance.runtime.support import (
     current_device_kept,
     host_waits,
+    in_threads,
     needs_streams,
     needs_two_devices,
     random_state_kept,
@@ -248,3 +249,32 @@ def device(target: Target, op: str) -> None:
         for where, tensor in results:
             expect_equal(tensor.device.index, 1, f"index of the device of {where} of {op} on tensors of device 1")
         compare(info, Sample(f"{sample.label}, on device 1", sample.arguments, sample.kind), results)
+
+
+# ---- threads ---------------------------------------------------------------------------------------------------------
+_THREADS, _CALLS = 4, 8
+
+
+@check(
+    "ops.threads",
+    Clause(
+        "O8.4",
+        "Called from several threads at the same time, an op gives each what its own arguments give.",
+        reason="torch runs the backward pass in threads of its own, and servers run a model in several.",
+    ),
+    cases=each_op,
+)
+def threads(target: Target, op: str) -> None:
+    info, first = _first(target, op)
+    dtype = name_of(dtype_of(target, info))
+    seeded = [samples_of(info, dtype, seed) for seed in range(_THREADS)]
+    made = [next(each for each in samples if each.label == first.label) for samples in seeded]
+
+    def calls(sample: Sample) -> list[list[tuple[str, torch.Tensor]]]:
+        return [call_op(info, on_device(target, sample.arguments)) for _ in range(_CALLS)]
+
+    found = in_threads(*(lambda sample=sample: calls(sample) for sample in made))
+    for number, (sample, results) in enumerate(zip(made, found, strict=True)):
+        label = f"{sample.label}, in thread {number} of {_THREADS}"
+        for result in results:
+            compare(info, Sample(label, sample.arguments, sample.kind), result)

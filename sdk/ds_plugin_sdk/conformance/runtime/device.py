@@ -12,6 +12,7 @@ from ds_plugin_sdk.conformance.runtime.support import (
     current_device_kept,
     expect_raises,
     expect_type,
+    in_threads,
     indexed,
     indices,
     needs_indices,
@@ -407,3 +408,28 @@ def moved_module(target: Target) -> None:
 
 def _half_dtypes(target: Target) -> list[torch.dtype]:
     return [dtype for dtype in target.dtypes if dtype in (torch.bfloat16, torch.float16)]
+
+
+@check(
+    "runtime.device.of_each_thread",
+    Clause(
+        "R1.21",
+        "Each thread has a current device of its own: `set_device` in one leaves those of the others.",
+        reason="torch's threads of the backward pass, and those that pin batches, set theirs while the step goes on.",
+    ),
+    needs=needs_two_devices,
+)
+def of_each_thread(target: Target) -> None:
+    accelerator = target.accelerator
+
+    def set_second() -> tuple[int, int | None]:
+        accelerator.set_device(1)
+        return int(accelerator.current_device()), torch.empty(1, device=target.device_type).device.index
+
+    with current_device_kept(target):
+        accelerator.set_device(0)
+        (theirs,) = in_threads(set_second)
+        expect_equal(theirs, (1, 1), "current_device(), and the device of a new tensor, in a thread that set device 1")
+        expect_equal(accelerator.current_device(), 0, "current_device() after another thread set device 1")
+        made = torch.empty(1, device=target.device_type)
+        expect_equal(made.device.index, 0, "index of a new tensor's device after another thread set device 1")

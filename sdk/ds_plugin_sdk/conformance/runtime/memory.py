@@ -292,6 +292,34 @@ def _falls(target: Target) -> list[tuple[int, int]]:
 
 
 @check(
+    "runtime.memory.available_index",
+    Clause(
+        "R5.16",
+        "`available_memory(i)` is that of device `i`; without an index it is the current device's.",
+        reason="A rank plans by its own device, whichever another library has made current.",
+    ),
+    needs=needs_two_devices,
+)
+def available_index(target: Target) -> None:
+    accelerator = target.accelerator
+    _settle(target)
+    with current_device_kept(target):
+        accelerator.set_device(0)
+        before = [accelerator.available_memory(index) for index in indices(target)]
+        tensors = [_allocate(target, 1) for _ in range(4)]
+        fell = [then - accelerator.available_memory(index) for index, then in enumerate(before)]
+        current = before[0] - accelerator.available_memory()
+    held = _SIZE * len(tensors)
+    others = [current, fell[0], *fell[2:]]
+    expect(
+        0.5 * held <= fell[1] <= 1.5 * held and all(abs(each) < 0.25 * held for each in others),
+        f"while tensors of {held} bytes were made on device 1, and device 0 was current, available_memory(i) fell by "
+        f"{fell}, and available_memory() by {current}",
+        why="expected about their bytes on device 1, and nothing on the others",
+    )
+
+
+@check(
     "runtime.memory.index",
     Clause(
         "R5.10",

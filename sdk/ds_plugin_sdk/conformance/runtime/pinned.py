@@ -31,8 +31,9 @@ def _host(shape: tuple[int, ...] = (3, 5)) -> torch.Tensor:
     "runtime.pinned.content",
     Clause(
         "R7.1",
-        "`pin_memory(tensor)` gives a host tensor of the same shape, dtype and content.",
-        reason="Offloaded parameters and gradients live in it.",
+        "`pin_memory(tensor)` gives a host tensor of the same shape, dtype and content, however the tensor lies in "
+        "memory, and also if it has no elements.",
+        reason="Offloaded parameters and gradients live in it: parts and transposes of others, and ranks without any.",
     ),
 )
 def content(target: Target) -> None:
@@ -42,13 +43,29 @@ def content(target: Target) -> None:
         seen = (pinned.device.type, pinned.dtype, tuple(pinned.shape))
         expect_equal(seen, ("cpu", dtype, (3, 5)), f"device, dtype and shape of pin_memory() of a {dtype} tensor")
         expect(torch.equal(pinned, host), f"pin_memory() gave {pinned.tolist()}", why=f"expected {host.tolist()}")
+    for label, host in _views().items():
+        pinned = target.accelerator.pin_memory(host)
+        expect_equal(tuple(pinned.shape), tuple(host.shape), f"shape of pin_memory() of {label}")
+        same = torch.equal(pinned, host)
+        expect(same, f"pin_memory() of {label} gave {pinned.tolist()}", why=f"expected {host.tolist()}")
+
+
+def _views() -> dict[str, torch.Tensor]:
+    """Tensors that are no rows one after the other from the beginning of their memory on."""
+    return {
+        "a transposed tensor": _host().t(),
+        "every other column": _host()[:, ::2],
+        "the last rows": _host()[1:],
+        "a tensor without elements": _host((0, 5)),
+    }
 
 
 @check(
     "runtime.pinned.is_pinned",
     Clause(
         "R7.2",
-        "`is_pinned(pin_memory(tensor))` is True, and `is_pinned(tensor)` of ordinary memory False; both are bools.",
+        "`is_pinned(pin_memory(tensor))` is True, of its parts too, and `is_pinned(tensor)` of ordinary memory False; "
+        "all are bools.",
         reason="Offload copies without blocking only from memory that is pinned.",
     ),
 )
@@ -57,7 +74,11 @@ def is_pinned(target: Target) -> None:
     expect_type(ordinary, bool, "is_pinned(tensor)")
     expect_equal(ordinary, False, "is_pinned() of ordinary host memory")
     if _pins(target):
-        expect_equal(target.accelerator.is_pinned(target.accelerator.pin_memory(_host())), True, "is_pinned(pinned)")
+        pinned = target.accelerator.pin_memory(_host())
+        expect_equal(target.accelerator.is_pinned(pinned), True, "is_pinned(pinned)")
+        expect_equal(
+            target.accelerator.is_pinned(pinned.view(-1)[7:]), True, "is_pinned() of the end of a pinned tensor"
+        )
 
 
 @check(

@@ -14,6 +14,7 @@ from ds_plugin_sdk.conformance.runtime.support import (
     SLOW_SECONDS,
     current_device_kept,
     expect_raises,
+    in_threads,
     indices,
     needs_events,
     needs_streams,
@@ -545,3 +546,27 @@ def host_goes_on(target: Target, call: str) -> None:
         _waiting_calls(target)[call](busy, event, tensor)
         done = bool(event.query())
     expect(not done, f"when {call} returned, the busy stream had done its work", why="the host had to wait for it")
+
+
+@check(
+    "runtime.streams.of_each_thread",
+    Clause(
+        "R4.22",
+        "Each thread has a current stream of its own: inside `stream(s)` in one, the others keep theirs.",
+        reason="Checkpoints are written and batches pinned in threads; their copies must not take the step with them.",
+    ),
+    needs=needs_streams,
+)
+def of_each_thread(target: Target) -> None:
+    accelerator = target.accelerator
+    before, side = accelerator.current_stream(), accelerator.Stream()
+    with accelerator.stream(side):
+        (theirs,) = in_threads(accelerator.current_stream)
+    expect_equal(theirs, before, "current_stream() of a thread that was begun inside stream(s) of another")
+
+    def enter() -> None:
+        # Left open on purpose: only what the thread itself submits later may be on this stream.
+        accelerator.stream(side).__enter__()
+
+    in_threads(enter)
+    expect_equal(accelerator.current_stream(), before, "current_stream() while another thread is inside stream(s)")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -19,6 +20,8 @@ SLOW_SECONDS = 0.06
 _PIECES = 3
 
 MIB = 1 << 20
+
+Found = TypeVar("Found")
 
 
 def indexed(target: Target) -> bool:
@@ -61,6 +64,29 @@ def current_device_kept(target: Target) -> Iterator[None]:
         yield
     finally:
         target.accelerator.set_device(before)
+
+
+def in_threads(*functions: Callable[[], Found]) -> list[Found]:
+    """What functions give that run at the same time, each in a thread of its own; raises what one of them raises."""
+    found: dict[int, Found] = {}
+    errors: list[BaseException] = []
+    together = threading.Barrier(len(functions))
+
+    def run(index: int) -> None:
+        try:
+            together.wait()
+            found[index] = functions[index]()
+        except BaseException as error:  # of a thread it would be printed, and be lost
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(functions))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return [found[index] for index in range(len(functions))]
 
 
 @contextlib.contextmanager
