@@ -38,6 +38,18 @@ def test_the_module_is_the_command(module: str) -> None:
     assert done.stdout == f"ds-plugin-sdk {__version__}\n"
 
 
+@pytest.mark.parametrize("arguments", [["--version"], ["list"], ["report", "--json"]])
+def test_an_output_that_cannot_be_written_is_one_sentence(arguments: list[str]) -> None:
+    full = Path("/dev/full")
+    if not full.exists():
+        pytest.skip("no /dev/full on this system")
+    with full.open("w", encoding="utf-8") as output:
+        command = [sys.executable, "-m", "ds_plugin_sdk", *arguments]
+        done = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr == "error: the output cannot be written: No space left on device\n"
+
+
 def test_the_command_runs_with_the_lowest_versions_that_are_declared(tmp_path: Path) -> None:
     """Of its pure Python dependencies; torch, which is large, has tests with its oldest release elsewhere."""
     declared = (ROOT / "pyproject.toml").read_text(encoding="utf-8")

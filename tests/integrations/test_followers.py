@@ -192,6 +192,24 @@ def test_accelerate_on_the_cpu_keeps_deepspeed(train: Train) -> None:
 
 @pytest.mark.deepspeed
 @pytest.mark.slow
+def test_debugging_by_accelerate_trains_as_without_a_plugin(train: Train) -> None:
+    """It starts ranks that no launcher has numbered, so DeepSpeed cannot be used, which accelerate does not."""
+    body = ACCELERATE.replace("accelerator = Accelerator()", "accelerator = Accelerator(deepspeed_plugin=plugin)")
+    body = body.replace("accelerator.print", "accelerator.process_index == 0 and print")  # without numbers all print
+    script = [
+        "def main():",
+        "    from accelerate.utils import DeepSpeedPlugin",
+        "    plugin = DeepSpeedPlugin(hf_ds_config='ds.json')",
+        *(f"    {line}" for line in body.splitlines()),
+        "if __name__ == '__main__':",
+        "    from accelerate import debug_launcher",
+        "    debug_launcher(main, num_processes=2)",
+    ]
+    assert train("\n".join(script))[:4] == ["DistributedDataParallel", "2", "cpu:0", "2"]
+
+
+@pytest.mark.deepspeed
+@pytest.mark.slow
 def test_lightnings_strategy_trains_on_the_cpu_plugin(train: Train) -> None:
     assert train(LIGHTNING)[:4] == ["DeepSpeedEngine", "2", "cpu:0", "2"]
 

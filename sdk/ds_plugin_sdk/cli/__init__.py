@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 
 import typer
@@ -56,13 +58,27 @@ def _options(
     pass
 
 
+# What writing to a file that was opened fails with where there is no room for it.
+_UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+
+
 def main() -> None:
-    """Run a command; an SDK error is printed as it reads, without a traceback, and the exit status is 1."""
+    """Run a command; an SDK error, or that what it prints cannot be written, is printed as it reads, without a traceback,
+    and the exit status is 1.
+    """
     try:
-        app()
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
     except SdkError as error:
         errors.print(f"[bold red]error:[/] {_plain(str(error))}", soft_wrap=True)
         sys.exit(1)
+    except OSError as error:
+        if error.errno not in _UNWRITABLE or error.filename is not None:
+            raise
+        errors.print(f"[bold red]error:[/] the output cannot be written: {error.strerror}", soft_wrap=True)
+        os._exit(1)  # Python would try to write the rest once more
 
 
 def _plain(text: str) -> str:

@@ -35,11 +35,13 @@ def follow_in_state(state: Any) -> None:
         wanted = not partial_state._cpu and flag("ACCELERATE_USE_DEEPSPEED")
         return _deepspeeds_accelerator() if wanted else None
 
+    def launched() -> bool:
+        return bool(state.get_int_from_env(["LOCAL_RANK"], -1) >= 0)
+
     @functools.wraps(prepare_backend)
     def _prepare_backend(self: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         backend, kind = prepare_backend(self, *args, **kwargs)
-        launched = state.get_int_from_env(["LOCAL_RANK"], -1) >= 0
-        accelerator = accelerator_of(self) if launched else None
+        accelerator = accelerator_of(self) if launched() else None
         if accelerator is None or _device_type(kind) == accelerator.device_name():
             return backend, kind
         return accelerator.communication_backend_name(), deepspeed
@@ -62,12 +64,16 @@ def follow_in_state(state: Any) -> None:
 
     @functools.wraps(flag)
     def parse_flag_from_env(key: str, *args: Any, **kwargs: Any) -> Any:
-        """Where DeepSpeed itself is on the CPU, ``ACCELERATE_USE_CPU`` is no reason to train without it."""
+        """Where DeepSpeed itself is on the CPU, ``ACCELERATE_USE_CPU`` is no reason to train without it.
+
+        But for ranks that no launcher has numbered, those of `debug_launcher`: DeepSpeed cannot tell them apart.
+        """
         given = flag(key, *args, **kwargs)
-        if given and key == "ACCELERATE_USE_CPU" and flag("ACCELERATE_USE_DEEPSPEED"):
-            accelerator = _deepspeeds_accelerator()
-            return accelerator is None or accelerator.device_name() != "cpu"
-        return given
+        if not (given and key == "ACCELERATE_USE_CPU" and flag("ACCELERATE_USE_DEEPSPEED")):
+            return given
+        accelerator = _deepspeeds_accelerator()
+        numbered = launched() or not _has_process_group()
+        return not (numbered and accelerator is not None and accelerator.device_name() == "cpu")
 
     cls._prepare_backend, cls.set_device = _prepare_backend, _set_device
     state.parse_flag_from_env = parse_flag_from_env
@@ -122,6 +128,12 @@ def follow_in_trainer(training_args: Any) -> None:
             training_args.is_torch_bf16_gpu_available = has_bf16
 
     cls.__post_init__ = initialize
+
+
+def _has_process_group() -> bool:
+    from torch import distributed
+
+    return distributed.is_available() and distributed.is_initialized()
 
 
 def _device_type(kind: Any) -> str:
