@@ -63,8 +63,8 @@ _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def main() -> None:
-    """Run a command; an SDK error, or that what it prints cannot be written, is printed as it reads, without a traceback,
-    and the exit status is 1.
+    """Run a command. An SDK error, and that an output cannot be written, is printed without a traceback; the exit status
+    is 1 then.
     """
     try:
         try:
