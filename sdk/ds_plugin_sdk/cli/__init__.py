@@ -63,8 +63,9 @@ _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def main() -> None:
-    """Run a command. An SDK error, and that an output cannot be written, is printed without a traceback; the exit status
-    is 1 then.
+    """Run a command.
+
+    SDK errors are printed without a traceback, and so is that the output cannot be written; the exit status is 1 then.
     """
     try:
         try:
