@@ -33,7 +33,11 @@ HINTS = (
         r"Python\.h: No such file",
         "Python's headers are missing: install python3-dev (Debian), python3-devel (RHEL), or use a Python with them",
     ),
-    (r"torch/.*\.h: No such file", "torch's headers are missing or older than 2.11: reinstall torch"),
+    (
+        r"torch/.*\.h: No such file",
+        "torch's headers are missing or older than 2.11: reinstall torch; a frozen program has none, and needs wheels "
+        "of plugins with their ops inside",
+    ),
     (
         r"unsupported GNU version|unsupported clang version",
         "the host compiler is too new for nvcc: name an older one with CXX, e.g. CXX=g++-13",
