@@ -62,6 +62,13 @@ struct Ops {
     return result_of("ds_plugin::activation_and_mul", stack);
   }
 
+  // Of two; the second one is not kept.
+  Tensor sum_of(const Tensor& residual, const Tensor& other) const {
+    if (!functions.residual_add_bias_) return torch::stable::subtract(residual, other, -1.0);  // there is no stable sum
+    functions.residual_add_bias_(other, residual, {}, {}, {}, 1.0, false);
+    return other;
+  }
+
   void rotary_(const Tensor& heads, const Tensor& cos, const Tensor& sin) const {
     if (functions.rotary_) return functions.rotary_(heads, cos, sin, false);
     StableIValue stack[] = {from(heads), from(cos), from(sin), from(false)};
@@ -176,7 +183,7 @@ enum Gate : int64_t { kNoGate, kGateSecond, kGateFirst };
 // residual + product of input, which is normed first if there is a norm for it.
 Tensor added(const Ops& ops, const Matrix& matrix, const Norm& post_norm, const Tensor& input, const Tensor& residual) {
   if (!post_norm.weight) return matrix.of(ops, input, residual);
-  return torch::stable::subtract(residual, post_norm.of(ops, matrix.of(ops, input)), -1.0);  // the stable interface has no sum
+  return ops.sum_of(residual, post_norm.of(ops, matrix.of(ops, input)));
 }
 
 struct Layer {

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.compiler
 
 @pytest.fixture(autouse=True)
 def libraries(native) -> None:  # type: ignore[no-untyped-def]  # the fixture of tests/conftest.py
-    native("linear", "attention", "norm", "rotary", "decoder_layer", "transformer")
+    native("linear", "attention", "norm", "rotary", "decoder_layer", "transformer", "residual")
 
 
 def found(functions: OpFunctions) -> set[str]:

@@ -28,6 +28,9 @@ struct OpFunctions {
                                   const Tensor& value_cache, const Tensor& key_scales, const Tensor& value_scales,
                                   int64_t past, double scale, const OptionalTensor& mask, const OptionalTensor& alibi,
                                   int64_t window, bool causal);
+  void (*residual_add_bias_)(const Tensor& residual, const Tensor& hidden, const OptionalTensor& attention,
+                             const OptionalTensor& attention_bias, const OptionalTensor& final_bias, double scale,
+                             bool scale_attention);
 };
 
 // What two libraries must have in common to hand each other torch::stable::Tensor: torch's headers.

@@ -15,7 +15,7 @@ from ds_plugin_sdk.ops._kernel_watch import KernelWatch
 # In the order of the struct OpFunctions.
 _OPS = (
     *("linear", "layer_norm", "rms_norm", "activation_and_mul", "rotary_"),
-    *("cached_attention", "cached_attention_int8"),
+    *("cached_attention", "cached_attention_int8", "residual_add_bias_"),
 )
 
 

@@ -199,7 +199,7 @@ def accelerate(
             model can have the cache that is asked for.
     """
     _check(model, weights, cache, loss)
-    _load_kernels(model, *_FAMILIES_OF_OPS, *(("transformer",) if families.has_gate_first(model) else ()))
+    _load_kernels(model, *_FAMILIES_OF_OPS, *families.families_of_ops(model))
     register_attention()
     found, packer = _Found(cache=GrowingLayer if cache is None else Int8Layer), Packer(weights)
     undo: list[Callable[[], None]] = [lambda: None]

@@ -51,9 +51,14 @@ def describe(layer: nn.Module, matrix_of: MatrixOf) -> Decoder:
     return found[0](layer, matrix_of)
 
 
-def has_gate_first(model: nn.Module) -> bool:
-    """Whether a model has an MLP whose gate is before up: an op of the family ``transformer`` applies it."""
-    return any(same_code(type(module).forward, phi3.Phi3MLP.forward) for module in model.modules())
+def families_of_ops(model: nn.Module) -> list[str]:
+    """Modules of `ds_plugin_sdk.ops` that a model's decoder layers need beside those that all need.
+
+    They are for a gate that is before up, and to add a norm's output to the residual.
+    """
+    needed = {phi3.Phi3MLP: "transformer", gemma3.Gemma3DecoderLayer: "residual"}
+    found = {type(module).forward for module in model.modules()}
+    return [ops for kind, ops in needed.items() if any(same_code(each, kind.forward) for each in found)]
 
 
 def _find(layer: nn.Module) -> tuple[Callable[[Any, MatrixOf], Decoder], str] | None:
@@ -182,4 +187,4 @@ FAMILIES.update(
     }
 )
 
-__all__ = ["FAMILIES", "MatrixOf", "attention_of", "describe", "has_gate_first"]
+__all__ = ["FAMILIES", "MatrixOf", "attention_of", "describe", "families_of_ops"]
