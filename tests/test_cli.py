@@ -50,6 +50,15 @@ def test_an_output_that_cannot_be_written_is_one_sentence(arguments: list[str]) 
     assert done.stderr == "error: the output cannot be written: No space left on device\n"
 
 
+@pytest.mark.parametrize("arguments", [["--version"], ["list", "--json"]])
+def test_a_closed_output_is_no_error(arguments: list[str]) -> None:
+    command = [sys.executable, "-m", "ds_plugin_sdk", *arguments]
+    done = subprocess.run(
+        ["/bin/sh", "-c", 'exec "$@" >&-', "sh", *command], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_the_command_runs_with_the_lowest_versions_that_are_declared(tmp_path: Path) -> None:
     """Of its pure Python dependencies; torch, which is large, has tests with its oldest release elsewhere."""
     declared = (ROOT / "pyproject.toml").read_text(encoding="utf-8")

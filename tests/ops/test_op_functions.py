@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import warnings
+from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import Tensor
 
 from ds_plugin_sdk.ops import _op_functions, decoder_layer
-from ds_plugin_sdk.ops._op_functions import _OPS, OpFunctions
+from ds_plugin_sdk.ops._op_functions import _OPS, OpFunctions, _Function
 
 pytestmark = pytest.mark.compiler
 
@@ -20,48 +21,69 @@ def libraries(native) -> None:  # type: ignore[no-untyped-def]  # the fixture of
     native("linear", "attention", "norm", "rotary", "decoder_layer", "transformer", "residual")
 
 
+@pytest.fixture
+def functions(monkeypatch: pytest.MonkeyPatch) -> OpFunctions:
+    """As if their libraries had been loaded just now."""
+    assert decoder_layer._functions is not None
+    again = {place: _Function(_OPS[place], each.of) for place, each in _op_functions._found.items()}
+    monkeypatch.setattr(_op_functions, "_found", again)
+    return OpFunctions(decoder_layer._functions._headers)
+
+
 def found(functions: OpFunctions) -> set[str]:
     address = functions.address()
     values = (ctypes.c_void_p * len(_OPS)).from_address(address) if address else [None] * len(_OPS)
     return {op for op, value in zip(_OPS, values, strict=True) if value}
 
 
-def new_functions() -> OpFunctions:
-    assert decoder_layer._functions is not None
-    return OpFunctions(decoder_layer._functions._headers)
+@contextlib.contextmanager
+def another_kernel(op: str, key: str) -> Iterator[None]:
+    """One that somebody registers for an op; torch warns of a kernel in place of another."""
+    with torch.library._scoped_library("ds_plugin", "IMPL") as library, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        library.impl(op, lambda *args: torch.zeros_like(args[0]), key)
+        yield
 
 
-def test_all_ops_have_one() -> None:
-    assert found(new_functions()) == set(_OPS)
+def test_all_ops_have_one(functions: OpFunctions) -> None:
+    assert found(functions) == set(_OPS)
 
 
-def test_who_was_compiled_with_other_headers_of_torch_gets_none() -> None:
+def test_who_was_compiled_with_other_headers_of_torch_gets_none(functions: OpFunctions) -> None:
     assert found(OpFunctions(b"1.0.0")) == set()
 
 
-def test_a_kernel_that_was_registered_later_serves() -> None:
-    functions = new_functions()
-    before = list(_op_functions._found)
+@pytest.mark.parametrize("key", ["CPU", "AutogradCPU", "ADInplaceOrView"])
+def test_a_kernel_that_was_registered_later_serves(functions: OpFunctions, key: str) -> None:
     assert "rms_norm" in found(functions)
-
-    def theirs(input: Tensor, weight: Tensor, eps: float, weight_offset: float) -> Tensor:
-        return torch.zeros_like(input)
-
-    try:
-        with torch.library._scoped_library("ds_plugin", "IMPL") as library:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # torch warns of a kernel in place of another
-                library.impl("rms_norm", theirs, "CPU")
-            assert found(functions) == set(_OPS) - {"rms_norm"}
-    finally:  # those that were found count as before
-        _op_functions._found[:] = [
-            each._replace(kernels=_op_functions.KernelWatch([_OPS[each.place]])) for each in before
-        ]
-        decoder_layer._functions = new_functions()
+    with another_kernel("rms_norm", key):
+        assert found(functions) == set(_OPS) - {"rms_norm"}
 
 
-def test_modes_profilers_and_transforms_look_for_ops() -> None:
-    functions = new_functions()
+def test_a_kernel_that_takes_the_place_of_another_registration_is_seen(functions: OpFunctions) -> None:
+    """There are as many registrations as before."""
+    with another_kernel("softmax", "CPU"):
+        assert "rms_norm" in found(functions)
+    with another_kernel("rms_norm", "CPU"):
+        assert "rms_norm" not in found(functions)
+
+
+def test_kernels_of_other_devices_do_not_count(functions: OpFunctions) -> None:
+    with another_kernel("rms_norm", "XPU"):
+        assert found(functions) == set(_OPS)
+
+
+def test_a_library_that_was_loaded_later_serves(functions: OpFunctions) -> None:
+    place = _OPS.index("rms_norm")
+    with another_kernel("rms_norm", "CPU"):
+        assert "rms_norm" not in found(functions)
+        _op_functions._found[place] = _Function("rms_norm", _op_functions._found[place].of)
+        assert "rms_norm" in found(functions)
+
+
+def test_autocast_modes_profilers_and_transforms_look_for_ops(functions: OpFunctions) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        assert functions.address() == 0
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
         assert functions.address() == 0
     seen = []

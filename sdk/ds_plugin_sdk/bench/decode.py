@@ -388,19 +388,26 @@ class _Process:
         self._said.close()
 
     def measure(self) -> Speed:
-        """Raises `RuntimeError` with what the process has said last, if it ended."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write("\n")
-            self._process.stdin.flush()
-        answer = self._process.stdout.readline()
+        """Raises `RuntimeError` with what the process has said last, if it ended; it is ended if nobody waits."""
+        try:
+            answer = self._answer()
+        except BaseException:
+            self._process.kill()  # it would go on beside what is measured next
+            raise
         if not answer:
             status = self._process.wait()
             self._said.seek(0)
             said = self._said.read().strip().splitlines()[-1:]
             raise RuntimeError(f"its process ended with status {status}" + "".join(f": {line}" for line in said))
         return Speed(**json.loads(answer))
+
+    def _answer(self) -> str:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write("\n")
+            self._process.stdin.flush()
+        return self._process.stdout.readline()
 
 
 def _serve(file: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import sys
 
@@ -58,28 +57,42 @@ def _options(
     pass
 
 
-# What writing to a file that was opened fails with where there is no room for it.
-_UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-
-
 def main() -> None:
     """Run a command.
 
     SDK errors are printed without a traceback, and so is that the output cannot be written; the exit status is 1 then.
     """
     try:
-        try:
-            app()
-        finally:
-            sys.stdout.flush()
+        app()
     except SdkError as error:
-        errors.print(f"[bold red]error:[/] {_plain(str(error))}", soft_wrap=True)
+        _say(str(error))
+        _write_out()
         sys.exit(1)
+    except SystemExit:
+        _write_out()
+        raise
+    except OSError:
+        _write_out("\n")  # what could not be written is lost: whether that was it, another line tells
+        raise
+
+
+def _write_out(more: str = "") -> None:
+    """Write what is left of the output: where that fails at Python's end, it is with a traceback."""
+    if sys.stdout is None:
+        return
+    try:
+        sys.stdout.write(more)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        pass
     except OSError as error:
-        if error.errno not in _UNWRITABLE or error.filename is not None:
-            raise
-        errors.print(f"[bold red]error:[/] the output cannot be written: {error.strerror}", soft_wrap=True)
-        os._exit(1)  # Python would try to write the rest once more
+        _say(f"the output cannot be written: {error.strerror}")
+        sys.stderr.flush()
+        os._exit(1)  # Python would try once more
+
+
+def _say(error: str) -> None:
+    errors.print(f"[bold red]error:[/] {_plain(error)}", soft_wrap=True)
 
 
 def _plain(text: str) -> str:

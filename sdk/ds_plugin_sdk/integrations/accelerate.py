@@ -66,7 +66,8 @@ def follow_in_state(state: Any) -> None:
     def parse_flag_from_env(key: str, *args: Any, **kwargs: Any) -> Any:
         """Where DeepSpeed itself is on the CPU, ``ACCELERATE_USE_CPU`` is no reason to train without it.
 
-        But for ranks that no launcher has numbered, those of `debug_launcher`: DeepSpeed cannot tell them apart.
+        But for ranks of a process group that no launcher has numbered, as those of `debug_launcher`: DeepSpeed cannot
+        tell them apart.
         """
         given = flag(key, *args, **kwargs)
         if not (given and key == "ACCELERATE_USE_CPU" and flag("ACCELERATE_USE_DEEPSPEED")):

@@ -5,12 +5,10 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
-
-from ds_plugin_sdk.ops._kernel_watch import KernelWatch
 
 # In the order of the struct OpFunctions.
 _OPS = (
@@ -18,16 +16,39 @@ _OPS = (
     *("cached_attention", "cached_attention_int8", "residual_add_bias_"),
 )
 
-
-class _Function(NamedTuple):
-    """That of an op, `_OPS[place]`, and the kernels that the op had when the library was loaded."""
-
-    place: int
-    of: Callable[[bytes], int | None]
-    kernels: KernelWatch
+# What torch's dispatcher may call for tensors in host memory. Kernels of other devices may come and go.
+_KEYS = (
+    *("CPU", "AutogradCPU", "AutocastCPU", "Autograd", "ADInplaceOrView", "BackendSelect", "Functionalize", "Tracer"),
+    *("Python", "PythonTLSSnapshot", "PythonDispatcher"),
+)
 
 
-_found: list[_Function] = []
+class _Function:
+    """That of an op, and the kernels that the op had when the function's library was loaded."""
+
+    def __init__(self, op: str, of: Callable[[bytes], int | None]) -> None:
+        self.of = of
+        self._op = f"ds_plugin::{op}"
+        self._text = torch._C._dispatch_dump(self._op)
+        self._kernels = _kernels_in(self._text)
+        self._holds = True
+
+    def holds(self) -> bool:
+        """Whether they are the op's still; once others were, never again."""
+        text = torch._C._dispatch_dump(self._op)  # some us: who registers a kernel may have told nobody
+        if text != self._text:
+            self._text = text
+            self._holds = self._holds and _kernels_in(text) == self._kernels
+        return self._holds
+
+
+def _kernels_in(text: str) -> list[str]:
+    """The lines of a dump that tensors in host memory depend on."""
+    return [line for line in text.splitlines() if line.partition(":")[0].removesuffix("[alias]") in _KEYS]
+
+
+# By an op's place: that of the library that was loaded last.
+_found: dict[int, _Function] = {}
 _handles: set[int] = set()
 
 
@@ -36,11 +57,11 @@ def take_library(library: ctypes.CDLL) -> None:
     if library._handle in _handles:
         return
     _handles.add(library._handle)
-    for index, op in enumerate(_OPS):
+    for place, op in enumerate(_OPS):
         function = getattr(library, f"ds_kernels_function_{op}", None)
         if function is not None:
             function.restype = ctypes.c_void_p
-            _found.append(_Function(index, function, KernelWatch([op])))
+            _found[place] = _Function(op, function)
 
 
 class OpFunctions:
@@ -53,22 +74,25 @@ class OpFunctions:
     def __init__(self, headers: bytes) -> None:
         self._headers = headers
         self._addresses = (ctypes.c_void_p * len(_OPS))()
-        self._taken: list[_Function] = []
+        self._taken: dict[int, _Function] = {}
+        self._lock = threading.Lock()
 
     def address(self) -> int:
-        """Of the functions; 0 where all calls are for the ops: modes, profilers and torch.func look for those."""
+        """Of the functions; 0 where calls are for the ops: autocast, modes, profilers and torch.func look for these."""
         if (
-            torch._C._len_torch_dispatch_stack()
+            torch._C._is_any_autocast_enabled()
+            or torch._C._len_torch_dispatch_stack()
             or torch._C._autograd._profiler_enabled()
             or torch._C._functorch.peek_interpreter_stack() is not None
         ):
             return 0
-        for function in _found[len(self._taken) :]:
-            self._taken.append(function)
-            self._addresses[function.place] = function.of(self._headers)
-        for function in self._taken:
-            if not function.kernels.holds():
-                self._addresses[function.place] = None
+        with self._lock:
+            for place, function in _found.items():
+                if not function.holds():
+                    self._addresses[place] = None
+                elif self._taken.get(place) is not function:
+                    self._taken[place] = function
+                    self._addresses[place] = function.of(self._headers)
         return ctypes.addressof(self._addresses)
 
 

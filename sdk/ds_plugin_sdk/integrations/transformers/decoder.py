@@ -173,15 +173,17 @@ def run_whole(
     rooms: Sequence[Room],
     mask: Tensor | None,
     angles: tuple[Tensor, Tensor] | None,
+    functions: int,
 ) -> list[Tensor]:
-    """What each layer puts out, run one after the other by one call, where `has_whole`; each `is_one_call`.
+    """What each layer puts out, run one after the other by one call; each `is_one_call`.
 
     Args:
         rooms: for the new keys and values of each layer, with as many positions held by all.
         mask: as `ds_plugin_sdk.ops.attention.cached_attention` takes it; causal if None.
+        functions: what `functions_for` gave in this step.
     """
     caches = [each for room in rooms for each in room[: 2 if room.key_scales is None else 4]]
-    given = (rooms[0].past, mask, *(angles or (None, None)), decoder_layer.functions())
+    given = (rooms[0].past, mask, *(angles or (None, None)), functions)
     results: list[Tensor] = decoder_layer.call(hidden, caches, *given, *layers.arguments())
     return results
 
@@ -234,9 +236,9 @@ def _arguments_of(layers: Sequence[Decoder]) -> _Arguments:
     return found
 
 
-def has_whole(dtype: torch.dtype) -> bool:
-    """Whether `run_whole` serves tensors of a dtype."""
-    return decoder_layer.call is not None and dtype != torch.float64
+def functions_for(dtype: torch.dtype) -> int | None:
+    """What `run_whole` calls with tensors of a dtype; None if it does not serve them."""
+    return None if decoder_layer.call is None or dtype == torch.float64 else decoder_layer.functions()
 
 
 class Ops(NamedTuple):

@@ -76,12 +76,12 @@ class Given(NamedTuple):
     """What a layer is given next to the hidden states, as the ops want it.
 
     Attributes:
-        whole: whether one call may do, `decoder.run_whole`.
+        functions: for one call of several layers, `decoder.run_whole`; None if it may not be made.
         grows: whether `growing_layer` may be asked for layers of the cache.
     """
 
     ops: Ops
-    whole: bool
+    functions: int | None
     mask: Tensor | None
     cache: Cache | None
     grows: bool
@@ -168,14 +168,15 @@ class Row:
         if snapshot is None or end - first < 2 or not (step.is_direct and step.alike and hidden is step.last):
             return None
         run = self.replacements[first:end]
-        if run[0] is not replacement or not (given.whole and self._are_in(given.cache, run)):
+        functions = given.functions
+        if run[0] is not replacement or functions is None or not self._are_in(given.cache, run):
             return None
         rooms = _alike(each.room(hidden, given) for each in run)
         if len(rooms) < 2:
             return None
         made = [room.make_room(1) for room in rooms]
         layers = snapshot.layers(first, first + len(rooms))
-        results = decoder.run_whole(layers, hidden, made, given.mask, given.angles)
+        results = decoder.run_whole(layers, hidden, made, given.mask, given.angles, functions)
         if torch.is_inference_mode_enabled():  # of tensors that are made in it torch counts no changes
             with torch.inference_mode(False):
                 results = [result.clone() for result in results]

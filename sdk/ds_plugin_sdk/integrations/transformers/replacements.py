@@ -182,7 +182,7 @@ class DecoderReplacement(Replacement):
         if (angles is None) == self.layer.rotary:
             return None
         dtype, mask = hidden.dtype, named.get("attention_mask")
-        return Given(ops_for(dtype), decoder.has_whole(dtype), mask, cache, may_grow(cache), angles)
+        return Given(ops_for(dtype), decoder.functions_for(dtype), mask, cache, may_grow(cache), angles)
 
     def _serves(self, hidden: Tensor, named: dict[str, Any], asked: bool) -> bool:
         """Whether the layer is what it was found to be, and knows these arguments, if the embeddings are angles."""
@@ -203,9 +203,9 @@ class DecoderReplacement(Replacement):
 
     def _run(self, hidden: Tensor, given: Given) -> Tensor:
         room = self.room(hidden, given)
-        if room is not None and given.whole and self.layer.is_one_call:
+        if room is not None and given.functions is not None and self.layer.is_one_call:
             made = room.make_room(hidden.shape[1])
-            (result,) = decoder.run_whole(self._alone, hidden, [made], given.mask, given.angles)
+            (result,) = decoder.run_whole(self._alone, hidden, [made], given.mask, given.angles, given.functions)
             room.advance(hidden.shape[1])
             return result
         self._row.differs()
