@@ -23,6 +23,7 @@ OTHERS = {
     "Your setup doesn't support bf16/gpu": ("transformers", "training_args.py"),
     "only supported on CUDA GPUs": ("lightning", "pytorch/strategies/deepspeed.py"),
     "Can't instantiate abstract class": None,  # Python's own
+    "No module named 'mpi4py'": None,
 }
 
 

@@ -247,7 +247,10 @@ OTHERS = (
     *("ops.strided", "ops.empty", "ops.not_finite", "ops.rejects", "ops.read_only", "ops.opcheck"),
     *("ops.deterministic", "ops.native", "ops.builder_name", "ops.in_place"),
 )
-SURROUNDINGS = ("ops.successive", "ops.large", "ops.guards", "ops.generators", "ops.stream", "ops.async", "ops.device")
+SURROUNDINGS = (
+    *("ops.successive", "ops.large", "ops.guards", "ops.generators", "ops.stream", "ops.async", "ops.device"),
+    "ops.threads",
+)
 
 
 def only(checks: Sequence[str]) -> tuple[str, ...]:
