@@ -30,8 +30,8 @@ def functions(monkeypatch: pytest.MonkeyPatch) -> OpFunctions:
     return OpFunctions(decoder_layer._functions._headers)
 
 
-def found(functions: OpFunctions) -> set[str]:
-    address = functions.address()
+def found(functions: OpFunctions, look: bool = True) -> set[str]:
+    address = functions.address(look)
     values = (ctypes.c_void_p * len(_OPS)).from_address(address) if address else [None] * len(_OPS)
     return {op for op, value in zip(_OPS, values, strict=True) if value}
 
@@ -66,6 +66,12 @@ def test_a_kernel_that_takes_the_place_of_another_registration_is_seen(functions
         assert "rms_norm" in found(functions)
     with another_kernel("rms_norm", "CPU"):
         assert "rms_norm" not in found(functions)
+
+
+def test_without_looking_a_kernel_that_python_registers_is_seen(functions: OpFunctions) -> None:
+    assert found(functions) == found(functions, look=False) == set(_OPS)
+    with another_kernel("rms_norm", "CPU"):
+        assert "rms_norm" not in found(functions, look=False)
 
 
 def test_kernels_of_other_devices_do_not_count(functions: OpFunctions) -> None:

@@ -5,10 +5,14 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 import threading
 from collections.abc import Callable
 
 import torch
+
+# Loaded libraries, and kernels that Python registered.
+_LIBRARIES, _IMPLEMENTATIONS = torch.ops.loaded_libraries, torch.library._impls
 
 # In the order of the struct OpFunctions.
 _OPS = (
@@ -76,9 +80,15 @@ class OpFunctions:
         self._addresses = (ctypes.c_void_p * len(_OPS))()
         self._taken: dict[int, _Function] = {}
         self._lock = threading.Lock()
+        self._counts: tuple[int, ...] = ()
 
-    def address(self) -> int:
-        """Of the functions; 0 where calls are for the ops: autocast, modes, profilers and torch.func look for these."""
+    def address(self, look: bool = True) -> int:
+        """Of the functions; 0 where calls are for the ops: autocast, modes, profilers and torch.func look for these.
+
+        Args:
+            look: ask which kernels the ops have, which takes some 10 us an op where caches are cold; otherwise only if
+                libraries, modules, or what Python registered, are more or fewer than when that was asked last.
+        """
         if (
             torch._C._is_any_autocast_enabled()
             or torch._C._len_torch_dispatch_stack()
@@ -86,8 +96,12 @@ class OpFunctions:
             or torch._C._functorch.peek_interpreter_stack() is not None
         ):
             return 0
+        counts = (len(_LIBRARIES), len(_IMPLEMENTATIONS), len(sys.modules), len(_handles))
+        if counts == self._counts and not look:
+            return ctypes.addressof(self._addresses)
         with self._lock:
-            for place, function in _found.items():
+            self._counts = counts
+            for place, function in list(_found.items()):
                 if not function.holds():
                     self._addresses[place] = None
                 elif self._taken.get(place) is not function:

@@ -38,9 +38,9 @@ def use_library(library: ctypes.CDLL) -> None:
     call = getattr(torch.ops, _NAMESPACE).decoder_layers.default._op
 
 
-def functions() -> int:
-    """The op's argument of this name: what it calls for tensors in host memory."""
-    return 0 if _functions is None else _functions.address()
+def functions(look: bool = True) -> int:
+    """The op's argument of this name: what it calls for tensors in host memory; `look` as of `OpFunctions.address`."""
+    return 0 if _functions is None else _functions.address(look)
 
 
 __all__ = ["call", "functions", "use_library"]

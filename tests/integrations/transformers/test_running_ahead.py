@@ -147,7 +147,7 @@ def test_functions_of_libraries_give_what_the_dispatcher_gives(monkeypatch: pyte
     model = make()
     asked = []
 
-    def no_functions() -> int:
+    def no_functions(look: bool) -> int:
         asked.append(0)
         return 0
 

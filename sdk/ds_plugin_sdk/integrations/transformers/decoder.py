@@ -236,9 +236,14 @@ def _arguments_of(layers: Sequence[Decoder]) -> _Arguments:
     return found
 
 
-def functions_for(dtype: torch.dtype) -> int | None:
-    """What `run_whole` calls with tensors of a dtype; None if it does not serve them."""
-    return None if decoder_layer.call is None or dtype == torch.float64 else decoder_layer.functions()
+def functions_for(hidden: Tensor) -> int | None:
+    """What `run_whole` calls with hidden states; None if it does not serve them.
+
+    Whether others have registered kernels is asked with each prompt, and in steps after it where it is likely.
+    """
+    if decoder_layer.call is None or hidden.dtype == torch.float64:
+        return None
+    return decoder_layer.functions(look=hidden.shape[1] > 1)
 
 
 class Ops(NamedTuple):

@@ -182,7 +182,7 @@ class DecoderReplacement(Replacement):
         if (angles is None) == self.layer.rotary:
             return None
         dtype, mask = hidden.dtype, named.get("attention_mask")
-        return Given(ops_for(dtype), decoder.functions_for(dtype), mask, cache, may_grow(cache), angles)
+        return Given(ops_for(dtype), decoder.functions_for(hidden), mask, cache, may_grow(cache), angles)
 
     def _serves(self, hidden: Tensor, named: dict[str, Any], asked: bool) -> bool:
         """Whether the layer is what it was found to be, and knows these arguments, if the embeddings are angles."""
