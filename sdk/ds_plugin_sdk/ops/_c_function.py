@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from ds_plugin_sdk.ops._kernel_watch import KernelWatch
-
+# Loaded libraries and kernels that Python registered: who has another kernel for the op is among them.
+_LIBRARIES, _IMPLEMENTATIONS = torch.ops.loaded_libraries, torch.library._impls
 _GIVES_FUNCTION = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.py_object)
 _modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 # That of torch.autograd.graph, which first looks at what it is given.
@@ -34,7 +34,8 @@ class CFunction:
         self._family = family
         self._function: Callable[..., int] | None = None
         self._handle = 0  # of the library it is from
-        self._kernel: KernelWatch | None = None  # the op's, when the function was taken
+        self._kernel = ""  # the op's, when the function was taken
+        self._others = 0  # libraries and implementations when the kernel was looked at last
 
     def use_library(self, library: ctypes.CDLL) -> None:
         """Take the function, if it has one, of a library that was loaded just now: its kernel is the op's.
@@ -44,7 +45,8 @@ class CFunction:
         if library._handle == self._handle:
             return
         self._function, self._handle = None, library._handle
-        self._kernel = KernelWatch([f"{self._family}_"])
+        self._kernel = self._kernel_of_op()
+        self._others = len(_LIBRARIES) + len(_IMPLEMENTATIONS)
         name = f"ds_kernels_{self._family}_function"
         if hasattr(library, name):
             self._function = _GIVES_FUNCTION((name, library))((Tensor, nn.Parameter, list))
@@ -53,8 +55,11 @@ class CFunction:
         """The function; None where the call is for the op: a mode looks at ops, or the kernel is another."""
         if _modes():
             return None
-        if self._kernel is not None and not self._kernel.holds():
-            self._function = None
+        registered = len(_LIBRARIES) + len(_IMPLEMENTATIONS)
+        if registered != self._others:
+            self._others = registered
+            if self._kernel_of_op() != self._kernel:
+                self._function = None
         return self._function
 
     def update(self, lists: Sequence[Sequence[Tensor]], *numbers: float) -> bool:
@@ -69,6 +74,10 @@ class CFunction:
         function = self.usable()
         # In lists of our own no other thread takes a tensor's place while this one computes.
         return function is not None and function(*map(list, lists), *numbers) >= 0
+
+    def _kernel_of_op(self) -> str:
+        lines = torch._C._dispatch_dump(f"ds_plugin::{self._family}_").splitlines()
+        return next((line for line in lines if line.startswith("CPU:")), "")
 
 
 __all__ = ["CFunction", "increment_version"]
