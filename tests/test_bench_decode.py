@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ds_plugin_sdk.bench import contexts, decode, gguf_model
+from ds_plugin_sdk.bench.timing import at_most
 
 transformers = pytest.importorskip("transformers", reason="the models are transformers'")
 
@@ -180,17 +182,29 @@ def test_a_process_of_llama_cpp_that_fails_says_why(tmp_path: Path) -> None:
         process.measure()
 
 
+def test_a_process_that_nobody_waits_for_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It would compute beside what is measured next."""
+    program = tmp_path / "slow"
+    program.write_text("#!/bin/sh\nexec sleep 600\n", encoding="utf-8")
+    program.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(program))
+    with decode._Process(tmp_path / "model.gguf") as process:
+        with pytest.raises(TimeoutError), at_most(0.2, "its answer"):
+            process.measure()
+        assert process._process.wait(timeout=10) != 0
+
+
 @pytest.mark.compiler
 def test_what_is_kept_ready_is_measured_again_and_again(
     monkeypatch: pytest.MonkeyPatch, native: Callable[..., None]
 ) -> None:
+    """llama.cpp too, where it is installed."""
     native("linear", "attention", "norm", "rotary", "decoder_layer")
-    for name, package in (("gguf", "gguf"), ("llama_cpp", "llama-cpp-python")):
-        pytest.importorskip(name, reason=f"{package} is what runs the model")
+    llama_cpp = all(map(importlib.util.find_spec, ("gguf", "llama_cpp")))
     monkeypatch.setattr(decode, "model_of", lambda shape: tiny(shape, vocab_size=1024, max_position_embeddings=256))
-    rows = decode.run("llama", compiled=False, ctranslate2=False, rounds=2)
+    rows = decode.run("llama", compiled=False, ctranslate2=False, rounds=2, llama_cpp=llama_cpp)
     assert [row.implementation for row in rows if row.not_compared] == []
-    assert len(rows) == 8
+    assert len(rows) == (8 if llama_cpp else 5)
     for row in rows:
         assert row.decode_tokens_per_second is not None and row.decode_tokens_per_second > 0
         assert row.read_fraction is not None and row.read_fraction > 0

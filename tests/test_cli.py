@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import subprocess
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from broken_plugin import install_broken
-from ds_plugin_sdk import __version__, report
+from ds_plugin_sdk import __version__, cli, report
 from ds_plugin_sdk.settings import child_environment
 from launchers import free_port
 from plugin_site import Install
@@ -48,6 +49,15 @@ def test_an_output_that_cannot_be_written_is_one_sentence(arguments: list[str]) 
         done = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 1
     assert done.stderr == "error: the output cannot be written: No space left on device\n"
+
+
+def test_an_error_of_another_file_is_not_taken_for_the_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(cli, "app", full)
+    with pytest.raises(OSError, match="No space left"):
+        cli.main()
 
 
 @pytest.mark.parametrize("arguments", [["--version"], ["list", "--json"]])

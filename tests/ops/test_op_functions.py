@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.compiler
 
 
 @pytest.fixture(autouse=True)
-def libraries(native) -> None:  # type: ignore[no-untyped-def]  # the fixture of tests/conftest.py
+def libraries(native: Callable[..., None]) -> None:
     native("linear", "attention", "norm", "rotary", "decoder_layer", "transformer", "residual")
 
 
