@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from ds_plugin_sdk.ops import _op_functions, decoder_layer
+from ds_plugin_sdk.ops._cpu_kernels import CPUKernels
 from ds_plugin_sdk.ops._op_functions import _OPS, OpFunctions, _Function
 
 pytestmark = pytest.mark.compiler
@@ -25,7 +26,7 @@ def libraries(native: Callable[..., None]) -> None:
 def functions(monkeypatch: pytest.MonkeyPatch) -> OpFunctions:
     """As if their libraries had been loaded just now."""
     assert decoder_layer._functions is not None
-    again = {place: _Function(_OPS[place], each.of) for place, each in _op_functions._found.items()}
+    again = {place: _Function(each.of, CPUKernels(_OPS[place])) for place, each in _op_functions._found.items()}
     monkeypatch.setattr(_op_functions, "_found", again)
     return OpFunctions(decoder_layer._functions._headers)
 
@@ -83,7 +84,7 @@ def test_a_library_that_was_loaded_later_serves(functions: OpFunctions) -> None:
     place = _OPS.index("rms_norm")
     with another_kernel("rms_norm", "CPU"):
         assert "rms_norm" not in found(functions)
-        _op_functions._found[place] = _Function("rms_norm", _op_functions._found[place].of)
+        _op_functions._found[place] = _Function(_op_functions._found[place].of, CPUKernels("rms_norm"))
         assert "rms_norm" in found(functions)
 
 

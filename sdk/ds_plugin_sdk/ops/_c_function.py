@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-# Loaded libraries and kernels that Python registered: who has another kernel for the op is among them.
-_LIBRARIES, _IMPLEMENTATIONS = torch.ops.loaded_libraries, torch.library._impls
+from ds_plugin_sdk.ops._cpu_kernels import CPUKernels, registrations
+
 _GIVES_FUNCTION = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.py_object)
 _modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 # That of torch.autograd.graph, which first looks at what it is given.
@@ -34,8 +34,8 @@ class CFunction:
         self._family = family
         self._function: Callable[..., int] | None = None
         self._handle = 0  # of the library it is from
-        self._kernel = ""  # the op's, when the function was taken
-        self._others = 0  # libraries and implementations when the kernel was looked at last
+        self._kernels: CPUKernels | None = None  # the op's, when the function was taken
+        self._registrations: tuple[int, ...] = ()  # when the kernels were looked at last
 
     def use_library(self, library: ctypes.CDLL) -> None:
         """Take the function, if it has one, of a library that was loaded just now: its kernel is the op's.
@@ -45,8 +45,7 @@ class CFunction:
         if library._handle == self._handle:
             return
         self._function, self._handle = None, library._handle
-        self._kernel = self._kernel_of_op()
-        self._others = len(_LIBRARIES) + len(_IMPLEMENTATIONS)
+        self._kernels, self._registrations = CPUKernels(f"{self._family}_"), registrations()
         name = f"ds_kernels_{self._family}_function"
         if hasattr(library, name):
             self._function = _GIVES_FUNCTION((name, library))((Tensor, nn.Parameter, list))
@@ -55,10 +54,10 @@ class CFunction:
         """The function; None where the call is for the op: a mode looks at ops, or the kernel is another."""
         if _modes():
             return None
-        registered = len(_LIBRARIES) + len(_IMPLEMENTATIONS)
-        if registered != self._others:
-            self._others = registered
-            if self._kernel_of_op() != self._kernel:
+        registered = registrations()
+        if registered != self._registrations:
+            self._registrations = registered
+            if self._kernels is not None and not self._kernels.hold():
                 self._function = None
         return self._function
 
@@ -74,10 +73,6 @@ class CFunction:
         function = self.usable()
         # In lists of our own no other thread takes a tensor's place while this one computes.
         return function is not None and function(*map(list, lists), *numbers) >= 0
-
-    def _kernel_of_op(self) -> str:
-        lines = torch._C._dispatch_dump(f"ds_plugin::{self._family}_").splitlines()
-        return next((line for line in lines if line.startswith("CPU:")), "")
 
 
 __all__ = ["CFunction", "increment_version"]

@@ -5,14 +5,13 @@
 from __future__ import annotations
 
 import ctypes
-import sys
 import threading
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
-# Loaded libraries, and kernels that Python registered.
-_LIBRARIES, _IMPLEMENTATIONS = torch.ops.loaded_libraries, torch.library._impls
+from ds_plugin_sdk.ops._cpu_kernels import CPUKernels, registrations
 
 # In the order of the struct OpFunctions.
 _OPS = (
@@ -20,35 +19,12 @@ _OPS = (
     *("cached_attention", "cached_attention_int8", "residual_add_bias_"),
 )
 
-# What torch's dispatcher may call for tensors in host memory. Kernels of other devices may come and go.
-_KEYS = (
-    *("CPU", "AutogradCPU", "AutocastCPU", "Autograd", "ADInplaceOrView", "BackendSelect", "Functionalize", "Tracer"),
-    *("Python", "PythonTLSSnapshot", "PythonDispatcher"),
-)
 
-
-class _Function:
+class _Function(NamedTuple):
     """That of an op, and the kernels that the op had when the function's library was loaded."""
 
-    def __init__(self, op: str, of: Callable[[bytes], int | None]) -> None:
-        self.of = of
-        self._op = f"ds_plugin::{op}"
-        self._text = torch._C._dispatch_dump(self._op)
-        self._kernels = _kernels_in(self._text)
-        self._holds = True
-
-    def holds(self) -> bool:
-        """Whether they are the op's still; once others were, never again."""
-        text = torch._C._dispatch_dump(self._op)  # some us: who registers a kernel may have told nobody
-        if text != self._text:
-            self._text = text
-            self._holds = self._holds and _kernels_in(text) == self._kernels
-        return self._holds
-
-
-def _kernels_in(text: str) -> list[str]:
-    """The lines of a dump that tensors in host memory depend on."""
-    return [line for line in text.splitlines() if line.partition(":")[0].removesuffix("[alias]") in _KEYS]
+    of: Callable[[bytes], int | None]
+    kernels: CPUKernels
 
 
 # By an op's place: that of the library that was loaded last.
@@ -65,7 +41,7 @@ def take_library(library: ctypes.CDLL) -> None:
         function = getattr(library, f"ds_kernels_function_{op}", None)
         if function is not None:
             function.restype = ctypes.c_void_p
-            _found[place] = _Function(op, function)
+            _found[place] = _Function(function, CPUKernels(op))
 
 
 class OpFunctions:
@@ -96,13 +72,13 @@ class OpFunctions:
             or torch._C._functorch.peek_interpreter_stack() is not None
         ):
             return 0
-        counts = (len(_LIBRARIES), len(_IMPLEMENTATIONS), len(sys.modules), len(_handles))
+        counts = (*registrations(), len(_handles))
         if counts == self._counts and not look:
             return ctypes.addressof(self._addresses)
         with self._lock:
             self._counts = counts
             for place, function in list(_found.items()):
-                if not function.holds():
+                if not function.kernels.hold():
                     self._addresses[place] = None
                 elif self._taken.get(place) is not function:
                     self._taken[place] = function
