@@ -2,6 +2,7 @@
 // threads.
 #pragma once
 
+#include <cstring>
 #include <memory>
 
 #include <ds_kernels/multi_tensor.h>
@@ -15,13 +16,19 @@ namespace ds_kernels::cpu {
 // Below this many units of slices a thread costs more to wake than it saves.
 constexpr int64_t kGrain = 16;
 
+// GCC makes a loop over bytes of `new char[bytes]()`, which took a quarter of a norm's backward pass.
+inline std::unique_ptr<char[]> zeros(int64_t bytes) {
+  std::unique_ptr<char[]> memory(new char[bytes]);
+  std::memset(memory.get(), 0, bytes);
+  return memory;
+}
+
 class TorchThreads final : public Threads {
  public:
   void run(int64_t items, int64_t grain, int64_t scratch_bytes, Body body, const void* context) const override {
     parallel_for(0, items, grain, [&](int64_t first, int64_t last) {
       if (scratch_bytes == 0) return body(context, first, last, nullptr);
-      const std::unique_ptr<char[]> scratch(new char[scratch_bytes]());
-      body(context, first, last, scratch.get());
+      body(context, first, last, zeros(scratch_bytes).get());
     });
   }
 
@@ -34,7 +41,7 @@ class TorchThreads final : public Threads {
 
  private:
   void* memory(int64_t bytes) const override {
-    memory_.emplace_back(new char[bytes]());
+    memory_.push_back(zeros(bytes));
     return memory_.back().get();
   }
 
