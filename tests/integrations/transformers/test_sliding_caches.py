@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -354,14 +355,19 @@ def test_a_copy_is_one_of_its_own() -> None:
     _assert_alike(copied, layers[1])
 
 
+def _pickled(layer: Any) -> Any:
+    return pickle.loads(pickle.dumps(layer))
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, _pickled])
 @pytest.mark.parametrize("kind", [GrowingLayer, lambda: GrowingSlidingLayer(WINDOW), Int8Layer])
-def test_two_that_share_what_came_before_go_on_apart(kind: Callable[[], Any]) -> None:
+def test_two_that_share_what_came_before_go_on_apart(kind: Callable[[], Any], copied: Callable[[Any], Any]) -> None:
     """As transformers' own layers do, which never write to old tensors."""
     torch.manual_seed(0)
     layer, apart = kind(), kind()
     for each in (layer, apart):
         each.update(torch.ones(1, 2, 4, 8), torch.ones(1, 2, 4, 8))
-    other = copy.copy(layer)
+    other = copied(layer)
     for step in range(1, 9):
         states = torch.full((1, 2, 1, 8), 1.0 + step)
         layer.update(states, states)
@@ -370,3 +376,20 @@ def test_two_that_share_what_came_before_go_on_apart(kind: Callable[[], Any]) ->
         assert torch.equal(layer.keys, apart.keys) and torch.equal(layer.values, apart.values)
         assert torch.equal(other.keys[:, :, -1:], -layer.keys[:, :, -1:])
         assert other.get_seq_length() == layer.get_seq_length() == 4 + step
+
+
+@pytest.mark.parametrize("kind", [GrowingLayer, Int8Layer])
+def test_new_keys_are_written_to_the_same_tensors_until_they_are_full_or_set(kind: Callable[[], Any]) -> None:
+    layer = kind()
+    states = torch.randn(1, 2, 4, 8)
+    layer.update(states, states)
+    room = layer.make_room(1)
+    for _ in range(room[0].shape[2] - 4):
+        assert layer.make_room(1) is room
+        layer.update(states[:, :, :1], states[:, :, :1])
+    full = layer.get_seq_length()
+    assert full == room[0].shape[2] and layer.make_room(1) is not room
+    room = layer.make_room(1)
+    layer.keys = layer.keys[:, :, :2]
+    layer.values = layer.values[:, :, :2]
+    assert layer.make_room(1) is not room and layer.held == 2

@@ -192,9 +192,9 @@ def test_a_step_that_has_ended_vouches_for_no_layer() -> None:
     model = make("llama")
     with accelerate(model):
         generate(model)
-        row = model.model.layers[0].forward._row
-        assert (row._step.last, row._step.loop) == (None, None)
-        assert not (row._step.kept or row._step.givens or row._step.ahead)
+        step = model.model.layers[0].forward._row._steps.current
+        assert (step.last, step.loop, step.ahead) == (None, None, None)
+        assert not (step.kept or step.givens)
 
 
 @pytest.mark.usefixtures("op_by_op")

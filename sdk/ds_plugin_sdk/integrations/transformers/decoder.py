@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ds_plugin_sdk.integrations.transformers.kv_cache import Room
 from ds_plugin_sdk.integrations.transformers.understood import Norm
 from ds_plugin_sdk.integrations.transformers.weights import Matrix
 from ds_plugin_sdk.ops import decoder_layer
@@ -170,7 +169,8 @@ def norm(ops: Ops, norm: Norm, input: Tensor) -> Tensor:
 def run_whole(
     layers: Layers,
     hidden: Tensor,
-    rooms: Sequence[Room],
+    caches: Sequence[Tensor],
+    past: int,
     mask: Tensor | None,
     angles: tuple[Tensor, Tensor] | None,
     functions: int,
@@ -178,12 +178,12 @@ def run_whole(
     """What each layer puts out, run one after the other by one call; each `is_one_call`.
 
     Args:
-        rooms: for the new keys and values of each layer, with as many positions held by all.
+        caches: what `make_room` has given for the new keys and values of each layer, one after the other.
+        past: how many positions each holds.
         mask: as `ds_plugin_sdk.ops.attention.cached_attention` takes it; causal if None.
         functions: what `functions_for` gave in this step.
     """
-    caches = [each for room in rooms for each in room[: 2 if room.key_scales is None else 4]]
-    given = (rooms[0].past, mask, *(angles or (None, None)), functions)
+    given = (past, mask, *(angles or (None, None)), functions)
     results: list[Tensor] = decoder_layer.call(hidden, caches, *given, *layers.arguments())
     return results
 

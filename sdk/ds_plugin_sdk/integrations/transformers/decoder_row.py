@@ -6,8 +6,8 @@ import operator
 import sys
 import threading
 import types
-from collections.abc import Iterable, Sequence
-from itertools import repeat
+from collections.abc import Sequence
+from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ds_plugin_sdk.integrations.transformers import decoder
+from ds_plugin_sdk.integrations.transformers import decoder, kv_cache
 from ds_plugin_sdk.integrations.transformers.decoder import Decoder, Ops
-from ds_plugin_sdk.integrations.transformers.kv_cache import AppendingLayer, Int8Layer, Room
+from ds_plugin_sdk.integrations.transformers.kv_cache import AppendingLayer, Room
 from ds_plugin_sdk.integrations.transformers.understood import Snapshot, Watch, version_of
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ class Row:
         self._snapshot: _RowSnapshot | None = None
         # For each layer, up to which one those after it were given the same in the last step; none if that was odd.
         self._ends: list[int] = []
-        self._step = _Step()
+        self._steps = _Steps()
 
     def forget(self) -> None:
         """Something may have changed without being seen."""
@@ -115,11 +115,11 @@ class Row:
 
     def end_step(self) -> None:
         """Keep nothing of a step of this thread that did not come to its end."""
-        self._step.end()
+        self._steps.current.end()
 
     def goes_on(self, hidden: object) -> bool:
         """Whether all layers were asked in this step, and this is the next one; asked by a layer's forward alone."""
-        step = self._step
+        step = self._steps.current
         if step.count and hidden is step.last and step.loop is not None and _code_at(1 + step.depth) is step.loop:
             return True
         if step.last is not None:
@@ -130,63 +130,54 @@ class Row:
     def given_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given | None:
         """What a layer is given that `goes_on`, if one of the last before it in the step was given the same."""
         form, arguments = (len(args), *kwargs), (*args[1:], *kwargs.values())
-        for kept in self._step.kept[-_KINDS:]:
+        for kept in self._steps.current.kept[-_KINDS:]:
             if form == kept.form and all(map(operator.is_, arguments, kept.arguments)):
                 return kept.given
         return None
 
     def differs(self) -> None:
         """A layer of this step does something else than the others of its kind."""
-        self._step.alike = False
-        self._step.ahead.clear()
-
-    def _are_in(self, cache: Cache | None, replacements: Sequence[DecoderReplacement]) -> bool:
-        """Whether a cache has a layer for each, which nobody has to make before it is called."""
-        layers: Any = () if cache is None else cache.layers
-        indexes = [each.attention.layer_idx for each in replacements]
-        return max(indexes) < len(layers) and all(layers[index].is_initialized for index in indexes)
+        step = self._steps.current
+        step.alike, step.ahead = False, None
 
     def take_ahead(self, replacement: DecoderReplacement, given: Given) -> Tensor | None:
         """What was made ahead of the hidden states that a layer is called with, which `goes_on`."""
-        if not self._step.ahead:
+        step = self._steps.current
+        ahead = step.ahead
+        if ahead is None:
             return None
-        ahead = self._step.ahead.pop()
         if ahead.given is not given:  # the next step will know
             self._ends = []
-            self._step.ahead.clear()
+            step.ahead = None
             return None
-        if ahead.replacement is not replacement or not ahead.holds():
+        if not ahead.is_of(replacement):
             self.differs()
             return None
-        ahead.room.advance(1)
-        return ahead.result
+        result = ahead.take()
+        if not ahead.left:
+            step.ahead = None
+        return result
 
     def run_ahead(self, replacement: DecoderReplacement, hidden: Tensor, given: Given) -> Tensor | None:
         """Run a layer of a step and those after it by one call, if these will be given the same: its result."""
-        step, snapshot, ends, first = self._step, self._snapshot, self._ends, self._step.count
-        end = ends[first] if first < len(ends) else 0
-        if snapshot is None or end - first < 2 or not (step.is_direct and step.alike and hidden is step.last):
+        step, snapshot, ends, functions = self._steps.current, self._snapshot, self._ends, given.functions
+        first = step.count
+        run = self.replacements[first : ends[first] if first < len(ends) else 0]
+        if len(run) < 2 or run[0] is not replacement or snapshot is None or functions is None:
             return None
-        run = self.replacements[first:end]
-        functions = given.functions
-        if run[0] is not replacement or functions is None or not self._are_in(given.cache, run):
+        if not (step.is_direct and step.alike and hidden is step.last):
             return None
-        rooms = _alike(each.room(hidden, given) for each in run)
+        rooms = _rooms_of(run, hidden, given)
         if len(rooms) < 2:
             return None
-        made = [room.make_room(1) for room in rooms]
-        layers = snapshot.layers(first, first + len(rooms))
-        results = decoder.run_whole(layers, hidden, made, given.mask, given.angles, functions)
+        made, past = [room.make_room(1) for room in rooms], rooms[0].held
+        layers, caches = snapshot.layers(first, first + len(rooms)), [*chain.from_iterable(made)]
+        results = decoder.run_whole(layers, hidden, caches, past, given.mask, given.angles, functions)
         if torch.is_inference_mode_enabled():  # of tensors that are made in it torch counts no changes
             with torch.inference_mode(False):
                 results = [result.clone() for result in results]
-        read = [
-            _counted(before, *room[:-1], given.mask) for before, room in zip([hidden, *results], made, strict=False)
-        ]
-        versions = [[*map(version_of, each)] for each in read]
-        step.ahead = [*map(_Ahead, run, repeat(given), results, rooms, made, read, versions)][:0:-1]
-        rooms[0].advance(1)
-        return results[0]
+        step.ahead = _Ahead(run, given, rooms, made, [hidden, *results])
+        return step.ahead.take()
 
     def begin(self, replacement: DecoderReplacement, hidden: Tensor) -> bool:
         """Ask all layers, if this is the first one in a step of one token; False if each has to be asked by itself."""
@@ -199,7 +190,7 @@ class Row:
             snapshot = None
         self._snapshot = snapshot
         if snapshot is not None:
-            self._step.begin(hidden)
+            self._steps.current.begin(hidden)
         return snapshot is not None
 
     def _are_alike(self) -> bool:
@@ -208,7 +199,7 @@ class Row:
 
     def keep(self, args: tuple[Any, ...], kwargs: dict[str, Any], given: Given) -> None:
         """For the layers after this one of a step; asked by its forward alone."""
-        step = self._step
+        step = self._steps.current
         if args[0] is not step.last:
             return
         if not step.kept:
@@ -217,7 +208,7 @@ class Row:
 
     def ran(self, replacement: DecoderReplacement, hidden: Tensor, given: Given, result: Tensor) -> None:
         """A layer has made `result` of `hidden`."""
-        step = self._step
+        step = self._steps.current
         if hidden is not step.last:
             return
         step.last = result
@@ -255,70 +246,91 @@ class _Kept(NamedTuple):
     given: Given
 
 
-class _Ahead(NamedTuple):
-    """What a layer was computed to make of hidden states.
+def _rooms_of(run: Sequence[DecoderReplacement], hidden: Tensor, given: Given) -> list[AppendingLayer]:
+    """Where layers append to, the first ones of a run that one call can be made for; none that is not made yet."""
+    if given.cache is None or not given.grows:
+        return []
+    rooms, mask = kv_cache.alike(given.cache, map(_layer_index, run)), given.mask
+    fits = mask is None or all(each.fits(room, hidden, mask) for each, room in zip(run, rooms, strict=False))
+    return rooms if fits else []
+
+
+_layer_index = operator.attrgetter("attention.layer_idx")
+
+
+class _Ahead:
+    """What the layers of a run were computed to make of hidden states, as far as it was not taken yet.
 
     Attributes:
         given: next to the hidden states.
-        room, made: where it will have appended, and what that was.
-        read, versions: hidden states, keys, values and mask, and how often each was written; but for those that were
-            made in inference mode, where torch does not count that.
+        left: how many layers are left.
     """
 
-    replacement: DecoderReplacement
-    given: Given
-    result: Tensor
-    room: AppendingLayer
-    made: Room
-    read: list[Tensor]
-    versions: list[int]
+    def __init__(
+        self,
+        run: Sequence[DecoderReplacement],
+        given: Given,
+        rooms: Sequence[AppendingLayer],
+        made: Sequence[Room],
+        hidden: Sequence[Tensor],
+    ) -> None:
+        """
+        Args:
+            rooms, made: where each layer appends to.
+            hidden: what is before the first layer, and after each.
+        """
+        self.given, self.left = given, len(rooms)
+        self._past = rooms[0].held
+        # How often each tensor was written that a layer reads.
+        read = [_counted(*each, given.mask) for each in zip(hidden, *zip(*made, strict=True), strict=False)]
+        versions = [[*map(version_of, each)] for each in read]
+        self._layers = [*zip(run, rooms, made, read, versions, hidden[1:], strict=False)][::-1]
 
-    def holds(self) -> bool:
-        """Whether all that it was made of is what it was."""
-        return self.room.is_at(self.made) and [*map(version_of, self.read)] == self.versions
+    def is_of(self, replacement: DecoderReplacement) -> bool:
+        """Whether the next one is of a layer, and all that it was made of is what it was."""
+        made_for, room, made, read, versions, _ = self._layers[-1]
+        return (
+            made_for is replacement
+            and room.grows
+            and room.held == self._past
+            and room.make_room(1) is made
+            and [*map(version_of, read)] == versions
+        )
+
+    def take(self) -> Tensor:
+        """The next one: its keys and values are held from now on."""
+        room: AppendingLayer
+        result: Tensor
+        _, room, _, _, _, result = self._layers.pop()
+        self.left -= 1
+        room.advance(1)
+        return result
 
 
 def _counted(*tensors: Tensor | None) -> list[Tensor]:
-    """Those of which torch counts how often they are written."""
+    """Those of which torch counts how often they are written: not those that were made in inference mode."""
     return [each for each in tensors if each is not None and not each.is_inference()]
 
 
-def _alike(rooms: Iterable[AppendingLayer | None]) -> list[AppendingLayer]:
-    """The first ones, as many as have the same number of bits, hold as many positions, and are not the same layer."""
-    found: list[AppendingLayer] = []
-    kinds = set()
-    for room in rooms:
-        if room is None or any(room is each for each in found):
-            break
-        kinds.add((isinstance(room, Int8Layer), room.held))
-        if len(kinds) > 1:
-            break
-        found.append(room)
-    return found
-
-
-class _Step(threading.local):
+class _Step:
     """A step of one token whose layers were asked.
 
     Attributes:
         last: the hidden states, ``[batch, 1, hidden]``, that the next layer is given.
         count, alike: how many layers have run; whether these were the first ones, in their order, and by one call each.
-        ahead: what those after it will make, the next one's last.
+        ahead: what those after it will make.
         depth, loop: how far up from a layer's forward the code is that calls the layers, and which it is.
         is_direct: whether nobody else's code, which may do more, is in between.
         kept: what layers were given, each once.
         givens: the same of each layer that has run.
     """
 
-    last: Tensor | None = None
-    count: int = 0
-    alike: bool = True
-    depth: int = 0
-    is_direct: bool = False
-    loop: types.CodeType | None = None
-
     def __init__(self) -> None:
-        self.ahead: list[_Ahead] = []
+        self.last: Tensor | None = None
+        self.count, self.alike = 0, True
+        self.ahead: _Ahead | None = None
+        self.depth, self.is_direct = 0, False
+        self.loop: types.CodeType | None = None
         self.kept: list[_Kept] = []
         self.givens: list[Given] = []
 
@@ -327,9 +339,16 @@ class _Step(threading.local):
 
     def end(self) -> None:
         """Keep nothing alive."""
-        self.last, self.loop = None, None
-        for each in (self.ahead, self.kept, self.givens):
-            each.clear()
+        self.last = self.loop = self.ahead = None
+        self.kept.clear()
+        self.givens.clear()
+
+
+class _Steps(threading.local):
+    """That of each thread."""
+
+    def __init__(self) -> None:
+        self.current = _Step()
 
 
 # The code that is between a layer's forward and the one who calls the layer; `inner` where the layer has had hooks.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, NamedTuple
+import operator
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,20 +19,9 @@ from ds_plugin_sdk.ops.attention import dequantize_rows, quantize_rows
 _LEAST_SPARE = 64
 
 
-class Room(NamedTuple):
-    """What new keys and values are written to.
-
-    Attributes:
-        keys, values: ``[batch, kv_heads, room, head_dim]``, int8 if there are scales.
-        key_scales, value_scales: float32, ``[batch, kv_heads, room, 1]``, or None.
-        past: how many positions are held.
-    """
-
-    keys: Tensor
-    values: Tensor
-    key_scales: Tensor | None
-    value_scales: Tensor | None
-    past: int
+# What new keys and values are written to: keys and values, ``[batch, kv_heads, room, head_dim]``, and if they are int8
+# their scales, float32, ``[batch, kv_heads, room, 1]``.
+Room = tuple[Tensor, ...]
 
 
 class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not typed where types are checked
@@ -43,7 +34,8 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not t
         self._rooms: dict[str, Tensor] = {}
         self._starts = {"keys": 0, "values": 0}
         self._lengths = {"keys": 0, "values": 0}
-        self._made: Room | None = None  # for what comes next, as long as nothing has changed
+        self._made: Room | None = None  # as long as nobody has changed it
+        self._left = 0  # positions that can still be written to it
         self.is_plain = True  # none of another class of tensors, which may mean something, or with gradients
         super().__init__(*args, **kwargs)
 
@@ -105,9 +97,14 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not t
         return self.is_plain
 
     def make_room(self, tokens: int) -> Room:
-        """Tensors large enough for so many positions more, for a layer that is initialized. `advance` says that they
-        were written.
+        """Tensors with room for so many positions behind those held, for a layer that is initialized: the same ones as
+        long as there is. `advance` says that they were written.
         """
+        if self._made is None or self._left < tokens:
+            self._made = self._room_for(tokens)
+        return self._made
+
+    def _room_for(self, tokens: int) -> Room:
         past = self.held
         spare = max(_LEAST_SPARE, past // 2)
         places = {(self._starts[name], states.shape[2]) for name, states in self._rooms.items()}
@@ -120,21 +117,18 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not t
                 if past:
                     grown[:, :, :past] = states.narrow(2, self._starts[name], past)
                 self._rooms[name], self._starts[name] = grown, 0
-        self._made = Room(self._behind("keys"), self._behind("values"), None, None, past)
-        return self._made
+        room = self._behind("keys"), self._behind("values")
+        self._left = room[0].shape[2] - past
+        return room
 
     def _behind(self, name: str) -> Tensor:
         """From the first position that is held on."""
         room, start = self._rooms[name], self._starts[name]
         return room if start == 0 else room[:, :, start:]
 
-    def is_at(self, room: Room) -> bool:
-        """Whether the room was the last one that was made, and nothing has changed."""
-        return self._made is room
-
     def advance(self, tokens: int) -> None:
         """Count positions that were written behind those held."""
-        self._made = None
+        self._left -= tokens
         for name in self._lengths:
             self._lengths[name] += tokens
 
@@ -153,12 +147,12 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not t
             return appended
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        room = self.make_room(key_states.shape[2])
-        total = room.past + key_states.shape[2]
-        room.keys[:, :, room.past : total] = key_states
-        room.values[:, :, room.past : total] = value_states
+        keys, values = self.make_room(key_states.shape[2])
+        past, total = self.held, self.held + key_states.shape[2]
+        keys[:, :, past:total] = key_states
+        values[:, :, past:total] = value_states
         self.advance(key_states.shape[2])
-        return room.keys[:, :, :total], room.values[:, :, :total]
+        return keys[:, :, :total], values[:, :, :total]
 
 
 class GrowingSlidingLayer(GrowingLayer, DynamicSlidingWindowLayer):  # type: ignore[misc]  # as GrowingLayer
@@ -184,10 +178,12 @@ class GrowingSlidingLayer(GrowingLayer, DynamicSlidingWindowLayer):  # type: ign
     def advance(self, tokens: int) -> None:
         super().advance(tokens)
         self.cumulative_length += tokens
-        left = max(0, self.held - self.sliding_window + 1)
-        for name in self._lengths:
-            self._starts[name] += left
-            self._lengths[name] -= left
+        left = self.held - self.sliding_window + 1
+        if left > 0:
+            self._made = None  # that which comes next begins later
+            for name in self._lengths:
+                self._starts[name] += left
+                self._lengths[name] -= left
 
 
 class Int8Layer(DynamicLayer):  # type: ignore[misc]  # transformers is not typed where types are checked
@@ -201,7 +197,7 @@ class Int8Layer(DynamicLayer):  # type: ignore[misc]  # transformers is not type
     def __init__(self) -> None:
         self.levels = GrowingLayer()  # [batch, kv_heads, positions, head_dim]
         self.scales = GrowingLayer()  # [batch, kv_heads, positions, 1]
-        self._made: tuple[Room, Room, Room] | None = None  # for both, for levels, for scales
+        self._made: Room = ()
         super().__init__()
 
     @property
@@ -230,7 +226,7 @@ class Int8Layer(DynamicLayer):  # type: ignore[misc]  # transformers is not type
     def __copy__(self) -> Int8Layer:
         """As `GrowingLayer.__copy__`."""
         copied = type(self).__new__(type(self))
-        copied.__dict__.update(self.__dict__, levels=copy.copy(self.levels), scales=copy.copy(self.scales), _made=None)
+        copied.__dict__.update(self.__dict__, levels=copy.copy(self.levels), scales=copy.copy(self.scales), _made=())
         return copied
 
     @property
@@ -257,17 +253,10 @@ class Int8Layer(DynamicLayer):  # type: ignore[misc]  # transformers is not type
 
     def make_room(self, tokens: int) -> Room:
         """As `GrowingLayer.make_room`."""
-        levels, scales = self.levels.make_room(tokens), self.scales.make_room(tokens)
-        room = Room(levels.keys, levels.values, scales.keys, scales.values, levels.past)
-        self._made = room, levels, scales
-        return room
-
-    def is_at(self, room: Room) -> bool:
-        """As `GrowingLayer.is_at`."""
-        if self._made is None or self._made[0] is not room:
-            return False
-        _, levels, scales = self._made
-        return self.levels.is_at(levels) and self.scales.is_at(scales)
+        made = *self.levels.make_room(tokens), *self.scales.make_room(tokens)
+        if len(self._made) != len(made) or not all(map(operator.is_, made, self._made)):
+            self._made = made
+        return self._made
 
     def advance(self, tokens: int) -> None:
         """As `GrowingLayer.advance`."""
@@ -328,6 +317,7 @@ def _quantized(states: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
 
 # The kinds of layers that are made here.
 AppendingLayer = GrowingLayer | Int8Layer  # and what derives from them
+_KINDS = (GrowingLayer, GrowingSlidingLayer, Int8Layer)
 
 
 def may_grow(cache: Cache | None) -> bool:
@@ -344,8 +334,29 @@ def growing_layer(cache: Cache, index: int, kind: type[AppendingLayer]) -> Appen
     layer: Any = cache.layers[index] if index < len(cache.layers) else None
     if type(layer) in _EXCHANGED and not layer.is_initialized and "update" not in vars(layer):
         layer = cache.layers[index] = _exchanged(layer, kind)
-    is_ours = type(layer) in (GrowingLayer, GrowingSlidingLayer, Int8Layer)
-    return layer if is_ours and layer.grows and "update" not in vars(layer) else None
+    return layer if _appends(layer) else None
+
+
+def _appends(layer: Any) -> bool:
+    """Whether a layer of a cache, or None, is one that is made here, and does what such a one does."""
+    return type(layer) in _KINDS and layer.grows and "update" not in vars(layer)
+
+
+def alike(cache: Cache, indexes: Iterable[int]) -> list[AppendingLayer]:
+    """Layers of a cache that one call appends a position to: the first ones, as many as are initialized, have the same
+    number of bits, and hold as many positions; each once.
+    """
+    found: list[AppendingLayer] = []
+    kinds, layers = set(), cache.layers
+    for index in indexes:
+        layer: Any = layers[index] if index < len(layers) else None
+        if not _appends(layer) or not layer.is_initialized:
+            break
+        kinds.add((type(layer) is Int8Layer, layer.held))
+        if len(kinds) > 1:
+            break
+        found.append(layer)
+    return found if len(found) == len(set(map(id, found))) else []
 
 
 _EXCHANGED = (DynamicLayer, DynamicSlidingWindowLayer)

@@ -204,8 +204,8 @@ class DecoderReplacement(Replacement):
     def _run(self, hidden: Tensor, given: Given) -> Tensor:
         room = self.room(hidden, given)
         if room is not None and given.functions is not None and self.layer.is_one_call:
-            made = room.make_room(hidden.shape[1])
-            (result,) = decoder.run_whole(self._alone, hidden, [made], given.mask, given.angles, given.functions)
+            made, past = room.make_room(hidden.shape[1]), room.held
+            (result,) = decoder.run_whole(self._alone, hidden, made, past, given.mask, given.angles, given.functions)
             room.advance(hidden.shape[1])
             return result
         self._row.differs()
@@ -222,9 +222,9 @@ class DecoderReplacement(Replacement):
         if cache is None or not given.grows:
             return None
         room = growing_layer(cache, self.attention.layer_idx, self._cache)
-        return room if room is not None and self._fits(room, hidden, given.mask) else None
+        return room if room is not None and self.fits(room, hidden, given.mask) else None
 
-    def _fits(self, room: AppendingLayer, hidden: Tensor, mask: Tensor | None) -> bool:
+    def fits(self, room: AppendingLayer, hidden: Tensor, mask: Tensor | None) -> bool:
         """Whether the op can append and attend: if no mask says to which, only to all, or to all before a query."""
         batch, tokens, _ = hidden.shape
         layer = self.layer
@@ -237,12 +237,9 @@ class DecoderReplacement(Replacement):
         return tokens == 1 or (past == 0 and bool(self.attention.is_causal))
 
     def _attend_in_place(self, given: Given, room: AppendingLayer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        to, mask = room.make_room(key.shape[2]), given.mask
-        scales = [each for each in (to.key_scales, to.value_scales) if each is not None]
-        op = given.ops.cached_attention_int8 if scales else given.ops.cached_attention
-        attended: Tensor = op(
-            query, key, value, to.keys, to.values, *scales, to.past, self.layer.scale, mask, None, 0, mask is None
-        )
+        caches, mask = room.make_room(key.shape[2]), given.mask
+        op = given.ops.cached_attention if len(caches) == 2 else given.ops.cached_attention_int8
+        attended: Tensor = op(query, key, value, *caches, room.held, self.layer.scale, mask, None, 0, mask is None)
         return attended
 
     def _attend(self, given: Given, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
