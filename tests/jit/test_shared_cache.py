@@ -22,6 +22,7 @@ from small_op import (
     in_namespace,
 )
 
+from ds_plugin_sdk.errors import CompileError
 from ds_plugin_sdk.jit import acquire, cache, explain, store
 
 pytestmark = pytest.mark.compiler
@@ -186,6 +187,19 @@ def private_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     store.private_root.cache_clear()
     yield tmp_path / f"ds-plugin-sdk-{os.geteuid()}"
     store.private_root.cache_clear()
+
+
+def test_without_any_folder_to_build_in_it_says_which_settings_name_one(
+    project: Project, private_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("DS_PLUGIN_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [])  # as where all that Python tries is read-only
+    with pytest.raises(CompileError, match=r"there is no folder to build in .*No usable temporary") as caught:
+        acquire(project.spec())
+    assert "TMPDIR or DS_PLUGIN_CACHE_DIR" in str(caught.value)
+    assert "TMPDIR or DS_PLUGIN_CACHE_DIR" in "".join(explain(project.spec()))
 
 
 def test_a_cache_of_somebody_else_is_not_used(

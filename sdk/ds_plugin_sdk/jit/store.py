@@ -27,6 +27,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+from ds_plugin_sdk.errors import CompileError
 from ds_plugin_sdk.jit import entry
 from ds_plugin_sdk.jit.entry import DamagedError, Record, Search
 from ds_plugin_sdk.jit.plan import SCHEMA, Plan, Request
@@ -173,8 +174,19 @@ def _named_root() -> Path | None:
 def private_root() -> Path:
     """Where builds go when `root` cannot be used: a folder of this user below the system's temporary folder, or, where
     somebody else has taken its name, one of this process's own that is removed at exit.
+
+    Raises:
+        CompileError: the system has no temporary folder that can be written, as in a container that is read-only.
     """
-    folder = Path(tempfile.gettempdir()) / f"ds-plugin-sdk-{os.geteuid()}"
+    try:
+        temporary = Path(tempfile.gettempdir())
+    except FileNotFoundError as error:
+        raise CompileError(
+            "there is no folder to build in",
+            why=f"neither the cache nor a temporary folder can be written: {error.strerror}",
+            hint="TMPDIR or DS_PLUGIN_CACHE_DIR: a folder that this user can write",
+        ) from error
+    folder = temporary / f"ds-plugin-sdk-{os.geteuid()}"
     with contextlib.suppress(OSError):
         folder.mkdir(mode=0o700)
     if _is_private(folder):
