@@ -25,6 +25,7 @@ WELL = Facts(
     versions={"python": "3.11.7", "torch": "2.13.0", "deepspeed": "0.19.8"},
     plugin="zap",
     plugin_why="the best available",
+    deepspeed_why="",
     kernels={"cache": ["cpu_adam"]},
     kernels_why={"cache": "same sources"},
     fallback=True,
@@ -37,7 +38,7 @@ WELL = Facts(
     locked_memory=None,
     memory=64 * GIB,
     shared_memory=(32 * GIB, 32 * GIB),
-    clock=0.0,
+    clock=(0.0, 0.0),
 )
 
 
@@ -65,6 +66,7 @@ def test_hosts_that_are_well_and_alike_have_one_line_a_check() -> None:
     [
         ({"versions": {**WELL.versions, "torch": "2.11.0"}}, "torch", "fails", "pip install torch==2.13.0"),
         ({"versions": {**WELL.versions, "python": "3.10.1"}}, "python", "fails", "the first host has 3.11.7"),
+        ({"deepspeed_why": "ImportError: no 'log'"}, "deepspeed", "fails", "releases that fit each other"),
         ({"plugin": "cpu"}, "plugin", "fails", "the first host uses 'zap': `sdk list --explain` on both"),
         ({"plugin": "", "plugin_why": "no /dev/zap"}, "plugin", "fails", "`sdk list --explain` on both"),
         ({"kernels": {"compiles": ["cpu_adam"]}}, "kernels", "warning", "`sdk build zap` there before the run"),
@@ -234,6 +236,19 @@ def test_this_machine_and_a_port_that_is_taken(sdk: Callable[..., str]) -> None:
     assert "--master_port" in found["port"]["next"]
     assert found["plugin"]["found"] == "cpu"
     assert {entry["verdict"] for entry in found.values() if entry["check"] != "port"} <= {"ok", "warning"}
+
+
+@pytest.mark.usefixtures("compiled_once")
+def test_a_deepspeed_that_cannot_be_imported_is_not_well(
+    sdk: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    package = tmp_path / "deepspeed"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise ImportError('it wants another torch')\n", encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    found = {entry["check"]: entry for entry in json.loads(sdk("doctor", "--port", free_port(), "--json", status=1))}
+    assert found["deepspeed"]["verdict"] == "fails"
+    assert found["deepspeed"]["found"].endswith(" cannot be imported: ImportError: it wants another torch")
 
 
 @pytest.mark.usefixtures("compiled_once")

@@ -7,18 +7,22 @@ import os
 import resource
 import shutil
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from ds_plugin_sdk import jit, op_builder, registry, report
+from ds_plugin_sdk.accelerator import installed
 from ds_plugin_sdk.errors import SdkError
 from ds_plugin_sdk.op_builder import CombinedOpBuilder, LentOpBuilder, OpBuilder, ReferenceOpBuilder
-from ds_plugin_sdk.settings import settings
+from ds_plugin_sdk.settings import child_environment, settings
 
 _SHARED_MEMORY = Path("/dev/shm")
 _LOOPBACK_SECONDS = 5
+_IMPORT_SECONDS = 300  # a cold file system over the network takes a minute
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,7 @@ class Facts:
         versions: of Python and of the packages that matter, ``not installed`` among them.
         plugin: name of the plugin that DeepSpeed would use; empty if none.
         plugin_why: the last step of that choice, or the error.
+        deepspeed_why: why ``import deepspeed`` fails; empty if it does not, or if there is no plugin or no DeepSpeed.
         kernels: names of the plugin's native ops by where each would come from, as `report.OpStatus.origin` has it.
         kernels_why: of each origin the first op's reason.
         fallback: whether an op without native kernel may use its reference implementation.
@@ -41,12 +46,13 @@ class Facts:
         locked_memory: bytes that a process may lock; None without limit.
         memory: bytes of the machine.
         shared_memory: bytes of ``/dev/shm``, and those that are free; None if it is not there or cannot be written.
-        clock: seconds since the epoch, at the end of the examination.
+        clock: seconds since the epoch, at the beginning and at the end of the examination, which may take a while.
     """
 
     versions: dict[str, str]
     plugin: str
     plugin_why: str
+    deepspeed_why: str
     kernels: dict[str, list[str]]
     kernels_why: dict[str, str]
     fallback: bool
@@ -59,11 +65,12 @@ class Facts:
     locked_memory: int | None
     memory: int
     shared_memory: tuple[int, int] | None
-    clock: float
+    clock: tuple[float, float]
 
 
 def examine(port: int) -> Facts:
     """This machine's facts; `port` is where the ranks of the run are to meet."""
+    began = time.time()
     plugin, why = _chosen()
     native = list(_native(plugin)) if plugin is not None else []
     kernels: dict[str, list[str]] = {}
@@ -75,6 +82,7 @@ def examine(port: int) -> Facts:
         versions=report.versions(),
         plugin=plugin.name if plugin is not None else "",
         plugin_why=why,
+        deepspeed_why=_deepspeed_why() if plugin is not None and installed("deepspeed") else "",
         kernels=kernels,
         kernels_why=reasons,
         fallback=settings.fallback,
@@ -87,7 +95,7 @@ def examine(port: int) -> Facts:
         locked_memory=_limit(resource.RLIMIT_MEMLOCK),
         memory=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         shared_memory=_shared_memory(),
-        clock=time.time(),
+        clock=(began, time.time()),
     )
 
 
@@ -98,6 +106,26 @@ def _chosen() -> tuple[registry.Candidate | None, str]:
         return None, str(error)
     reason = str(decision.steps[-1]) if decision.steps else "no plugin is installed"
     return decision.chosen, reason
+
+
+def _deepspeed_why() -> str:
+    """Releases of DeepSpeed, torch and numpy that do not fit each other show at the import, whatever pip said."""
+    command = [sys.executable, "-W", "ignore", "-c", "import deepspeed"]
+    try:
+        done = subprocess.run(
+            command,
+            env=child_environment(),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_IMPORT_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"not done after {_IMPORT_SECONDS} s"
+    lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    return (lines[-1] if lines else f"exit status {done.returncode}") if done.returncode else ""
 
 
 def _native(plugin: registry.Candidate) -> Iterator[report.OpStatus]:

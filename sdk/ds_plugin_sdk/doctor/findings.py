@@ -97,6 +97,9 @@ def _versions(facts: Facts, first: Facts) -> Iterator[_Row]:
             yield package, "fails", here, todo
         elif here == "not installed":
             yield package, "fails", here, f"pip install {package}"
+        elif package == "deepspeed" and facts.deepspeed_why:
+            todo = "releases that fit each other: docs/faq.md has those of DeepSpeed and torch"
+            yield package, "fails", f"{here} cannot be imported: {facts.deepspeed_why}", todo
         else:
             yield package, "ok", here, ""
 

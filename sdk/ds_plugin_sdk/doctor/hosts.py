@@ -124,8 +124,9 @@ def _read(text: str, ended: float, began: float) -> Heard | Silent:
         return Silent(
             "its answer cannot be read", "the same ds-plugin-sdk on all hosts; a shell that starts up silently"
         )
-    # The host looked at its clock between the two times.
-    return Heard(facts, max(facts.clock - ended, 0.0) + min(facts.clock - began, 0.0))
+    # The host looked at its clock twice between the two times.
+    first, last = facts.clock
+    return Heard(facts, max(last - ended, 0.0) + min(first - began, 0.0))
 
 
 def _refusal(host: str, status: int, said: str, ssh: str) -> Silent:
