@@ -1,4 +1,6 @@
-"""Under every stage of ZeRO, on two ranks: a model whose layers run on ops, and whose products are in float32."""
+"""Under every stage of ZeRO, on two ranks: a model whose layers run on ops, and whose products are in float32. And a
+GPT-2, whose weights lie in another way while it decodes.
+"""
 
 from __future__ import annotations
 
@@ -67,15 +69,43 @@ torch.distributed.destroy_process_group()
 """
 
 
-@pytest.mark.deepspeed
-@pytest.mark.compiler
-@pytest.mark.slow
-def test_losses_are_those_of_the_plain_model_under_every_stage(tmp_path: Path, kernel_cache: Path) -> None:
-    (tmp_path / "train.py").write_text(TRAIN, encoding="utf-8")
-    launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators", "2"]
+ORDERS = """
+import torch, deepspeed, transformers
+from ds_plugin_sdk.integrations.transformers import accelerate
+
+def losses(order, stage):
+    torch.manual_seed(0)
+    optimizer = {'type': 'AdamW', 'params': {'lr': 1e-3}}
+    config = {'train_micro_batch_size_per_gpu': 2, 'optimizer': optimizer, 'zero_optimization': {'stage': stage}}
+    sizes = dict(n_embd=32, n_layer=2, n_head=4, vocab_size=96, bos_token_id=1, eos_token_id=2)
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).eval()
+    if order == 'before':
+        print(accelerate(model))
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    if order == 'after':
+        accelerate(model)
+    ids = torch.randint(0, 96, (2, 9), generator=torch.Generator().manual_seed(1))
+    for _ in range(3):
+        loss = engine(input_ids=ids, labels=ids).loss
+        engine.backward(loss)
+        engine.step()
+        yield loss.item()
+
+with open('orders', 'w') as file:
+    for stage in (0, 2):
+        expected = list(losses('never', stage))
+        for order in ('before', 'after'):
+            print(stage, order, max(abs(a - b) for a, b in zip(losses(order, stage), expected)), file=file)
+torch.distributed.destroy_process_group()
+"""
+
+
+def launch(ranks: int, program: str, folder: Path, kernel_cache: Path) -> None:
+    (folder / "train.py").write_text(program, encoding="utf-8")
+    launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators", str(ranks)]
     done = subprocess.run(
-        [*launcher, "--master_port", str(free_port()), str(tmp_path / "train.py")],
-        cwd=tmp_path,
+        [*launcher, "--master_port", str(free_port()), str(folder / "train.py")],
+        cwd=folder,
         env=child_environment(DS_ACCELERATOR="cpu", DS_PLUGIN_CACHE_DIR=str(kernel_cache), OMP_NUM_THREADS="1"),
         capture_output=True,
         text=True,
@@ -83,6 +113,13 @@ def test_losses_are_those_of_the_plain_model_under_every_stage(tmp_path: Path, k
         timeout=280,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+
+
+@pytest.mark.deepspeed
+@pytest.mark.compiler
+@pytest.mark.slow
+def test_losses_are_those_of_the_plain_model_under_every_stage(tmp_path: Path, kernel_cache: Path) -> None:
+    launch(2, TRAIN, tmp_path, kernel_cache)
     for rank in (0, 1):
         found = [line.split() for line in (tmp_path / f"losses-{rank}").read_text().splitlines()]
         assert len(found) == 8
@@ -94,3 +131,12 @@ def test_losses_are_those_of_the_plain_model_under_every_stage(tmp_path: Path, k
             # In a layer two norms, a gate, queries and keys; and the last norm.
             assert int(fused) == 4 * (2 * 10 + 1 if checkpointing == "True" else 11), run
             assert float(apart) < 2e-2 and float(last) < float(first), run
+
+
+@pytest.mark.deepspeed
+@pytest.mark.compiler
+def test_a_gpt2_is_accelerated_before_or_after_deepspeed_has_it(tmp_path: Path, kernel_cache: Path) -> None:
+    launch(1, ORDERS, tmp_path, kernel_cache)
+    found = [line.split() for line in (tmp_path / "orders").read_text(encoding="utf-8").splitlines()]
+    assert [(stage, order) for stage, order, _ in found] == [(s, o) for s in "02" for o in ("before", "after")]
+    assert all(float(apart) < 1e-5 for *_, apart in found), found
