@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -290,3 +291,11 @@ def test_another_word_is_an_error() -> None:
     with pytest.raises(SdkError, match="loss is 'fused'"):
         accelerate(make(), loss="fused")
     assert isinstance(accelerate(make()), Accelerated)
+
+
+def test_the_report_names_a_loss_that_somebody_replaces() -> None:
+    """As trl does, which gives a model a forward with a loss of its own."""
+    model = make().eval()
+    handle = accelerate(model, loss="chunked")
+    model.forward = types.MethodType(type(model).forward, model)  # type: ignore[method-assign]  # on the instance
+    assert handle.left == {"loss": "LlamaForCausalLM: it was changed after accelerate()"}

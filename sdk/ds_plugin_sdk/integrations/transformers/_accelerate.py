@@ -118,7 +118,7 @@ class Accelerated:
             if self._undo and not _holds(replacement):
                 module = replacement.module
                 why = "it is in training mode" if module.training else "it was changed after accelerate()"
-                found[name] = f"{name_of(module)}: {why}"
+                found[name or "loss"] = f"{name_of(module)}: {why}"
         return found
 
     def _replaced(self, kind: type[Replacement]) -> list[str]:
