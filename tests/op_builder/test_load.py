@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import ds_plugin_sdk
 from ds_plugin_sdk.settings import child_environment
 
 pytestmark = pytest.mark.compiler
@@ -132,3 +134,12 @@ def test_a_source_that_does_not_compile_is_an_error_that_says_all(
     assert "CompileError" in text
     assert "plugin 'zap-broken', op 'zap_broken'" in text
     assert "undeclared" in text
+
+
+def test_an_sdk_in_an_archive_has_no_sources_to_compile_and_says_so(tmp_path: Path) -> None:
+    """A zipapp: Python imports from it, compilers do not."""
+    archive = shutil.make_archive(str(tmp_path / "app"), "zip", Path(ds_plugin_sdk.__file__).parents[1])
+    status, output = run(f"import sys; sys.path.insert(0, {archive!r})\n{ADAM_STEP}", TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert status == 0, output
+    assert "'reference'" in output and "True" in output
+    assert f"the SDK's kernel sources cannot be found: '{archive}/ds_plugin_sdk' is no folder" in output

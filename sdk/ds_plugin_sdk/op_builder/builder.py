@@ -165,9 +165,18 @@ class OpBuilder:
 
         Args:
             portable: for every machine of this architecture rather than for this one (wheels).
+
+        Raises:
+            BuildError: the SDK was imported from an archive, where no compiler finds its sources.
         """
         from ds_plugin_sdk.jit import BuildSpec
 
+        if not kernels_root().is_dir():
+            raise BuildError(
+                "the SDK's kernel sources cannot be found",
+                why=f"'{sdk_root()}' is no folder of an installed package: it may be in an archive",
+                hint="install the SDK, or pack the program with shiv, which unpacks it",
+            )
         package = self.kernel_root()
         return BuildSpec(
             name=self.library(),
