@@ -94,7 +94,7 @@ def _origin(op: OpBuilder) -> tuple[str, str]:
     if artifact is not None:
         return artifact.origin, artifact.reason
     reason = "; ".join(jit.explain(spec))
-    if not settings.compile or not op.is_compatible():
+    if not op.is_compatible() or jit.refusal(spec):
         return "reference", op.error_log or reason
     if failure := jit.failure(spec):
         return "failed", f"{failure}; it is tried again at the next use"

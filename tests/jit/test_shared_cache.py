@@ -23,7 +23,7 @@ from small_op import (
 )
 
 from ds_plugin_sdk.errors import CompileError
-from ds_plugin_sdk.jit import acquire, cache, explain, store
+from ds_plugin_sdk.jit import acquire, cache, explain, refusal, store
 
 pytestmark = pytest.mark.compiler
 
@@ -167,6 +167,15 @@ def test_where_everything_is_mounted_noexec_nothing_is_compiled(
     assert "CompileError: what is compiled could not be loaded (plugin 'ds-plugin-test', op 'answer')" in err
     assert "mounted noexec" in err and "-> DS_PLUGIN_CACHE_DIR" in err
     assert cache.entries() == []
+
+
+def test_what_could_not_be_loaded_is_refused_before_it_is_compiled(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert refusal(project.spec()) == ""
+    monkeypatch.setattr(store.Store, "noexec", lambda place: f"{place.root} is mounted noexec")
+    assert "what is compiled could not be loaded" in refusal(project.spec())
+    assert "mounted noexec" in "".join(explain(project.spec()))
 
 
 def foreign(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ Nothing here knows accelerators, plugins or DeepSpeed, and only `load` imports t
 """
 
 from ds_plugin_sdk.jit import cache
-from ds_plugin_sdk.jit.acquire import acquire, build_into, explain, failure, find, obtain
+from ds_plugin_sdk.jit.acquire import acquire, build_into, explain, failure, find, obtain, refusal
 from ds_plugin_sdk.jit.compiler import Compiler
 from ds_plugin_sdk.jit.load import load
 from ds_plugin_sdk.jit.machine import Machine
@@ -43,6 +43,7 @@ __all__ = [
     "get_toolchain",
     "load",
     "obtain",
+    "refusal",
     "register_toolchain",
     "toolchain_names",
 ]

@@ -86,6 +86,18 @@ def explain(spec: BuildSpec) -> list[str]:
         return str(error).splitlines()
 
 
+def refusal(spec: BuildSpec) -> str:
+    """Why `acquire` would not even try to compile what it needs to; empty if it would, or needs not."""
+    try:
+        with _as_build_errors(spec):
+            choice = _choose(spec)
+            if choice.origin == "compiled":
+                _permitted(choice)
+    except BuildError as error:
+        return str(error)
+    return ""
+
+
 def failure(spec: BuildSpec) -> str:
     """When and why the latest build of `spec`, as it is now, failed, and where its log is; empty if none did."""
     with _as_build_errors(spec):
@@ -195,13 +207,7 @@ def _permitted(choice: _Choice) -> Plan:
         error = choice.plan
         why = "; ".join(part for part in (error.why, trail) if part)
         raise ToolchainError(error.what, plugin=spec.owner, op=spec.name, why=why, hint=error.hint)
-    return choice.plan
-
-
-def _build(plan: Plan, choice: _Choice, start: float) -> Artifact:
-    """Compile into the store, once among all processes that want the same."""
-    spec, place = plan.spec, choice.store
-    if reason := place.noexec():
+    if reason := choice.store.noexec():
         raise CompileError(
             "what is compiled could not be loaded",
             plugin=spec.owner,
@@ -209,6 +215,12 @@ def _build(plan: Plan, choice: _Choice, start: float) -> Artifact:
             why="; ".join([*choice.trail, reason]),
             hint="DS_PLUGIN_CACHE_DIR: a folder on a file system that is mounted without noexec",
         )
+    return choice.plan
+
+
+def _build(plan: Plan, choice: _Choice, start: float) -> Artifact:
+    """Compile into the store, once among all processes that want the same."""
+    spec, place = plan.spec, choice.store
     locks = place.base / ".locks"
     place.make_folder(locks)
     home = place.home(plan)
