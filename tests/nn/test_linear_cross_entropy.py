@@ -308,6 +308,17 @@ def test_the_gradient_of_the_weight_is_once_in_memory() -> None:
     assert peak < weight.nbytes + 1.1 * logits
 
 
+def test_in_bfloat16_the_gradient_of_the_weight_is_in_float32_only_as_a_sum_over_chunks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ops, "product_dtype", lambda tensor: tensor.dtype)
+    input, weight = (torch.randn(n, 256).bfloat16().requires_grad_() for n in (512, 32_000))
+    target = torch.randint(0, 32_000, (512,))
+    peak = peak_bytes(lambda: torch.autograd.grad(linear_cross_entropy(input, weight, target), (input, weight)))
+    logits = 512 * 32_000 * 2
+    assert peak < weight.nbytes + 1.1 * logits
+
+
 # ---- the module ------------------------------------------------------------------------------------------------------
 def _modules() -> Iterator[tuple[LinearCrossEntropyLoss, nn.Linear]]:
     for bias in (False, True):

@@ -23,7 +23,7 @@ from ds_plugin_sdk.ops._products import product_dtype
 from ds_plugin_sdk.ops._references import working
 from ds_plugin_sdk.ops.cross_entropy import check_options, check_range, check_target, losses_of_columns
 
-# Logits at a time: as few as leave products of so few rows as fast as those of many.
+# Logits of 32 bits at a time, and twice as many of 16: as few as leave products of so few rows as fast as many rows'.
 _LOGITS = 1 << 23
 _ROWS = 256
 
@@ -172,8 +172,9 @@ def linear_cross_entropy_reference(
     def losses_of(logits: Tensor, target: Tensor) -> Tensor:
         return cast(Tensor, _library.call("cross_entropy_", logits, target, *options, any(wanted)))
 
-    loss, *gradients = _in_chunks(input, weight, target, bias, ignore_index, wanted, losses_of, weight.shape[0])
-    return loss, *(each.to(_kept(input)) for each in gradients)
+    kept = _kept(input)
+    loss, *gradients = _in_chunks(input, weight, target, bias, ignore_index, wanted, losses_of, weight.shape[0], kept)
+    return loss, *(each.to(kept) for each in gradients)
 
 
 def _in_chunks(
@@ -185,23 +186,25 @@ def _in_chunks(
     wanted: tuple[bool, ...],
     losses_of: Callable[[Tensor, Tensor], Tensor],
     most_columns: int,
+    kept: torch.dtype,
 ) -> tuple[Tensor, ...]:
-    """The sum of losses, and gradients before they are rounded.
+    """The sum of losses, and gradients.
 
     Args:
         wanted: gradients of input, weight and bias.
         losses_of: the losses of rows of logits, which become their gradients, and targets.
         most_columns: by which the sizes of chunks are chosen.
+        kept: the dtype of gradients that are no sums over chunks; the others' is `working(input)`.
     """
     dtype, exact = product_dtype(input), working(input)  # of products, and of sums, which are rounded at their end
     loss = input.new_zeros((), dtype=exact)
     input_gradient, weight_gradient, bias_gradient = wanted
-    of_input, of_weight, of_bias = _new_gradients(input, weight, exact, input_gradient, weight_gradient, bias_gradient)
-    for each in (of_input, of_bias):
-        each.zero_()
     w, b = weight.to(dtype), None if bias is None else bias.to(dtype)
     counted = _counted(target, ignore_index)
-    chunks = _chunks(len(target) if counted is None else len(counted), most_columns)
+    chunks = _chunks(len(target) if counted is None else len(counted), most_columns, dtype)
+    of_input = input.new_zeros(input.shape if input_gradient else 0, dtype=kept)
+    of_weight = weight.new_empty(weight.shape if weight_gradient else 0, dtype=exact if len(chunks) > 1 else kept)
+    of_bias = weight.new_zeros(weight.shape[:1] if bias_gradient else 0, dtype=exact)
     most = max((chunk.stop - chunk.start for chunk in chunks), default=0)
     memory = input.new_empty(most, weight.shape[0], dtype=dtype)
     for chunk in chunks:
@@ -210,7 +213,7 @@ def _in_chunks(
         logits = _product(x, w.t(), b, memory[: len(x)])
         loss += losses_of(logits, target[rows]).sum()
         if input_gradient:
-            of_input[rows] = (logits @ w).to(exact)
+            of_input[rows] = (logits @ w).to(kept)
         if weight_gradient:
             _add_product(of_weight, logits.t(), x, keep=chunk.start > 0)
         if bias_gradient:
@@ -220,9 +223,10 @@ def _in_chunks(
     return loss, of_input, of_weight, of_bias
 
 
-def _chunks(rows: int, columns: int) -> list[slice]:
+def _chunks(rows: int, columns: int, dtype: torch.dtype) -> list[slice]:
     """Parts of so many rows, as equal as can be."""
-    parts = -(-rows // max(_ROWS, _LOGITS // max(columns, 1)))
+    most = max(_ROWS, _LOGITS // max(columns, 1)) * max(1, 4 // dtype.itemsize)
+    parts = -(-rows // most)
     size = -(-rows // max(parts, 1))
     return [slice(begin, min(begin + size, rows)) for begin in range(0, rows, max(size, 1))]
 
@@ -332,7 +336,9 @@ class _Divided(torch.autograd.Function):
 
         with torch.autocast(input.device.type, enabled=False):
             loss, of_input, *others = _in_chunks(
-                input, weight, target, bias, ignore_index, wanted, losses_of, max(columns.sizes)
+                *(input, weight, target, bias, ignore_index, wanted, losses_of),
+                max(columns.sizes),
+                kept=working(input),  # those of the input are parts of sums
             )
         if wanted[0]:
             columns.total(of_input)
