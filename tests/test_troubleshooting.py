@@ -22,7 +22,6 @@ OTHERS = {
     "doesn't have NCCL built in": ("torch", "distributed/distributed_c10d.py"),
     "Your setup doesn't support bf16/gpu": ("transformers", "training_args.py"),
     "only supported on CUDA GPUs": ("lightning", "pytorch/strategies/deepspeed.py"),
-    "FSDP does not support non-contiguous parameters yet": ("torch", "distributed/fsdp/_fully_shard/_fsdp_param.py"),
     "Can't instantiate abstract class": None,  # Python's own
     "No module named 'mpi4py'": None,
 }

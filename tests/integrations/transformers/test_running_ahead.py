@@ -92,6 +92,12 @@ def one_more(layer: Any) -> None:
     layer.update(layer.keys[:, :, :1] + 1, layer.values[:, :, :1] + 1)
 
 
+def replace_layers(index: int, hidden: torch.Tensor, cache: Any) -> torch.Tensor:
+    if index == 0:
+        cache.layers[1:] = map(copy.copy, cache.layers[1:])
+    return hidden
+
+
 ODD = {
     "nothing": Odd(),
     "written in place": Odd(between=double_in_place),
@@ -106,6 +112,7 @@ ODD = {
     "caches are cropped": Odd(between=later_layers(lambda layer: layer.crop(-2))),
     "caches are reordered": Odd(between=later_layers(lambda layer: layer.reorder_cache(torch.tensor([1, 0])))),
     "caches are appended to": Odd(between=later_layers(one_more)),
+    "caches are replaced": Odd(between=replace_layers),
 }
 
 

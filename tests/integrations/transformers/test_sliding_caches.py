@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -275,6 +276,25 @@ def test_keys_or_values_that_somebody_exchanges(model: Any, names: tuple[str, ..
 @pytest.mark.compiler
 @pytest.mark.usefixtures("kernels")
 @models
+def test_a_cache_of_inference_mode_goes_on_by_references(model: Any) -> None:
+    """In float64, whose ops are torch's."""
+    model = copy.deepcopy(model).double()
+
+    def run() -> torch.Tensor:
+        cache = transformers.DynamicCache(config=model.config)
+        with torch.inference_mode():
+            model(tokens(), past_key_values=cache)
+        with torch.no_grad():
+            return torch.cat([model(tokens(count=1), past_key_values=cache).logits for _ in range(3)], 1)
+
+    expected = run()
+    with accelerate(model):
+        torch.testing.assert_close(run(), expected, rtol=1e-4, atol=1e-4)  # the plain norm is in float32
+
+
+@pytest.mark.compiler
+@pytest.mark.usefixtures("kernels")
+@models
 def test_a_cache_of_inference_mode_goes_on_without(model: Any) -> None:
     """By the model's own code and by ours, where torch lets nobody write to tensors of inference mode."""
 
@@ -393,3 +413,23 @@ def test_new_keys_are_written_to_the_same_tensors_until_they_are_full_or_set(kin
     layer.keys = layer.keys[:, :, :2]
     layer.values = layer.values[:, :, :2]
     assert layer.make_room(1) is not room and layer.held == 2
+
+
+def test_a_layer_that_is_pickled_within_a_step_holds_what_comes_next() -> None:
+    """A room was made, and what should write to it did not come to that."""
+    layer = GrowingSlidingLayer(WINDOW)
+    for tokens_of_it in (2 * WINDOW, 1, 1):
+        layer.update(*(torch.randn(1, 2, tokens_of_it, 8),) * 2)
+    layer.make_room(1)
+    copied, states = _pickled(layer), torch.randn(1, 2, 1, 8)
+    copied.update(states, states)
+    assert torch.equal(copied.keys[:, :, -1:], states)
+
+
+def test_an_int8_layer_that_is_set_again_keeps_no_old_room() -> None:
+    layer = Int8Layer()
+    layer.update(*(torch.randn(1, 2, 4, 8),) * 2)
+    gone = weakref.ref(layer.make_room(1)[0])
+    layer.reset()
+    layer.keys = layer.values = torch.randn(1, 2, 4, 8)
+    assert gone() is None

@@ -1,9 +1,9 @@
-"""Models that torch's data parallelism wraps, accelerated before or after: their gradients are the plain model's."""
+"""Models that are trained, wrapped or not, accelerated before or after: gradients and steps are the plain model's."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-
-with warnings.catch_warnings():
-    # transformers' own dependencies warn of each other's releases.
-    warnings.simplefilter("ignore")
-    from transformers.pytorch_utils import Conv1D
 
 from ds_plugin_sdk.integrations.transformers import accelerate
 
@@ -38,13 +33,6 @@ def gradients(model: Any, called: Any) -> list[torch.Tensor]:
     called(tokens(), labels=tokens()).loss.backward()
     found = [parameter.grad for parameter in model.parameters()]
     return [grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in found]
-
-
-def turned(model: Any) -> bool:
-    """Whether the linear layers of a GPT-2 lie as products of few inputs want them."""
-    strides = {module.weight.stride(0) == 1 for module in model.modules() if isinstance(module, Conv1D)}
-    assert len(strides) == 1
-    return strides.pop()
 
 
 @pytest.mark.usefixtures("group")
@@ -68,17 +56,6 @@ def test_gradients_in_distributed_data_parallel(name: str, order: str) -> None:
 
 
 @pytest.mark.usefixtures("group")
-def test_what_a_wrapped_model_leaves_alone_is_named() -> None:
-    model = make("gpt2")
-    wrapped = DistributedDataParallel(model)
-    handle = accelerate(model)
-    assert wrapped is not None and not turned(model)
-    assert "DistributedDataParallel" in handle.left["transformer.h.1.mlp.c_fc"]
-    handle.remove()
-    assert accelerate(model, weights="int8").layers  # copies: nothing moves
-
-
-@pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("order", ["before", "after"])
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_gradients_in_fully_shard(name: str, order: str) -> None:
@@ -93,15 +70,55 @@ def test_gradients_in_fully_shard(name: str, order: str) -> None:
     torch.testing.assert_close(logits(model), logits(plain), rtol=1e-3, atol=1e-3)
 
 
-def test_weights_turn_when_they_are_first_read() -> None:
-    """Not by training, nor by a report: what is wrapped after accelerate() is wrapped as torch makes it."""
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": functools.partial(torch.optim.AdamW, lr=1e-2, fused=True),
+    "sgd": functools.partial(torch.optim.SGD, lr=1e-2, momentum=0.9, fused=True),
+    "adagrad": functools.partial(torch.optim.Adagrad, lr=1e-2, fused=True),
+}
+ORDERS = ["evaluated first", "evaluated between", "evaluated before the step", "trained first", "removed"]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_optimizers_find_gradients_and_states_where_parameters_are(name: str, optimizer: str, order: str) -> None:
+    """torch's fused steps go through the memory of all three side by side, whatever their strides."""
+
+    def trained(accelerated: bool) -> tuple[Any, list[float]]:
+        model, losses = make(name), []
+        steps = OPTIMIZERS[optimizer](model.parameters())
+        handle = accelerate(model) if accelerated and order != "trained first" else None
+        if order == "evaluated first":
+            logits(model)
+        for step in range(5):
+            loss = model(tokens(), labels=tokens()).loss
+            loss.backward()
+            if order == "evaluated before the step":
+                logits(model)
+            steps.step()
+            steps.zero_grad(set_to_none=step % 2 == 0)
+            losses.append(loss.item())
+            if step == 2:
+                if accelerated and order == "trained first":
+                    accelerate(model)
+                logits(model)
+                if handle is not None and order == "removed":
+                    handle.remove()
+        return model, losses
+
+    (plain, expected), (model, losses) = trained(False), trained(True)
+    torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(logits(model), logits(plain), rtol=1e-3, atol=1e-3)
+
+
+def test_parameters_keep_their_strides() -> None:
     model = make("gpt2")
+    strides = [parameter.stride() for parameter in model.parameters()]
     handle = accelerate(model)
-    gradients(model, model)
-    assert "whole layers     2" in str(handle)
-    assert not turned(model)
+    state = model.state_dict()
     assert_as_plain(model)
-    assert turned(model)
-    assert "whole layers     2" in str(handle)
+    assert [parameter.stride() for parameter in model.parameters()] == strides
+    state["transformer.h.0.mlp.c_fc.weight"].mul_(1.5)
+    assert_as_plain(model)
     handle.remove()
-    assert not turned(model)
+    assert [parameter.stride() for parameter in model.parameters()] == strides

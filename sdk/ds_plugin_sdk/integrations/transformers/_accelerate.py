@@ -36,7 +36,7 @@ from ds_plugin_sdk.integrations.transformers.understood import (
     name_of,
     norm_of,
 )
-from ds_plugin_sdk.integrations.transformers.weights import Packer, Quantized, Weights, only_asked
+from ds_plugin_sdk.integrations.transformers.weights import Packer, Quantized, Weights
 from ds_plugin_sdk.registry import load_kernels
 
 _FAMILIES_OF_OPS = ("linear", "attention", "norm", "rotary", "decoder_layer")
@@ -115,7 +115,7 @@ class Accelerated:
         """Name -> why, for layers that stay the model's own code."""
         found = {name: f"{kind}: {why}" for name, (kind, why) in self._found.left.items()}
         for name, replacement in self._found.replacements.items():
-            if self._undo and not _holds(replacement):
+            if self._undo and not (is_replaced(replacement.module) and replacement.holds()):
                 module = replacement.module
                 why = "it is in training mode" if module.training else "it was changed after accelerate()"
                 found[name or "loss"] = f"{name_of(module)}: {why}"
@@ -125,7 +125,7 @@ class Accelerated:
         return [
             name
             for name, replacement in self._found.replacements.items()
-            if self._undo and type(replacement) is kind and _holds(replacement)
+            if self._undo and type(replacement) is kind and is_replaced(replacement.module) and replacement.holds()
         ]
 
     def __str__(self) -> str:
@@ -222,12 +222,6 @@ def accelerate(
         Accelerated(model, found, undo).remove()
         raise
     return Accelerated(model, found, undo)
-
-
-def _holds(replacement: Replacement) -> bool:
-    """Whether a call would run on our ops, for a report: nothing is laid otherwise for the first time."""
-    with only_asked():
-        return is_replaced(replacement.module) and replacement.holds()
 
 
 def _models_in(module: object) -> str:

@@ -291,11 +291,17 @@ class _Ahead:
         made_for, room, made, read, versions, _ = self._layers[-1]
         return (
             made_for is replacement
+            and self._holds(room, replacement.attention.layer_idx)
             and room.grows
             and room.held == self._past
             and room.make_room(1) is made
             and [*map(version_of, read)] == versions
         )
+
+    def _holds(self, room: AppendingLayer, index: int) -> bool:
+        """Whether it is still a layer of the cache, and not empty again."""
+        layers: Any = () if self.given.cache is None else self.given.cache.layers
+        return index < len(layers) and layers[index] is room and room.is_initialized
 
     def take(self) -> Tensor:
         """The next one: its keys and values are held from now on."""

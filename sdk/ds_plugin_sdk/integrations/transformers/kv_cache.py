@@ -37,6 +37,7 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not t
         self._made: Room | None = None  # as long as nobody has changed it
         self._left = 0  # positions that can still be written to it
         self.is_plain = True  # none of another class of tensors, which may mean something, or with gradients
+        self._of_inference = False  # made in inference mode, outside of which torch lets nobody write to them
         super().__init__(*args, **kwargs)
 
     @property
@@ -69,11 +70,15 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not t
             self._rooms[name] = value
             self._lengths[name] = value.shape[2]
         self.is_plain = all(type(room) is Tensor and not room.requires_grad for room in self._rooms.values())
+        self._of_inference = any(room.is_inference() for room in self._rooms.values())
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
         self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
         self.is_initialized = True
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_made": None}  # pickle would not keep a part of a room in the room
 
     def __copy__(self) -> GrowingLayer:
         """The same positions without room behind them: both may go on."""
@@ -94,7 +99,7 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not t
     @property
     def grows(self) -> bool:
         """Whether `make_room` and `advance` do what `update` would."""
-        return self.is_plain
+        return self.is_plain and (not self._of_inference or torch.is_inference_mode_enabled())
 
     def make_room(self, tokens: int) -> Room:
         """Tensors with room for so many positions behind those held, for a layer that is initialized: the same ones as
@@ -117,6 +122,7 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not t
                 if past:
                     grown[:, :, :past] = states.narrow(2, self._starts[name], past)
                 self._rooms[name], self._starts[name] = grown, 0
+            self._of_inference = torch.is_inference_mode_enabled()
         room = self._behind("keys"), self._behind("values")
         self._left = room[0].shape[2] - past
         return room
@@ -134,12 +140,7 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not t
 
     def _appends_in_place(self, *states: Tensor) -> bool:
         """Whether nobody can tell: no gradients, and no tensors that torch lets nobody write to here."""
-        rooms = self._rooms.values()
-        return (
-            self.grows
-            and all(type(each) is Tensor and not each.requires_grad for each in states)
-            and (torch.is_inference_mode_enabled() or not any(room.is_inference() for room in rooms))
-        )
+        return self.grows and all(type(each) is Tensor and not each.requires_grad for each in states)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if not self._appends_in_place(key_states, value_states):
@@ -166,7 +167,7 @@ class GrowingSlidingLayer(GrowingLayer, DynamicSlidingWindowLayer):  # type: ign
     @property
     def grows(self) -> bool:
         # Layers that record what has left the window, for assisted generation, hold more than they attend to.
-        return self.is_plain and not getattr(self, "record_past", False)
+        return super().grows and not getattr(self, "record_past", False)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
@@ -206,6 +207,7 @@ class Int8Layer(DynamicLayer):  # type: ignore[misc]  # transformers is not type
 
     @keys.setter
     def keys(self, value: Tensor | None) -> None:
+        self._made = ()
         self.levels.keys, self.scales.keys = _quantized(value)
 
     @property
@@ -214,6 +216,7 @@ class Int8Layer(DynamicLayer):  # type: ignore[misc]  # transformers is not type
 
     @values.setter
     def values(self, value: Tensor | None) -> None:
+        self._made = ()
         self.levels.values, self.scales.values = _quantized(value)
 
     def _floats(self, levels: Tensor | None, scales: Tensor | None) -> Tensor | None:
@@ -222,6 +225,9 @@ class Int8Layer(DynamicLayer):  # type: ignore[misc]  # transformers is not type
     @property
     def grows(self) -> bool:
         return self.levels.grows and self.scales.grows
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_made": ()}  # as of GrowingLayer
 
     def __copy__(self) -> Int8Layer:
         """As `GrowingLayer.__copy__`."""
@@ -285,6 +291,7 @@ class Int8Layer(DynamicLayer):  # type: ignore[misc]  # transformers is not type
         return keys, values
 
     def _in_both(self, method: str, *args: Any) -> None:
+        self._made = ()
         for part in (self.levels, self.scales):
             getattr(part, method)(*args)
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from ds_plugin_sdk.integrations.transformers import large_pages
@@ -32,19 +31,6 @@ _LEAST_INT4_GROUP = 64
 _SAMPLES = 256
 
 _packing = threading.Lock()
-_asked = threading.local()
-# A node's, while it is asked whether it is held.
-_MARK = "ds_plugin_sdk"
-
-
-@contextmanager
-def only_asked() -> Iterator[None]:
-    """Within it `Matrix.follow` says of contents that wait to be read whether they can be made, and makes none."""
-    before, _asked.only = getattr(_asked, "only", False), True
-    try:
-        yield
-    finally:
-        _asked.only = before
 
 
 class Contents(NamedTuple):
@@ -71,7 +57,6 @@ class Matrix:
         order: which input each column of the contents is for, ``[in]``, int64; None if they are in their order.
         dtype, device: of inputs that they serve.
         held: the layers' tensors when `contents` were made.
-        pack_waiting: makes them, and those of all others that wait to be read; None of those that do not wait.
     """
 
     layers: Sequence[nn.Module]
@@ -80,7 +65,6 @@ class Matrix:
     dtype: torch.dtype
     device: torch.device
     held: Snapshot
-    pack_waiting: Callable[[], None] | None = None
 
     @property
     def parameters(self) -> Sequence[Tensor]:
@@ -95,10 +79,6 @@ class Matrix:
     def bytes(self, weights: Weights) -> int:
         """Of an arena, which it needs."""
         raise NotImplementedError
-
-    def turns(self, weights: Weights) -> bool:
-        """Whether parameters get other strides when they are packed."""
-        return False
 
     def pack(self, arena: Arena, weights: Weights) -> None:
         """Make the contents, in the arena."""
@@ -120,9 +100,9 @@ class Matrix:
 class PlainMatrix(Matrix):
     """That of plain layers.
 
-    Parameters are moved into the matrix, not copied, so that whatever changes them changes the matrix. Only quantized
-    weights are copies; `follow` makes them again when the parameters have changed. Parameters that would get other
-    strides, as those of `Conv1D`, stay until the contents are read: deepspeed.initialize and fully_shard refuse such.
+    Parameters are moved into the matrix, not copied, so that whatever changes them changes the matrix. Quantized
+    weights are copies, and so are those that do not lie by rows, as `Conv1D`'s: a parameter with other strides would
+    not fit what optimizers and data parallelism hold for it. `follow` makes copies again when parameters have changed.
 
     Args:
         layers: plain linear layers.
@@ -137,7 +117,7 @@ class PlainMatrix(Matrix):
         self._sensitive = sensitive
         self._weights: Weights = None
         self.held = Snapshot()
-        self._doubted = self._packed = False
+        self._copied = self._doubted = False
         self._samples: list[Tensor] = []
         for layer in layers:
             if type(layer) not in (nn.Linear, Conv1D):
@@ -164,56 +144,38 @@ class PlainMatrix(Matrix):
         in_blocks = _rows(self.layers[0]).shape[1] % _LEAST_INT4_GROUP == 0
         return None if weights is None else 4 if weights == "int4" and in_blocks and not self._sensitive else 8
 
-    def turns(self, weights: Weights) -> bool:
-        return weights is None and not all(_rows(layer).is_contiguous() for layer in self.layers)
-
-    def may_pack(self) -> bool:
-        """Whether the parameters can be moved as they are now."""
-        try:
-            self._check()
-            check_turns(self, self._weights)
-        except NotUnderstoodError:
-            return False
-        return True
-
     def pack(self, arena: Arena, weights: Weights) -> None:
-        """Move the parameters into the arena; if quantized, the biases, and copies of the weights."""
+        """Move the parameters into the arena, or the biases and copies of the weights."""
+        rows = [_rows(layer) for layer in self.layers]
         self._weights = weights
+        self._copied = weights is not None or not all(each.is_contiguous() for each in rows)
         bias = self._move_biases(arena)
         if weights:
             self.contents = self._quantize(arena, bias)
-            self._samples = [sample(_weight(layer)) for layer in self.layers]
         else:
-            self.contents = Contents(_move(arena, [_rows(layer) for layer in self.layers], self._set_rows), bias)
+            self.contents = Contents(_move(arena, rows, None if self._copied else self._set_rows), bias)
+        self._samples = [sample(_weight(layer)) for layer in self.layers] if self._copied else []
         self.held = Snapshot(self._place(layer, name) for layer in self.layers for name in layer._parameters)
         self._doubted = False
-        self._packed = True
 
     def _place(self, layer: nn.Module, name: str) -> Place:
-        """The one bias of one layer is read where it is; quantized weights are copies; all else was moved."""
+        """The one bias of one layer is read where it is; weights may be copies; all else was moved."""
         weight = name == "weight"
-        return Place(layer._parameters, name, weight or len(self.layers) > 1, weight and self._weights is not None)
+        return Place(layer._parameters, name, weight or len(self.layers) > 1, weight and self._copied)
 
     def doubt(self) -> None:
-        self._doubted = self._weights is not None
+        self._doubted = self._copied
 
     def follow(self, compare: bool) -> bool:
-        if self.pack_waiting is not None:
-            if getattr(_asked, "only", False):
-                return self.may_pack()
-            self.pack_waiting()
-        if (
-            self._packed
-            and not self._doubted
-            and self.held.holds()
-            and not (compare and self._weights and self._differs())
-        ):
+        if not self._doubted and self.held.holds() and not (compare and self._copied and self._differs()):
             return True
         return self._pack_again()
 
     def _pack_again(self) -> bool:
         with _packing:
-            if not self.may_pack():
+            try:
+                self._check()
+            except NotUnderstoodError:
                 return False
             with torch.inference_mode(False), torch.no_grad():
                 self.pack(Arena(self.bytes(self._weights), self.device), self._weights)
@@ -298,7 +260,6 @@ class Packer:
     def __init__(self, weights: Weights) -> None:
         self._weights = weights
         self._matrices: list[Matrix] = []
-        self._waiting: list[PlainMatrix] = []
         self._claimed: set[int] = set()
 
     def add(self, *matrices: Matrix) -> None:
@@ -306,67 +267,22 @@ class Packer:
         parameters = [id(parameter) for matrix in matrices for parameter in matrix.parameters]
         if len(set(parameters)) != len(parameters) or not self._claimed.isdisjoint(parameters):
             raise NotUnderstoodError("it shares a parameter with another layer")
-        for matrix in matrices:
-            check_turns(matrix, self._weights)
         self._claimed.update(parameters)
         self._matrices += matrices
 
     def pack(self) -> list[Callable[[], None]]:
-        """Fill every matrix, but for those that change strides: they are filled when the first of them is read.
+        """Fill every matrix.
 
         Returns:
             What undoes it.
         """
-        now: list[Matrix] = []
-        for matrix in self._matrices:
-            if isinstance(matrix, PlainMatrix) and matrix.turns(self._weights):
-                matrix.pack_waiting = self._pack_waiting
-                self._waiting.append(matrix)
-            else:
-                now.append(matrix)
-        with _packing:
-            self._fill(now)
-        return [functools.partial(_give_back, matrix) for matrix in self._matrices]
-
-    def _pack_waiting(self) -> None:
-        with _packing:
-            waiting, self._waiting = self._waiting, []
-            self._fill([matrix for matrix in waiting if matrix.may_pack()])
-            for matrix in waiting:
-                matrix.pack_waiting = None
-
-    def _fill(self, chosen: Sequence[Matrix]) -> None:
-        with torch.inference_mode(False), torch.no_grad():
-            for device in {matrix.device for matrix in chosen}:
-                matrices = [matrix for matrix in chosen if matrix.device == device]
+        with torch.inference_mode(False), torch.no_grad(), _packing:
+            for device in {matrix.device for matrix in self._matrices}:
+                matrices = [matrix for matrix in self._matrices if matrix.device == device]
                 arena = Arena(sum(matrix.bytes(self._weights) for matrix in matrices), device)
                 for matrix in matrices:
                     matrix.pack(arena, self._weights)
-
-
-def check_turns(matrix: Matrix, weights: Weights) -> None:
-    """Raise `NotUnderstoodError` if packing gives strides to parameters that somebody relies upon."""
-    if matrix.turns(weights) and any(map(_is_awaited, matrix.parameters)):
-        raise NotUnderstoodError("its gradient is awaited with the strides that it has, as by DistributedDataParallel")
-
-
-def _is_awaited(parameter: Tensor) -> bool:
-    """Whether something holds the node that gets a parameter's gradient. DistributedDataParallel does, and puts the
-    gradient into a buffer with the strides of its parameter then, whatever they are by now: numbers change places.
-
-    Nobody can be asked for it. A node that is not held is another one each time.
-    """
-    if not (distributed.is_available() and distributed.is_initialized() and parameter.requires_grad):
-        return False
-    _gradient_node(parameter).metadata[_MARK] = True
-    return _gradient_node(parameter).metadata.pop(_MARK, None) is not None
-
-
-def _gradient_node(parameter: Tensor) -> Any:
-    """The node that gets a parameter's gradient."""
-    with torch.inference_mode(False), torch.enable_grad():
-        view: Any = parameter.view_as(parameter)
-    return view.grad_fn.next_functions[0][0]
+        return [functools.partial(_give_back, matrix) for matrix in self._matrices]
 
 
 def _check_parameters(layer: nn.Module) -> None:
@@ -407,27 +323,23 @@ def sample(weight: Tensor) -> Tensor:
     return flat[:: max(1, flat.numel() // _SAMPLES)].clone()
 
 
-def _move(arena: Arena, parts: Sequence[Tensor], set_part: Callable[[int, Tensor], None]) -> Tensor:
-    """One tensor of the arena with all parts, one after the other; each is handed over as its view of it."""
+def _move(arena: Arena, parts: Sequence[Tensor], set_part: Callable[[int, Tensor], None] | None) -> Tensor:
+    """One tensor of the arena with all parts, one after the other; `set_part` is given each as its view."""
     sizes = [part.shape[0] for part in parts]
     whole = arena.empty((sum(sizes), *parts[0].shape[1:]), parts[0].dtype)
     for index, view in enumerate(torch.split(whole, sizes)):
         view.copy_(parts[index])
-        set_part(index, view)
+        if set_part is not None:
+            set_part(index, view)
     return whole
 
 
 def _give_back(matrix: Matrix) -> None:
-    """Memory of its own for each parameter that was moved and still is where it was moved to.
-
-    It lies as torch makes parameters, unless somebody relies on how it lies by now.
-    """
-    matrix.pack_waiting = None
+    """Memory of its own for each parameter that was moved and still is where it was moved to."""
     held = matrix.held
     for parameter, address in zip(held.moved, held.addresses, strict=True):
         if not held.counts(parameter) and parameter.data_ptr() == address:
-            layout = torch.preserve_format if _is_awaited(parameter) else torch.contiguous_format
-            parameter.data = parameter.data.clone(memory_format=layout)
+            parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
 
 
 __all__ = ["Arena", "Contents", "Matrix", "Packer", "PlainMatrix", "Quantized", "Weights", "padded", "sample"]
