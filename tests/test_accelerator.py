@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 import torch
 
-from ds_plugin_sdk import DeepSpeedAccelerator, TorchAccelerator
+from ds_plugin_cpu.accelerator import CPU_Accelerator
+from ds_plugin_sdk import DeepSpeedAccelerator, TorchAccelerator, set_accelerator
 from ds_plugin_sdk.errors import InvalidAcceleratorError, OpNotImplementedError
 
 
@@ -186,6 +188,25 @@ def test_a_torch_accelerator_must_name_its_device() -> None:
 
     with pytest.raises(InvalidAcceleratorError, match="device_type is missing"):
         Nameless()
+
+
+@pytest.mark.parametrize(
+    ("members", "says"),
+    [
+        ({"__init__": lambda self: None}, "Zap does not say which device it is: its __init__ has not called super()"),
+        ({"device_name": lambda self, device_index=None: None}, "device_name() gives None"),
+        (
+            {"op_builders": ["zap.op_builder"]},
+            "does not say where its op builders are (plugin 'cpu'): op_builders is [",
+        ),
+        ({"op_builders": torch}, "op_builders is <module 'torch'"),
+        ({"op_builders": ""}, "op_builders is ''"),
+    ],
+)
+def test_an_accelerator_that_names_nothing_is_not_set(members: dict[str, Any], says: str) -> None:
+    zap = type("Zap", (CPU_Accelerator,), members)()
+    with pytest.raises(InvalidAcceleratorError, match=re.escape(says)):
+        set_accelerator(zap)
 
 
 def test_a_torch_accelerator_of_an_unknown_device_says_what_to_import() -> None:

@@ -144,6 +144,28 @@ def test_an_unknown_request_names_what_is_installed(install: Install, monkeypatc
     assert "pip install ds-plugin-zip" in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("registered", "asked", "says"),
+    [
+        ("Zap", "zap", "the installed one is called 'Zap'"),
+        ("zap-one", "zap_one", "the installed one is called 'zap-one'"),
+        (
+            "zop",
+            "zap",
+            "ds-plugin-zap 1.0 is here and registers no plugin 'zap': write zap = \"package:plugin\" under "
+            '[project.entry-points."ds_plugin_sdk.plugins"] of its pyproject.toml, and install it again',
+        ),
+    ],
+)
+def test_what_is_installed_under_another_name_is_not_to_be_installed_again(
+    install: Install, monkeypatch: pytest.MonkeyPatch, registered: str, asked: str, says: str
+) -> None:
+    install(registered, distribution="ds-plugin-zap")
+    monkeypatch.setenv("DS_ACCELERATOR", asked)
+    with pytest.raises(UnknownAcceleratorError, match=re.escape(says)):
+        decide(no_hardware)
+
+
 def test_a_name_of_deepspeeds_own_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", "cuda")
     assert decide(no_hardware, builtin_names=("cuda", "cpu")).chosen is None
@@ -205,6 +227,22 @@ def test_where_no_thread_can_be_started_plugins_are_asked_all_the_same(
 def test_a_missing_dependency_is_told_from_a_broken_plugin(install: Install) -> None:
     install("zap", body="import zap_runtime_library")
     with pytest.raises(PluginLoadError, match="pip install zap_runtime_library"):
+        _ = only(scan()["zap"]).manifest
+
+
+def test_an_entry_point_that_names_nothing_is_quoted(install: Install) -> None:
+    site = install("zap")
+    (site / "ds_plugin_zap-1.0.dist-info" / "entry_points.txt").write_text(
+        "[ds_plugin_sdk.plugins]\nzap = ds-plugin-zap:plugin\n", encoding="utf-8"
+    )
+    says = r"'ds-plugin-zap:plugin' of ds-plugin-zap 1.0 is no 'module:object'\n.*write zap = \"package:plugin\""
+    with pytest.raises(PluginLoadError, match=says):
+        _ = only(scan()["zap"]).manifest
+
+
+def test_an_error_at_import_names_the_entry_point(install: Install) -> None:
+    install("zap", body="1 / 0")
+    with pytest.raises(PluginLoadError, match=r"ds_plugin_zap:plugin of ds-plugin-zap 1.0: ZeroDivisionError"):
         _ = only(scan()["zap"]).manifest
 
 
@@ -288,6 +326,25 @@ def test_a_plugin_cannot_end_the_program(install: Install, tmp_path: Path, at_im
     install("zap", body=SLOW.format(at_import=at_import, in_probe=in_probe, log=str(tmp_path / "log")))
     with pytest.warns(RuntimeWarning, match=r"plugin 'zap' is skipped: .*SystemExit: 3"):
         assert decide(no_hardware).chosen is not None
+
+
+@pytest.mark.parametrize(
+    ("probe", "says"),
+    [
+        (
+            "Probe.available(devices=0)",
+            "devices=0), whose number of devices must be a whole one from 1 on; Probe.absent(",
+        ),
+        ("Probe.available(devices='two')", "devices='two'), whose number of devices must be"),
+        ("Probe('avalable', devices=1)", "devices=1), whose state must be one of available, absent, broken"),
+    ],
+)
+def test_an_answer_that_says_nothing_is_no_answer(install: Install, probe: str, says: str) -> None:
+    install("zap", probe=probe)
+    with pytest.warns(RuntimeWarning, match=f"plugin 'zap' is skipped: its probe gave Probe.*{re.escape(says)}"):
+        chosen = decide(no_hardware).chosen
+    assert chosen is not None
+    assert chosen.name == "cpu"
 
 
 def test_a_probe_is_asked_once_in_a_process(install: Install, tmp_path: Path) -> None:

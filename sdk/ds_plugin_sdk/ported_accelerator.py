@@ -47,9 +47,10 @@ def port(accelerator: Any) -> DeepSpeedAccelerator:
     DeepSpeed's ``NotImplementedBuilder`` or a builder that cannot be made here.
 
     Raises:
-        InvalidAcceleratorError: it is no accelerator.
+        InvalidAcceleratorError: it is no accelerator, or names neither its device nor, if it has any, its op builders.
     """
     if isinstance(accelerator, DeepSpeedAccelerator):
+        _check(accelerator)
         return accelerator
     if not written_for_deepspeed(accelerator):
         raise InvalidAcceleratorError(
@@ -68,7 +69,33 @@ def port(accelerator: Any) -> DeepSpeedAccelerator:
     ):
         if not hasattr(ported, name):
             setattr(ported, name, value())
+    _check(ported)
     return ported
+
+
+def _check(accelerator: DeepSpeedAccelerator) -> None:
+    """Raise where a name in it is none: DeepSpeed would fail at it later, and name nobody."""
+    _check_name(accelerator)
+    package: object = accelerator.op_builders
+    if package is not None and not (isinstance(package, str) and package):
+        raise InvalidAcceleratorError(
+            f"{type(accelerator).__name__} does not say where its op builders are",
+            plugin=accelerator._name,
+            why=f"op_builders is {package!r}",
+            hint="write the dotted name of the package as a text, such as 'ds_plugin_zap.op_builder'",
+        )
+
+
+def _check_name(accelerator: DeepSpeedAccelerator) -> None:
+    name = getattr(accelerator, "_name", None)
+    if isinstance(name, str) and name:
+        return
+    unset = not hasattr(accelerator, "_name")
+    raise InvalidAcceleratorError(
+        f"{type(accelerator).__name__} does not say which device it is",
+        why="its __init__ has not called super().__init__()" if unset else f"device_name() gives {name!r}",
+        hint="begin __init__ with super().__init__()" if unset else "return torch's name of the device, such as 'zap'",
+    )
 
 
 def written_for_deepspeed(accelerator: object) -> bool:

@@ -33,11 +33,15 @@ def builders_of(plugin: str, ops: Sequence[str] = ()) -> list[OpBuilder]:
             "there is no such plugin",
             plugin=plugin,
             why=f"installed: {', '.join(installed) or 'none'}",
-            hint=f"pip install ds-plugin-{plugin}",
+            hint=registry.how_to_have(plugin),
         )
     accelerator = registry.load(registry.only(installed[plugin]))
     classes = op_builder.builders(accelerator.op_builders, accelerator.device_name()).values()
-    found = [cls() for cls in classes if not issubclass(cls, ReferenceOpBuilder | CombinedOpBuilder | LentOpBuilder)]
+    found = [
+        op_builder.made(cls)
+        for cls in classes
+        if not issubclass(cls, ReferenceOpBuilder | CombinedOpBuilder | LentOpBuilder)
+    ]
     if privateuse1.installed_name() == accelerator.device_name():
         found += privateuse1.installed_builders()
     unknown = set(ops) - {builder.name for builder in found} - {builder.library() for builder in found}
@@ -92,15 +96,7 @@ def build(builder: OpBuilder, into: Path | None) -> jit.Artifact:
     Raises:
         BuildError: it cannot be compiled, or its builder raises.
     """
-    try:
-        spec = builder.build_spec(portable=into is not None)
-    except Exception as error:  # the vendor's own code
-        raise BuildError(
-            "an op's builder raises",
-            plugin=builder.owner(),
-            op=builder.name,
-            why=f"{type(builder).__module__}.{type(builder).__name__}: {type(error).__name__}: {error}",
-        ) from error
+    spec = builder.build_spec(portable=into is not None)
     return jit.acquire(spec) if into is None else jit.build_into(spec, into)
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from ds_plugin_sdk import jit, op_builder, registry
 from ds_plugin_sdk.accelerator import DeepSpeedAccelerator, installed
-from ds_plugin_sdk.errors import SdkError, SettingError, ToolchainError
+from ds_plugin_sdk.errors import BuildError, SdkError, SettingError, ToolchainError
 from ds_plugin_sdk.op_builder import CombinedOpBuilder, NotImplementedBuilder, OpBuilder, ReferenceOpBuilder, op_table
 from ds_plugin_sdk.provenance import Record
 from ds_plugin_sdk.settings import child_environment, settings
@@ -75,7 +75,10 @@ def collect() -> Facts:
 
 def status(builder: type[OpBuilder]) -> OpStatus:
     """Where one op would come from now. Compiles nothing, writes nothing."""
-    op = builder()
+    try:
+        op = op_builder.made(builder)
+    except BuildError as error:
+        return OpStatus(builder.NAME, "broken", error.plugin or "", str(error))
     if isinstance(op, NotImplementedBuilder | CombinedOpBuilder | ReferenceOpBuilder):
         return _without_code(op)
     try:

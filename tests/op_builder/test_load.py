@@ -136,6 +136,70 @@ def test_a_source_that_does_not_compile_is_an_error_that_says_all(
     assert "undeclared" in text
 
 
+RAISES = """
+from ds_plugin_sdk import CppOpBuilder
+
+class FusedLionBuilder(CppOpBuilder):
+    NAME = "fused_lion"
+
+    def sources(self):
+        return [self.kernel_path("lion.cpp")]
+
+    {method}
+"""
+
+
+@pytest.mark.parametrize(
+    ("method", "says"),
+    [
+        ("def sources(self): raise KeyError('ZAP_HOME')", "KeyError: 'ZAP_HOME'"),
+        ("def sources(self): pass", "TypeError: sources() gives None, and must give a list of texts"),
+        ("def include_paths(self): return '/opt/zap'", "TypeError: include_paths() gives '/opt/zap', and must give a"),
+        ("def cxx_args(self): return '-O3 -g'", "TypeError: cxx_args() gives '-O3 -g', and must give a list of texts"),
+        ("def libraries_args(self): return None", "TypeError: libraries_args() gives None, and must give a list"),
+        (
+            "def sources(self): return 2 * super().sources()",
+            "NotImplementedError: FusedLionBuilder.sources() must list",
+        ),
+    ],
+)
+def test_a_builder_that_raises_or_gives_no_list_is_named_and_the_reference_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, says: str
+) -> None:
+    package = tmp_path / "zap_raises"
+    package.mkdir()
+    (package / "lion.cpp").write_text("void nothing() {}\n", encoding="utf-8")
+    (package / "__init__.py").write_text(RAISES.format(method=method), encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    load = "from zap_raises import FusedLionBuilder; print(FusedLionBuilder().load())"
+    status, text = run(load)
+    assert status == 0, text
+    assert "op 'lion' falls back to its reference implementation" in text
+    assert "an op's builder raises (plugin 'zap-raises', op 'fused_lion'): zap_raises.FusedLionBuilder: " + says in text
+    monkeypatch.setenv("DS_PLUGIN_FALLBACK", "0")
+    status, text = run(load)
+    assert status == 1
+    assert "BuildError: an op's builder raises (plugin 'zap-raises', op 'fused_lion')" in text
+
+
+def test_a_builder_whose_init_calls_no_other_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    init = "def __init__(self): self.toolkit = '/opt/zap'"
+    (tmp_path / "zap_alone.py").write_text(RAISES.format(method=init), encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    status, text = run("from zap_alone import FusedLionBuilder as B; print(B().name, B().error_log)")
+    assert (status, text) == (0, "fused_lion None\n")
+
+
+def test_a_package_without_an_init_has_its_sources_in_its_own_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "zap_spread").mkdir()
+    (tmp_path / "zap_spread" / "ops.py").write_text(RAISES.format(method=""), encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    status, text = run("from zap_spread.ops import FusedLionBuilder as B; print(B().sources())")
+    assert (status, text) == (0, f"['{tmp_path}/zap_spread/lion.cpp']\n")
+
+
 def test_an_sdk_in_an_archive_has_no_sources_to_compile_and_says_so(tmp_path: Path) -> None:
     """A zipapp: Python imports from it, compilers do not."""
     archive = shutil.make_archive(str(tmp_path / "app"), "zip", Path(ds_plugin_sdk.__file__).parents[1])

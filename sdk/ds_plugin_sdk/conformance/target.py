@@ -111,6 +111,6 @@ def _installed(name: str) -> registry.Candidate:
             "there is no such plugin",
             plugin=name,
             why=f"installed: {', '.join(installed) or 'none'}",
-            hint=f"pip install ds-plugin-{name}",
+            hint=registry.how_to_have(name),
         )
     return registry.only(installed[name])

@@ -68,7 +68,10 @@ HINTS = (
         "the compiler was killed, probably for want of memory: try MAX_JOBS=1",
     ),
     (r"Resource temporarily unavailable", "no more processes may be started: see `ulimit -u`, and try MAX_JOBS=1"),
-    (r"undefined reference|cannot find -l", "a library is missing at the link: check the builder's extra_ldflags"),
+    (
+        r"undefined reference|cannot find -l",
+        "a library is missing at the link: check the builder's libraries_args and extra_ldflags",
+    ),
 )
 
 # Their time stamps are when the commands began and ended.

@@ -18,6 +18,7 @@ from ds_plugin_sdk.op_builder.builder import (
     add_prebuilt,
     builders_of,
     functions_of,
+    made,
 )
 from ds_plugin_sdk.op_builder.languages import CppOpBuilder, CUDAOpBuilder, SYCLOpBuilder
 from ds_plugin_sdk.op_builder.lookup import (
@@ -55,6 +56,7 @@ __all__ = [
     "is_base",
     "is_native",
     "load_family",
+    "made",
     "name_problem",
     "use_package",
 ]

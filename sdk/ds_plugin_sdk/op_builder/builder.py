@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 import sys
 import threading
 import time
@@ -30,9 +31,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ds_plugin_sdk import provenance
-from ds_plugin_sdk.errors import BuildError, OpNotImplementedError, SdkError
+from ds_plugin_sdk.errors import BuildError, OpNotImplementedError, SdkError, SettingError
 from ds_plugin_sdk.op_builder import op_table
-from ds_plugin_sdk.paths import kernels_root, sdk_root
+from ds_plugin_sdk.paths import folder_of, kernels_root, sdk_root
 from ds_plugin_sdk.settings import settings
 
 if TYPE_CHECKING:
@@ -69,12 +70,16 @@ class OpBuilder:
     KIND: ClassVar[Kind] = "torch_library"
     YIELDS: ClassVar[bool] = False
 
+    name: str = ""
+    error_log: str | None = None
+
     def __init__(self, name: str | None = None) -> None:
         self.name = name or self.NAME
-        self.error_log: str | None = None
+        self.error_log = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        cls.name = cls.NAME  # for an __init__ that does not call this class's
         if cls.NAME and "BUILD_VAR" not in cls.__dict__:
             cls.BUILD_VAR = f"DS_BUILD_{cls.NAME.upper()}"
 
@@ -108,7 +113,10 @@ class OpBuilder:
 
     def is_compatible(self, verbose: bool = False) -> bool:
         """Whether the op can be had here. False leaves the reason in `error_log`."""
-        missing = [source for source in self.sources() if not Path(source).is_file()]
+        try:
+            missing = [source for source in self._listed("sources") if not Path(source).is_file()]
+        except Exception as error:  # the vendor's own code, and DeepSpeed's reports ask every builder
+            return self._incompatible(f"its builder raises {type(error).__name__}: {error}", verbose)
         if missing:
             return self._incompatible(f"source files are missing: {', '.join(missing)}", verbose)
         return True
@@ -120,8 +128,7 @@ class OpBuilder:
     # ------------------------------------------------------------------ where kernels are
     def kernel_root(self) -> Path:
         """Folder that `kernel_path` and `kernel_include` start from: the plugin's own package."""
-        module = sys.modules[self._package()]
-        return Path(str(module.__file__)).resolve().parent
+        return folder_of(sys.modules[self._package()])
 
     def kernel_path(self, code_path: str) -> str:
         """Absolute path of a source file inside the plugin's package. Nothing is copied anywhere.
@@ -136,10 +143,7 @@ class OpBuilder:
         return str(self._inside(code_path))
 
     def _inside(self, code_path: str) -> Path:
-        package, here = (
-            self.kernel_root(),
-            Path(str(sys.modules[type(self).__module__].__file__)).resolve().parent,
-        )
+        package, here = self.kernel_root(), folder_of(sys.modules[type(self).__module__])
         # Extensions written for DeepSpeed's own tree count from the builder's folder.
         folder = package if (package / code_path).exists() or not (here / code_path).exists() else here
         path = (folder / code_path).resolve()
@@ -167,25 +171,39 @@ class OpBuilder:
             portable: for every machine of this architecture rather than for this one (wheels).
 
         Raises:
-            BuildError: the SDK was imported from an archive, where no compiler finds its sources.
+            BuildError: the builder raises or gives no lists; or the SDK was imported from an archive, where no compiler
+                finds its sources.
+            SettingError: an environment variable cannot be understood.
         """
-        from ds_plugin_sdk.jit import BuildSpec
-
         if not kernels_root().is_dir():
             raise BuildError(
                 "the SDK's kernel sources cannot be found",
                 why=f"'{sdk_root()}' is no folder of an installed package: it may be in an archive",
                 hint="install the SDK, or pack the program with shiv, which unpacks it",
             )
+        try:
+            return self._stated(portable)
+        except (BuildError, SettingError):
+            raise
+        except Exception as error:  # the vendor's own code
+            raise _builder_raises(type(self), error) from error
+
+    def _stated(self, portable: bool) -> BuildSpec:
+        """What the builder's methods say, as the compiler's input."""
+        from ds_plugin_sdk.jit import BuildSpec
+
         package = self.kernel_root()
         return BuildSpec(
             name=self.library(),
             owner=self.owner(),
             sources=self.compile_units(portable),
-            include_dirs=(*map(Path, self.include_paths()), kernels_root() / "include"),
-            cxx_args=tuple(self.cxx_args()),
-            nvcc_args=tuple(self.nvcc_args()),
-            link_args=(*self.extra_ldflags(), *(f"-l{library}" for library in self.libraries_args())),
+            include_dirs=(*map(Path, self._listed("include_paths")), kernels_root() / "include"),
+            cxx_args=tuple(self._listed("cxx_args")),
+            nvcc_args=tuple(self._listed("nvcc_args")),
+            link_args=(
+                *self._listed("extra_ldflags"),
+                *(f"-l{library}" for library in self._listed("libraries_args")),
+            ),
             toolchain=self.TOOLCHAIN,
             kind=self.KIND,
             prebuilt_dirs=(package / "prebuilt", *_prebuilt.values()),
@@ -197,7 +215,14 @@ class OpBuilder:
         """The sources as the compiler sees them; one file may be compiled several times with other arguments."""
         from ds_plugin_sdk.jit import Source
 
-        return tuple(Source(Path(source)) for source in self.sources())
+        return tuple(Source(Path(source)) for source in self._listed("sources"))
+
+    def _listed(self, method: str) -> list[str]:
+        """What a method of the vendor's lists. Python would take a text for a list of its letters."""
+        given = getattr(self, method)()
+        if isinstance(given, str | bytes) or not isinstance(given, Iterable):
+            raise TypeError(f"{method}() gives {given!r}, and must give a list of texts")
+        return [os.fspath(entry) for entry in given]
 
     def library(self) -> str:
         """The name of the op's library. Builders of one family share one: DeepSpeed asks for Adam under two names."""
@@ -359,6 +384,28 @@ class LentOpBuilder(OpBuilder):
         return self.LENT.__module__.partition(".")[0] if self.uses_lent() else self.OURS().owner()
 
 
+def made(builder: type[OpBuilder]) -> OpBuilder:
+    """A builder of this class.
+
+    Raises:
+        BuildError: its ``__init__`` raises.
+    """
+    try:
+        return builder()
+    except Exception as error:  # the vendor's own code
+        raise _builder_raises(builder, error) from error
+
+
+def _builder_raises(builder: type[OpBuilder], error: Exception) -> BuildError:
+    return BuildError(
+        "an op's builder raises",
+        plugin=builder.__module__.partition(".")[0].replace("_", "-"),
+        op=builder.NAME,
+        why=f"{builder.__module__}.{builder.__name__}: {type(error).__name__}: {error}",
+        hint=error.hint if isinstance(error, SdkError) else "",
+    )
+
+
 def _warn_of_reference(op: str, why: object) -> None:
     warnings.warn(
         f"ds-plugin-sdk: op '{op}' falls back to its reference implementation in plain torch, which is slower: {why}",
@@ -467,4 +514,5 @@ __all__ = [
     "add_prebuilt",
     "builders_of",
     "functions_of",
+    "made",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from ds_plugin_sdk.errors import ToolchainError
+from ds_plugin_sdk.errors import BuildError, ToolchainError
 from ds_plugin_sdk.op_builder.builder import OpBuilder
 
 
@@ -22,7 +22,11 @@ class CppOpBuilder(OpBuilder):
         try:
             jit.get_toolchain(self.TOOLCHAIN).find()
         except ToolchainError as error:
-            if jit.find(self.build_spec()) is None:
+            try:
+                found = jit.find(self.build_spec())
+            except BuildError as raised:
+                return self._incompatible(str(raised), verbose)
+            if found is None:
                 return self._incompatible(str(error), verbose)
         return True
 

@@ -21,6 +21,7 @@ from ds_plugin_sdk.op_builder.builder import (
     OpBuilder,
     ReferenceOpBuilder,
     derived,
+    made,
 )
 from ds_plugin_sdk.op_builder.op_table import Op
 
@@ -94,8 +95,11 @@ def load_family(family: str, device_type: str) -> None:
     Args:
         family: module of `ds_plugin_sdk.ops`, such as ``adam``.
         device_type: torch device type of the tensors.
+
+    Raises:
+        BuildError: the builder cannot be made, or `DS_PLUGIN_FALLBACK=0` and there are no native kernels.
     """
-    _builder_of(family, _packages.get(device_type), device_type)().load(verbose=False)
+    made(_builder_of(family, _packages.get(device_type), device_type)).load(verbose=False)
 
 
 def has_native_family(family: str, device_type: str) -> bool:

@@ -20,7 +20,7 @@ from ds_plugin_sdk.registry.current import (
 )
 from ds_plugin_sdk.registry.kernels import has_kernels, load_kernels
 from ds_plugin_sdk.registry.plugin import Plugin, Probe
-from ds_plugin_sdk.registry.scan import Candidate, only, scan
+from ds_plugin_sdk.registry.scan import Candidate, how_to_have, only, scan
 from ds_plugin_sdk.registry.select import Decision, Step, allowed
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "decision",
     "get_accelerator",
     "has_kernels",
+    "how_to_have",
     "load",
     "load_kernels",
     "on_change",

@@ -89,12 +89,12 @@ def load(candidate: Candidate) -> DeepSpeedAccelerator:
     """An instance of a plugin's accelerator, not made current.
 
     Raises:
-        PluginLoadError: its module or class cannot be had.
+        PluginLoadError: its module or class cannot be had, or the package of its prebuilt ops.
     """
     manifest = candidate.manifest
     module, _, name = manifest.accelerator.partition(":")
+    prebuilt.offer(candidate)
     try:
-        prebuilt.offer(candidate)
         cls = getattr(importlib.import_module(module), name)
         from ds_plugin_sdk.ported_accelerator import port  # imports torch
 

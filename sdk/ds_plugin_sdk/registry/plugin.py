@@ -8,6 +8,8 @@ from typing import Literal
 
 ENTRY_POINT_GROUP = "ds_plugin_sdk.plugins"
 
+STATES = ("available", "absent", "broken")
+
 
 @dataclass(frozen=True)
 class Probe:
@@ -31,6 +33,14 @@ class Probe:
     def broken(error: str) -> Probe:
         """The device seems to be here but cannot be used: a driver does not match, a library is missing."""
         return Probe("broken", error)
+
+    def problem(self) -> str | None:
+        """Why this is no answer, or None."""
+        if self.state not in STATES:
+            return f"whose state must be one of {', '.join(STATES)}"
+        if self.state == "available" and not (isinstance(self.devices, int) and self.devices > 0):
+            return "whose number of devices must be a whole one from 1 on; Probe.absent(reason) says that there is none"
+        return None
 
     def __str__(self) -> str:
         if self.state != "available":

@@ -67,6 +67,7 @@ class Candidate:
         return plugin
 
     def _import(self) -> object:
+        self._check_entry_point()
         try:
             return deadline.call(self.entry_point.load)
         except deadline.ExceededError as error:
@@ -92,9 +93,19 @@ class Candidate:
             raise PluginLoadError(
                 "a plugin cannot be imported",
                 plugin=self.name,
-                why=f"{self}: {type(error).__name__}: {error}",
+                why=f"{self.entry_point.value} of {self}: {type(error).__name__}: {error}",
                 hint=hint,
             ) from error
+
+    def _check_entry_point(self) -> None:
+        """Python itself says of a text that names nothing only that None has no attribute."""
+        if self.entry_point.pattern.match(self.entry_point.value) is None:
+            raise PluginLoadError(
+                "a plugin's entry point cannot be read",
+                plugin=self.name,
+                why=f"{self.entry_point.value!r} of {self} is no 'module:object'",
+                hint=_registration(self.name),
+            )
 
     def _check_version(self, plugin: Plugin) -> None:
         major, minor = plugin.sdk_api
@@ -131,7 +142,8 @@ def _probe(candidate: Candidate) -> Probe:
         return Probe.broken(f"its probe {error}")
     except (Exception, SystemExit) as error:
         return Probe.broken(f"its probe raised {type(error).__name__}: {error}")
-    return answer if isinstance(answer, Probe) else Probe.broken(f"its probe gave {answer!r}, not a Probe")
+    problem = answer.problem() if isinstance(answer, Probe) else "not a Probe"
+    return answer if problem is None else Probe.broken(f"its probe gave {answer!r}, {problem}")
 
 
 def scan() -> dict[str, list[Candidate]]:
@@ -152,6 +164,28 @@ def scan() -> dict[str, list[Candidate]]:
                 Candidate(entry_point.name, title, version, entry_point, folder)
             )
     return found
+
+
+def how_to_have(name: str) -> str:
+    """What to do where no plugin of a name is installed."""
+    similar = next((other for other in scan() if _folded(other) == _folded(name)), None)
+    if similar is not None:
+        return f"the installed one is called '{similar}'"
+    distribution = f"ds-plugin-{name.replace('_', '-')}"
+    try:
+        version = importlib.metadata.version(distribution)
+    except (importlib.metadata.PackageNotFoundError, ValueError):  # a name that is empty, or none
+        return f"pip install {distribution}"
+    return f"{distribution} {version} is here and registers no plugin '{name}': {_registration(name)}"
+
+
+def _folded(name: str) -> str:
+    return name.lower().replace("-", "_")
+
+
+def _registration(name: str) -> str:
+    group = f'[project.entry-points."{ENTRY_POINT_GROUP}"]'
+    return f'write {name} = "package:plugin" under {group} of its pyproject.toml, and install it again'
 
 
 def only(candidates: Iterable[Candidate]) -> Candidate:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from ds_plugin_sdk.errors import PluginConflictError, PluginError, SdkError, UnknownAcceleratorError
-from ds_plugin_sdk.registry.scan import Candidate, only, scan
+from ds_plugin_sdk.registry.scan import Candidate, how_to_have, only, scan
 from ds_plugin_sdk.settings import settings
 
 
@@ -92,7 +92,7 @@ def _explicit(name: str, installed: Mapping[str, list[Candidate]], builtin_names
             f"DS_ACCELERATOR={name} names nothing that is installed",
             why=f"installed plugins: {', '.join(sorted(installed)) or 'none'}; "
             f"built into DeepSpeed: {', '.join(builtin_names) or 'unknown until it is imported'}",
-            hint=f"pip install ds-plugin-{name}, or unset DS_ACCELERATOR",
+            hint=f"{how_to_have(name)}; or unset DS_ACCELERATOR",
         )
     if not allowed(name):
         raise PluginError(

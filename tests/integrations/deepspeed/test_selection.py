@@ -217,8 +217,8 @@ def test_a_sdk_error_is_not_hidden_by_deepspeeds(zap: Path, install: Install, py
         "plugin = Plugin('needy', (1, 0), 'zap_accelerators:Zap', lambda: Probe.available(1), prebuilt='not_there')\n",
     )
     failed = python(WHICH, DS_ACCELERATOR="needy", fails=True)
-    assert "PluginLoadError: a plugin's accelerator cannot be loaded (plugin 'needy')" in failed.stderr
-    assert "No module named 'not_there'" in failed.stderr
+    assert "PluginLoadError: a plugin's prebuilt ops cannot be looked for (plugin 'needy')" in failed.stderr
+    assert "prebuilt='not_there' in the manifest of ds-plugin-needy 1.0: ModuleNotFoundError" in failed.stderr
     failed = python(WHICH, DS_ACCELERATOR="zap", DS_PLUGIN_AUTOLOAD="maybe", fails=True)
     assert "SettingError: DS_PLUGIN_AUTOLOAD='maybe' cannot be used" in failed.stderr
     assert "must be one of" not in failed.stderr
