@@ -1,5 +1,5 @@
 """Under every stage of ZeRO, on two ranks: a model whose layers run on ops, and whose products are in float32. And a
-GPT-2, whose weights lie in another way while it decodes.
+GPT-2 that is accelerated before or after `deepspeed.initialize`.
 """
 
 from __future__ import annotations

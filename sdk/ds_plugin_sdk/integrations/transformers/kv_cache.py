@@ -351,7 +351,7 @@ def _appends(layer: Any) -> bool:
 
 def alike(cache: Cache, indexes: Iterable[int]) -> list[AppendingLayer]:
     """Layers of a cache that one call appends a position to: the first ones, as many as are initialized, have the same
-    number of bits, and hold as many positions; each once.
+    number of bits, and hold as many positions; none if one of them comes twice.
     """
     found: list[AppendingLayer] = []
     kinds, layers = set(), cache.layers
