@@ -483,11 +483,14 @@ class DeepSpeedAccelerator(abc.ABC):
         None for the collectives that DeepSpeed would build as soon as it is offered them, unless they are the
         plugin's own, and for classes that builders derive from: DeepSpeed takes every name that ends in ``Builder``
         for an op's.
+
+        Raises:
+            BuildError: the builder's ``__init__`` raises.
         """
         builder = self.get_op_builder(class_name)
         own = issubclass(builder, op_builder.OpBuilder) and not issubclass(builder, op_builder.NotImplementedBuilder)
         optional = not own and op_table.by_builder(class_name).optional
-        return None if optional or op_builder.is_base(class_name, self.op_builders) else builder()
+        return None if optional or op_builder.is_base(class_name, self.op_builders) else op_builder.made(builder)
 
     def build_extension(self) -> Any:
         """The setuptools command that builds extensions."""

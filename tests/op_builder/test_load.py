@@ -190,6 +190,19 @@ def test_a_builder_whose_init_calls_no_other_has_its_name(tmp_path: Path, monkey
     assert (status, text) == (0, "fused_lion None\n")
 
 
+def test_an_accelerator_names_a_builder_whose_init_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    init = "def __init__(self): raise OSError('no toolkit')"
+    (tmp_path / "zap_alone.py").write_text(RAISES.format(method=init), encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    status, text = run(
+        "from ds_plugin_cpu.accelerator import CPU_Accelerator\n"
+        "CPU_Accelerator.op_builders = 'zap_alone'\n"
+        "CPU_Accelerator().create_op_builder('FusedLionBuilder')"
+    )
+    assert status == 1
+    assert "BuildError: an op's builder raises (plugin 'zap-alone', op 'fused_lion'): zap_alone.FusedLionB" in text
+
+
 def test_a_package_without_an_init_has_its_sources_in_its_own_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

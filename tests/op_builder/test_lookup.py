@@ -153,6 +153,15 @@ def test_a_broken_builder_module_costs_its_own_ops_only(zap: Path) -> None:
     assert builder.__module__ == "zap_plugin.op_builder.fused_adam"
 
 
+def test_builders_in_folders_of_the_package_are_found(zap: Path) -> None:
+    folder = zap / "op_builder" / "optimizers"
+    folder.mkdir()
+    (zap / "op_builder" / "fused_adam.py").rename(folder / "adam.py")
+    (folder / "__init__.py").write_text("", encoding="utf-8")
+    builder = op_builder.find("FusedAdamBuilder", "zap_plugin.op_builder", "zap")
+    assert builder.__module__ == "zap_plugin.op_builder.optimizers.adam"
+
+
 def test_kernel_paths_are_absolute_and_inside_the_package(zap: Path) -> None:
     builder = op_builder.find("FusedAdamBuilder", "zap_plugin.op_builder", "zap")()
     assert builder.sources() == [str(zap / "csrc" / "adam.cpp")]

@@ -181,7 +181,10 @@ def _locked_memory(facts: Facts) -> _Row:
 
 def _shared_memory(facts: Facts) -> _Row:
     if facts.shared_memory is None:
-        return "/dev/shm", "fails", "not there, or cannot be written", "mount a tmpfs there"
+        todo = (
+            "mount a tmpfs there: a data loader's workers need it, and the SDK's sums over ranks are gloo's without it"
+        )
+        return "/dev/shm", "warning", "not there, or cannot be written", todo
     total, free = facts.shared_memory
     found = f"{_size(free)} of {_size(total)} free"
     if free < SMALL_SHARED_MEMORY or total <= SMALL_SHARED_MEMORY:

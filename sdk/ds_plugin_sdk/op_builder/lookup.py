@@ -7,7 +7,6 @@ from __future__ import annotations
 import functools
 import importlib
 import pkgutil
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from types import ModuleType
@@ -171,24 +170,20 @@ def _found_in(package: str) -> dict[str, type[Any]]:
 
 
 def _modules_of(package: str) -> Iterator[ModuleType]:
-    """A package and its modules. Of one that cannot be imported only its own ops are missing."""
-    for name in _names_of(package):
-        try:
-            yield importlib.import_module(name)
-        except Exception as error:
-            warnings.warn(
-                f"ds-plugin-sdk: the builders in {name} are skipped (plugin '{package.partition('.')[0]}'): "
-                f"{type(error).__name__}: {error}",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-
-
-def _names_of(package: str) -> Iterator[str]:
-    yield package
-    module = sys.modules.get(package)
+    """A package and all modules below it. Of one that cannot be imported only its own ops are missing."""
+    try:
+        module = importlib.import_module(package)
+    except Exception as error:
+        warnings.warn(
+            f"ds-plugin-sdk: the builders in {package} are skipped (plugin '{package.partition('.')[0]}'): "
+            f"{type(error).__name__}: {error}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return
+    yield module
     for info in pkgutil.iter_modules(getattr(module, "__path__", [])):
-        yield f"{package}.{info.name}"
+        yield from _modules_of(f"{package}.{info.name}")
 
 
 @functools.cache

@@ -396,3 +396,21 @@ def test_wrong_use_raises() -> None:
         accelerate(model, weights="int3")  # type: ignore[arg-type]  # wrong on purpose
     with accelerate(model), pytest.raises(SdkError, match="already"):
         accelerate(model)
+
+
+def test_quantized_weights_that_no_layer_can_have_are_an_error() -> None:
+    """A model of layers that are divided among ranks, or of a library's own, would run unquantized, and nobody know."""
+
+    class Linear(torch.nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return super().forward(input) + 1
+
+    model = make("llama")
+    for module in list(model.modules()):
+        for name, layer in list(module.named_children()):
+            if type(layer) is torch.nn.Linear:
+                setattr(module, name, Linear(layer.in_features, layer.out_features, bias=False))
+    with pytest.raises(SdkError, match=r"cannot have int8 weights.*none of its linear layers"):
+        accelerate(model, weights="int8")
+    with accelerate(model) as handle:
+        assert not handle.linear

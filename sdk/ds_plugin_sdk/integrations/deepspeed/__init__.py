@@ -1,4 +1,4 @@
-"""The SDK inside unmodified DeepSpeed, of any release from 0.12.6 on.
+"""The SDK inside unmodified DeepSpeed, of any release from 0.14.4 on.
 
 import_hook     sees DeepSpeed being imported; all that runs at `import torch`
 adopt           makes DeepSpeed use the registry's accelerator

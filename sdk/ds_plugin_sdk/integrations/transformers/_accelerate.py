@@ -196,7 +196,7 @@ def accelerate(
 
     Raises:
         SdkError: the model is accelerated already; `weights`, `cache` or `loss` is something else; or no layer of the
-            model can have the cache that is asked for.
+            model can have the weights or the cache that are asked for.
     """
     _check(model, weights, cache, loss)
     _load_kernels(model, *_FAMILIES_OF_OPS, *families.families_of_ops(model))
@@ -206,12 +206,7 @@ def accelerate(
     try:
         _use_attention(model, found, undo)
         _find_layers(model, packer, found)
-        if cache is not None and not any(isinstance(each, DecoderReplacement) for each in found.replacements.values()):
-            raise SdkError(
-                f"{name_of(model)} cannot have an {cache} cache",
-                why="none of its decoder layers runs whole on our ops",
-                hint="leave cache out; print(accelerate(model)) says what is left alone, and why",
-            )
+        _check_served(model, found, packer, weights, cache)
         if loss is not None:
             _find_loss(model, found)
         undo += packer.pack()
@@ -254,6 +249,25 @@ def _check(model: transformers.PreTrainedModel, weights: Weights, cache: str | N
         raise SdkError(f"loss is {loss!r}", why="a loss is the model's own, or chunked", hint='None or "chunked"')
     if any(is_replaced(module) for module in model.modules()):
         raise SdkError("the model is accelerated already", why="accelerate() was called on it", hint="call remove()")
+
+
+def _check_served(
+    model: transformers.PreTrainedModel, found: _Found, packer: Packer, weights: Weights, cache: str | None
+) -> None:
+    """What was asked for is had by some layer at least: the report of the others would not be read."""
+    report = "print(accelerate(model)) says what is left alone, and why"
+    if weights is not None and packer.is_empty:
+        raise SdkError(
+            f"{name_of(model)} cannot have {weights} weights",
+            why="none of its linear layers runs on our ops",
+            hint=f"leave weights out; {report}",
+        )
+    if cache is not None and not any(isinstance(each, DecoderReplacement) for each in found.replacements.values()):
+        raise SdkError(
+            f"{name_of(model)} cannot have an {cache} cache",
+            why="none of its decoder layers runs whole on our ops",
+            hint=f"leave cache out; {report}",
+        )
 
 
 # ---------------------------------------------------------------------- layers

@@ -262,6 +262,11 @@ class Packer:
         self._matrices: list[Matrix] = []
         self._claimed: set[int] = set()
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no layer's weights are to be packed."""
+        return not self._matrices
+
     def add(self, *matrices: Matrix) -> None:
         """Plan to pack these, or none, with `NotUnderstoodError`: a parameter can be moved into one matrix only."""
         parameters = [id(parameter) for matrix in matrices for parameter in matrix.parameters]
