@@ -13,7 +13,7 @@ struct AdagradUpdate {
     auto* g = static_cast<const Grad*>(grads);
     auto* sums = static_cast<State*>(state_sums);
     const AdagradStep s = step;  // a copy, which the compiler knows the stores do not change
-    for_each_vector(count, [=](int64_t i, auto memory) {
+    for_each_vector<StreamedVector>(count, [=](int64_t i, auto memory) {
       Floats param = memory.load(p + i), sum = memory.load(sums + i);
       adagrad_update(param, memory.load(g + i), sum, s);
       memory.store(p + i, param);

@@ -14,7 +14,7 @@ DS_KERNELS_INLINE void for_each(void* params, const void* grads, void* exp_avgs,
   auto* g = static_cast<const Grad*>(grads);
   auto* m = static_cast<State*>(exp_avgs);
   auto* v = static_cast<State*>(exp_avg_sqs);
-  for_each_vector(count, [=](int64_t i, auto memory) {
+  for_each_vector<StreamedVector>(count, [=](int64_t i, auto memory) {
     Floats param = memory.load(p + i), first = memory.load(m + i), second = memory.load(v + i);
     change(param, memory.load(g + i), first, second);
     memory.store(p + i, param);

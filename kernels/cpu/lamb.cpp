@@ -54,7 +54,7 @@ template <class Param, class Grad, class State>
 LambSums update_unit(const Param* p, const Grad* g, State* m, State* v, int64_t count, const LambStep& step) {
   const LambStep s = step;  // a copy, which the compiler knows the stores do not change
   SumOfSquares params, updates;
-  for_each_vector(count, [&](int64_t i, auto memory) {
+  for_each_vector<StreamedVector>(count, [&](int64_t i, auto memory) {
     const Floats param = memory.load(p + i);
     Floats first = memory.load(m + i), second = memory.load(v + i);
     lamb_moments(memory.load(g + i), first, second, s);
@@ -109,7 +109,7 @@ struct LambParams {
     auto* m = static_cast<const State*>(exp_avgs);
     auto* v = static_cast<const State*>(exp_avg_sqs);
     const LambStep s = step;
-    for_each_vector(count, [=](int64_t i, auto memory) {
+    for_each_vector<StreamedVector>(count, [=](int64_t i, auto memory) {
       Floats param = memory.load(p + i);
       param -= step_size * lamb_direction(param, memory.load(m + i), memory.load(v + i), s);
       memory.store(p + i, param);

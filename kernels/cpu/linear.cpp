@@ -19,17 +19,6 @@ inline ShortInputs inputs_from(const ShortInputs& input, const Dots& dots, int64
   return {input.values + m * dots.columns, input.scales + groups, input.eights + groups, bytes};
 }
 
-inline bool is_amd() {
-#if defined(__x86_64__)
-  return __builtin_cpu_is("amd");
-#else
-  return false;
-#endif
-}
-
-// How far ahead weights are fetched, in bytes: Intel's prefetchers stop at every page, AMD's do the rest themselves.
-inline uintptr_t weights_ahead() { return is_amd() ? 256 : 2048; }
-
 // From this many inputs on laying out tiles takes less time than it saves, also where weights come from memory. Measured on one
 // CPU of each: AMD's Zen 4 takes two cycles for each vector that a tile is laid out with.
 inline int64_t least_tile_inputs(bool quantized) { return is_amd() ? 13 : quantized ? 5 : 7; }
@@ -77,7 +66,7 @@ DS_KERNELS_INLINE void dot_inputs(const Dots& dots, const LinearTask& task, cons
 template <class Weight, int streams, class Input>
 __attribute__((noinline)) void dot_streams(const LinearTask& task, const Streams<streams>& rows, Input input,
                                            int64_t first_input, int64_t inputs, float* const (&sums)[streams]) {
-  const Dots dots{task.columns, task.groups, weights_ahead()};
+  const Dots dots{task.columns, task.groups, stream_prefetch_bytes()};
   const auto from = [&](int64_t m) { return inputs_from(input, dots, first_input + m); };
   int64_t all = rows.count[0];
   for (const int64_t count : rows.count) all = count < all ? count : all;

@@ -13,7 +13,7 @@ struct LionUpdate {
     auto* g = static_cast<const Grad*>(grads);
     auto* m = static_cast<State*>(exp_avgs);
     const LionStep s = step;  // a copy, which the compiler knows the stores do not change
-    for_each_vector(count, [=](int64_t i, auto memory) {
+    for_each_vector<StreamedVector>(count, [=](int64_t i, auto memory) {
       Floats param = memory.load(p + i), first = memory.load(m + i);
       lion_update(param, memory.load(g + i), first, s);
       memory.store(p + i, param);

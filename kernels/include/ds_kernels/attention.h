@@ -87,12 +87,11 @@ inline void merge(Running& into, const Running& other, int64_t head_dim) {
   });
 }
 
-// Fetches a row, or what lies as far behind it as hardware prefetchers, which stop at every page, leave alone. It may be
-// beyond the array: an address, not a pointer.
+// Fetches what lies `ahead` bytes behind a row. It may be beyond the array: an address, not a pointer.
 template <class Element>
-DS_KERNELS_INLINE void fetch_ahead(const Element* row, int64_t head_dim) {
+DS_KERNELS_INLINE void fetch(const Element* row, int64_t head_dim, uintptr_t ahead) {
   for (int64_t i = 0; i < head_dim; i += 64 / static_cast<int64_t>(sizeof(Element))) {
-    __builtin_prefetch(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(row + i) + kPrefetchBytes));
+    __builtin_prefetch(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(row + i) + ahead));
   }
 }
 
@@ -120,10 +119,11 @@ DS_KERNELS_INLINE void add_scores(Floats* sums, Memory memory, const float* cons
 template <int queries, class Element>
 DS_KERNELS_INLINE void score(const float* const (&query)[queries], const Element* keys, int64_t stride, int64_t count,
                              int64_t head_dim, float* const (&scores)[queries]) {
+  const uintptr_t ahead = stream_prefetch_bytes();
   const auto add_products = [&](Floats* sums, auto number, int64_t p) {
     constexpr int kKeys = decltype(number)::value;
     const Element* key = keys + p * stride;
-    for (int k = 0; k < kKeys; ++k) fetch_ahead(key + k * stride, head_dim);
+    for (int k = 0; k < kKeys; ++k) fetch(key + k * stride, head_dim, ahead);
     int64_t i = 0;
     for (; i + kLanes <= head_dim; i += kLanes) add_scores<queries, kKeys>(sums, PlainVector{}, query, key, stride, i);
     if (i < head_dim) add_scores<queries, kKeys>(sums, PartVector{head_dim - i}, query, key, stride, i);
@@ -186,9 +186,10 @@ DS_KERNELS_INLINE void add_values(const Weighted<queries>& by, Memory memory, in
   for (int q = 0; q < queries; ++q) {
     for (int k = 0; k < vectors; ++k) sums[q][k] = memory.load(by.result[q] + i + k * kLanes) * by.faded[q];
   }
+  const uintptr_t ahead = stream_prefetch_bytes();
   for (int64_t p = 0; p < count; ++p) {
     const Element* row = values + p * stride + i;
-    fetch_ahead(row, vectors * kLanes);
+    fetch(row, vectors * kLanes, ahead);
     Floats wide[vectors];
     DS_KERNELS_UNROLL
     for (int k = 0; k < vectors; ++k) wide[k] = memory.load(row + k * kLanes);
