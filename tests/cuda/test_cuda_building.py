@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -91,13 +92,22 @@ def test_the_cuda_runtime_is_linked_by_its_file(nvcc: Path) -> None:
 
 
 @pytest.fixture
-def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpus = tuple(nvml.Gpu("GPU", f"GPU-{i}", capability) for i, capability in enumerate([(9, 0), (8, 0), (9, 0)]))
-    monkeypatch.setattr(nvml, "ask", lambda: nvml.Driver("580.1", (13, 0), gpus))
-    toolchains._archs_here.cache_clear()
+def with_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Puts GPUs of these capabilities into the machine."""
+
+    def put(*capabilities: tuple[int, int]) -> None:
+        gpus = tuple(nvml.Gpu("GPU", f"GPU-{i}", capability) for i, capability in enumerate(capabilities))
+        monkeypatch.setattr(nvml, "ask", lambda: nvml.Driver("580.1", (13, 0), gpus))
+        toolchains._capabilities.cache_clear()
+
     monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
-    yield
-    toolchains._archs_here.cache_clear()
+    yield put
+    toolchains._capabilities.cache_clear()
+
+
+@pytest.fixture
+def two_gpus(with_gpus: Callable[..., None]) -> None:
+    with_gpus((9, 0), (8, 0), (9, 0))
 
 
 def test_a_build_for_this_machine_is_for_its_gpus(two_gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,6 +115,44 @@ def test_a_build_for_this_machine_is_for_its_gpus(two_gpus: None, monkeypatch: p
     assert toolchains.cuda_archs(portable=True) is None
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "7.0+PTX")
     assert toolchains.cuda_archs(portable=False) == toolchains.cuda_archs(portable=True) == "7.0+PTX"
+
+
+def test_a_gpu_that_is_too_old_keeps_no_other_from_its_kernels(with_gpus: Callable[..., None]) -> None:
+    with_gpus((6, 1), (8, 9))
+    assert toolchains.cuda_archs(portable=False) == "8.9"
+    with_gpus((6, 1))
+    assert toolchains.cuda_archs(portable=False) == "6.1", "so that nvcc says what is wrong"
+
+
+@pytest.mark.parametrize(
+    ("arch_list", "runs", "does_not"),
+    [
+        ("8.0", [(8, 0), (8, 6), (8, 9)], [(7, 5), (9, 0), (12, 0)]),
+        ("8.6", [(8, 6), (8, 9)], [(8, 0), (9, 0)]),
+        ("7.0 9.0+PTX", [(7, 0), (7, 5), (9, 0), (10, 0), (12, 1)], [(8, 0), (8, 9)]),
+        ("9.0a+PTX", [(9, 0)], [(10, 0)]),
+        ("10.0f", [(10, 0), (10, 3)], [(9, 0), (12, 0)]),
+        ("", [(7, 5), (8, 9), (12, 1)], []),
+    ],
+)
+def test_which_gpus_run_what_was_made(
+    arch_list: str, runs: list[tuple[int, int]], does_not: list[tuple[int, int]]
+) -> None:
+    archs = toolchains.gencode((), arch_list, "13.0")
+    assert [gpu for gpu in runs + does_not if toolchains.runs_on(archs, gpu)] == runs
+
+
+def test_a_binary_for_other_gpus_does_not_fit(with_gpus: Callable[..., None]) -> None:
+    """As one that a node with other GPUs put into a cache that this one sees, too."""
+    made = {"cuda_archs": toolchains.gencode((), "8.0", "13.0")}
+    with_gpus((9, 0))
+    assert "no code for a GPU of compute capability 9.0" in CudaToolchain().misfit(made)
+    with_gpus((8, 6))
+    assert CudaToolchain().misfit(made) == ""
+    with_gpus()
+    assert CudaToolchain().misfit(made) == "", "a machine without GPUs may build wheels"
+    with_gpus((9, 0))
+    assert CudaToolchain().misfit({"cuda_archs": []}) == "", "the builder chose for itself"
 
 
 def test_a_portable_build_says_so(two_gpus: None) -> None:

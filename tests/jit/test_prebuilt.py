@@ -11,7 +11,7 @@ import pytest
 from small_op import CountingCompiler, Project, answer, make_project, other_torch
 
 from ds_plugin_sdk.errors import ToolchainError
-from ds_plugin_sdk.jit import BuildSpec, Source, acquire, build_into, cache, explain, machine, target
+from ds_plugin_sdk.jit import BuildSpec, CxxToolchain, Source, acquire, build_into, cache, explain, machine, target
 
 pytestmark = pytest.mark.compiler
 
@@ -112,6 +112,13 @@ def test_what_does_not_fit_this_machine_is_rejected(
     build_into(project.spec(), wheel)
     edit_key(wheel, **changes)
     assert told in " ".join(explain(with_prebuilt(project, wheel)))
+    assert acquire(with_prebuilt(project, wheel)).origin == "compiled"
+
+
+def test_what_no_device_here_runs_is_rejected(project: Project, wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build_into(project.spec(), wheel)
+    monkeypatch.setattr(CxxToolchain, "misfit", lambda self, identity: f"made by {', '.join(identity)}")
+    assert "made by cxx" in " ".join(explain(with_prebuilt(project, wheel)))
     assert acquire(with_prebuilt(project, wheel)).origin == "compiled"
 
 

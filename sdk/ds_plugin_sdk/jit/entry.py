@@ -12,6 +12,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ds_plugin_sdk.jit import toolchains
 from ds_plugin_sdk.jit.machine import STABLE_TORCH
 from ds_plugin_sdk.jit.plan import (
     SCHEMA,
@@ -175,7 +176,8 @@ def stale_header(record: Record, tokens: Tokens, *, own_only: bool = False) -> s
 def misfit(record: Record, request: Request) -> str:
     """Why a binary made elsewhere, by a compiler that we may not have, does not fit `request`; empty if it does.
 
-    It fits if it was made of the same sources, own headers and arguments, and this CPU, torch and Python can run it.
+    It fits if it was made of the same sources, own headers and arguments, and this machine's CPU, GPUs, torch and
+    Python can run it.
     """
     key, spec, here = record["key"], request.spec, request.machine
     if key["arch"] != here.target.arch:
@@ -184,8 +186,9 @@ def misfit(record: Record, request: Request) -> str:
         return "it was built from something else: " + "; ".join(lines)
     if not here.target.runs(key["cpu"]):
         return f"it is for {key['cpu']} CPUs, and this one is {here.target.level or 'unknown'}"
-    if lines := differences(key["abi"], here.abi(spec)):
-        return "; ".join(lines)
+    on_devices = toolchains.get_toolchain(spec.toolchain).misfit(key["toolchain"])
+    if reason := on_devices or "; ".join(differences(key["abi"], here.abi(spec))):
+        return reason
     if spec.stable and here.torch.release < STABLE_TORCH:
         return f"it needs torch {'.'.join(map(str, STABLE_TORCH))} or later, not {here.torch.version}"
     return stale_header(record, request.tokens, own_only=True)

@@ -15,6 +15,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from ds_plugin_sdk import nvml
 from ds_plugin_sdk.errors import ToolchainError
@@ -50,6 +51,10 @@ class Toolchain(ABC):
     def identity(self, spec: BuildSpec) -> dict[str, object]:
         """What the key says of this toolchain beside the command lines."""
         return {role: compiler.identity() for role, compiler in self.find().items()}
+
+    def misfit(self, identity: Mapping[str, Any]) -> str:
+        """Why a device of this machine does not run what was made with this `identity`; empty if all seen do."""
+        return ""
 
 
 class CxxToolchain(Toolchain):
@@ -211,6 +216,14 @@ class CudaToolchain(Toolchain):
     def identity(self, spec: BuildSpec) -> dict[str, object]:
         return {**super().identity(spec), "cuda_archs": self._archs(spec)}
 
+    def misfit(self, identity: Mapping[str, Any]) -> str:
+        archs = identity.get("cuda_archs")  # none where the builder chose them by itself
+        for capability in _capabilities() if archs else ():
+            if not runs_on(archs, capability):
+                version = ".".join(map(str, capability))
+                return f"it has no code for a GPU of compute capability {version}: {' '.join(archs)}"
+        return ""
+
     def flags(self, spec: BuildSpec, machine: Machine) -> list[str]:
         return [
             *standard(spec, spec.nvcc_args),
@@ -289,6 +302,7 @@ class CudaToolchain(Toolchain):
 
 _TORCH_CUDA = ("torch_cuda", "c10_cuda")
 _OLDEST_NVCC = (12, 0)  # torch 2.11 is built for CUDA 12 and 13
+_OLDEST_GPU = (7, 0)  # that has __grid_constant__
 
 
 def _pip_folders() -> list[Path]:
@@ -307,13 +321,35 @@ def cuda_archs(portable: bool) -> str | None:
     return settings.cuda_arch_list if settings.cuda_arch_list or portable else _archs_here()
 
 
-@functools.cache
 def _archs_here() -> str | None:
+    return " ".join(f"{major}.{minor}" for major, minor in _capabilities()) or None
+
+
+@functools.cache
+def _capabilities() -> tuple[tuple[int, int], ...]:
+    """Those of this machine's GPUs. One that is too old for the kernels keeps no other from having them."""
     try:
-        capabilities = {gpu.capability for gpu in nvml.ask().gpus}
+        found = {gpu.capability for gpu in nvml.ask().gpus}
     except nvml.NvmlError:
-        return None
-    return " ".join(f"{major}.{minor}" for major, minor in sorted(capabilities)) or None
+        return ()
+    return tuple(sorted({each for each in found if each >= _OLDEST_GPU} or found))
+
+
+def runs_on(archs: Iterable[str], capability: tuple[int, int]) -> bool:
+    """Whether a GPU runs what nvcc made with these arguments, as `gencode` has them.
+
+    Machine code runs on its own generation, from its own release on, and PTX on all later GPUs; that of an architecture
+    with an ``a`` on this one alone, with an ``f`` on its generation.
+    """
+    for arch in archs:
+        found = re.fullmatch(r"-gencode=arch=compute_\w+,code=(sm|compute)_(\d+)(\d)([af]?)", arch)
+        if found is None:  # -arch=all-major: all generations, and PTX
+            return True
+        made, same_generation = (int(found[2]), int(found[3])), int(found[2]) == capability[0]
+        later = made <= capability and (same_generation or (found[1] == "compute" and not found[4]))
+        if made == capability or (later and found[4] != "a"):
+            return True
+    return False
 
 
 # torch.utils.cpp_extension defines __CUDA_NO_HALF_OPERATORS__ and its family; kernels written for DeepSpeed need the
@@ -362,7 +398,7 @@ def gencode(nvcc_args: Sequence[str], arch_list: str | None, nvcc: str) -> list[
         release = tuple(map(int, re.findall(r"\d+", nvcc)[:2]))
         if not release or release >= (13,):
             return ["-arch=all-major"]
-        # CUDA 12's all-major begins at 5.0, and __grid_constant__ at 7.0.
+        # CUDA 12's all-major begins at 5.0, where kernels of ours do not compile.
         arch_list = "7.0 8.0 9.0+PTX" if release < (12, 8) else "7.0 8.0 9.0 10.0 12.0+PTX"
     words = " ".join(_CUDA_GENERATIONS.get(word, word) for word in re.split(r"[\s,;]+", arch_list or "") if word)
     flags: list[str] = []
