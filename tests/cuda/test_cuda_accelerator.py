@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -98,3 +102,37 @@ def test_ranges_have_domains_and_categories() -> None:
         ("push", (b"backward", 1, size)),
         ("pop", None),
     ]
+
+
+@pytest.fixture
+def nvtx_of_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The library where pip puts it: torch does not load it, and the loader does not look there."""
+    library = tmp_path / "nvidia" / "cu13" / "lib" / "libnvtx-of-pip.so.1"  # a name that no loader knows
+    library.parent.mkdir(parents=True)
+    source = tmp_path / "nvtx.cpp"
+    functions = (
+        "void* nvtxDomainCreateA(const char*) { return (void*)7; }",
+        "int nvtxDomainRangePop(void*) { return 5; }",
+    )
+    source.write_text("\n".join(f'extern "C" __attribute__((visibility("default"))) {each}' for each in functions))
+    subprocess.run(["c++", "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(nvtx, "_LIBRARIES", (library.name,))
+    for function in (nvtx._library, nvtx._domain):
+        function.cache_clear()
+    yield library
+    for function in (nvtx._library, nvtx._domain):
+        function.cache_clear()
+
+
+@pytest.mark.compiler
+def test_the_library_is_found_in_pips_packages(nvtx_of_pip: Path) -> None:
+    assert list(nvtx._candidates()) == [nvtx_of_pip.name, str(nvtx_of_pip)]
+    assert nvtx.pop("DeepSpeed") == 5
+
+
+def test_without_the_library_ranges_go_to_the_default_domain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvtx, "_LIBRARIES", ("libno-such-nvtx.so.1",))
+    nvtx._library.cache_clear()
+    assert nvtx._library() is None
+    nvtx._library.cache_clear()

@@ -1,13 +1,17 @@
 """Named ranges in NVIDIA's profilers, each in a domain if it names one.
 
-torch knows ranges of the default domain only. Domains are called through the NVTX library that comes with torch; where
-that cannot be found, their ranges go to the default domain, with the domain in front of the name.
+torch knows ranges of the default domain only. Domains are called through the NVTX library that pip installs with torch,
+which torch itself does not load. Where it cannot be found, their ranges go to the default domain, with the domain in
+front of the name.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -82,11 +86,20 @@ def _domain(name: str) -> Domain | None:
 
 @functools.cache
 def _library() -> Any:
-    for name in _LIBRARIES:
+    for name in _candidates():
         try:
-            library = ctypes.CDLL(name)  # loaded with torch already, from wherever torch has it
+            library = ctypes.CDLL(name)
         except OSError:
             continue
         library.nvtxDomainCreateA.restype = ctypes.c_void_p
         return library
     return None
+
+
+def _candidates() -> Iterator[str]:
+    """Where the library may be: loaded already or known to the loader, or in pip's nvidia packages."""
+    yield from _LIBRARIES
+    packages = importlib.util.find_spec("nvidia")
+    for folder in (packages.submodule_search_locations or ()) if packages else ():
+        for name in _LIBRARIES:
+            yield from map(str, sorted(Path(folder).glob(f"*/lib/{name}"), reverse=True))  # the newest CUDA first
