@@ -24,6 +24,7 @@ B, HEADS, WIDTH = 2, 3, 8
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU that has the kernels."""
     monkeypatch.setattr(_torch_attention, "_has_kernel", lambda device, masked: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
 
 
 @pytest.mark.parametrize(("tokens", "masked"), [(16, True), (16, False), (13, False)])
@@ -51,6 +52,25 @@ def test_what_the_kernels_do_not_take_is_left(on_gpu: None) -> None:
         assert not _torch_attention.is_best(new(1, 1, 16, 264), None, 0.1)
         assert not _torch_attention.is_best(new(0, 1, 16, 64), None, 0.1)
         assert not _torch_attention.is_best(new(1, 1, 16, 64, device="cpu"), None, 0.1), "no dropout there"
+
+
+@pytest.mark.parametrize(
+    ("capability", "all_heads"),
+    [((8, 0), True), ((8, 6), False), ((8, 9), False), ((9, 0), True), ((10, 0), True), ((12, 0), False)],
+)
+def test_heads_without_a_backward_pass_are_left(
+    on_gpu: None, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], all_heads: bool
+) -> None:
+    """Flash attention's forward pass takes them there, and its backward pass raises."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    with FakeTensorMode():
+        of_size = {size: torch.empty(1, 1, 16, size, dtype=torch.float16, device="cuda") for size in (192, 224, 256)}
+        mask = torch.empty(1, 1, 1, 16, dtype=torch.float16, device="cuda")
+        assert _torch_attention.is_best(of_size[192], None, 0.1)
+        assert _torch_attention.is_best(of_size[224], None, 0.0) is all_heads
+        assert _torch_attention.is_best(of_size[256], None, 0.1) is all_heads
+        assert _torch_attention.is_best(of_size[256], None, 0.0)
+        assert _torch_attention.is_best(of_size[256], mask, 0.1), "the memory-efficient kernel takes all"
 
 
 # ---- numbers -----------------------------------------------------------------------------------------------------

@@ -34,7 +34,9 @@ def is_best(q: Tensor, mask: Tensor | None, p: float) -> bool:
     if _is_on_cpu(q):
         return p == 0 and (q.element_size() > 2 or q.shape[2] >= _LONG)
     fits = q.device.type == "cuda" and q.element_size() == 2 and q.shape[3] % _PACK == 0 and q.shape[3] <= 256
-    return fits and q.numel() > 0 and _has_kernel(q.device.index, mask is not None)
+    if not fits or q.numel() == 0 or not _has_kernel(q.device.index, mask is not None):
+        return False
+    return mask is not None or _has_derivative(q.shape[3], p) or _has_large_blocks(q.device.index)
 
 
 def _has_kernel(device: int, masked: bool) -> bool:
@@ -43,8 +45,20 @@ def _has_kernel(device: int, masked: bool) -> bool:
     return allowed and torch.cuda.get_device_capability(device)[0] >= 8
 
 
+def _has_derivative(head_dim: int, p: float) -> bool:
+    """Whether flash attention's backward pass takes such heads on all GPUs; it raises where it does not."""
+    return head_dim <= 192 or (head_dim > 224 and p == 0)
+
+
+def _has_large_blocks(device: int) -> bool:
+    """Whether it takes all heads on a GPU: those of 8.6 to 8.9 and of 12.x have too little shared memory for some."""
+    capability = torch.cuda.get_device_capability(device)
+    return not (8, 6) <= capability <= (8, 9) and capability[0] != 12
+
+
 # What torch.compiler.assume_constant_result does, which imports the compiler: 1.5 s.
-_has_kernel._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compile asks for this
+for _constant in (_has_kernel, _has_large_blocks):
+    _constant._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compile asks for this
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float) -> tuple[Tensor, Saved]:
