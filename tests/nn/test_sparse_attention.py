@@ -117,7 +117,7 @@ def test_memory_does_not_grow_with_the_square_of_the_length() -> None:
     for length in (512, 2048):
         attention = SparseSelfAttention(BigBirdSparsityConfig(HEADS, 16), max_seq_length=length)
         *qkv, cotangent = inputs(torch.float32, length, batch=1)
-        attention._plan(length)
+        attention._plan(length, torch.device("cpu"))
         peaks.append(peak_bytes(functools.partial(_both, attention, qkv, cotangent)))
     assert 0 < peaks[1] < 6 * peaks[0], peaks
     assert peaks[1] < HEADS * 2048 * 2048 * 4, peaks  # what all scores would take
@@ -178,6 +178,16 @@ def test_a_layout_that_takes_the_others_place_counts() -> None:
     twin = copy.deepcopy(attention)
     twin.master_layout.copy_(other.master_layout)
     assert torch.equal(twin(query, key, value), expected)
+
+
+def test_a_plan_lies_where_it_is_used() -> None:
+    """A step that copied it there would wait for the device, part by part."""
+    attention = SparseSelfAttention(CONFIGS["bigbird"])
+    for device in (torch.device("meta"), torch.device("cpu")):
+        plan = attention._plan(512, device)
+        tensors = [each for part in plan for each in (part.keys, part.seen) if torch.is_tensor(each)]
+        assert len(tensors) > 1 and all(each.device == device for each in tensors)
+        assert attention._plan(512, device) is plan
 
 
 def test_training_may_follow_inference() -> None:

@@ -63,7 +63,7 @@ class SparseSelfAttention(nn.Module):
         self.attn_mask_mode = attn_mask_mode
         self.register_buffer("master_layout", sparsity_config.make_layout(max_seq_length))
         self._synchronized = False
-        self._plans: dict[int, list[_Part]] = {}  # by length
+        self._plans: dict[tuple[int, torch.device], list[_Part]] = {}  # by length, and by where they are used
         self._planned: tuple[Tensor, int] | None = None  # the layout that they are of, and its version then
 
     def forward(
@@ -96,7 +96,8 @@ class SparseSelfAttention(nn.Module):
         self._check(query, key, value)
         masks = self._masks(query, rpe, key_padding_mask, attn_mask)
         self._synchronize()
-        output: Tensor = _BlockSparseAttention.apply(query, key, value, masks, self._plan(query.shape[2]))  # type: ignore[no-untyped-call, unused-ignore]  # before 2.15 torch gives it no type
+        plan = self._plan(query.shape[2], query.device)
+        output: Tensor = _BlockSparseAttention.apply(query, key, value, masks, plan)  # type: ignore[no-untyped-call, unused-ignore]  # before 2.15 torch gives it no type
         return output
 
     def extra_repr(self) -> str:
@@ -151,17 +152,18 @@ class SparseSelfAttention(nn.Module):
             self._planned = None
             self._synchronized = True
 
-    def _plan(self, length: int) -> list[_Part]:
+    def _plan(self, length: int, device: torch.device) -> list[_Part]:
         """The parts in which a sequence is computed, renewed when the layout was written or replaced."""
         whole = self.master_layout
         if self._planned is None or self._planned[0] is not whole or self._planned[1] != whole._version:
             self._plans, self._planned = {}, (whole, whole._version)
-        if length not in self._plans:
+        if (length, device) not in self._plans:
             blocks = length // self.sparsity_config.block
             layout = whole[:, :blocks, :blocks].bool().cpu()
             with torch.inference_mode(False):  # training will use these parts, too
-                self._plans[length] = list(_parts(layout, self.sparsity_config.block))
-        return self._plans[length]
+                parts = _parts(layout, self.sparsity_config.block)
+                self._plans[length, device] = [part.on(device) for part in parts]
+        return self._plans[length, device]
 
     def __getstate__(self) -> dict[str, Any]:
         # The layout of a copy counts its versions anew.
@@ -210,6 +212,11 @@ class _Part:
     queries: slice
     keys: slice | Tensor
     seen: Tensor | None
+
+    def on(self, device: torch.device) -> _Part:
+        """The same with its tensors on a device, which would be waited for if each step copied them there."""
+        keys = self.keys if isinstance(self.keys, slice) else self.keys.to(device)
+        return _Part(self.heads, self.queries, keys, None if self.seen is None else self.seen.to(device))
 
 
 def _parts(layout: Tensor, block: int) -> Iterator[_Part]:
@@ -302,7 +309,7 @@ def _gather(part: _Part, query: Tensor, key: Tensor, value: Tensor) -> tuple[Ten
 
 
 def _attend(part: _Part, query: Tensor, key: Tensor, value: Tensor, masks: list[Tensor]) -> Tensor:
-    seen = None if part.seen is None else part.seen.to(query.device)
+    seen = part.seen
     if not masks:
         return scaled_dot_product_attention(query, key, value, attn_mask=seen)
     bias = sum(_piece(mask, part).to(torch.promote_types(query.dtype, torch.float32)) for mask in masks)

@@ -49,6 +49,29 @@ def test_it_agrees_with_the_formula(transposed: bool, eps_mode: int, scale: floa
     assert torch.equal(g.double(), g0)
 
 
+class Counted(torch.Tensor):
+    """A tensor that counts how often the host asks for its value."""
+
+    asked = 0
+
+    def __float__(self) -> float:
+        Counted.asked += 1
+        return super().__float__()
+
+
+def test_a_scale_on_the_device_is_read_once_for_all_parameters() -> None:
+    """To read it is to wait for the device."""
+    scale, before = torch.tensor(4.0).as_subclass(Counted), Counted.asked
+    for value in (4.0, 8.0):
+        scale.fill_(value)
+        found, expected = tensors(), tensors()
+        for (p, g, m, v), by in ((found, scale), (expected, value)):
+            fused_lamb.lamb(p, torch.tensor([]), m, v, g, *NUMBERS[:6], by, *NUMBERS[7:])
+            fused_lamb.lamb(p, torch.tensor([]), m, v, g, *NUMBERS[:6], by, *NUMBERS[7:])
+        assert torch.equal(found[0], expected[0])
+    assert Counted.asked - before == 2
+
+
 def test_without_a_copy() -> None:
     p, g, m, v = tensors()
     fused_lamb.lamb(p, torch.tensor([]), m, v, g, *NUMBERS)

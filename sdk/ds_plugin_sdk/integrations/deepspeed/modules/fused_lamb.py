@@ -11,6 +11,7 @@ from torch import Tensor
 from ds_plugin_sdk.ops.lamb import lamb_
 
 _EPS_INSIDE_SQRT = 0
+_last_scale: tuple[Tensor, int, float] | None = None
 
 
 def lamb(
@@ -62,12 +63,24 @@ def lamb(
         weight_decay=weight_decay,
         min_coeff=min_coeff,
         max_coeff=max_coeff,
-        grad_scale=float(combined_scale),
+        grad_scale=_number(combined_scale),
         eps_inside_sqrt=eps_mode == _EPS_INSIDE_SQRT,
         bias_correction=bool(bias_correction),
         correct_inside=_corrects_inside(),
         copies=[p_copy] if p_copy.numel() > 0 else [],
     )
+
+
+def _number(scale: float | Tensor) -> float:
+    """A scale's value. The front end has one tensor for all parameters of a group. To read it is to wait for the
+    device, which for each of them would be for the update of the one before.
+    """
+    global _last_scale
+    if not isinstance(scale, Tensor) or scale.is_inference():  # whose changes nobody counts
+        return float(scale)
+    if _last_scale is None or _last_scale[0] is not scale or _last_scale[1] != scale._version:
+        _last_scale = scale, scale._version, float(scale)
+    return _last_scale[2]
 
 
 @functools.cache
