@@ -13,6 +13,7 @@ namespace {
 
 constexpr int kThreads = 128, kWarps = kThreads / kWarpThreads;
 constexpr int kSlice = 8;  // elements of a head that a thread has
+constexpr int kMostParts = 512, kFinishThreads = 512;
 constexpr float kNever = -__builtin_huge_valf();
 
 // e^(a - top), where nothing was seen yet 0. A NaN that was seen is in the sum, and stays one if it is multiplied by 0.
@@ -175,12 +176,13 @@ struct Running {
   }
 };
 
-// How positions are shared: parts of so many each.
+// How positions are shared: parts of so many each. Made on the host: its divisions of 64 bits would take each thread as
+// long as some of the positions do.
 struct Parts {
   int64_t size, count;
 
-  __host__ __device__ explicit Parts(const Attention& t) {
-    constexpr int64_t kLeast = 64, kBlocks = 512;  // of a part; that keep a large GPU busy
+  explicit Parts(const Attention& t) {
+    constexpr int64_t kLeast = 64, kBlocks = kMostParts;  // of a part; that keep a large GPU busy
     const int64_t rows = t.batch * t.kv_heads, wanted = (kBlocks + rows - 1) / rows;
     const int64_t most = (t.total + kLeast - 1) / kLeast, parts = wanted < most ? wanted : most;
     const int64_t each = parts > 0 ? (t.total + parts - 1) / parts : 0;
@@ -198,11 +200,12 @@ __device__ __forceinline__ float* partial_of(const Attention& t, float* partial,
 
 // `lanes` threads share a head; queries are taken `tile` at a time.
 template <class Element, class Cached, int tile, bool packed>
-__global__ void __launch_bounds__(kThreads) attend_kernel(const Attention t, float* partial, const int lanes) {
+__global__ void __launch_bounds__(kThreads)
+    attend_kernel(const Attention t, const Parts parts, float* partial, const int lanes) {
   __shared__ float known[kWarps][tile][2 + kMostHeadDim];
   constexpr int kAtOnce = tile == 1 ? 4 : tile <= 4 ? 2 : 1;  // positions whose loads are under way together
-  const Parts parts(t);
-  const int64_t part = blockIdx.x % parts.count, row = blockIdx.x / parts.count;
+  const auto count = static_cast<unsigned>(parts.count), tokens = static_cast<unsigned>(t.tokens);
+  const int64_t row = blockIdx.x / count, part = blockIdx.x % count;
   const int64_t batch = row / t.kv_heads, kv_head = row - batch * t.kv_heads, group = t.group();
   const int64_t begin = part * parts.size, end = begin + parts.size < t.total ? begin + parts.size : t.total;
   const int thread = static_cast<int>(threadIdx.x), lane = thread % kWarpThreads, warp = thread / kWarpThreads;
@@ -211,6 +214,8 @@ __global__ void __launch_bounds__(kThreads) attend_kernel(const Attention t, flo
   const auto keys = keys_of<Element, Cached>(t, batch, kv_head, slice);
   const auto values = values_of<Element, Cached>(t, batch, kv_head, slice);
   const int64_t queries = group * t.tokens;
+  // One token attends to all that is there: nothing is asked for each position.
+  const bool has_bias = t.mask_kind != Mask::None || t.alibi || t.window || (t.causal && tokens > 1);
   if constexpr (keys.kQuantized) {
     append_rounded(keys, values, t.past, begin, end, lanes);
     __syncthreads();  // from here on all are in the cache
@@ -221,7 +226,8 @@ __global__ void __launch_bounds__(kThreads) attend_kernel(const Attention t, flo
 #pragma unroll
     for (int q = 0; q < tile; ++q) {
       if (first + q >= queries || !has_slice) continue;
-      const int64_t head = kv_head * group + (first + q) / t.tokens, token = (first + q) % t.tokens;
+      const unsigned index = static_cast<unsigned>(first) + q;
+      const int64_t head = kv_head * group + index / tokens, token = index % tokens;
       load_slice<false>(static_cast<const Element*>(t.query) + t.query_strides.at(batch, head, token), slice, head_dim,
                         query[q]);
     }
@@ -254,8 +260,12 @@ __global__ void __launch_bounds__(kThreads) attend_kernel(const Attention t, flo
           for (int j = 0; j < kSlice; ++j) score += query[q][j] * key[i].x[j];
           for (int mask = lanes / 2; mask > 0; mask /= 2) score += __shfl_xor_sync(kWholeWarp, score, mask);
           if (first + q >= queries || position >= end) continue;
-          const int64_t head = kv_head * group + (first + q) / t.tokens, token = (first + q) % t.tokens;
-          running[q].add(biased<Element>(t, score * t.scale * key[i].step, batch, head, token, position), value[i]);
+          score *= t.scale * key[i].step;
+          if (has_bias) {
+            const unsigned index = static_cast<unsigned>(first) + q;
+            score = biased<Element>(t, score, batch, kv_head * group + index / tokens, index % tokens, position);
+          }
+          running[q].add(score, value[i]);
         }
       }
     }
@@ -288,28 +298,42 @@ __global__ void __launch_bounds__(kThreads) attend_kernel(const Attention t, flo
   }
 }
 
-// Merges the parts of a query. A block for each.
+// Merges the parts of a query. A block for each: its threads have a part's weight each, then an element of some parts. A
+// thread that had all parts would wait for memory again and again.
 template <class Element>
-__global__ void __launch_bounds__(kThreads) finish_kernel(const Attention t, float* partial) {
-  const Parts parts(t);
-  const int64_t queries = t.group() * t.tokens, row = blockIdx.x / queries, index = blockIdx.x % queries;
-  const int64_t batch = row / t.kv_heads, kv_head = row - batch * t.kv_heads;
-  const int64_t head = kv_head * t.group() + index / t.tokens, token = index % t.tokens;
+__global__ void __launch_bounds__(kFinishThreads) finish_kernel(const Attention t, const Parts parts, float* partial) {
+  __shared__ float weights[kMostParts], results[kFinishThreads];
+  const auto queries = static_cast<unsigned>(t.group() * t.tokens), tokens = static_cast<unsigned>(t.tokens);
+  const auto kv_heads = static_cast<unsigned>(t.kv_heads);
+  const unsigned row = blockIdx.x / queries, index = blockIdx.x % queries;
+  const int64_t batch = row / kv_heads, head = row % kv_heads * t.group() + index / tokens, token = index % tokens;
   const float* known = partial_of(t, partial, parts, row, 0, index);
   const int64_t distance = queries * (2 + t.head_dim);
-  float top = kNever;
-  for (int64_t part = 0; part < parts.count; ++part) top = Maximum::combine(known[part * distance], top);
-  auto* output = static_cast<Element*>(t.output) + ((batch * t.tokens + token) * t.heads + head) * t.head_dim;
-  for (int64_t element = threadIdx.x; element < t.head_dim; element += kThreads) {
-    float sum = 0, result = 0;
-    for (int64_t part = 0; part < parts.count; ++part) {
-      const float* from = known + part * distance;
-      const float weight = relative(from[0], top);
-      sum += from[1] * weight;
-      result += from[2 + element] * weight;
-    }
-    narrow(sum == 0 ? 0.f : result / sum, output[element]);
+  const int thread = static_cast<int>(threadIdx.x), count = static_cast<int>(parts.count);
+  float top = kNever, sum = 0;
+  for (int part = thread; part < count; part += kFinishThreads) top = Maximum::combine(known[part * distance], top);
+  top = over_block<Maximum>(top);
+  for (int part = thread; part < count; part += kFinishThreads) {
+    weights[part] = relative(known[part * distance], top);
+    sum += known[part * distance + 1] * weights[part];
   }
+  sum = over_block<Sum>(sum);  // and all weights are there
+  const int head_dim = static_cast<int>(t.head_dim);
+  const int width = (head_dim + kWarpThreads - 1) / kWarpThreads * kWarpThreads, shares = kFinishThreads / width;
+  const int share = thread / width, element = thread % width;
+  float result = 0;
+  if (share < shares && element < head_dim) {
+#pragma unroll 8
+    for (int part = share; part < count; part += shares) {
+      result += known[part * distance + 2 + element] * weights[part];
+    }
+  }
+  results[thread] = result;
+  __syncthreads();
+  if (thread >= head_dim) return;
+  for (int other = 1; other < shares; ++other) result += results[other * width + thread];
+  auto* output = static_cast<Element*>(t.output) + ((batch * t.tokens + token) * t.heads + head) * t.head_dim;
+  narrow(sum == 0 ? 0.f : result / sum, output[thread]);
 }
 
 // ---- around torch's attention ------------------------------------------------------------------------------------
@@ -417,7 +441,8 @@ void compute(const AttentionZeros& zeros, Dtype dtype, const Stream& stream) {
 
 template <>
 void compute(const Attention& t, Dtype dtype, const Stream& stream) {
-  auto* const partial = stream.room<float>(t.batch * t.heads * t.tokens * Parts(t).count * (2 + t.head_dim));
+  const Parts parts(t);
+  auto* const partial = stream.room<float>(t.batch * t.heads * t.tokens * parts.count * (2 + t.head_dim));
   const int lanes = lanes_of(t);
   const int64_t rows = t.batch * t.kv_heads, queries = t.group() * t.tokens;
   with_element(dtype, [&](auto element) {
@@ -428,11 +453,11 @@ void compute(const Attention& t, Dtype dtype, const Stream& stream) {
         const bool packed = fit_packs(t);
         const auto kernel =
             packed ? attend_kernel<Element, Cached, tile, true> : attend_kernel<Element, Cached, tile, false>;
-        launch(stream, kernel, grid(stream, rows * Parts(t).count), kThreads, t, partial, lanes);
+        launch(stream, kernel, grid(stream, rows * parts.count), kThreads, t, parts, partial, lanes);
       });
     };
     t.key_scales ? attend(int8_t{}) : attend(element);
-    launch(stream, finish_kernel<Element>, grid(stream, rows * queries), kThreads, t, partial);
+    launch(stream, finish_kernel<Element>, grid(stream, rows * queries), kFinishThreads, t, parts, partial);
   });
 }
 

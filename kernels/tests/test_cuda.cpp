@@ -886,6 +886,7 @@ void check_attention_layers(Dtype dtype) {
                                  {2, 4, 2, 3, 70, 40, 0, Mask::Bool, true, true},
                                  {2, 2, 2, 2, 130, 33, 5, Mask::Float, false, true},
                                  {1, 9, 1, 1, 62, 256, 0, Mask::Element, false, true},
+                                 {1, 2, 1, 1, 32'767, 8, 0, Mask::None, false, true},  // as many parts as there can be
                                  {1, 3, 3, 4, 61, 1, 1, Mask::Bool, false, true},  // some queries see nothing
                                  {2, 2, 1, 7, 260, 16, 0, Mask::None, true, false}};
   for (const AttentionCase& c : cases) {
