@@ -99,11 +99,14 @@ __device__ __forceinline__ float activated(Activation activation, float x) {
   }
 }
 
-// What becomes of the sums of an output: of both halves if it is gated.
+// What becomes of the sums of an output before the residual: of both halves if it is gated.
+__device__ __forceinline__ float without_residual(const LinearLayer& t, float first, float second) {
+  return t.gated ? first * activated(t.activation, second) : activated(t.activation, first);
+}
 template <class Element>
 __device__ __forceinline__ float finished(const LinearLayer& t, int64_t input, int64_t output, float first,
                                           float second) {
-  const float result = t.gated ? first * activated(t.activation, second) : activated(t.activation, first);
+  const float result = without_residual(t, first, second);
   return t.residual ? result + widen(static_cast<const Element*>(t.residual)[input * t.outputs + output]) : result;
 }
 
@@ -197,14 +200,18 @@ __global__ void dequantize_kernel(const QuantizedRows q, const unsigned blocks_o
   }
 }
 
-template <class Element>
+template <class Element, int pack>
 __global__ void finish_kernel(const LinearLayer t, const Element* sums, const unsigned blocks_of_row) {
-  const auto [input, output] = Place(blocks_of_row, 1);
+  const auto [input, output] = Place(blocks_of_row, pack);
   if (output >= t.outputs) return;
   const Element* from = sums + input * (t.gated ? 2 * t.outputs : t.outputs) + output;
-  const float second = t.gated ? widen(from[t.outputs]) : 0.f;
-  narrow(finished<Element>(t, input, output, widen(*from), second),
-         static_cast<Element*>(t.output)[input * t.outputs + output]);
+  float first[pack], second[pack] = {};
+  load<pack>(from, first);
+  if (t.gated) load<pack>(from + t.outputs, second);
+#pragma unroll
+  for (int j = 0; j < pack; ++j) first[j] = without_residual(t, first[j], second[j]);
+  add<Element>(t.residual, input * t.outputs + output, first);
+  store<pack>(static_cast<Element*>(t.output) + input * t.outputs + output, first);
 }
 
 // ---- launches ----------------------------------------------------------------------------------------------------
@@ -264,9 +271,13 @@ void compute(const LinearFinish& finish, Dtype dtype, const Stream& stream) {
   if (t.outputs == 0) return;
   with_element(dtype, [&](auto element) {
     using Element = decltype(element);
-    const Share share(t.outputs);
-    launch(stream, finish_kernel<Element>, share.blocks(stream, t.inputs), share.threads, t,
-           static_cast<const Element*>(finish.sums), share.blocks_of_row);
+    const auto run = [&](auto pack) {
+      const Share share(t.outputs / pack);
+      launch(stream, finish_kernel<Element, pack>, share.blocks(stream, t.inputs), share.threads, t,
+             static_cast<const Element*>(finish.sums), share.blocks_of_row);
+    };
+    const bool packed = in_packs<Element>(t.outputs, finish.sums, t.residual, t.output);
+    packed ? run(Constant<kPack<Element>>{}) : run(Constant<1>{});
   });
 }
 

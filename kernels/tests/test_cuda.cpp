@@ -651,6 +651,30 @@ void check_linear(Dtype dtype, int64_t inputs, const Weights& w, bool gated) {
   CHECK(y.guards_hold(), "linear");
 }
 
+// What follows torch's product.
+void check_linear_finish(Dtype dtype, int64_t outputs, bool gated, bool has_residual) {
+  constexpr int64_t kInputs = 3;  // as rows of check_rows
+  Array residual(dtype, kInputs * outputs, 0);
+  fill(residual, 9);
+  int64_t next = 0;
+  check_rows(
+      "linear", dtype, outputs,
+      [&](void* sums, void* output) {
+        LinearLayer task{};
+        task.inputs = kInputs, task.outputs = outputs, task.gated = gated, task.activation = Activation::Silu;
+        task.residual = has_residual ? residual.data() : nullptr, task.output = output;
+        compute("linear", LinearFinish{task, sums}, dtype);
+      },
+      [&](std::vector<double>& x) {
+        for (int64_t i = 0; i < outputs; ++i) {
+          x[i] = gated ? x[i] * activated(Activation::Silu, x[outputs + i]) : activated(Activation::Silu, x[i]);
+          if (has_residual) x[i] += residual[next + i];
+        }
+        next += outputs;
+      },
+      gated ? 2 : 1);
+}
+
 void check_dequantized(Dtype dtype, const Weights& w) {
   Array wide(dtype, w.rows * w.columns, 0);
   wide.to_device();
@@ -1102,6 +1126,11 @@ int main(int argc, char**) {
       for (const int bits : {8, 4}) check_quantizer(dtype, size, bits, true), check_quantizer(dtype, size, bits, false);
     }
     check_quantized_weights(dtype);
+    for (const int64_t outputs : {1, 7, 768, 1001}) {
+      for (const bool gated : {false, true}) {
+        for (const bool has_residual : {false, true}) check_linear_finish(dtype, outputs, gated, has_residual);
+      }
+    }
     check_attention_layers(dtype);
     for (const int64_t head_dim : {10, 64, 256}) check_append(dtype, head_dim);
     for (const int64_t past : {0, 5, 300}) check_attention_bias(dtype, past);
