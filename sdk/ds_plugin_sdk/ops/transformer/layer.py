@@ -117,8 +117,7 @@ def forward(layer: LayerConfig, input: Tensor, mask: Tensor | None, weights: Wei
         weights: of the dtype of input.
 
     Raises:
-        InvalidTensorError: shapes or dtypes do not fit, or a norm that is to be inverted has a weight of 0; on CUDA the
-            latter fails an assertion on the device.
+        InvalidTensorError: shapes or dtypes do not fit, or a norm that is to be inverted has a weight of 0.
     """
     device_type = input.device.type
     if not _is_autocast_enabled(device_type):
@@ -418,16 +417,11 @@ def _check(layer: LayerConfig, input: Tensor, mask: Tensor | None, weights: Weig
                 op=OP,
                 why=f"expected {input.dtype} on {input.device}, and a shape that broadcasts to {list(full)}",
             )
-    for weight in (weights.attn_nw, weights.norm_w) if layer.normalize_invertible else ():
-        _check_invertible(weight)
-
-
-def _check_invertible(weight: Tensor) -> None:
-    why = "a norm with a weight of 0 cannot be inverted"
-    if weight.device.type == "cuda":  # to know it here would be to wait for the device, in each layer of each step
-        torch._assert_async((weight != 0).all(), f"{OP}: {why}")
-    elif bool((weight == 0).any()):
-        raise InvalidTensorError(why, op=OP, hint="train without normalize_invertible")
+    inverted = (weights.attn_nw, weights.norm_w) if layer.normalize_invertible else ()
+    if any(bool((weight == 0).any()) for weight in inverted):
+        raise InvalidTensorError(
+            "a norm with a weight of 0 cannot be inverted", op=OP, hint="train without normalize_invertible"
+        )
 
 
 __all__ = ["LayerConfig", "SavedTensors", "Weights", "backward", "forward"]

@@ -78,9 +78,10 @@ def _number(scale: float | Tensor) -> float:
     global _last_scale
     if not isinstance(scale, Tensor) or scale.is_inference():  # whose changes nobody counts
         return float(scale)
-    if _last_scale is None or _last_scale[0] is not scale or _last_scale[1] != scale._version:
-        _last_scale = scale, scale._version, float(scale)
-    return _last_scale[2]
+    last = _last_scale
+    if last is None or last[0] is not scale or last[1] != scale._version:
+        last = _last_scale = scale, scale._version, float(scale)
+    return last[2]
 
 
 @functools.cache
