@@ -217,7 +217,7 @@ class CudaToolchain(Toolchain):
         return {**super().identity(spec), "cuda_archs": self._archs(spec)}
 
     def misfit(self, identity: Mapping[str, Any]) -> str:
-        archs = identity.get("cuda_archs")  # none where the builder chose them by itself
+        archs: list[str] = identity.get("cuda_archs") or []  # none where the builder chose them by itself
         for capability in _capabilities() if archs else ():
             if not runs_on(archs, capability):
                 version = ".".join(map(str, capability))
