@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -10,6 +11,12 @@ from small_models import logits, make, tokens
 from torch import nn
 
 from counted_calls import CountedCalls
+
+with warnings.catch_warnings():
+    # transformers' own dependencies warn of each other's releases.
+    warnings.simplefilter("ignore")
+    import transformers
+
 from ds_plugin_sdk.integrations.transformers import accelerate, attention_forward, register_attention
 
 pytestmark = [pytest.mark.compiler, pytest.mark.usefixtures("kernels")]
@@ -27,6 +34,25 @@ def test_a_static_cache_without_padding(name: str) -> None:
     assert counted.calls["cached_attention"] > 0
     torch.testing.assert_close(torch.stack(ours.logits), torch.stack(expected.logits), rtol=1e-3, atol=1e-3)
     assert torch.equal(ours.sequences, expected.sequences)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_decoder_with_more_tokens_than_its_encoder(padded: bool) -> None:
+    torch.manual_seed(0)
+    sizes = {f"{part}_{size}": 2 for part in ("encoder", "decoder") for size in ("layers", "attention_heads")}
+    sizes |= {"encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
+    model: Any = transformers.BartModel(
+        transformers.BartConfig(vocab_size=96, d_model=32, init_std=0.2, **sizes)
+    ).eval()
+    mask = torch.ones(2, 4, dtype=torch.long)
+    mask[1, 2:] = 0 if padded else 1
+    inputs = {"input_ids": tokens(count=4), "attention_mask": mask, "decoder_input_ids": tokens()}
+    with torch.no_grad():
+        expected = model(**inputs).last_hidden_state
+        with accelerate(model) as handle:
+            assert handle.attention
+            ours = model(**inputs).last_hidden_state
+    torch.testing.assert_close(ours, expected, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "deepseek_v3"])
