@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import subprocess
+import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -169,3 +171,30 @@ def test_weights_stay_on_their_devices() -> None:
     with accelerate(model) as handle:
         assert model.model.layers[1].mlp.up_proj.weight.is_meta
         assert handle.layers == ["model.layers.0"]
+
+
+# In a process where nothing has registered our ops yet.
+WEIGHTS_LATER = """
+import torch, transformers
+from ds_plugin_sdk.integrations.transformers import accelerate
+with torch.device("meta"):
+    config = transformers.LlamaConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=4, vocab_size=96, intermediate_size=48
+    )
+    model = transformers.LlamaForCausalLM(config).eval()
+handle = accelerate(model)
+model.to_empty(device="cpu")
+model.init_weights()
+with torch.no_grad():
+    ours = model(torch.arange(9)[None]).logits
+    handle.remove()
+    torch.testing.assert_close(ours, model(torch.arange(9)[None]).logits, rtol=1e-3, atol=1e-3)
+"""
+
+
+def test_a_model_without_numbers_gets_them_later(kernel_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DS_PLUGIN_CACHE_DIR", str(kernel_cache))
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", WEIGHTS_LATER], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr

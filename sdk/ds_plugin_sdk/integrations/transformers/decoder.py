@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -258,8 +259,14 @@ class Ops(NamedTuple):
     cached_attention_int8: Any
 
 
+# They register these ops. No kernels were loaded for a model without numbers, on the device meta, that gets some later.
+_FAMILIES = ("attention", "linear", "norm", "rotary", "transformer")
+
+
 @functools.cache
 def _ops_of(namespace: str) -> Ops:
+    for family in _FAMILIES:
+        importlib.import_module(f"ds_plugin_sdk.ops.{family}")
     return Ops(*(getattr(getattr(torch.ops, namespace), name).default._op for name in Ops._fields))
 
 
