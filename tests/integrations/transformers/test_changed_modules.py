@@ -22,8 +22,9 @@ with warnings.catch_warnings():
     # transformers' own dependencies warn of each other's releases.
     warnings.simplefilter("ignore")
     import transformers
+    from transformers.models.opt import modeling_opt as opt
 
-from ds_plugin_sdk.integrations.transformers import accelerate
+from ds_plugin_sdk.integrations.transformers import accelerate, families
 from ds_plugin_sdk.integrations.transformers.replacements import DecoderReplacement
 
 pytestmark = [pytest.mark.compiler, pytest.mark.usefixtures("kernels")]
@@ -461,3 +462,30 @@ def test_layers_of_another_name_with_the_same_code_run_whole() -> None:
     with accelerate(model) as handle:
         assert handle.layers == ["model.layers.0", "model.layers.1"] or handle.left
         assert_as_plain(model)
+
+
+class OfAnotherRelease(opt.OPTDecoderLayer):  # type: ignore[misc]  # transformers is not typed where types are checked
+    """As OPT's layers were in transformers 5.3."""
+
+    def forward(self, hidden_states: torch.Tensor, output_attentions: bool = False, **options: Any) -> Any:
+        return (super().forward(hidden_states, **options),)
+
+
+def test_layers_of_a_release_that_put_out_tuples_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(families.FAMILIES, OfAnotherRelease, families.FAMILIES[opt.OPTDecoderLayer])
+    model = make("opt")
+    model.model.decoder.layers[1].__class__ = OfAnotherRelease
+    with accelerate(model) as handle:
+        assert handle.layers in ([], ["model.decoder.layers.0"])
+        assert "puts out a tuple" in handle.left["model.decoder.layers.1"]
+        assert "model.decoder.layers.1.fc1" in handle.linear
+
+
+def test_layers_of_a_release_without_an_attribute_are_left_alone() -> None:
+    """GPT-2's attention had no ``scaling`` in transformers 5.3."""
+    model = make("gpt2")
+    vars(model.transformer.h[1].attn).pop("scaling", None)
+    with accelerate(model) as handle:
+        assert handle.layers in ([], ["transformer.h.0"])
+        assert "scaling" in handle.left["transformer.h.1"]
+        assert "transformer.h.1.ln_1" in handle.norms

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -48,7 +49,13 @@ def describe(layer: nn.Module, matrix_of: MatrixOf) -> Decoder:
     found = _find(layer)
     if found is None:
         raise NotUnderstoodError("it is no decoder layer that is known")
-    return found[0](layer, matrix_of)
+    # Releases of transformers differ, and the installed one's code is what layers were compared with.
+    if "output_attentions" in inspect.signature(type(layer).forward).parameters:
+        raise NotUnderstoodError("it takes output_attentions, so that it puts out a tuple")
+    try:
+        return found[0](layer, matrix_of)
+    except AttributeError as why:
+        raise NotUnderstoodError(f"it is not as in the releases of transformers that are known: {why}") from why
 
 
 def families_of_ops(model: nn.Module) -> list[str]:
