@@ -433,3 +433,20 @@ def test_an_int8_layer_that_is_set_again_keeps_no_old_room() -> None:
     layer.reset()
     layer.keys = layer.values = torch.randn(1, 2, 4, 8)
     assert gone() is None
+
+
+def test_layers_with_a_window_are_exchanged_where_a_release_gives_them_a_configuration_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As transformers 5.9 to 5.14 do."""
+    written = cache_utils.DynamicSlidingWindowLayer.__init__
+
+    def init(self: Any, config: object = None, sliding_window: int | None = None) -> None:
+        written(self, sliding_window=getattr(config, "sliding_window", None) or sliding_window)
+
+    monkeypatch.setattr(cache_utils.DynamicSlidingWindowLayer, "__init__", init)
+    config = MODELS["mistral"]()
+    cache = transformers.DynamicCache()
+    cache.layers, cache.layer_class_to_replicate = [cache_utils.DynamicSlidingWindowLayer(config)], None
+    layer = growing_layer(cache, 0, GrowingLayer)
+    assert isinstance(layer, GrowingSlidingLayer) and layer.sliding_window == WINDOW

@@ -374,7 +374,7 @@ def _exchanged(layer: Any, kind: type[AppendingLayer]) -> Any:
         return kind()
     if layer.sliding_window < 2:  # transformers' own layer holds all then
         return layer
-    grown = GrowingSlidingLayer(layer.sliding_window)
+    grown = GrowingSlidingLayer(sliding_window=layer.sliding_window)
     if getattr(layer, "record_past", False):
         grown.activate_past_recording()
     return grown
