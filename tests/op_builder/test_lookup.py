@@ -144,6 +144,7 @@ def test_an_unknown_op_has_a_stub_of_its_name() -> None:
     builder = op_builder.find("FlashAttentionBuilder", None, "cpu")
     assert issubclass(builder, NotImplementedBuilder)
     assert builder is op_builder.find("FlashAttentionBuilder", None, "cpu")
+    assert not builder().is_compatible(verbose=True)  # without a warning: DeepSpeed's report asks all names so
 
 
 def test_a_broken_builder_module_costs_its_own_ops_only(zap: Path) -> None:

@@ -438,7 +438,7 @@ def test_an_int8_layer_that_is_set_again_keeps_no_old_room() -> None:
 def test_layers_with_a_window_are_exchanged_where_a_release_gives_them_a_configuration_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As transformers 5.9 to 5.14 do."""
+    """As transformers 5.8 to 5.13 do."""
     written = cache_utils.DynamicSlidingWindowLayer.__init__
 
     def init(self: Any, config: object = None, sliding_window: int | None = None) -> None:
