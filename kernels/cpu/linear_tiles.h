@@ -100,7 +100,7 @@ DS_KERNELS_INLINE void load_columns(const void* from, int64_t stride, int64_t ro
   for (int r = 0; r < 16; ++r) {
     const char* row = static_cast<const char*>(from) + r * stride;
     columns[r] = _mm512_maskz_loadu_epi8(r < rows ? mask : 0, row);
-    __builtin_prefetch(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(row) + kTileAhead));
+    prefetch(row, kTileAhead);
   }
   transpose(columns);
 }

@@ -87,11 +87,11 @@ inline void merge(Running& into, const Running& other, int64_t head_dim) {
   });
 }
 
-// Fetches what lies `ahead` bytes behind a row. It may be beyond the array: an address, not a pointer.
+// Fetches what lies `ahead` bytes behind a row.
 template <class Element>
 DS_KERNELS_INLINE void fetch(const Element* row, int64_t head_dim, uintptr_t ahead) {
   for (int64_t i = 0; i < head_dim; i += 64 / static_cast<int64_t>(sizeof(Element))) {
-    __builtin_prefetch(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(row + i) + ahead));
+    prefetch(row + i, ahead);
   }
 }
 

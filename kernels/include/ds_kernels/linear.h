@@ -59,12 +59,6 @@ inline namespace DS_KERNELS_CPU_LEVEL {
 
 #ifndef DS_KERNELS_GPU_COMPILER
 
-// Fetches weights `ahead` bytes behind `from`. They may be beyond the array: an address, not a pointer.
-template <class Element>
-DS_KERNELS_INLINE void prefetch(const Element* from, uintptr_t ahead) {
-  __builtin_prefetch(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(from) + ahead));
-}
-
 // What rows of weights with inputs have in common.
 struct Dots {
   int64_t columns;

@@ -58,7 +58,7 @@ def _has_large_blocks(device: int) -> bool:
 
 # What torch.compiler.assume_constant_result does, which imports the compiler: 1.5 s.
 _has_kernel._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compile asks for this
-_has_large_blocks._dynamo_marked_constant = True  # type: ignore[attr-defined]  # the same
+_has_large_blocks._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compile asks for this
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float) -> tuple[Tensor, Saved]:
