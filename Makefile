@@ -160,8 +160,9 @@ test-threads-1: export OMP_NUM_THREADS := 1
 test-threads-2: export OMP_NUM_THREADS := 2
 test-threads-4: export OMP_NUM_THREADS := 4
 
-# pytest prints the seed; SEED=N repeats a run.
-test-random-order: ORDER = --random-order --random-order-seed=$${SEED:-$$RANDOM}
+# Other numbers too. pytest prints the seed; SEED=N repeats a run.
+test-random-order: export DS_TEST_SEED := $(or $(SEED),$(shell echo $$RANDOM))
+test-random-order: ORDER = --random-order --random-order-seed=$$DS_TEST_SEED
 
 $(filter-out test-loaded,$(MATRIX)): $(READY)
 	@echo '$@:'

@@ -228,7 +228,9 @@ def test_tensors_that_depend_on_each_other_are_derived_once() -> None:
 
     expected = derived(functional.rms_norm, lambda gate, up: functional.silu(gate) * up)
     hooks = len(half)
-    torch.testing.assert_close(derived(rms_norm, swiglu), expected, rtol=1e-4, atol=1e-4)
+    for found, each in zip(derived(rms_norm, swiglu), expected, strict=True):
+        # Second derivatives reach 1e6, and cancel.
+        torch.testing.assert_close(found, each, rtol=0, atol=1e-4 * float(each.detach().abs().max()))
     assert len(half) == 2 * hooks > 0
 
 
