@@ -366,5 +366,42 @@ def test_keeping_blocks_can_be_switched_off() -> None:
     assert faults >= 160
 
 
+HUGE_PAGES = """
+import os, re, torch
+from pathlib import Path
+from ds_plugin_cpu.accelerator import CPU_Accelerator
+CPU_Accelerator()
+def huge():
+    return sum(map(int, re.findall(r"AnonHugePages: *([0-9]+)", Path("/proc/self/smaps").read_text()))) // 1024
+before = huge()
+block = torch.ones(64 * 2**20)
+print(os.environ.get("THP_MEM_ALLOC_ENABLE"), huge() - before)
+"""
+
+
+@pytest.mark.parametrize(
+    ("settings", "asked", "mebibytes"),
+    [
+        ({}, "1", range(250, 264)),
+        ({"THP_MEM_ALLOC_ENABLE": "0"}, "0", range(1)),
+        ({"DS_PLUGIN_CPU_KEEP_MEMORY": "0"}, "None", range(1)),
+    ],
+    ids=["as it comes", "torch's variable", "the plugin's setting"],
+)
+def test_large_tensors_lie_on_huge_pages_unless_the_user_says_otherwise(
+    settings: dict[str, str], asked: str, mebibytes: range
+) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "THP_MEM_ALLOC_ENABLE"} | settings
+    done = subprocess.run(
+        [sys.executable, "-c", HUGE_PAGES], env=environment, capture_output=True, text=True, check=True
+    )
+    found, huge = done.stdout.split()
+    assert found == asked
+    # The system gives them to those who ask only under this policy: to all under "always", to none under "never".
+    policy = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if policy.exists() and "[madvise]" in policy.read_text(encoding="ascii"):
+        assert int(huge) in mebibytes
+
+
 def test_memory_is_measured_in_bytes() -> None:
     assert 10 * 2**20 < memory.resident() <= memory.peak() < memory.total()

@@ -1,8 +1,9 @@
-"""Host memory as a device's memory: statistics in bytes, and an allocator that keeps large blocks.
+"""Host memory as a device's memory: statistics in bytes, and an allocator that keeps large blocks, on huge pages.
 
 Large tensors come from fresh pages of the operating system and go back to it when freed, so that a memory-bound op
 spends most of its time in page faults: measured on 2 cores, layer norm with residual of a 4096 x 4096 float32 tensor
-takes 40 ms, and 7 ms when glibc keeps the freed block. So glibc is configured to keep blocks, up to a bound.
+takes 40 ms, and 7 ms when glibc keeps the freed block. So glibc is configured to keep blocks, up to a bound, and torch to
+ask for huge pages, of which a stream crosses fewer.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 
 # mallopt takes an int: what is kept at the top of the heap stays below 2 GiB, and below a quarter of the memory.
 _LARGEST_KEPT = 2**31 - 1
+
+# c10/core/impl/alloc_cpu.cpp: tensors of 2 MiB and more.
+_HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
 
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
@@ -100,7 +104,9 @@ def _glibc() -> ctypes.CDLL | None:
 
 @functools.cache
 def keep_large_blocks() -> int:
-    """Tell the allocator to keep freed blocks for reuse.
+    """Tell the allocator to keep freed blocks for reuse, and torch to ask the system for huge pages for large tensors.
+
+    torch reads its variable, ``THP_MEM_ALLOC_ENABLE``, when it allocates its first tensor; the user's value stays.
 
     Returns:
         Bytes kept at most; 0 where the C library is not glibc, the user runs another allocator, or
@@ -111,7 +117,10 @@ def keep_large_blocks() -> int:
         return 0
     bound = min(_LARGEST_KEPT, total() // 4)
     kept = library.mallopt(_M_MMAP_MAX, 0) and library.mallopt(_M_TRIM_THRESHOLD, bound)
-    return bound if kept else 0
+    if not kept:
+        return 0
+    os.environ.setdefault(_HUGE_PAGES, "1")
+    return bound
 
 
 def release() -> None:
