@@ -48,7 +48,7 @@ help:
 	@echo 'make architecture  draw the picture of docs/architecture.md from the code'
 	@echo 'make command-page  docs/reference/cli.md, from the commands themselves'
 	@echo 'make transformers-families  docs/transformers-families.md: every family, plain against accelerated; 15 minutes'
-	@echo 'make performance   docs/performance.md: all figures of the documentation, in one run; on an idle machine, half an hour'
+	@echo 'make performance   docs/performance.md: all figures of the documentation, in one run; on an idle machine, an hour'
 	@echo 'make bench         the training step against the accelerator that DeepSpeed brings along'
 	@echo 'make gpu-wheels    packages for a GPU machine without a network, into build/gpu-wheels'
 	@echo 'make venv          set up .venv and nothing else'

@@ -198,10 +198,11 @@ def test_both_sides_answer_for_members_and_collectives_on_their_ranks() -> None:
 def test_a_training_step_is_measured_beside_the_models_own_code(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(step.SHAPES, "15m", step._Sizes(16, 1, 2, 32))
     told: list[str] = []
-    eager, ours = step.run(vocabularies=(3000,), tokens=512, turns=2, compile=False, tell=told.append)
+    eager, ours, without = step.run(vocabularies=(3000,), tokens=512, turns=2, compile=False, tell=told.append)
     assert (eager.what, eager.times, eager.share) == (step.EAGER, 1, 1)
     assert ours.what == step.OURS["llama"] and ours.lowest <= ours.times <= ours.highest
     assert len(told) == 2 * (1 + 2)
+    assert without.what == step.WITHOUT and without.seconds > 0 and without.peak_mib is None
     logits = 512 * 3000 * 4 / 2**20
     assert eager.peak_share == 1 and eager.peak_mib > 2 * logits > ours.peak_mib > 0
     assert eager.loss_mib > 2 * logits > ours.loss_mib

@@ -176,7 +176,7 @@ def test_llama_cpp_has_rows_that_say_what_is_not_installed(
 def test_a_process_of_llama_cpp_that_fails_says_why(tmp_path: Path) -> None:
     """It has no model to load, or nothing to load it with."""
     with (
-        decode._Process(tmp_path / "model.gguf") as process,
+        decode._process(tmp_path / "model.gguf") as process,
         pytest.raises(RuntimeError, match=r"its process ended with status 1: .*(cannot load|llama_cpp)"),
     ):
         process.measure()
@@ -188,7 +188,7 @@ def test_a_process_that_nobody_waits_for_is_ended(monkeypatch: pytest.MonkeyPatc
     program.write_text("#!/bin/sh\nexec sleep 600\n", encoding="utf-8")
     program.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(program))
-    with decode._Process(tmp_path / "model.gguf") as process:
+    with decode._process(tmp_path / "model.gguf") as process:
         with pytest.raises(TimeoutError), at_most(0.2, "its answer"):
             process.measure()
         assert process._process.wait(timeout=10) != 0

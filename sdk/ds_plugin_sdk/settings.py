@@ -187,7 +187,7 @@ class Settings:
         "DS_PLUGIN_CPU_THREADS", _positive, None, "threads of each rank; unset: a fair share of the cores"
     )
     cpu_keep_memory = Setting[bool](
-        "DS_PLUGIN_CPU_KEEP_MEMORY", _flag, True, "0: let the allocator return large blocks to the system at once"
+        "DS_PLUGIN_CPU_KEEP_MEMORY", _flag, True, "0: return large blocks to the system at once, no huge pages"
     )
     cpu_float16 = Setting[bool](
         "DS_PLUGIN_CPU_FLOAT16", _flag, False, "1: offer float16 on a CPU that does not compute in it; slow"

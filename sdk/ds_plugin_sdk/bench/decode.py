@@ -7,10 +7,8 @@ import copy
 import functools
 import inspect
 import itertools
-import json
 import operator
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ds_plugin_sdk.bench import gguf_model
+from ds_plugin_sdk.bench.measuring_process import MeasuringProcess, serve
 from ds_plugin_sdk.bench.timing import Spread, at_most, in_turns, spread
 from ds_plugin_sdk.integrations.transformers.weights import Weights
 
@@ -356,8 +355,8 @@ def _llama_cpp(model: Any, folder: Path, kept: contextlib.ExitStack) -> dict[str
         return file
 
     def measure_of(file: Callable[[], Path]) -> Measure:
-        ready = functools.cache(lambda: kept.enter_context(_Process(file())))
-        return lambda: ready().measure()
+        ready = functools.cache(lambda: kept.enter_context(_process(file())))
+        return lambda: Speed(**ready().measure())
 
     def quantized(type: gguf_model.Type) -> Path:
         return gguf_model.quantize(whole(), type)
@@ -369,58 +368,23 @@ def _llama_cpp(model: Any, folder: Path, kept: contextlib.ExitStack) -> dict[str
     }
 
 
-class _Process:
-    """llama.cpp in a process of its own: if it crashes, others are measured."""
-
-    def __init__(self, file: Path) -> None:
-        command = [sys.executable, "-m", __name__, str(file), str(torch.get_num_threads())]
-        self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed with the process
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._said, text=True
-        )
-
-    def __enter__(self) -> _Process:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._process.kill()
-        self._process.communicate()
-        self._said.close()
-
-    def measure(self) -> Speed:
-        """Raises `RuntimeError` with what the process has said last, if it ended; it is ended if nobody waits."""
-        try:
-            answer = self._answer()
-        except BaseException:
-            self._process.kill()  # it would go on beside what is measured next
-            raise
-        if not answer:
-            status = self._process.wait()
-            self._said.seek(0)
-            said = self._said.read().strip().splitlines()[-1:]
-            raise RuntimeError(f"its process ended with status {status}" + "".join(f": {line}" for line in said))
-        return Speed(**json.loads(answer))
-
-    def _answer(self) -> str:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write("\n")
-            self._process.stdin.flush()
-        return self._process.stdout.readline()
+def _process(file: Path) -> MeasuringProcess:
+    """llama.cpp's: if it crashes, others are measured."""
+    return MeasuringProcess(__name__, str(file), str(torch.get_num_threads()))
 
 
 def _serve(file: Path) -> None:
-    """What that process does: for each line of input it measures, and prints that as a line."""
+    """What llama.cpp's process does."""
     with gguf_model.loaded(file, PROMPT + STEPS) as generation:
 
         def logits_after(tokens: Tensor) -> Tensor:
             return generation.logits(tokens[0].tolist()).view(1, 1, -1)
 
-        for _ in sys.stdin:
+        def measure() -> dict[str, float]:
             generation.restart()
-            sys.stdout.write(json.dumps(asdict(_timed(logits_after, _prompt()))) + "\n")
-            sys.stdout.flush()
+            return asdict(_timed(logits_after, _prompt()))
+
+        serve(measure)
 
 
 class ReadRate:

@@ -2,7 +2,8 @@
 
 For a LLaMA and a GPT-2 that is `accelerate` with a chunked loss, which has ops between the products, and multiplies in
 float32 where the CPU is slow at 16 bits; for a BERT DeepSpeed's transformer layers, which call the plugin's op, in the
-place of its own. All take turns on the same batch; the optimizer is torch's AdamW for all. Shapes are those of the
+place of its own. All take turns on the same batch; the optimizer is torch's AdamW for all, and freed memory is kept for
+all, as the plugin's accelerator has it, but for eager steps in a process without one. Shapes are those of the
 smallest and the largest of llama2.c's models, which have a vocabulary of 32,000 words; 128,256 are those of Llama 3.
 Dropout is 0.1 where a family has it. Memory is that of a step without the optimizer, and that of the last layer and the
 loss alone, forward and backward.
@@ -12,8 +13,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import io
+import json
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -25,6 +29,7 @@ import transformers
 from torch import Tensor, nn
 
 from ds_plugin_sdk.bench import timing
+from ds_plugin_sdk.bench.measuring_process import MeasuringProcess, serve
 from ds_plugin_sdk.errors import SdkError
 from ds_plugin_sdk.integrations.transformers import accelerate
 from ds_plugin_sdk.nn import linear_cross_entropy
@@ -33,8 +38,9 @@ from ds_plugin_sdk.registry import get_accelerator
 Shape = Literal["15m", "110m"]
 Family = Literal["llama", "gpt2", "bert"]
 VOCABULARIES: dict[str, tuple[int, ...]] = {"llama": (32_000, 128_256), "gpt2": (50_257,), "bert": (30_522,)}
-EAGER = "eager"
+EAGER, WITHOUT = "eager", "eager, no accelerator"
 _LONG = 2048  # tokens
+_SET_BY_ACCELERATORS = ("THP_MEM_ALLOC_ENABLE",)  # of variables that processes inherit: the CPU's
 OURS = {"llama": "accelerate", "gpt2": "accelerate", "bert": "DeepSpeed's layers"}
 
 
@@ -62,7 +68,7 @@ class Row:
         lowest, highest: of the turns.
         cpu_times: eager's CPU time over its own, likewise. With one thread it says more on a busy machine.
         peak_mib: the most memory that torch held in a forward and a backward pass, beyond what it held before: what is
-            kept in between, and gradients.
+            kept in between, and gradients. Without an accelerator it is not measured.
         peak_share: of eager's.
         loss_mib: the most memory that torch held in the last layer and the loss, forward and backward, beyond what it
             held before. Nobody chunks BERT's.
@@ -80,10 +86,10 @@ class Row:
     lowest: float
     highest: float
     cpu_times: float
-    peak_mib: float
-    peak_share: float
-    loss_mib: float
-    share: float
+    peak_mib: float | None = None
+    peak_share: float | None = None
+    loss_mib: float | None = None
+    share: float | None = None
     long_loss_mib: float | None = None
     long_share: float | None = None
     spread: dict[str, timing.Spread] = field(default_factory=dict)
@@ -310,6 +316,30 @@ def _step(kind: _Kind, ids: Tensor) -> float:
     return float(loss.detach())
 
 
+def _timed(kind: _Kind, ids: Tensor) -> tuple[float, float]:
+    """Seconds of a step, and of the CPU."""
+    with kind.context():
+        wall, cpu = time.perf_counter(), time.process_time()
+        _step(kind, ids)
+        return time.perf_counter() - wall, time.process_time() - cpu
+
+
+def _without_accelerator(
+    sizes: _Sizes, family: Family, vocabulary: int, dtype: torch.dtype, tokens: int
+) -> MeasuringProcess:
+    given = {"sizes": sizes, "family": family, "vocabulary": vocabulary, "dtype": str(dtype).removeprefix("torch.")}
+    arguments = json.dumps({**given, "tokens": tokens, "threads": torch.get_num_threads()})
+    return MeasuringProcess(__name__, arguments, without=_SET_BY_ACCELERATORS)
+
+
+def _serve(sizes: list[int], family: Family, vocabulary: int, dtype: str, tokens: int, threads: int) -> None:
+    """What that process does."""
+    torch.set_num_threads(threads)
+    model = _model(_Sizes(*sizes), family, vocabulary, getattr(torch, dtype), dropout=0.1)
+    kind, ids = _kinds(model, family, lr=1e-4, compile=False)[EAGER], _ids(vocabulary, tokens)
+    serve(lambda: _timed(kind, ids))
+
+
 def _rows(
     sizes: _Sizes,
     family: Family,
@@ -325,24 +355,23 @@ def _rows(
     ids = _ids(vocabulary, tokens)
 
     def measure(name: str) -> tuple[float, float]:
-        kind = kinds[name]
-        with kind.context():
-            wall, cpu = time.perf_counter(), time.process_time()
-            _step(kind, ids)
-            wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+        wall, cpu = _timed(kinds[name], ids)
         tell(f"{family}, {vocabulary} words, {name}: {wall:.2f} s, {cpu:.2f} s of CPU")
         return wall, cpu
 
-    measures = {name: lambda name=name: measure(name) for name in kinds}
-    timing.in_turns(measures, 1)  # compiles, and makes what stays
-    found = timing.in_turns(measures, turns)
+    measures: dict[str, Callable[[], Any]] = {name: functools.partial(measure, name) for name in kinds}
+    with _without_accelerator(sizes, family, vocabulary, dtype, tokens) as process:
+        measures[WITHOUT] = process.measure
+        timing.in_turns(measures, 1)  # compiles, and makes what stays
+        found = timing.in_turns(measures, turns)
     held = {name: _peak(kind, ids) for name, kind in kinds.items()}
     chunked = None if family == "bert" else OURS[family]
     peaks = _peaks(vocabulary, sizes.hidden, dtype, tokens, compile, chunked)
+    if chunked is None:
+        peaks[OURS[family]] = peaks[EAGER]
     long = _peaks(vocabulary, sizes.hidden, dtype, _LONG, False, chunked)
     for name, times in found.items():
         wall, cpu = ([a[clock] / b[clock] for a, b in zip(found[EAGER], times, strict=True)] for clock in (0, 1))
-        peak = peaks.get(name, peaks[EAGER])
         yield Row(
             family,
             str(dtype).removeprefix("torch."),
@@ -353,14 +382,16 @@ def _rows(
             min(wall),
             max(wall),
             statistics.median(cpu),
-            held[name] / 2**20,
-            held[name] / held[EAGER],
-            peak / 2**20,
-            peak / peaks[EAGER],
-            long[name] / 2**20 if name in long else None,
-            long[name] / long[EAGER] if name in long else None,
+            *_mib_and_share(held, name),
+            *_mib_and_share(peaks, name),
+            *_mib_and_share(long, name),
             {"seconds": timing.spread([seconds for seconds, _ in times])},
         )
+
+
+def _mib_and_share(peaks: dict[str, int], name: str) -> tuple[float | None, float | None]:
+    """Of eager's; None where there is no such measurement."""
+    return (peaks[name] / 2**20, peaks[name] / peaks[EAGER]) if name in peaks else (None, None)
 
 
 def _peak(kind: _Kind, ids: Tensor) -> int:
@@ -396,3 +427,7 @@ def _peaks(
         return timing.peak_bytes(step)
 
     return {name: peak(loss) for name, loss in losses.items()}
+
+
+if __name__ == "__main__":
+    _serve(**json.loads(sys.argv[1]))

@@ -266,7 +266,8 @@ BENCHMARKS: dict[str, Benchmark] = {
         "A training step of a LLaMA, a GPT-2 and a BERT",
         "sdk bench step --model llama --turns 3",
         "All of the shape of llama2.c's smallest, 512 tokens, with torch's AdamW. LLaMA and GPT-2 by accelerate() with"
-        " a chunked loss, BERT with DeepSpeed's layers.",
+        " a chunked loss, BERT with DeepSpeed's layers. Freed memory is kept, as DeepSpeed on the CPU plugin has it, "
+        "but not in the process without an accelerator.",
         _step,
         1200,
         page="ops/cross_entropy.md",
