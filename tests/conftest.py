@@ -27,7 +27,7 @@ def private_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def seed(request: pytest.FixtureRequest) -> None:
+def same_numbers(request: pytest.FixtureRequest) -> None:
     """A test draws the same numbers in each run, whichever tests ran before it in its process."""
     if torch := sys.modules.get("torch"):
         torch.manual_seed(zlib.crc32(request.node.nodeid.encode()) + int(os.environ.get("DS_TEST_SEED", "0")))
