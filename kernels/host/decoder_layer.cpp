@@ -69,9 +69,9 @@ struct Ops {
     return other;
   }
 
-  void rotary_(const Tensor& heads, const Tensor& cos, const Tensor& sin) const {
-    if (functions.rotary_) return functions.rotary_(heads, cos, sin, false);
-    StableIValue stack[] = {from(heads), from(cos), from(sin), from(false)};
+  void rotary_(const Tensor& heads, const Tensor& cos, const Tensor& sin, bool pairs) const {
+    if (functions.rotary_) return functions.rotary_(heads, cos, sin, pairs);
+    StableIValue stack[] = {from(heads), from(cos), from(sin), from(pairs)};
     call("ds_plugin::rotary_", stack);
   }
 
@@ -167,13 +167,16 @@ struct Caches {
   }
 };
 
+// Which elements of a head angles turn together: none, the i-th of both halves, or neighbours.
+enum Turn : int64_t { kNoTurn, kTurnHalves, kTurnPairs };
+
 // What is the same for all layers of a call.
 struct Given {
   const Ops& ops;
   const OptionalTensor &mask, &cos, &sin;
 
-  void turn(const Tensor& heads) const {
-    if (cos && sin) ops.rotary_(heads, *cos, *sin);
+  void turn(const Tensor& heads, int64_t how) const {
+    if (how != kNoTurn && cos && sin) ops.rotary_(heads, *cos, *sin, how == kTurnPairs);
   }
 };
 
@@ -190,7 +193,7 @@ struct Layer {
   Norm attention_norm, mlp_norm, query_norm, key_norm, attention_post_norm, mlp_post_norm;
   Matrix qkv, output, mlp_in, mlp_out;
   double scale;
-  int64_t heads, activation, gate;
+  int64_t heads, activation, gate, turn;
   bool norm_first;
 
   Tensor run(const Tensor& hidden, const Caches& caches, const Given& given) const {
@@ -206,10 +209,10 @@ struct Layer {
     if (query_norm.weight && key_norm.weight) {
       query = query_norm.of(ops, query);
       key = key_norm.of(ops, key);
-      given.turn(query);
-      given.turn(key);
+      given.turn(query, turn);
+      given.turn(key, turn);
     } else {
-      given.turn(heads_of(all, 0, heads + kv_heads, head_dim));
+      given.turn(heads_of(all, 0, heads + kv_heads, head_dim), turn);
     }
 
     const Tensor attended = side_by_side(caches.attend(ops, query, key, value, scale, given.mask));
@@ -249,6 +252,7 @@ class Layers {
     layer.activation = integer();
     layer.gate = integer();
     layer.norm_first = integer();
+    layer.turn = integer();
     const bool whole = layer.attention_norm.weight && layer.mlp_norm.weight && layer.qkv.weight &&
                        layer.output.weight && layer.mlp_in.weight && layer.mlp_out.weight;
     if (!whole || present_ != 0) reject("a layer lacks a weight, or has one too many; expected two norms, four matrices");
@@ -262,7 +266,7 @@ class Layers {
   }
 
  private:
-  static constexpr size_t kIntegers = 5;
+  static constexpr size_t kIntegers = 6;
 
   template <class Value>
   static const Value& take(const std::vector<Value>& list, size_t& next) {

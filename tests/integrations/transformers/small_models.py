@@ -16,6 +16,7 @@ with warnings.catch_warnings():
     import transformers
 
 _SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 96}
+_SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 LLAMA = {**_SIZES, "intermediate_size": 48, "num_key_value_heads": 2, "initializer_range": 0.2}
 CONFIGS: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
     "gpt2": lambda: transformers.GPT2Config(
@@ -23,7 +24,11 @@ CONFIGS: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
     ),
     "llama": lambda: transformers.LlamaConfig(**LLAMA),
     "qwen2": lambda: transformers.Qwen2Config(**LLAMA),
-    "phi3": lambda: transformers.Phi3Config(**LLAMA, pad_token_id=0, bos_token_id=1, eos_token_id=2),
+    "phi3": lambda: transformers.Phi3Config(**LLAMA, **_SPECIAL),
+    "ernie4_5": lambda: transformers.Ernie4_5Config(**LLAMA, head_dim=8, use_bias=True),
+    "seed_oss": lambda: transformers.SeedOssConfig(**LLAMA, head_dim=8, residual_dropout=0.5, **_SPECIAL),
+    "smollm3": lambda: transformers.SmolLM3Config(**LLAMA, no_rope_layers=[0, 1], attention_bias=True, **_SPECIAL),
+    "starcoder2": lambda: transformers.Starcoder2Config(**LLAMA, residual_dropout=0.5, **_SPECIAL),
     "opt": lambda: transformers.OPTConfig(**_SIZES, ffn_dim=64, init_std=0.2, word_embed_proj_dim=32),
     "gemma2": lambda: transformers.Gemma2Config(
         **LLAMA, head_dim=8, attn_logit_softcapping=2.0, query_pre_attn_scalar=8, sliding_window=4

@@ -464,6 +464,31 @@ def test_layers_of_another_name_with_the_same_code_run_whole() -> None:
         assert_as_plain(model)
 
 
+@pytest.mark.parametrize("name", ["ernie4_5", "seed_oss", "smollm3", "starcoder2"])
+def test_layers_with_some_of_llamas_code_run_whole(name: str) -> None:
+    """With biases; in training mode, where two of them drop what is added to the residual, they are their own."""
+    model = make(name)
+    with accelerate(model) as handle:
+        assert handle.layers == ["model.layers.0", "model.layers.1"]
+        assert_as_plain(model)
+        torch.manual_seed(3)
+        trained = logits(model.train())
+        torch.manual_seed(3)
+        torch.testing.assert_close(trained, logits(copy.deepcopy(model)))
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_turning_heads_can_be_switched_on_and_off(layer: int) -> None:
+    def switch(attention: Any) -> None:
+        attention.use_rope = 1 - attention.use_rope
+
+    expected = steps(make("smollm3"), switch, layer)
+    model = make("smollm3")
+    assert (expected - steps(make("smollm3"), None)).abs().max() > 0.05, "a change that changes nothing tests nothing"
+    with accelerate(model):
+        torch.testing.assert_close(steps(model, switch, layer), expected, rtol=1e-3, atol=1e-3)
+
+
 class OfAnotherRelease(opt.OPTDecoderLayer):  # type: ignore[misc]  # transformers is not typed where types are checked
     """As OPT's layers were in transformers 5.3."""
 

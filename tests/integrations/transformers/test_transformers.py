@@ -28,6 +28,7 @@ PADDED = (5, 0, 1, 0)  # on the left, of a batch of four
 
 _SIZES = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 160}
 _LLAMA = {**_SIZES, "intermediate_size": 112, "num_key_value_heads": 2, "initializer_range": 0.2}
+_SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _OPT = {**_SIZES, "ffn_dim": 128, "init_std": 0.2}
 # Name -> configuration. Weights are so large that tokens differ from one another.
 MODELS: dict[str, transformers.PreTrainedConfig] = {
@@ -38,10 +39,12 @@ MODELS: dict[str, transformers.PreTrainedConfig] = {
     "qwen2": transformers.Qwen2Config(**_LLAMA),
     "qwen3": transformers.Qwen3Config(**_LLAMA, head_dim=16),
     "gemma": transformers.GemmaConfig(**_LLAMA, head_dim=16),
-    "phi3": transformers.Phi3Config(**_LLAMA, pad_token_id=0, bos_token_id=1, eos_token_id=2),
-    "phi3, turned in part": transformers.Phi3Config(
-        **_LLAMA, pad_token_id=0, bos_token_id=1, eos_token_id=2, partial_rotary_factor=0.5
-    ),
+    "phi3": transformers.Phi3Config(**_LLAMA, **_SPECIAL),
+    "phi3, turned in part": transformers.Phi3Config(**_LLAMA, **_SPECIAL, partial_rotary_factor=0.5),
+    "ernie4_5": transformers.Ernie4_5Config(**_LLAMA, head_dim=16),
+    "seed_oss": transformers.SeedOssConfig(**_LLAMA, head_dim=16, bos_token_id=1, eos_token_id=2),
+    "smollm3": transformers.SmolLM3Config(**_LLAMA, no_rope_layer_interval=2, **_SPECIAL),
+    "starcoder2": transformers.Starcoder2Config(**_LLAMA, bos_token_id=1, eos_token_id=2),
     "opt": transformers.OPTConfig(**_OPT, word_embed_proj_dim=64),
     "opt, norm after": transformers.OPTConfig(**_OPT, word_embed_proj_dim=48, do_layer_norm_before=False),
 }
@@ -204,13 +207,14 @@ def test_every_part_is_a_call_of_a_native_op(name: str) -> None:
     with accelerate(model), CountedCalls() as counted:
         generate(model)
     layers, steps = 3, TOKENS
-    norm = "layer_norm" if name.startswith(("gpt2", "opt")) else "rms_norm"
+    norm = "layer_norm" if name.startswith(("gpt2", "opt", "starcoder2")) else "rms_norm"
     assert counted.calls["cached_attention"] == layers * steps
     # Four for each layer, the head, and OPT's projections.
     assert counted.calls["linear"] == (4 * layers + (3 if name == "opt, norm after" else 1)) * steps
     assert counted.calls[norm] >= 2 * layers * steps
-    turned = {"llama": 1, "qwen2": 1, "qwen3": 2, "gemma": 1, "phi3": 1, "phi3, turned in part": 1}
-    assert counted.calls["rotary_"] == turned.get(name, 0) * layers * steps
+    # Heads that are normed are turned apart; of SmolLM 3's three layers two are turned.
+    turned = 0 if name.startswith(("gpt2", "opt")) else {"qwen3": 2 * layers, "smollm3": 2}.get(name, layers)
+    assert counted.calls["rotary_"] == turned * steps
     assert counted.calls["activation_and_mul"] == (layers * steps if name.startswith("phi3") else 0)
     origins = {op.name: op.origin for op in provenance.records()}
     for family in FAMILIES_OF_OPS:

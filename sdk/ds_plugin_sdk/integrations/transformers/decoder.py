@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import importlib
 import operator
@@ -21,6 +22,12 @@ from ds_plugin_sdk.ops.linear import ACTIVATIONS, Activation
 _IDENTITY = ACTIVATIONS.index("identity")
 
 
+class Turn(enum.IntEnum):
+    """Which elements of a head are turned together: none, the i-th of both halves, or neighbours."""
+
+    NONE, HALVES, PAIRS = range(3)
+
+
 @dataclass(frozen=True)
 class Decoder:
     """What a decoder layer consists of.
@@ -36,8 +43,9 @@ class Decoder:
         mlp_in: up and, if `gated`, gate.
         activation: in between.
         gate_first: whether the gate is before up, so that it is applied after their product, not within.
-        rotary: whether positions are in queries and keys.
+        rotary: whether it is given angles of positions.
         rotary_in_part: whether these may turn the front of a head alone.
+        turn: how they turn queries and keys.
         mlp_out: down.
     """
 
@@ -56,6 +64,7 @@ class Decoder:
     gate_first: bool = False
     rotary: bool = False
     rotary_in_part: bool = False
+    turn: Turn = Turn.HALVES
     query_norm: Norm | None = None
     key_norm: Norm | None = None
     norm_first: bool = True
@@ -129,14 +138,15 @@ def _attention(
     qkv = (
         qkv.view(batch, every, 1, head_dim) if tokens == 1 else qkv.view(batch, tokens, every, head_dim).transpose(1, 2)
     )
-    if layer.query_norm is None and angles is not None:
-        ops.rotary_(qkv.narrow(1, 0, heads + kv_heads), *angles, False)
+    turned = None if layer.turn == Turn.NONE or angles is None else (*angles, layer.turn == Turn.PAIRS)
+    if layer.query_norm is None and turned is not None:
+        ops.rotary_(qkv.narrow(1, 0, heads + kv_heads), *turned)
     query, key, value = torch.split_with_sizes(qkv, (heads, kv_heads, kv_heads), 1)
     if layer.query_norm is not None and layer.key_norm is not None:
         query, key = norm(ops, layer.query_norm, query), norm(ops, layer.key_norm, key)
-        if angles is not None:
-            ops.rotary_(query, *angles, False)
-            ops.rotary_(key, *angles, False)
+        if turned is not None:
+            ops.rotary_(query, *turned)
+            ops.rotary_(key, *turned)
     attended = attend(query, key, value)
     if tokens > 1:
         attended = attended.transpose(1, 2)
@@ -232,7 +242,7 @@ def _arguments_of(layers: Sequence[Decoder]) -> _Arguments:
         present = sum(1 << index for index, tensor in enumerate(tensors) if tensor is not None)
         found.tensors.extend(tensor for tensor in tensors if tensor is not None)
         gate = layer.gated + layer.gate_first
-        found.integers.extend((present, layer.heads, layer.activation_index, gate, layer.norm_first))
+        found.integers.extend((present, layer.heads, layer.activation_index, gate, layer.norm_first, layer.turn))
         found.numbers.extend((*(number for norm in of_norms for number in norm[2:]), layer.scale))
     return found
 

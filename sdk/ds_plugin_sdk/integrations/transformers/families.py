@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
+from transformers.models.ernie4_5 import modeling_ernie4_5 as ernie4_5
 from transformers.models.gemma3 import modeling_gemma3 as gemma3
 from transformers.models.gpt2 import modeling_gpt2 as gpt2
 from transformers.models.llama import modeling_llama as llama
@@ -16,8 +17,11 @@ from transformers.models.opt import modeling_opt as opt
 from transformers.models.phi3 import modeling_phi3 as phi3
 from transformers.models.qwen2 import modeling_qwen2 as qwen2
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
+from transformers.models.seed_oss import modeling_seed_oss as seed_oss
+from transformers.models.smollm3 import modeling_smollm3 as smollm3
+from transformers.models.starcoder2 import modeling_starcoder2 as starcoder2
 
-from ds_plugin_sdk.integrations.transformers.decoder import Decoder
+from ds_plugin_sdk.integrations.transformers.decoder import Decoder, Turn
 from ds_plugin_sdk.integrations.transformers.understood import (
     NotUnderstoodError,
     activation_of,
@@ -114,11 +118,27 @@ def _opt(layer: Any, matrix_of: MatrixOf) -> Decoder:
 
 
 def _llama(layer: Any, matrix_of: MatrixOf) -> Decoder:
-    """LLaMA, and what has its parts' code: Mistral, Qwen 2, Qwen 3 (which norms each head), Gemma and others."""
+    """LLaMA, and what has its parts' code: Mistral, Qwen 2, Gemma and others."""
     attn = layer.self_attn
+    check_code(attn, *_LLAMAS_ATTENTIONS)
     head_norms = same_code(type(attn).forward, qwen3.Qwen3Attention.forward)
-    check_code(attn, llama.LlamaAttention, mistral.MistralAttention, qwen2.Qwen2Attention, qwen3.Qwen3Attention)
-    return _of_llamas_parts(layer, layer.post_attention_layernorm, head_norms, matrix_of)
+    found = _of_llamas_parts(layer, layer.post_attention_layernorm, head_norms, matrix_of)
+    return dataclasses.replace(found, turn=_turn_of(attn))
+
+
+# Qwen 3 norms each head. In training SeedOss and Starcoder 2 drop some of what attention puts out.
+_LLAMAS_ATTENTIONS = (
+    *(llama.LlamaAttention, mistral.MistralAttention, qwen2.Qwen2Attention, qwen3.Qwen3Attention),
+    *(ernie4_5.Ernie4_5Attention, seed_oss.SeedOssAttention, smollm3.SmolLM3Attention, starcoder2.Starcoder2Attention),
+)
+
+
+def _turn_of(attn: Any) -> Turn:
+    if same_code(type(attn).forward, ernie4_5.Ernie4_5Attention.forward):
+        return Turn.PAIRS
+    if same_code(type(attn).forward, smollm3.SmolLM3Attention.forward) and not attn.use_rope:
+        return Turn.NONE
+    return Turn.HALVES
 
 
 def _gemma3(layer: Any, matrix_of: MatrixOf) -> Decoder:
@@ -132,27 +152,33 @@ def _gemma3(layer: Any, matrix_of: MatrixOf) -> Decoder:
 
 
 def _of_llamas_parts(layer: Any, mlp_norm: nn.Module, head_norms: bool, matrix_of: MatrixOf) -> Decoder:
-    attn, mlp = layer.self_attn, layer.mlp
-    check_code(mlp, llama.LlamaMLP)
+    attn = layer.self_attn
     head_dim, qkv = attn.head_dim, matrix_of(attn.q_proj, attn.k_proj, attn.v_proj)
     return Decoder(
         norm_of(layer.input_layernorm),
         norm_of(mlp_norm),
         qkv=qkv,
         output=matrix_of(attn.o_proj),
-        # The op multiplies the first half by the activation of the second.
-        mlp_in=matrix_of(mlp.up_proj, mlp.gate_proj),
-        mlp_out=matrix_of(mlp.down_proj),
         heads=qkv.rows[0] // head_dim,
         kv_heads=qkv.rows[1] // head_dim,
         head_dim=head_dim,
         scale=attn.scaling,
-        activation=activation_of(mlp.act_fn),
-        gated=True,
         rotary=True,
         query_norm=norm_of(attn.q_norm) if head_norms else None,
         key_norm=norm_of(attn.k_norm) if head_norms else None,
+        **_mlp(layer.mlp, matrix_of),
     )
+
+
+def _mlp(mlp: Any, matrix_of: MatrixOf) -> dict[str, Any]:
+    if same_code(type(mlp).forward, starcoder2.Starcoder2MLP.forward):
+        check_code(mlp, starcoder2.Starcoder2MLP)
+        names = {"mlp_in": matrix_of(mlp.c_fc), "mlp_out": matrix_of(mlp.c_proj)}
+        return {**names, "activation": activation_of(mlp.act)}
+    check_code(mlp, llama.LlamaMLP, seed_oss.SeedOssMLP)
+    # The op multiplies the first half by the activation of the second.
+    names = {"mlp_in": matrix_of(mlp.up_proj, mlp.gate_proj), "mlp_out": matrix_of(mlp.down_proj)}
+    return {**names, "activation": activation_of(mlp.act_fn), "gated": True}
 
 
 def _phi3(layer: Any, matrix_of: MatrixOf) -> Decoder:

@@ -476,7 +476,8 @@ _NOT_READ = ("forward", "training", "gradient_checkpointing", "_gradient_checkpo
 
 
 def _is_read(name: str, value: object) -> bool:
-    return name not in _NOT_READ and (isinstance(value, float | bool) or callable(value))
+    # The latter is a number in SmolLM 3.
+    return name not in _NOT_READ and (isinstance(value, float | bool) or callable(value) or name == "use_rope")
 
 
 def _ignores_training(module: nn.Module) -> bool:
