@@ -45,7 +45,8 @@ def _states() -> Iterator[str]:
     """What the threads do: R, running or about to; S, sleeping; and the other letters of proc(5)."""
     for stat in Path("/proc/self/task").glob("*/stat"):
         with contextlib.suppress(OSError):  # the thread has ended
-            text = stat.read_text()
+            # Linux cuts a name at 15 bytes, which may be in the middle of a letter.
+            text = stat.read_text(encoding="ascii", errors="replace")
             if any(name in text for name in _NAMES):
                 yield text.rpartition(")")[2].split()[0]
 

@@ -66,6 +66,16 @@ def test_a_thread_at_work_is_waited_for_but_not_for_ever(name: str) -> None:
         worker.join()
 
 
+def test_a_thread_whose_name_is_cut_within_a_letter_is_no_error() -> None:
+    own = Path(f"/proc/self/task/{threading.get_native_id()}/comm")
+    name = own.read_bytes()
+    own.write_bytes("fünfzehn Byteä".encode())  # 16 bytes, of which Linux keeps 15
+    try:
+        torch_threads.wait(0.2)
+    finally:
+        own.write_bytes(name)
+
+
 def test_without_such_threads_nothing_is_waited_for() -> None:
     start = time.monotonic()
     torch_threads.wait(60)
