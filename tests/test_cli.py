@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import re
 import subprocess
 import sys
@@ -49,6 +50,17 @@ def test_an_output_that_cannot_be_written_is_one_sentence(arguments: list[str]) 
         done = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 1
     assert done.stderr == "error: the output cannot be written: No space left on device\n"
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+def test_a_path_that_the_output_has_no_letters_for_is_escaped(encoding: str, tmp_path: Path) -> None:
+    """The name of a folder need not be text: the last byte is none in UTF-8."""
+    cache = bytes(tmp_path) + b"/caf\xc3\xa9\xff"
+    environment = {**os.environb, b"DS_PLUGIN_CACHE_DIR": cache, b"PYTHONIOENCODING": encoding.encode()}
+    command = [sys.executable, "-m", "ds_plugin_sdk", "report"]
+    done = subprocess.run(command, env=environment, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert b"\\udcff" in done.stdout
 
 
 def test_an_error_of_another_file_is_not_taken_for_the_outputs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -160,7 +160,7 @@ case $host in
     closed) echo "ssh: connect to host closed port 22: Connection refused" >&2; exit 255 ;;
     asleep) sleep 600 & wait ;;
     bare) exec sh -c 'echo "bash: line 1: python: No such file or directory" >&2; exit 127' ;;
-    *) echo "Welcome to $host"; PYTHONPATH={sites}/$host exec sh -c "$*" ;;
+    *) printf 'Gr\\374\\337e von %s, in Latin-1\\n' "$host"; PYTHONPATH={sites}/$host exec sh -c "$*" ;;
 esac
 """
 

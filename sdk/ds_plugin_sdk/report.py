@@ -176,7 +176,7 @@ def _deepspeeds_own(device_type: str) -> dict[str, bool]:
     module = "ds_plugin_sdk.integrations.deepspeed.deepspeed_builders"
     environment = child_environment(DS_PLUGIN_AUTOLOAD="0", DS_ACCELERATOR="cpu")
     command = [sys.executable, "-m", module, device_type]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace", check=False)
     found: dict[str, bool] = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {}
     return {name: compatible for name, compatible in found.items() if not op_table.by_builder(name).optional}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 
@@ -62,6 +63,7 @@ def main() -> None:
 
     SDK errors are printed without a traceback, and so is that the output cannot be written; the exit status is 1 then.
     """
+    _escape_letters()
     try:
         app()
     except SdkError as error:
@@ -74,6 +76,13 @@ def main() -> None:
     except OSError:
         _write_out("\n")  # what could not be written is lost: whether that was it, another line tells
         raise
+
+
+def _escape_letters() -> None:
+    """Write what the output's encoding has no letters for, or a path that is no text, as escapes, not as an error."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _write_out(more: str = "") -> None:

@@ -102,6 +102,7 @@ def _ask(host: str, remote: str, ssh: Sequence[str], timeout: float) -> Heard | 
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            errors="replace",  # a host greets in whatever letters it likes
             start_new_session=True,
         )
     except OSError as error:

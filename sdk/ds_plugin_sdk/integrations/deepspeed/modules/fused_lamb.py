@@ -95,5 +95,5 @@ def _corrects_inside() -> bool:
     for package in (spec.submodule_search_locations or []) if spec else []:
         source = Path(package, "ops", "csrc", "lamb", "fused_lamb_cuda_kernel.cu")
         if source.exists():
-            return "step_size" not in source.read_text()
+            return "step_size" not in source.read_text(encoding="utf-8", errors="replace")
     return True
