@@ -464,7 +464,7 @@ def test_layers_of_another_name_with_the_same_code_run_whole() -> None:
         assert_as_plain(model)
 
 
-@pytest.mark.parametrize("name", ["ernie4_5", "seed_oss", "smollm3", "starcoder2"])
+@pytest.mark.parametrize("name", ["ernie4_5", "glm", "glm4", "seed_oss", "smollm3", "starcoder2"])
 def test_layers_with_some_of_llamas_code_run_whole(name: str) -> None:
     """With biases; in training mode, where two of them drop what is added to the residual, they are their own."""
     model = make(name)

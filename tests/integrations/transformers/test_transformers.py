@@ -41,6 +41,8 @@ MODELS: dict[str, transformers.PreTrainedConfig] = {
     "gemma": transformers.GemmaConfig(**_LLAMA, head_dim=16),
     "phi3": transformers.Phi3Config(**_LLAMA, **_SPECIAL),
     "phi3, turned in part": transformers.Phi3Config(**_LLAMA, **_SPECIAL, partial_rotary_factor=0.5),
+    "glm": transformers.GlmConfig(**_LLAMA, head_dim=16, **_SPECIAL),
+    "glm4": transformers.Glm4Config(**_LLAMA, head_dim=16, **_SPECIAL),
     "ernie4_5": transformers.Ernie4_5Config(**_LLAMA, head_dim=16),
     "seed_oss": transformers.SeedOssConfig(**_LLAMA, head_dim=16, bos_token_id=1, eos_token_id=2),
     "smollm3": transformers.SmolLM3Config(**_LLAMA, no_rope_layer_interval=2, **_SPECIAL),
@@ -215,7 +217,7 @@ def test_every_part_is_a_call_of_a_native_op(name: str) -> None:
     # Heads that are normed are turned apart; of SmolLM 3's three layers two are turned.
     turned = 0 if name.startswith(("gpt2", "opt")) else {"qwen3": 2 * layers, "smollm3": 2}.get(name, layers)
     assert counted.calls["rotary_"] == turned * steps
-    assert counted.calls["activation_and_mul"] == (layers * steps if name.startswith("phi3") else 0)
+    assert counted.calls["activation_and_mul"] == (layers * steps if name.startswith(("phi3", "glm")) else 0)
     origins = {op.name: op.origin for op in provenance.records()}
     for family in FAMILIES_OF_OPS:
         assert origins[family] in ("compiled", "cache", "prebuilt"), origins

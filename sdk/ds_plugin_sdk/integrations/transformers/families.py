@@ -10,6 +10,8 @@ from typing import Any
 from torch import nn
 from transformers.models.ernie4_5 import modeling_ernie4_5 as ernie4_5
 from transformers.models.gemma3 import modeling_gemma3 as gemma3
+from transformers.models.glm import modeling_glm as glm
+from transformers.models.glm4 import modeling_glm4 as glm4
 from transformers.models.gpt2 import modeling_gpt2 as gpt2
 from transformers.models.llama import modeling_llama as llama
 from transformers.models.mistral import modeling_mistral as mistral
@@ -67,7 +69,11 @@ def families_of_ops(model: nn.Module) -> list[str]:
 
     They are for a gate that is before up, and to add a norm's output to the residual.
     """
-    needed = {phi3.Phi3MLP: "transformer", gemma3.Gemma3DecoderLayer: "residual"}
+    needed = {
+        phi3.Phi3MLP: "transformer",
+        gemma3.Gemma3DecoderLayer: "residual",
+        glm4.Glm4DecoderLayer: "residual",
+    }
     found = {type(module).forward for module in model.modules()}
     return [ops for kind, ops in needed.items() if any(same_code(each, kind.forward) for each in found)]
 
@@ -121,24 +127,26 @@ def _llama(layer: Any, matrix_of: MatrixOf) -> Decoder:
     """LLaMA, and what has its parts' code: Mistral, Qwen 2, Gemma and others."""
     attn = layer.self_attn
     check_code(attn, *_LLAMAS_ATTENTIONS)
-    head_norms = same_code(type(attn).forward, qwen3.Qwen3Attention.forward)
-    found = _of_llamas_parts(layer, layer.post_attention_layernorm, head_norms, matrix_of)
-    return dataclasses.replace(found, turn=_turn_of(attn))
+    head_norms = _has_code(attn, qwen3.Qwen3Attention)
+    return _of_llamas_parts(layer, layer.post_attention_layernorm, head_norms, matrix_of)
 
 
 # Qwen 3 norms each head. In training SeedOss and Starcoder 2 drop some of what attention puts out.
 _LLAMAS_ATTENTIONS = (
     *(llama.LlamaAttention, mistral.MistralAttention, qwen2.Qwen2Attention, qwen3.Qwen3Attention),
     *(ernie4_5.Ernie4_5Attention, seed_oss.SeedOssAttention, smollm3.SmolLM3Attention, starcoder2.Starcoder2Attention),
+    glm.GlmAttention,
 )
 
 
+def _has_code(module: nn.Module, *known: type[nn.Module]) -> bool:
+    return any(same_code(type(module).forward, kind.forward) for kind in known)
+
+
 def _turn_of(attn: Any) -> Turn:
-    if same_code(type(attn).forward, ernie4_5.Ernie4_5Attention.forward):
-        return Turn.PAIRS
-    if same_code(type(attn).forward, smollm3.SmolLM3Attention.forward) and not attn.use_rope:
+    if _has_code(attn, smollm3.SmolLM3Attention) and not attn.use_rope:
         return Turn.NONE
-    return Turn.HALVES
+    return Turn.PAIRS if _has_code(attn, ernie4_5.Ernie4_5Attention, glm.GlmAttention) else Turn.HALVES
 
 
 def _gemma3(layer: Any, matrix_of: MatrixOf) -> Decoder:
@@ -164,6 +172,8 @@ def _of_llamas_parts(layer: Any, mlp_norm: nn.Module, head_norms: bool, matrix_o
         head_dim=head_dim,
         scale=attn.scaling,
         rotary=True,
+        rotary_in_part=_has_code(attn, glm.GlmAttention),
+        turn=_turn_of(attn),
         query_norm=norm_of(attn.q_norm) if head_norms else None,
         key_norm=norm_of(attn.k_norm) if head_norms else None,
         **_mlp(layer.mlp, matrix_of),
@@ -171,21 +181,33 @@ def _of_llamas_parts(layer: Any, mlp_norm: nn.Module, head_norms: bool, matrix_o
 
 
 def _mlp(mlp: Any, matrix_of: MatrixOf) -> dict[str, Any]:
-    if same_code(type(mlp).forward, starcoder2.Starcoder2MLP.forward):
-        check_code(mlp, starcoder2.Starcoder2MLP)
-        names = {"mlp_in": matrix_of(mlp.c_fc), "mlp_out": matrix_of(mlp.c_proj)}
-        return {**names, "activation": activation_of(mlp.act)}
-    check_code(mlp, llama.LlamaMLP, seed_oss.SeedOssMLP)
+    check_code(mlp, llama.LlamaMLP, seed_oss.SeedOssMLP, starcoder2.Starcoder2MLP, phi3.Phi3MLP)
+    if _has_code(mlp, starcoder2.Starcoder2MLP):
+        products = {"mlp_in": matrix_of(mlp.c_fc), "mlp_out": matrix_of(mlp.c_proj)}
+        return {**products, "activation": activation_of(mlp.act)}
+    if _has_code(mlp, phi3.Phi3MLP):
+        products = {"mlp_in": matrix_of(mlp.gate_up_proj), "mlp_out": matrix_of(mlp.down_proj)}
+        return {**products, "activation": activation_of(mlp.activation_fn), "gated": True, "gate_first": True}
     # The op multiplies the first half by the activation of the second.
-    names = {"mlp_in": matrix_of(mlp.up_proj, mlp.gate_proj), "mlp_out": matrix_of(mlp.down_proj)}
-    return {**names, "activation": activation_of(mlp.act_fn), "gated": True}
+    products = {"mlp_in": matrix_of(mlp.up_proj, mlp.gate_proj), "mlp_out": matrix_of(mlp.down_proj)}
+    return {**products, "activation": activation_of(mlp.act_fn), "gated": True}
+
+
+def _glm4(layer: Any, matrix_of: MatrixOf) -> Decoder:
+    """GLM 4: norms of what is added to the residual, too."""
+    check_code(layer.self_attn, glm.GlmAttention)
+    return dataclasses.replace(
+        _of_llamas_parts(layer, layer.post_attention_layernorm, False, matrix_of),
+        attention_post_norm=norm_of(layer.post_self_attn_layernorm),
+        mlp_post_norm=norm_of(layer.post_mlp_layernorm),
+    )
 
 
 def _phi3(layer: Any, matrix_of: MatrixOf) -> Decoder:
     """Phi 3 and 4: LLaMA with one product each for queries, keys and values, and for gate and up."""
-    attn, mlp = layer.self_attn, layer.mlp
+    attn = layer.self_attn
     check_code(attn, phi3.Phi3Attention)
-    check_code(mlp, phi3.Phi3MLP)
+    check_code(layer.mlp, phi3.Phi3MLP)
     check_code(layer.resid_attn_dropout, nn.Dropout)
     check_code(layer.resid_mlp_dropout, nn.Dropout)
     return Decoder(
@@ -193,17 +215,13 @@ def _phi3(layer: Any, matrix_of: MatrixOf) -> Decoder:
         norm_of(layer.post_attention_layernorm),
         qkv=matrix_of(attn.qkv_proj),
         output=matrix_of(attn.o_proj),
-        mlp_in=matrix_of(mlp.gate_up_proj),
-        mlp_out=matrix_of(mlp.down_proj),
         heads=attn.config.num_attention_heads,
         kv_heads=attn.num_key_value_heads,
         head_dim=attn.head_dim,
         scale=attn.scaling,
-        activation=activation_of(mlp.activation_fn),
-        gated=True,
-        gate_first=True,
         rotary=True,
         rotary_in_part=True,
+        **_mlp(layer.mlp, matrix_of),
     )
 
 
@@ -217,6 +235,7 @@ FAMILIES.update(
         qwen3.Qwen3DecoderLayer: (_llama, "self_attn"),
         phi3.Phi3DecoderLayer: (_phi3, "self_attn"),
         gemma3.Gemma3DecoderLayer: (_gemma3, "self_attn"),
+        glm4.Glm4DecoderLayer: (_glm4, "self_attn"),
     }
 )
 
