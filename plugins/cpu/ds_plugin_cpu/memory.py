@@ -14,7 +14,7 @@ import os
 import re
 from pathlib import Path
 
-from ds_plugin_sdk.settings import settings
+from ds_plugin_sdk.settings import export, settings
 
 # Parameters of glibc's mallopt(), from malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
@@ -119,7 +119,7 @@ def keep_large_blocks() -> int:
     kept = library.mallopt(_M_MMAP_MAX, 0) and library.mallopt(_M_TRIM_THRESHOLD, bound)
     if not kept:
         return 0
-    os.environ.setdefault(HUGE_PAGES, "1")
+    export({HUGE_PAGES: "1"})
     return bound
 
 
