@@ -130,8 +130,12 @@ def test_a_compiler_that_says_nothing_more_and_goes_on_is_stopped(
         acquire(project.spec())
 
 
+# What a shell starts in the background ignores interrupts, and so would all that such a run of the tests starts.
+HEARS_INTERRUPTS = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+
+
 def test_an_interrupt_ends_the_compiler(project: Project, stuck: Callable[[], list[int]], spawn: Spawn) -> None:
-    builder = spawn()
+    builder = spawn(HEARS_INTERRUPTS)
     wait_until(lambda: len(stuck()) == 2, "the builder compiles")
     builder.send_signal(signal.SIGINT)
     _, err = builder.communicate(timeout=30)
