@@ -190,8 +190,9 @@ def test_both_sides_answer_for_members_and_collectives_on_their_ranks() -> None:
         assert theirs.start()[0] == "deepspeed.accelerator.cpu_accelerator.CPU_Accelerator"
         assert ours.start()[0] == "ds_plugin_cpu.accelerator.CPU_Accelerator"
         for call in ("device_name()", "all_reduce, 1024 elements"):
-            assert theirs.seconds(call, 2)
-            assert ours.seconds(call, 2)
+            # As `run` has it: the first collective may compile DeepSpeed's own op.
+            assert theirs.seconds(call, 2, accelerator._START)
+            assert ours.seconds(call, 2, accelerator._START)
 
 
 @pytest.mark.compiler
