@@ -23,7 +23,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 _LARGEST_KEPT = 2**31 - 1
 
 # c10/core/impl/alloc_cpu.cpp: tensors of 2 MiB and more.
-HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
+_HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
 
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
@@ -119,7 +119,7 @@ def keep_large_blocks() -> int:
     kept = library.mallopt(_M_MMAP_MAX, 0) and library.mallopt(_M_TRIM_THRESHOLD, bound)
     if not kept:
         return 0
-    export({HUGE_PAGES: "1"})
+    export({_HUGE_PAGES: "1"})
     return bound
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 
 import torch
@@ -15,14 +14,13 @@ def lines() -> Iterable[tuple[str, str]]:
     nodes = topology.numa_nodes()
     count, reason = threads.choose()
     kept = memory.keep_large_blocks()
-    pages = ", asks for huge pages" if os.environ.get(memory.HUGE_PAGES) == "1" else ""
     yield "cores", f"{len(topology.usable_cores())} in {len(nodes)} NUMA node{'s' if len(nodes) != 1 else ''}"
     yield "threads of a rank", f"{count} ({reason})"
     yield "instruction set", str(torch.backends.cpu.get_cpu_capability())
     yield "memory", f"{memory.available() / 2**30:.1f} of {memory.total() / 2**30:.1f} GiB available"
     yield (
         "allocator",
-        (f"keeps freed blocks up to {kept / 2**30:.1f} GiB" if kept else "gives freed blocks back") + pages,
+        f"keeps freed blocks up to {kept / 2**30:.1f} GiB" if kept else "gives freed blocks back",
     )
     backend, why = collectives.choose()
     yield "collectives of the CPU", f"{backend} ({why})"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 from typing import Any
+
+from ds_plugin_sdk.settings import child_environment
 
 
 class MeasuringProcess:
@@ -18,10 +19,10 @@ class MeasuringProcess:
     Args:
         module: its name.
         arguments: of the program.
-        without: environment variables that it does not have.
+        environment: variables that are others there.
     """
 
-    def __init__(self, module: str, *arguments: str, without: Collection[str] = ()) -> None:
+    def __init__(self, module: str, *arguments: str, environment: Mapping[str, str] | None = None) -> None:
         self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed with the process
         self._process = subprocess.Popen(
             [sys.executable, "-m", module, *arguments],
@@ -29,7 +30,7 @@ class MeasuringProcess:
             stdout=subprocess.PIPE,
             stderr=self._said,
             text=True,
-            env={name: value for name, value in os.environ.items() if name not in without},
+            env=child_environment(**(environment or {})),
         )
 
     def __enter__(self) -> MeasuringProcess:
