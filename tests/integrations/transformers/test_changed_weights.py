@@ -23,7 +23,6 @@ with warnings.catch_warnings():
     import transformers
 
 from ds_plugin_sdk.integrations.transformers import accelerate
-from ds_plugin_sdk.integrations.transformers.weights import PlainMatrix
 
 pytestmark = [pytest.mark.compiler, pytest.mark.usefixtures("kernels")]
 
@@ -66,20 +65,6 @@ def test_weights_that_are_trained_loaded_or_moved_are_followed(name: str, weight
         model.double().float()
         follows()
         assert handle.layers == layers != []
-
-
-def test_weights_are_compared_for_prompts_and_for_logits_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a step it would take as long as the products; what makes logits may never be given a whole prompt."""
-    model, compared = make("gemma2"), []
-    monkeypatch.setattr(PlainMatrix, "_differs", lambda matrix: compared.append(matrix) is not None)
-    with accelerate(model, weights="int8") as handle:
-        linear, cache = handle.linear, transformers.DynamicCache()
-        assert len(linear) == 2 * 7 + 1
-        for count, expected in ((9, linear), (1, ["lm_head"])):
-            compared.clear()
-            with torch.no_grad():
-                model(tokens(count=count), past_key_values=cache)
-            assert len(compared) == len(expected)
 
 
 def test_a_layer_whose_weights_are_of_several_dtypes_runs_its_own_code() -> None:
@@ -192,7 +177,6 @@ def test_weights_stay_on_their_devices() -> None:
 WEIGHTS_LATER = """
 import torch, transformers
 from ds_plugin_sdk.integrations.transformers import accelerate
-from ds_plugin_sdk.integrations.transformers.weights import PlainMatrix
 with torch.device("meta"):
     config = transformers.LlamaConfig(
         hidden_size=32, num_hidden_layers=1, num_attention_heads=4, vocab_size=96, intermediate_size=48

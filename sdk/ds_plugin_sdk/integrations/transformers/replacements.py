@@ -43,20 +43,15 @@ _KNOWN_ARGUMENTS = IGNORED_ARGUMENTS | {
 
 
 class LinearReplacement(Replacement):
-    """A linear layer alone; the one that makes logits may be given one token of each prompt."""
+    """A linear layer alone."""
 
-    def __init__(self, module: nn.Module, matrix: Matrix, *, makes_logits: bool) -> None:
+    def __init__(self, module: nn.Module, matrix: Matrix) -> None:
         super().__init__(module)
         self.matrix = matrix
-        self._makes_logits = makes_logits
         self._watch = Watch.alone(module)
 
     def holds(self) -> bool:
-        return self._holds(compare=True)
-
-    def _holds(self, compare: bool) -> bool:
-        """`compare` as in `Matrix.follow`."""
-        return self._watch.holds() and self.matrix.follow(compare)
+        return self._watch.holds() and self.matrix.follow(compare=True)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
@@ -64,15 +59,11 @@ class LinearReplacement(Replacement):
             trained = linear_in_training(self.module, args[0]) if len(args) == 1 and not kwargs else None
             if trained is not None:
                 return trained
-        elif len(args) == 1 and not kwargs and is_plain_inference(args[0]) and self._holds(self._is_prompt(args[0])):
+        elif len(args) == 1 and not kwargs and is_plain_inference(args[0]) and self.holds():
             input: Tensor = args[0]
             if input.dtype == self.matrix.dtype and input.device == self.matrix.device:
                 return decoder.linear(ops_for(input.dtype), self.matrix, input)
         return self.own(*args, **kwargs)
-
-    def _is_prompt(self, input: Tensor) -> bool:
-        """Not ``[batch, tokens, columns]`` of one token each, for which to compare takes as long as the product."""
-        return self._makes_logits or input.dim() != 3 or input.shape[1] > 1
 
 
 class NormReplacement(Replacement):
