@@ -30,7 +30,7 @@ def private_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def same_numbers(request: pytest.FixtureRequest) -> None:
     """A test draws the same numbers in each run, whichever tests ran before it in its process."""
     if torch := sys.modules.get("torch"):
-        torch.manual_seed(zlib.crc32(request.node.nodeid.encode()) + int(os.environ.get("DS_TEST_SEED", "0")))
+        torch.manual_seed(zlib.crc32(request.node.nodeid.encode()) + int(os.environ.get("DS_TEST_SEED") or 0))
 
 
 @pytest.fixture

@@ -230,7 +230,7 @@ def test_tensors_that_depend_on_each_other_are_derived_once() -> None:
     hooks = len(half)
     for found, each in zip(derived(rms_norm, swiglu), expected, strict=True):
         # Second derivatives reach 1e6, and cancel.
-        torch.testing.assert_close(found, each, rtol=0, atol=1e-4 * float(each.detach().abs().max()))
+        torch.testing.assert_close(found, each, rtol=1e-3, atol=1e-5 * float(each.detach().abs().max()))
     assert len(half) == 2 * hooks > 0
 
 

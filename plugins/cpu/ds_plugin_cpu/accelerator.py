@@ -29,7 +29,7 @@ class CPU_Accelerator(DeepSpeedAccelerator):
     """The CPU: synchronous, one device for each NUMA node, memory shared by all of them.
 
     Creating one configures this process for the CPU: it takes a fair share of the cores among the ranks of
-    the machine, and it keeps large blocks of memory for reuse, on huge pages.
+    the machine, and it keeps large blocks of memory for reuse.
     """
 
     visible_devices_env: ClassVar[str] = "CPU_VISIBLE_DEVICES"
@@ -41,7 +41,6 @@ class CPU_Accelerator(DeepSpeedAccelerator):
         "DNNL_",
         "ONEDNN_",
         "CCL_",
-        "THP_",
     )
     _torch_pins_host_memory: ClassVar[bool] = False
 

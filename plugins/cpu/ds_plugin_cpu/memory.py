@@ -24,6 +24,7 @@ _LARGEST_KEPT = 2**31 - 1
 
 # c10/core/impl/alloc_cpu.cpp: tensors of 2 MiB and more.
 _HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
+_HUGE_PAGES_OF_KERNEL = Path("/sys/kernel/mm/transparent_hugepage")
 
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
@@ -106,7 +107,8 @@ def _glibc() -> ctypes.CDLL | None:
 def keep_large_blocks() -> int:
     """Tell the allocator to keep freed blocks for reuse, and torch to ask the system for huge pages for large tensors.
 
-    torch reads its variable, ``THP_MEM_ALLOC_ENABLE``, when it allocates its first tensor; the user's value stays.
+    torch reads its variable, ``THP_MEM_ALLOC_ENABLE``, once, when it allocates its first tensor: huge pages are for
+    programs that make the accelerator, as ``import deepspeed`` does, before that. The user's value stays.
 
     Returns:
         Bytes kept at most; 0 where the C library is not glibc, the user runs another allocator, or
@@ -119,7 +121,8 @@ def keep_large_blocks() -> int:
     kept = library.mallopt(_M_MMAP_MAX, 0) and library.mallopt(_M_TRIM_THRESHOLD, bound)
     if not kept:
         return 0
-    export({_HUGE_PAGES: "1"})
+    if _HUGE_PAGES_OF_KERNEL.exists():  # torch warns where a kernel has none
+        export({_HUGE_PAGES: "1"})
     return bound
 
 

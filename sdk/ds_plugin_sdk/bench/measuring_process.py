@@ -23,7 +23,7 @@ class MeasuringProcess:
     """
 
     def __init__(self, module: str, *arguments: str, environment: Mapping[str, str] | None = None) -> None:
-        self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed with the process
+        self._said = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  # closed with the process
         self._process = subprocess.Popen(
             [sys.executable, "-m", module, *arguments],
             stdin=subprocess.PIPE,

@@ -239,19 +239,19 @@ def _model(
     return model.to(dtype).train()
 
 
+def _optimizer(model: nn.Module, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
+
+
 def _kinds(model: transformers.PreTrainedModel, family: Family, lr: float, compile: bool) -> dict[str, _Kind]:
     """Each way of taking a step, from the same weights."""
-
-    def optimizer(model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
-
-    own = optimizer(model)
+    own = _optimizer(model, lr)
     kinds = {EAGER: _Kind(model, own)}
     if compile:
         kinds["torch.compile"] = _Kind(timing.compiled(model), own)
     if family == "bert":
         layered = _with_deepspeeds_layers(model)
-        kinds[OURS[family]] = _Kind(layered, optimizer(layered))
+        kinds[OURS[family]] = _Kind(layered, _optimizer(layered, lr))
     else:
         kinds[OURS[family]] = _Kind(model, own, lambda: accelerate(model, loss="chunked"))
     return kinds
@@ -336,7 +336,8 @@ def _serve(sizes: list[int], family: Family, vocabulary: int, dtype: str, tokens
     """What that process does."""
     torch.set_num_threads(threads)
     model = _model(_Sizes(*sizes), family, vocabulary, getattr(torch, dtype), dropout=0.1)
-    kind, ids = _kinds(model, family, lr=1e-4, compile=False)[EAGER], _ids(vocabulary, tokens)
+    kind, ids = _Kind(model, _optimizer(model, lr=1e-4)), _ids(vocabulary, tokens)
+    assert "deepspeed" not in sys.modules, "DeepSpeed makes an accelerator"
     serve(lambda: _timed(kind, ids))
 
 

@@ -81,7 +81,7 @@ def main() -> None:
 def _escape_letters() -> None:
     """Write what the output's encoding has no letters for, or a path that is no text, as escapes, not as an error."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="backslashreplace")
 
 

@@ -67,6 +67,20 @@ def test_weights_that_are_trained_loaded_or_moved_are_followed(name: str, weight
         assert handle.layers == layers != []
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_a_prompt_may_be_one_token(name: str) -> None:
+    """As those of decoders that follow an encoder: what was changed through ``.data`` before it counts."""
+    model = make(name)
+    with accelerate(model, weights="int8"), torch.no_grad():
+        model(tokens(count=1))
+        for layer in model.model.layers:
+            layer.mlp.down_proj.weight.data *= -4
+        ours = model(tokens(count=1)).logits
+    with torch.no_grad():
+        expected = model(tokens(count=1)).logits
+    assert (ours - expected).abs().mean() < 0.1 * expected.abs().mean()
+
+
 def test_a_layer_whose_weights_are_of_several_dtypes_runs_its_own_code() -> None:
     model = make("llama")
     with accelerate(model) as handle:

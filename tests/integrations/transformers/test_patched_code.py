@@ -73,6 +73,20 @@ PATCHED = {
 }
 
 
+@pytest.mark.parametrize("name", ["gpt2", "seed_oss", "starcoder2"])
+def test_another_dropout_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that drops in inference too, for instance, to see how sure a model is."""
+    model = make(name)
+    with accelerate(model):
+        before = logits(model)
+        dropout = functional.dropout
+        monkeypatch.setattr(functional, "dropout", lambda *args, **options: torch.tanh(dropout(*args, **options)))
+        after, (ours, expected) = logits(model), compared(name)
+    torch.testing.assert_close(after, expected)
+    torch.testing.assert_close(ours, expected)
+    assert not torch.allclose(before, expected, atol=1e-2)
+
+
 @pytest.mark.parametrize("patch", [halved, wrapped])
 @pytest.mark.parametrize("part", PATCHED)
 def test_patched_code_runs(part: str, patch: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:

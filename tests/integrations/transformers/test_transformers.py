@@ -42,11 +42,18 @@ MODELS: dict[str, transformers.PreTrainedConfig] = {
     "phi3": transformers.Phi3Config(**_LLAMA, **_SPECIAL),
     "phi3, turned in part": transformers.Phi3Config(**_LLAMA, **_SPECIAL, partial_rotary_factor=0.5),
     "glm": transformers.GlmConfig(**_LLAMA, head_dim=16, **_SPECIAL),
+    "glm, turned in part": transformers.GlmConfig(**_LLAMA, head_dim=24, partial_rotary_factor=0.75, **_SPECIAL),
     "glm4": transformers.Glm4Config(**_LLAMA, head_dim=16, **_SPECIAL),
     "ernie4_5": transformers.Ernie4_5Config(**_LLAMA, head_dim=16),
     "seed_oss": transformers.SeedOssConfig(**_LLAMA, head_dim=16, bos_token_id=1, eos_token_id=2),
     "smollm3": transformers.SmolLM3Config(**_LLAMA, no_rope_layer_interval=2, **_SPECIAL),
+    "smollm3, window": transformers.SmolLM3Config(
+        **_LLAMA, no_rope_layers=[1, 1, 0], use_sliding_window=True, sliding_window=8, **_SPECIAL
+    ),
     "starcoder2": transformers.Starcoder2Config(**_LLAMA, bos_token_id=1, eos_token_id=2),
+    "starcoder2, window": transformers.Starcoder2Config(
+        **_LLAMA, sliding_window=8, hidden_act="relu", bos_token_id=1, eos_token_id=2
+    ),
     "opt": transformers.OPTConfig(**_OPT, word_embed_proj_dim=64),
     "opt, norm after": transformers.OPTConfig(**_OPT, word_embed_proj_dim=48, do_layer_norm_before=False),
 }
@@ -215,7 +222,7 @@ def test_every_part_is_a_call_of_a_native_op(name: str) -> None:
     assert counted.calls["linear"] == (4 * layers + (3 if name == "opt, norm after" else 1)) * steps
     assert counted.calls[norm] >= 2 * layers * steps
     # Heads that are normed are turned apart; of SmolLM 3's three layers two are turned.
-    turned = 0 if name.startswith(("gpt2", "opt")) else {"qwen3": 2 * layers, "smollm3": 2}.get(name, layers)
+    turned = {"gpt2": 0, "opt": 0, "qwen3": 2 * layers, "smollm3": 2}.get(name.partition(",")[0], layers)
     assert counted.calls["rotary_"] == turned * steps
     assert counted.calls["activation_and_mul"] == (layers * steps if name.startswith(("phi3", "glm")) else 0)
     origins = {op.name: op.origin for op in provenance.records()}

@@ -146,6 +146,7 @@ def _has_code(module: nn.Module, *known: type[nn.Module]) -> bool:
 def _turn_of(attn: Any) -> Turn:
     if _has_code(attn, smollm3.SmolLM3Attention) and not attn.use_rope:
         return Turn.NONE
+    # Ernie's angles are float32, GLM's of the model's dtype: the op takes float32 in any case.
     return Turn.PAIRS if _has_code(attn, ernie4_5.Ernie4_5Attention, glm.GlmAttention) else Turn.HALVES
 
 
@@ -160,7 +161,8 @@ def _gemma3(layer: Any, matrix_of: MatrixOf) -> Decoder:
 
 
 def _of_llamas_parts(layer: Any, mlp_norm: nn.Module, head_norms: bool, matrix_of: MatrixOf) -> Decoder:
-    attn = layer.self_attn
+    attn, mlp = layer.self_attn, layer.mlp
+    check_code(mlp, *_MLPS)
     head_dim, qkv = attn.head_dim, matrix_of(attn.q_proj, attn.k_proj, attn.v_proj)
     return Decoder(
         norm_of(layer.input_layernorm),
@@ -176,12 +178,15 @@ def _of_llamas_parts(layer: Any, mlp_norm: nn.Module, head_norms: bool, matrix_o
         turn=_turn_of(attn),
         query_norm=norm_of(attn.q_norm) if head_norms else None,
         key_norm=norm_of(attn.k_norm) if head_norms else None,
-        **_mlp(layer.mlp, matrix_of),
+        **_mlp(mlp, matrix_of),
     )
 
 
+_MLPS = (llama.LlamaMLP, seed_oss.SeedOssMLP, starcoder2.Starcoder2MLP, phi3.Phi3MLP)
+
+
 def _mlp(mlp: Any, matrix_of: MatrixOf) -> dict[str, Any]:
-    check_code(mlp, llama.LlamaMLP, seed_oss.SeedOssMLP, starcoder2.Starcoder2MLP, phi3.Phi3MLP)
+    """Of the code of one of the above."""
     if _has_code(mlp, starcoder2.Starcoder2MLP):
         products = {"mlp_in": matrix_of(mlp.c_fc), "mlp_out": matrix_of(mlp.c_proj)}
         return {**products, "activation": activation_of(mlp.act)}

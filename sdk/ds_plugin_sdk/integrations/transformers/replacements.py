@@ -196,10 +196,16 @@ class DecoderReplacement(Replacement):
             # transformers 5.0 tells static caches where to write.
             and (named.get("cache_position") is None or cache is None or type(cache) is DynamicCache)
             and (named.get("position_embeddings") is None) != layer.rotary
-            and (asked or self._row.begin(self, hidden) or self.holds_apart(compare=hidden.shape[1] > 1))
+            and (asked or self._asks(hidden, cache))
             and hidden.dtype == layer.qkv.dtype
             and hidden.device == layer.qkv.device
         )
+
+    def _asks(self, hidden: Tensor, cache: Cache | None) -> bool:
+        """Whether it holds, after all layers in a step, alone with a prompt, which may be one token too."""
+        if hidden.shape[1] > 1 or cache is None or _is_new(cache, self.attention.layer_idx):
+            return self.holds_apart(compare=True)
+        return self._row.begin(self, hidden) or self.holds_apart(compare=False)
 
     def _run(self, hidden: Tensor, given: Given) -> Tensor:
         room = self.room(hidden, given)
@@ -253,6 +259,11 @@ class DecoderReplacement(Replacement):
 def _cache_in(named: dict[str, Any]) -> Any:
     """By its name of transformers 5.24, which counts if both are given, or the one before."""
     return named["cache"] if "cache" in named else named.get("past_key_values")
+
+
+def _is_new(cache: Cache, index: int) -> bool:
+    """Whether a layer of a cache has held nothing yet. How much it holds may be a number on a device, to wait for."""
+    return index >= len(cache.layers) or not getattr(cache.layers[index], "is_initialized", False)
 
 
 def _are_known(named: dict[str, Any]) -> bool:

@@ -63,7 +63,7 @@ _WRAPPERS = [
 ]
 
 # What modules call of torch's: others may stand in these places, those of a profiler or of another attention.
-_FUNCTIONS = ("linear", "scaled_dot_product_attention", "layer_norm", "gelu", "relu", "silu")
+_FUNCTIONS = ("linear", "scaled_dot_product_attention", "layer_norm", "gelu", "relu", "silu", "dropout")
 
 # An attribute of modes that see every operator, TorchDispatchMode: True where ours mean something to them.
 KNOWS_OURS = "knows_ds_plugin"
