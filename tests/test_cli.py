@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import re
@@ -50,6 +51,17 @@ def test_an_output_that_cannot_be_written_is_one_sentence(arguments: list[str]) 
         done = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 1
     assert done.stderr == "error: the output cannot be written: No space left on device\n"
+
+
+@pytest.mark.parametrize(
+    ("errors", "expected"), [("strict", "backslashreplace"), ("surrogateescape", "surrogateescape")]
+)
+def test_what_writes_paths_as_they_are_stays(errors: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Python's output is in the C locale: a program that reads the path finds it."""
+    output = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors=errors)
+    monkeypatch.setattr(sys, "stdout", output)
+    cli._escape_letters()
+    assert output.errors == expected
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "utf-8"])

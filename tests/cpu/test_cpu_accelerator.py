@@ -402,5 +402,13 @@ def test_large_tensors_lie_on_huge_pages_unless_the_user_says_otherwise(
     assert int(huge) in mebibytes
 
 
+def test_a_kernel_without_huge_pages_is_not_asked_for_them() -> None:
+    """torch would warn with each process's first large tensor."""
+    program = f"from ds_plugin_cpu import memory\nmemory._HUGE_PAGES_OF_KERNEL = memory.Path('/none')\n{HUGE_PAGES}"
+    environment = {name: value for name, value in os.environ.items() if name != "THP_MEM_ALLOC_ENABLE"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.split()[0] == "None"
+
+
 def test_memory_is_measured_in_bytes() -> None:
     assert 10 * 2**20 < memory.resident() <= memory.peak() < memory.total()

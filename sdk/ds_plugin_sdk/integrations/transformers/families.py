@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -28,6 +27,7 @@ from ds_plugin_sdk.integrations.transformers.understood import (
     NotUnderstoodError,
     activation_of,
     check_code,
+    has_code,
     norm_of,
     same_code,
 )
@@ -125,10 +125,8 @@ def _opt(layer: Any, matrix_of: MatrixOf) -> Decoder:
 
 def _llama(layer: Any, matrix_of: MatrixOf) -> Decoder:
     """LLaMA, and what has its parts' code: Mistral, Qwen 2, Gemma and others."""
-    attn = layer.self_attn
-    check_code(attn, *_LLAMAS_ATTENTIONS)
-    head_norms = _has_code(attn, qwen3.Qwen3Attention)
-    return _of_llamas_parts(layer, layer.post_attention_layernorm, head_norms, matrix_of)
+    check_code(layer.self_attn, *_LLAMAS_ATTENTIONS)
+    return _of_llamas_parts(layer, layer.post_attention_layernorm, matrix_of)
 
 
 # Qwen 3 norms each head. In training SeedOss and Starcoder 2 drop some of what attention puts out.
@@ -139,30 +137,28 @@ _LLAMAS_ATTENTIONS = (
 )
 
 
-def _has_code(module: nn.Module, *known: type[nn.Module]) -> bool:
-    return any(same_code(type(module).forward, kind.forward) for kind in known)
-
-
 def _turn_of(attn: Any) -> Turn:
-    if _has_code(attn, smollm3.SmolLM3Attention) and not attn.use_rope:
+    if has_code(attn, smollm3.SmolLM3Attention) and not attn.use_rope:
         return Turn.NONE
     # Ernie's angles are float32, GLM's of the model's dtype: the op takes float32 in any case.
-    return Turn.PAIRS if _has_code(attn, ernie4_5.Ernie4_5Attention, glm.GlmAttention) else Turn.HALVES
+    return Turn.PAIRS if has_code(attn, ernie4_5.Ernie4_5Attention, glm.GlmAttention) else Turn.HALVES
 
 
 def _gemma3(layer: Any, matrix_of: MatrixOf) -> Decoder:
     """Gemma 3: the same with a norm of each head, and norms of what is added to the residual."""
     check_code(layer.self_attn, gemma3.Gemma3Attention)
-    return dataclasses.replace(
-        _of_llamas_parts(layer, layer.pre_feedforward_layernorm, True, matrix_of),
-        attention_post_norm=norm_of(layer.post_attention_layernorm),
-        mlp_post_norm=norm_of(layer.post_feedforward_layernorm),
-    )
+    post_norms = layer.post_attention_layernorm, layer.post_feedforward_layernorm
+    return _of_llamas_parts(layer, layer.pre_feedforward_layernorm, matrix_of, post_norms)
 
 
-def _of_llamas_parts(layer: Any, mlp_norm: nn.Module, head_norms: bool, matrix_of: MatrixOf) -> Decoder:
+def _of_llamas_parts(
+    layer: Any, mlp_norm: nn.Module, matrix_of: MatrixOf, post_norms: tuple[nn.Module, ...] = ()
+) -> Decoder:
+    """`post_norms`: of what attention and MLP put out, if there are any."""
     attn, mlp = layer.self_attn, layer.mlp
     check_code(mlp, *_MLPS)
+    head_norms = has_code(attn, qwen3.Qwen3Attention, gemma3.Gemma3Attention)
+    attention_post_norm, mlp_post_norm = map(norm_of, post_norms) if post_norms else (None, None)
     head_dim, qkv = attn.head_dim, matrix_of(attn.q_proj, attn.k_proj, attn.v_proj)
     return Decoder(
         norm_of(layer.input_layernorm),
@@ -174,10 +170,12 @@ def _of_llamas_parts(layer: Any, mlp_norm: nn.Module, head_norms: bool, matrix_o
         head_dim=head_dim,
         scale=attn.scaling,
         rotary=True,
-        rotary_in_part=_has_code(attn, glm.GlmAttention),
+        rotary_in_part=has_code(attn, glm.GlmAttention),
         turn=_turn_of(attn),
         query_norm=norm_of(attn.q_norm) if head_norms else None,
         key_norm=norm_of(attn.k_norm) if head_norms else None,
+        attention_post_norm=attention_post_norm,
+        mlp_post_norm=mlp_post_norm,
         **_mlp(mlp, matrix_of),
     )
 
@@ -187,10 +185,10 @@ _MLPS = (llama.LlamaMLP, seed_oss.SeedOssMLP, starcoder2.Starcoder2MLP, phi3.Phi
 
 def _mlp(mlp: Any, matrix_of: MatrixOf) -> dict[str, Any]:
     """Of the code of one of the above."""
-    if _has_code(mlp, starcoder2.Starcoder2MLP):
+    if has_code(mlp, starcoder2.Starcoder2MLP):
         products = {"mlp_in": matrix_of(mlp.c_fc), "mlp_out": matrix_of(mlp.c_proj)}
         return {**products, "activation": activation_of(mlp.act)}
-    if _has_code(mlp, phi3.Phi3MLP):
+    if has_code(mlp, phi3.Phi3MLP):
         products = {"mlp_in": matrix_of(mlp.gate_up_proj), "mlp_out": matrix_of(mlp.down_proj)}
         return {**products, "activation": activation_of(mlp.activation_fn), "gated": True, "gate_first": True}
     # The op multiplies the first half by the activation of the second.
@@ -201,11 +199,8 @@ def _mlp(mlp: Any, matrix_of: MatrixOf) -> dict[str, Any]:
 def _glm4(layer: Any, matrix_of: MatrixOf) -> Decoder:
     """GLM 4: norms of what is added to the residual, too."""
     check_code(layer.self_attn, glm.GlmAttention)
-    return dataclasses.replace(
-        _of_llamas_parts(layer, layer.post_attention_layernorm, False, matrix_of),
-        attention_post_norm=norm_of(layer.post_self_attn_layernorm),
-        mlp_post_norm=norm_of(layer.post_mlp_layernorm),
-    )
+    post_norms = layer.post_self_attn_layernorm, layer.post_mlp_layernorm
+    return _of_llamas_parts(layer, layer.post_attention_layernorm, matrix_of, post_norms)
 
 
 def _phi3(layer: Any, matrix_of: MatrixOf) -> Decoder:

@@ -377,9 +377,14 @@ def _constants(function: types.FunctionType) -> tuple[Any, ...]:
     return tuple(each.argval for each in dis.get_instructions(function) if each.opcode in dis.hasconst)
 
 
+def has_code(module: nn.Module, *known: type[nn.Module]) -> bool:
+    """Whether the class of a module has the code of one of these."""
+    return any(same_code(type(module).forward, kind.forward) for kind in known)
+
+
 def check_code(module: nn.Module, *known: type[nn.Module]) -> None:
     """Raise `NotUnderstoodError` unless the module runs the code of one of these classes."""
-    if not any(same_code(type(module).forward, kind.forward) for kind in known):
+    if not has_code(module, *known):
         raise NotUnderstoodError(f"the code of {name_of(module)} is not known")
     check_own_code(module)
 
