@@ -43,14 +43,17 @@ def for_everybody(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield folder
 
 
+# Of this worker alone: a limit of processes counts all that a user runs, those of another worker or container too.
+ANOTHER = 10_000 + os.getpid() % 50_000
+
 # What a process does before it builds: all imports, since the new user may not be allowed to read Python's folders.
-AS_NOBODY = f"""\
+AS_ANOTHER = f"""\
 import os, resource, sys
 sys.path[:0] = [{str(Path(__file__).parents[2] / "sdk")!r}, {str(Path(__file__).parent)!r}]
 import small_op
 from ds_plugin_sdk.jit import acquire, machine
 machine.here()
-os.setgroups([]); os.setgid(65534); os.setuid(65534)
+os.setgroups([]); os.setgid({ANOTHER}); os.setuid({ANOTHER})
 """
 
 
@@ -61,13 +64,13 @@ def test_what_root_has_built_serves_other_users(for_everybody: Path, spawn_in: S
         assert finish(spawn()) == "compiled 42"
     finally:
         os.umask(before)
-    assert finish(spawn(AS_NOBODY)) == "cache 42"
+    assert finish(spawn(AS_ANOTHER)) == "cache 42"
     (project.root / "answer.h").write_text("#define ANSWER 50\n")
-    process = spawn(AS_NOBODY)
+    process = spawn(AS_ANOTHER)
     out, err = process.communicate(timeout=60)
     assert out == "compiled 52\n", err
     assert "cannot be written; using " in err
-    assert finish(spawn(AS_NOBODY)) == "cache 52"
+    assert finish(spawn(AS_ANOTHER)) == "cache 52"
 
 
 def test_a_user_without_a_home_builds_into_the_temporary_folder(
@@ -77,9 +80,9 @@ def test_a_user_without_a_home_builds_into_the_temporary_folder(
     _, spawn = spawn_in(for_everybody)
     for variable in ("DS_PLUGIN_CACHE_DIR", "XDG_CACHE_HOME", "HOME"):
         monkeypatch.delenv(variable, raising=False)
-    as_number = AS_NOBODY.replace("65534", "23456").replace("import small_op", "import platformdirs.unix, small_op")
+    as_number = AS_ANOTHER.replace("import small_op", "import platformdirs.unix, small_op")
     assert finish(spawn(as_number)) == "compiled 42"
-    assert (for_everybody / "tmp" / "ds-plugin-sdk-23456" / "v1").is_dir()
+    assert (for_everybody / "tmp" / f"ds-plugin-sdk-{ANOTHER}" / "v1").is_dir()
     assert finish(spawn(as_number)) == "cache 42"
 
 
@@ -88,16 +91,16 @@ def test_a_cache_that_cannot_be_entered_is_not_used(for_everybody: Path, spawn_i
     _, spawn = spawn_in(for_everybody)
     assert finish(spawn()) == "compiled 42"
     (cache.root() / closed).chmod(0o700)
-    process = spawn(AS_NOBODY)
+    process = spawn(AS_ANOTHER)
     out, err = process.communicate(timeout=60)
     assert out == "compiled 42\n", err
     assert f"{cache.root() / closed} cannot be entered by this user; using {for_everybody / 'tmp'}" in err
-    assert finish(spawn(AS_NOBODY)) == "cache 42"
+    assert finish(spawn(AS_ANOTHER)) == "cache 42"
     told = subprocess.run(
         [
             sys.executable,
             "-c",
-            AS_NOBODY
+            AS_ANOTHER
             + "from ds_plugin_sdk.jit import cache; print(cache.entries(), cache.unreadable(), cache.unusable())",
         ],
         capture_output=True,
@@ -117,7 +120,7 @@ def test_a_limit_of_processes(for_everybody: Path, spawn_in: SpawnIn, processes:
     _, spawn = spawn_in(for_everybody)
     limit = f"resource.setrlimit(resource.RLIMIT_NPROC, ({processes}, {processes}))\n"
     asked = "from ds_plugin_sdk.jit import toolchains; toolchains.CxxToolchain().compiler()\n"  # `--version`
-    out, err = spawn(AS_NOBODY + asked + limit).communicate(timeout=60)
+    out, err = spawn(AS_ANOTHER + asked + limit).communicate(timeout=60)
     assert told in out + err
     assert "see `ulimit -u`" in err or processes == 4
 
