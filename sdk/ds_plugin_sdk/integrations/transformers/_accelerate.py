@@ -290,7 +290,8 @@ def _find_layers(model: transformers.PreTrainedModel, packer: Packer, found: _Fo
             elif isinstance(module, nn.Linear | Conv1D) or is_int4(module):
                 matrix = matrix_of(module, sensitive=module is head)
                 packer.add(matrix)
-                found.replacements[name] = LinearReplacement(module, matrix)
+                before = [*rows.values()] if module is head else []
+                found.replacements[name] = LinearReplacement(module, matrix, before[0] if len(before) == 1 else None)
             elif isinstance(module, nn.LayerNorm) or "RMSNorm" in type(module).__name__:
                 found.replacements[name] = NormReplacement(module, norm_of(module))
             else:

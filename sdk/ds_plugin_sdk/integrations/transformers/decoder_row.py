@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import operator
-import sys
 import threading
-import types
 from collections.abc import Sequence
 from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.cache_utils import Cache
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ds_plugin_sdk.integrations.transformers import decoder, kv_cache
 from ds_plugin_sdk.integrations.transformers.decoder import Decoder, Ops
 from ds_plugin_sdk.integrations.transformers.kv_cache import AppendingLayer, Room
+from ds_plugin_sdk.integrations.transformers.layer_loop import LayerLoop
 from ds_plugin_sdk.integrations.transformers.understood import Snapshot, Watch, version_of
 
 if TYPE_CHECKING:
@@ -117,10 +115,19 @@ class Row:
         """Keep nothing of a step of this thread that did not come to its end."""
         self._steps.current.end()
 
+    @property
+    def compares(self) -> bool:
+        """Whether weights are compared, as for prompts: if this thread's last pass was one, or there was none."""
+        return self._steps.current.compares
+
+    @compares.setter
+    def compares(self, value: bool) -> None:
+        self._steps.current.compares = value
+
     def goes_on(self, hidden: object) -> bool:
         """Whether all layers were asked in this step, and this is the next one; asked by a layer's forward alone."""
         step = self._steps.current
-        if step.count and hidden is step.last and step.loop is not None and _code_at(1 + step.depth) is step.loop:
+        if step.count and hidden is step.last and step.loop.goes_on():
             return True
         if step.last is not None:
             self._ends = []  # that step did not come to its end
@@ -165,7 +172,7 @@ class Row:
         run = self.replacements[first : ends[first] if first < len(ends) else 0]
         if len(run) < 2 or run[0] is not replacement or snapshot is None or functions is None:
             return None
-        if not (step.is_direct and step.alike and hidden is step.last):
+        if not (step.loop.is_direct and step.alike and hidden is step.last):
             return None
         rooms = _rooms_of(run, hidden, given)
         if len(rooms) < 2:
@@ -173,10 +180,11 @@ class Row:
         made, past = [room.make_room(1) for room in rooms], rooms[0].held
         layers, caches = snapshot.layers(first, first + len(rooms)), [*chain.from_iterable(made)]
         results = decoder.run_whole(layers, hidden, caches, past, given.mask, given.angles, functions)
-        if torch.is_inference_mode_enabled():  # of tensors that are made in it torch counts no changes
+        alone = step.loop.is_plain
+        if not alone and torch.is_inference_mode_enabled():  # of tensors that are made in it torch counts no changes
             with torch.inference_mode(False):
                 results = [result.clone() for result in results]
-        step.ahead = _Ahead(run, given, rooms, made, [hidden, *results])
+        step.ahead = _Ahead(run, given, rooms, made, [hidden, *results], alone)
         return step.ahead.take()
 
     def begin(self, replacement: DecoderReplacement, hidden: Tensor) -> bool:
@@ -203,7 +211,7 @@ class Row:
         if args[0] is not step.last:
             return
         if not step.kept:
-            step.depth, step.loop, step.is_direct = _loop_around(self.replacements[0].module)
+            step.loop = LayerLoop.around(self.replacements[0].module)
         step.kept.append(_Kept((len(args), *kwargs), (*args[1:], *kwargs.values()), given))
 
     def ran(self, replacement: DecoderReplacement, hidden: Tensor, given: Given, result: Tensor) -> None:
@@ -273,29 +281,35 @@ class _Ahead:
         rooms: Sequence[AppendingLayer],
         made: Sequence[Room],
         hidden: Sequence[Tensor],
+        alone: bool,
     ) -> None:
         """
         Args:
             rooms, made: where each layer appends to.
             hidden: what is before the first layer, and after each.
+            alone: whether nothing but these layers runs until all were taken.
         """
-        self.given, self.left = given, len(rooms)
+        self.given, self.left, self._alone = given, len(rooms), alone
         self._past = rooms[0].held
+        read: list[list[Tensor]] = [[]] * len(rooms)
+        if not alone:
+            read = [_counted(*each, given.mask) for each in zip(hidden, *zip(*made, strict=True), strict=False)]
         # How often each tensor was written that a layer reads.
-        read = [_counted(*each, given.mask) for each in zip(hidden, *zip(*made, strict=True), strict=False)]
         versions = [[*map(version_of, each)] for each in read]
         self._layers = [*zip(run, rooms, made, read, versions, hidden[1:], strict=False)][::-1]
 
     def is_of(self, replacement: DecoderReplacement) -> bool:
         """Whether the next one is of a layer, and all that it was made of is what it was."""
         made_for, room, made, read, versions, _ = self._layers[-1]
-        return (
-            made_for is replacement
-            and self._holds(room, replacement.attention.layer_idx)
-            and room.grows
-            and room.held == self._past
-            and room.make_room(1) is made
-            and [*map(version_of, read)] == versions
+        return made_for is replacement and (
+            self._alone
+            or (
+                self._holds(room, replacement.attention.layer_idx)
+                and room.grows
+                and room.held == self._past
+                and room.make_room(1) is made
+                and [*map(version_of, read)] == versions
+            )
         )
 
     def _holds(self, room: AppendingLayer, index: int) -> bool:
@@ -318,6 +332,9 @@ def _counted(*tensors: Tensor | None) -> list[Tensor]:
     return [each for each in tensors if each is not None and not each.is_inference()]
 
 
+_NO_LOOP = LayerLoop()
+
+
 class _Step:
     """A step of one token whose layers were asked.
 
@@ -325,8 +342,8 @@ class _Step:
         last: the hidden states, ``[batch, 1, hidden]``, that the next layer is given.
         count, alike: how many layers have run; whether these were the first ones, in their order, and by one call each.
         ahead: what those after it will make.
-        depth, loop: how far up from a layer's forward the code is that calls the layers, and which it is.
-        is_direct: whether nobody else's code, which may do more, is in between.
+        loop: what calls the layers.
+        compares: `Row.compares`.
         kept: what layers were given, each once.
         givens: the same of each layer that has run.
     """
@@ -335,8 +352,7 @@ class _Step:
         self.last: Tensor | None = None
         self.count, self.alike = 0, True
         self.ahead: _Ahead | None = None
-        self.depth, self.is_direct = 0, False
-        self.loop: types.CodeType | None = None
+        self.loop, self.compares = _NO_LOOP, True
         self.kept: list[_Kept] = []
         self.givens: list[Given] = []
 
@@ -345,7 +361,8 @@ class _Step:
 
     def end(self) -> None:
         """Keep nothing alive."""
-        self.last = self.loop = self.ahead = None
+        self.last = self.ahead = None
+        self.loop = _NO_LOOP
         self.kept.clear()
         self.givens.clear()
 
@@ -355,37 +372,6 @@ class _Steps(threading.local):
 
     def __init__(self) -> None:
         self.current = _Step()
-
-
-# The code that is between a layer's forward and the one who calls the layer; `inner` where the layer has had hooks.
-_CALLS = {
-    nn.Module._call_impl.__code__,
-    nn.Module._wrapped_call_impl.__code__,
-    GradientCheckpointingLayer.__call__.__code__,
-}
-_CALLS |= {each for each in nn.Module._call_impl.__code__.co_consts if isinstance(each, types.CodeType)}
-
-
-def _loop_around(module: nn.Module) -> tuple[int, types.CodeType | None, bool]:
-    """How far up from a layer's forward the code in the file of its class is that has called it, which it is, and
-    whether there is nothing in between but `_CALLS`.
-    """
-    file = getattr(sys.modules.get(type(module).__module__), "__file__", None)
-    frame, depth, is_direct = sys._getframe(2), 0, True  # that which has called `Row.keep`
-    while frame.f_back is not None and file is not None:
-        frame, depth = frame.f_back, depth + 1
-        if frame.f_code.co_filename == file:
-            return depth, frame.f_code, is_direct
-        is_direct = is_direct and frame.f_code in _CALLS
-    return 0, None, False
-
-
-def _code_at(depth: int) -> types.CodeType | None:
-    """That of the caller so far up, or None if there are not so many."""
-    try:
-        return sys._getframe(1 + depth).f_code
-    except ValueError:
-        return None
 
 
 class _RowSnapshot:
