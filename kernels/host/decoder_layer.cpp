@@ -9,6 +9,8 @@
 #include <string>
 #include <vector>
 
+#include "as_found.h"
+
 // torch 2.13 and later have it: the message of the last error. Releases before print that.
 extern "C" __attribute__((weak)) const char* torch_exception_get_what_without_backtrace();
 
@@ -316,6 +318,19 @@ std::vector<Tensor> decoder_layers(const Tensor& hidden, std::vector<Tensor> cac
 }  // namespace ds_kernels
 
 DS_KERNELS_EXPORTED const char* ds_kernels_headers_of_torch() { return ds_kernels::headers_of_torch(); }
+
+// Functions of Python; both are given None.
+DS_KERNELS_EXPORTED void* ds_kernels_places(void* none) {
+  static ds_kernels::python::Method method = {"places", ds_kernels::python::places_function,
+                                              ds_kernels::python::kFastCall, nullptr};
+  return ds_kernels::python::PyCFunction_NewEx(&method, none, nullptr);
+}
+
+DS_KERNELS_EXPORTED void* ds_kernels_as_found(void* none) {
+  static ds_kernels::python::Method method = {"as_found", ds_kernels::python::as_found_function,
+                                              ds_kernels::python::kFastCall, nullptr};
+  return ds_kernels::python::PyCFunction_NewEx(&method, none, nullptr);
+}
 
 STABLE_TORCH_LIBRARY_IMPL(ds_plugin_calls, CompositeExplicitAutograd, m) {
   m.impl("decoder_layers", TORCH_BOX(&ds_kernels::decoder_layers));

@@ -23,6 +23,7 @@ with warnings.catch_warnings():
     import transformers
 
 from ds_plugin_sdk.integrations.transformers import accelerate
+from ds_plugin_sdk.integrations.transformers.weights import PlainMatrix
 
 pytestmark = [pytest.mark.compiler, pytest.mark.usefixtures("kernels")]
 
@@ -65,6 +66,32 @@ def test_weights_that_are_trained_loaded_or_moved_are_followed(name: str, weight
         model.double().float()
         follows()
         assert handle.layers == layers != []
+
+
+def test_weights_that_make_logits_are_compared_when_those_of_layers_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With prompts, however these run, and not in the steps after them."""
+    model, compared = make("llama"), []
+    differs = PlainMatrix._differs
+
+    def counted(matrix: PlainMatrix) -> bool:
+        compared.append(matrix.layers[0] is model.lm_head)
+        return differs(matrix)
+
+    monkeypatch.setattr(PlainMatrix, "_differs", counted)
+    with accelerate(model, weights="int8"), torch.no_grad():
+        for unknown in ({}, {"output_attentions": True}):
+            cache = transformers.DynamicCache(config=model.config)
+            model(tokens(), past_key_values=cache)
+            compared.clear()
+            for _ in range(3):
+                model(tokens(count=1), past_key_values=cache)
+            assert compared == []
+            model.lm_head.weight.data *= -4
+            ours = model(tokens(), **unknown).logits
+            assert True in compared
+            copied = copy.deepcopy(model)
+            with accelerate(copied, weights="int8"):
+                torch.testing.assert_close(ours, copied(tokens(), **unknown).logits)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])

@@ -5,15 +5,14 @@ from __future__ import annotations
 import enum
 import functools
 import importlib
-import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ds_plugin_sdk.integrations.transformers.understood import Norm
+from ds_plugin_sdk.integrations.transformers.understood import AsFound, Norm
 from ds_plugin_sdk.integrations.transformers.weights import Matrix
 from ds_plugin_sdk.ops import decoder_layer
 from ds_plugin_sdk.ops.linear import ACTIVATIONS, Activation
@@ -212,21 +211,22 @@ class Layers:
 
     def __init__(self, *layers: Decoder) -> None:
         self._layers = layers
-        self._matrices = [matrix for layer in layers for matrix in layer.matrices]
-        places = [place for layer in layers for norm in layer.norms for place in norm.places()]
-        self._owners, self._names = [place.owner for place in places], [place.name for place in places]
-        self._read: list[object] = []
+        self._made: tuple[AsFound, _Arguments] | None = None
 
     def arguments(self) -> _Arguments:
         """With the parameters that they have now."""
-        read = [*map(_contents, self._matrices), *map(dict.get, self._owners, self._names)]
-        if not (self._read and all(map(operator.is_, read, self._read))):
-            self._arguments = _arguments_of(self._layers)  # before `_read`, for other threads
-            self._read = read
-        return self._arguments
+        made = self._made
+        if made is None or not made[0].holds():
+            made = self._made = AsFound(named=self._read()), _arguments_of(self._layers)
+        return made[1]
 
-
-_contents = operator.attrgetter("contents")
+    def _read(self) -> Iterator[tuple[dict[str, Any], str, object]]:
+        """What arguments are made of: what was packed, and norms' parameters."""
+        for layer in self._layers:
+            for matrix in layer.matrices:
+                yield vars(matrix), "contents", matrix.contents
+            for place in [place for norm in layer.norms for place in norm.places()]:
+                yield place.owner, place.name, place.tensor
 
 
 def _arguments_of(layers: Sequence[Decoder]) -> _Arguments:

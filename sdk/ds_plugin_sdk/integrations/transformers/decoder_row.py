@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import threading
 from collections.abc import Sequence
-from itertools import chain, repeat
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from ds_plugin_sdk.integrations.transformers import decoder, kv_cache
 from ds_plugin_sdk.integrations.transformers.decoder import Decoder, Ops
 from ds_plugin_sdk.integrations.transformers.kv_cache import AppendingLayer, Room
 from ds_plugin_sdk.integrations.transformers.layer_loop import LayerLoop
-from ds_plugin_sdk.integrations.transformers.understood import Snapshot, Watch, version_of
+from ds_plugin_sdk.integrations.transformers.understood import AsFound, Snapshot, Watch, version_of
 
 if TYPE_CHECKING:
     from ds_plugin_sdk.integrations.transformers.replacements import DecoderReplacement
@@ -382,14 +382,16 @@ class _RowSnapshot:
         layers = [each.module for each in replacements]
         # Hooks of the layers themselves are called in between, and may change those that follow.
         self._watch = Watch.over(*layers, hooked=layers)
-        self._attributes = [vars(layer) for layer in layers]
         matrices = [place for each in replacements for matrix in each.layer.matrices for place in matrix.held.places]
         norms = [place for each in replacements for norm in each.layer.norms for place in norm.places()]
         self._parameters = Snapshot([*matrices, *norms])
         self._layers: dict[tuple[int, int], decoder.Layers] = {}
+        found: list[tuple[dict[str, Any], str, object]] = [
+            (vars(each.module), "forward", each) for each in replacements
+        ]
         # What `DecoderReplacement.attends` asks: most layers share a configuration.
-        self._attentions = [vars(each.attention) for each in replacements]
-        self._configs = [each.config for each in replacements]
+        found += [(vars(each.attention), "config", each.config) for each in replacements]
+        self._found = AsFound(named=found)
         self._different = list({id(each.config): each for each in replacements}.values())
 
     def layers(self, first: int, end: int) -> decoder.Layers:
@@ -403,8 +405,7 @@ class _RowSnapshot:
         return (
             self._watch.holds()
             and self._parameters.holds()
-            and all(map(operator.is_, map(dict.get, self._attributes, repeat("forward")), self._replacements))
-            and all(map(operator.is_, map(dict.get, self._attentions, repeat("config")), self._configs))
+            and self._found.holds()
             and all(each.attends() for each in self._different)
         )
 

@@ -30,6 +30,7 @@ from transformers.utils.deprecation import deprecate_kwarg
 from ds_plugin_sdk.integrations.deepspeed.hooks import is_linear_of_zero, moves_parameters_alone
 from ds_plugin_sdk.integrations.transformers.replacement import TrainingReplacement
 from ds_plugin_sdk.nn.linear import is_watched
+from ds_plugin_sdk.ops import decoder_layer
 from ds_plugin_sdk.ops.linear import Activation
 
 try:
@@ -397,6 +398,50 @@ _code_of = operator.attrgetter("forward", "__call__")  # of a class
 version_of, _dtype = operator.attrgetter("_version"), operator.attrgetter("dtype")
 
 
+class AsFound:
+    """Objects where they were found. That they are is asked by one call in C where there is a library for it.
+
+    Args:
+        objects, types: of what class each is.
+        empty: dictionaries that have nothing in them.
+        named: of other dictionaries what each has by a name, or None.
+        tensors: where they are in memory, and of which dtype.
+    """
+
+    def __init__(
+        self,
+        objects: Sequence[object] = (),
+        types: Sequence[type] = (),
+        empty: Sequence[dict[Any, Any]] = (),
+        named: Iterable[tuple[dict[str, Any], str, object]] = (),
+        tensors: Sequence[Tensor] = (),
+    ) -> None:
+        named = [*named]
+        self._dicts, self._names = [each[0] for each in named], [each[1] for each in named]
+        self._values: list[Any] = [each[2] for each in named]
+        self._objects, self._types, self._empty, self._tensors = [*objects], [*types], [*empty], [*tensors]
+        self._places = _places_of(self._tensors)
+        lists = self._objects, self._types, self._empty, self._dicts, self._names, self._values, self._tensors
+        self._all: tuple[Any, ...] = (*lists, self._places)
+
+    def holds(self) -> bool:
+        ask = decoder_layer.as_found
+        if ask is not None and type(self._places) is bytes:
+            return ask(*self._all) == 1
+        return (
+            [type(each) for each in self._objects] == self._types
+            and not any(self._empty)
+            and all(map(operator.is_, map(dict.get, self._dicts, self._names), self._values))
+            and _places_of(self._tensors) == self._places
+        )
+
+
+def _places_of(tensors: list[Tensor]) -> bytes | list[tuple[int, torch.dtype]]:
+    """What tells whether tensors are where they were; bytes for C."""
+    found = None if decoder_layer.places is None else decoder_layer.places(tensors)
+    return [(each.data_ptr(), each.dtype) for each in tensors] if found is None else found
+
+
 class Watch:
     """Tells whether modules are still what they were found to be."""
 
@@ -431,6 +476,7 @@ class Watch:
         read += [(vars(module), "_norm", None) for module in self._modules if hasattr(type(module), "_norm")]
         self._owners: list[dict[str, Any]] = [owner for owner, _, _ in read]
         self._names, self._values = [name for _, name, _ in read], [value for _, _, value in read]
+        self._gather()
 
     @classmethod
     def alone(cls, module: nn.Module) -> Watch:
@@ -447,10 +493,27 @@ class Watch:
         self._registered = RemovableHandle.next_id
         self._hooks = (*self._everywhere, *(found for module in self._hooked for found in hooks_of(module)))
 
+    def _gather(self) -> None:
+        """What `_are_as_found` asks, as one call takes it."""
+        forwards = zip(self._inner, repeat("forward"), self._forwards, strict=False)
+        found = [*forwards, *((owner, "training", False) for owner in self._not_training)]
+        found += zip(self._owners, self._names, self._values, strict=True)
+        self._found = AsFound(self._modules, self._kinds, self._hooks, found)
+
     def holds(self) -> bool:
         """No hooks, no other forward, no other class or code, no other children or numbers, no training mode."""
         if RemovableHandle.next_id != self._registered:
             self._find_hooks()  # a module may have got other dictionaries before
+            self._gather()
+        return (
+            (self._found.holds() or self._are_as_found())
+            and self._children == self._known_children
+            and [*map(_code_of, self._distinct)] == self._code
+            and all(names.get(name) is value for names, name, value in self._called)
+            and torch_has_its_functions()
+        )
+
+    def _are_as_found(self) -> bool:
         return (
             (not any(self._hooks) or _are_idle(self._hooks))
             and [*map(type, self._modules)] == self._kinds
@@ -459,11 +522,7 @@ class Watch:
                 all(map(operator.is_, map(dict.get, self._inner, repeat("forward")), self._forwards))
                 or self._have_their_forwards()
             )
-            and self._children == self._known_children
-            and [*map(_code_of, self._distinct)] == self._code
             and [*map(dict.get, self._owners, self._names)] == self._values
-            and all(names.get(name) is value for names, name, value in self._called)
-            and torch_has_its_functions()
         )
 
     def _have_their_forwards(self) -> bool:
@@ -473,6 +532,7 @@ class Watch:
         if any(forward is not None and not _is_forward_of(module, forward) for module, forward in found):
             return False
         self._forwards = forwards
+        self._gather()
         return True
 
 
@@ -521,19 +581,19 @@ class Snapshot:
         self._owners = [place.owner for place in self.places]
         self._names = [place.name for place in self.places]
         self._all = [*map(dict.get, self._owners, self._names)]
-        self._some = [parameter for parameter in self._all if parameter is not None]
-        self._dtypes = [*map(_dtype, self._some)]
-        found = [(p, place) for p, place in zip(self._all, self.places, strict=True) if p is not None]
-        self.moved: list[Tensor] = [parameter for parameter, place in found if place.moved]
+        some = [(each, place) for each, place in zip(self._all, self.places, strict=True) if each is not None]
+        self.moved: list[Tensor] = [parameter for parameter, place in some if place.moved]
         self.addresses = [*map(Tensor.data_ptr, self.moved)]
-        self._counted = [parameter for parameter, place in found if place.counted]
+        self._counted = [parameter for parameter, place in some if place.counted]
         self._versions = [*map(version_of, self._counted)]
+        self._unmoved = [parameter for parameter, place in some if not place.moved]
+        self._dtypes = [*map(_dtype, self._unmoved)]
+        self._found = AsFound(named=zip(self._owners, self._names, self._all, strict=True), tensors=self.moved)
 
     def holds(self) -> bool:
         return (
-            all(map(operator.is_, map(dict.get, self._owners, self._names), self._all))
-            and [*map(Tensor.data_ptr, self.moved)] == self.addresses
-            and [*map(_dtype, self._some)] == self._dtypes
+            self._found.holds()
+            and [*map(_dtype, self._unmoved)] == self._dtypes
             and [*map(version_of, self._counted)] == self._versions
         )
 

@@ -1,0 +1,91 @@
+"""Whether objects are those that were found: asked by one call in C, and by Python where there is no library."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ds_plugin_sdk.integrations.transformers.understood import AsFound
+from ds_plugin_sdk.ops import decoder_layer
+
+pytestmark = [pytest.mark.compiler, pytest.mark.usefixtures("kernels")]
+
+
+@pytest.fixture(params=["in C", "in Python"])
+def asked_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert decoder_layer.as_found is not None and decoder_layer.places is not None
+    if request.param == "in Python":
+        monkeypatch.setattr(decoder_layer, "as_found", None)
+        monkeypatch.setattr(decoder_layer, "places", None)
+
+
+class Found:
+    """One of each, and the question."""
+
+    def __init__(self) -> None:
+        self.module, self.empty = nn.Linear(4, 4), {}  # type: dict[int, object]
+        self.named: dict[str, Any] = {"eps": 1e-5, "none": None}
+        self.weight = nn.Parameter(torch.ones(4))
+        self.as_found = AsFound(
+            objects=[self.module],
+            types=[nn.Linear],
+            empty=[self.empty],
+            named=[(self.named, name, self.named.get(name)) for name in ("eps", "none", "nowhere")],
+            tensors=[self.weight, torch.zeros(0)],
+        )
+
+
+class Other(nn.Linear):
+    pass
+
+
+CHANGES: dict[str, Callable[[Found], object]] = {
+    "another class": lambda found: setattr(found.module, "__class__", Other),
+    "an item": lambda found: found.empty.update({1: None}),
+    "another object": lambda found: found.named.update(eps=1e-6),
+    "none any more": lambda found: found.named.pop("eps"),
+    "one where none was": lambda found: found.named.update(none=0),
+    "one where no name was": lambda found: found.named.update(nowhere=1),
+    "elsewhere in memory": lambda found: setattr(found.weight, "data", torch.ones(4)),
+    "of another dtype": lambda found: setattr(found.weight, "data", found.weight.data.view(torch.bfloat16)),
+    "swapped": lambda found: torch.utils.swap_tensors(found.weight, nn.Parameter(torch.ones(4))),
+}
+
+
+@pytest.mark.usefixtures("asked_by")
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_changes_is_seen(name: str) -> None:
+    found = Found()
+    assert found.as_found.holds() and found.as_found.holds()
+    CHANGES[name](found)
+    assert not found.as_found.holds()
+
+
+@pytest.mark.usefixtures("asked_by")
+def test_what_means_the_same_is_no_change() -> None:
+    found = Found()
+    del found.named["none"]
+    found.named["nowhere"] = None
+    found.weight.data.add_(1)
+    assert found.as_found.holds()
+    assert AsFound().holds()
+
+
+@pytest.mark.usefixtures("asked_by")
+def test_tensors_that_have_no_place_are_asked_by_python() -> None:
+    """On the device meta torch gives C no address."""
+    assert AsFound(tensors=[torch.empty(3, device="meta")]).holds()
+
+
+def test_what_is_no_question_is_answered_with_no() -> None:
+    ask, places = decoder_layer.as_found, decoder_layer.places
+    assert ask is not None and places is not None
+    assert ask() == ask(1, 2, 3, 4, 5, 6, 7, b"") == 0
+    assert ask([1], [], [], [], [], [], [], b"") == 0
+    assert ask([], [], [3], [], [], [], [], b"") == 0
+    assert ask([], [], [], [], [], [], [3], b"") == 0
+    assert places() is None and places(3) is None and places([3]) is None
