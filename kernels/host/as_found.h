@@ -1,4 +1,5 @@
-// Whether Python's objects are those that were found: a question that each step of a model asks of thousands.
+// Whether Python's objects are those that were found, and samples of tensors' numbers: questions that each step of a model
+// asks of thousands.
 //
 // They lie far apart in memory, and the weights of a step have pushed them out of the caches. Python waits for one after the
 // other; here they are fetched together. Python has the same question for where there is no library
@@ -35,17 +36,11 @@ inline void fetch_keys(Object* dict) {
   __builtin_prefetch(keys + 64);
 }
 
-// Where a tensor's elements are, and of which dtype.
-struct Place {
-  void* data;
-  int64_t dtype;
-};
-
-// Of each tensor of a list; false if one is none, or has no place.
-inline bool find_places(const List& tensors, std::vector<Place>& places) {
+// torch's pointers to the at::TensorImpl of tensors; false if one is none.
+inline bool find_impls(const List& tensors, std::vector<void*>& impls) {
   static Object* const name = PyUnicode_InternFromString("_cdata");
   if (tensors.size() < 0) return false;  // it is no list
-  std::vector<void*> impls(static_cast<size_t>(tensors.size()));
+  impls.resize(static_cast<size_t>(tensors.size()));
   for (size_t i = 0; i < impls.size(); ++i) {
     Object* const address = PyObject_GetAttr(tensors[static_cast<intptr_t>(i)], name);
     if (address == nullptr) return false;
@@ -54,27 +49,81 @@ inline bool find_places(const List& tensors, std::vector<Place>& places) {
     if (impls[i] == nullptr) return false;
     for (int line = 0; line < 4; ++line) __builtin_prefetch(static_cast<const char*>(impls[i]) + 64 * line);
   }
+  return true;
+}
+
+// A handle of the stable ABI is an at::Tensor*, which holds one pointer.
+inline AtenTensorHandle handle_of(void*& impl) { return reinterpret_cast<AtenTensorHandle>(&impl); }
+
+// Where a tensor's elements are, and of which dtype.
+struct Place {
+  void* data;
+  int64_t dtype;
+};
+
+// Of each tensor of a list; false if one is none, or has no place.
+inline bool find_places(const List& tensors, std::vector<Place>& places) {
+  std::vector<void*> impls;
+  if (!find_impls(tensors, impls)) return false;
   places.resize(impls.size());
   for (size_t i = 0; i < impls.size(); ++i) {
-    // A handle of the stable ABI is an at::Tensor*, which holds one pointer.
-    const auto handle = reinterpret_cast<AtenTensorHandle>(&impls[i]);
     int32_t dtype;
-    if (aoti_torch_get_data_ptr(handle, &places[i].data) || aoti_torch_get_dtype(handle, &dtype)) return false;
+    if (aoti_torch_get_data_ptr(handle_of(impls[i]), &places[i].data)) return false;
+    if (aoti_torch_get_dtype(handle_of(impls[i]), &dtype)) return false;
     places[i].dtype = dtype;
   }
   return true;
 }
 
-// What `as_found` compares of tensors: (list) -> bytes; None if it cannot.
+constexpr int64_t kRuns = 64, kRun = 4;
+
+// Adds elements of a tensor: so many runs of so many neighbours, at even distances, or all if these are no more. False if it
+// is not contiguous in host memory.
+inline bool add_samples(void* impl, std::vector<char>& samples) {
+  static const int32_t cpu = aoti_torch_device_type_cpu();
+  const AtenTensorHandle handle = handle_of(impl);
+  int32_t device, dtype;
+  int64_t numel;
+  bool contiguous;
+  void* data;
+  if (aoti_torch_get_device_type(handle, &device) || device != cpu) return false;
+  if (aoti_torch_is_contiguous(handle, &contiguous) || !contiguous) return false;
+  if (aoti_torch_get_numel(handle, &numel) || aoti_torch_get_dtype(handle, &dtype)) return false;
+  if (aoti_torch_get_data_ptr(handle, &data) || (data == nullptr && numel > 0)) return false;
+  const bool all = numel < kRuns * kRun;
+  const size_t size = aoti_torch_dtype_element_size(dtype), distance = static_cast<size_t>(numel / kRuns) * size;
+  const size_t count = all ? 1 : kRuns, bytes = static_cast<size_t>(all ? numel : kRun) * size;
+  const char* const first = static_cast<const char*>(data);
+  for (size_t i = 0; i < count; ++i) __builtin_prefetch(first + i * distance);
+  for (size_t i = 0; i < count; ++i) samples.insert(samples.end(), first + i * distance, first + i * distance + bytes);
+  return true;
+}
+
+template <class Value>
+Object* bytes_or_none(bool known, const std::vector<Value>& values, Object* none) {
+  if (known) {
+    return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(values.data()),
+                                     static_cast<intptr_t>(values.size() * sizeof(Value)));
+  }
+  PyErr_Clear();
+  Py_IncRef(none);
+  return none;
+}
+
+// (tensors) -> bytes that `as_found` compares; None where it cannot.
 inline Object* places_function(Object* none, Object* const* arguments, intptr_t count) {
   std::vector<Place> places;
-  if (count != 1 || !find_places(List(arguments[0]), places)) {
-    PyErr_Clear();
-    Py_IncRef(none);
-    return none;
-  }
-  return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(places.data()),
-                                   static_cast<intptr_t>(places.size() * sizeof(Place)));
+  const bool known = count == 1 && find_places(List(arguments[0]), places);
+  return bytes_or_none(known, places, none);
+}
+
+// (tensors) -> bytes, the same as long as the numbers are; None where these are not to be had.
+inline Object* samples_function(Object* none, Object* const* arguments, intptr_t count) {
+  std::vector<void*> impls;
+  std::vector<char> samples;
+  bool known = count == 1 && find_impls(List(arguments[0]), impls);
+  for (void*& impl : impls) known = known && add_samples(impl, samples);
+  return bytes_or_none(known, samples, none);
 }
 
 inline bool are_as_found(Object* none, const List& objects, const List& types, const List& empty, const List& dicts,

@@ -319,18 +319,16 @@ std::vector<Tensor> decoder_layers(const Tensor& hidden, std::vector<Tensor> cac
 
 DS_KERNELS_EXPORTED const char* ds_kernels_headers_of_torch() { return ds_kernels::headers_of_torch(); }
 
-// Functions of Python; both are given None.
-DS_KERNELS_EXPORTED void* ds_kernels_places(void* none) {
-  static ds_kernels::python::Method method = {"places", ds_kernels::python::places_function,
-                                              ds_kernels::python::kFastCall, nullptr};
-  return ds_kernels::python::PyCFunction_NewEx(&method, none, nullptr);
-}
-
-DS_KERNELS_EXPORTED void* ds_kernels_as_found(void* none) {
-  static ds_kernels::python::Method method = {"as_found", ds_kernels::python::as_found_function,
-                                              ds_kernels::python::kFastCall, nullptr};
-  return ds_kernels::python::PyCFunction_NewEx(&method, none, nullptr);
-}
+// Functions of Python, which are given None: as_found.h.
+#define DS_KERNELS_FUNCTION_OF_PYTHON(name)                                                        \
+  DS_KERNELS_EXPORTED void* ds_kernels_##name(void* none) {                                        \
+    using namespace ds_kernels::python;                                                            \
+    static Method method = {#name, name##_function, kFastCall, nullptr};                           \
+    return PyCFunction_NewEx(&method, none, nullptr);                                              \
+  }
+DS_KERNELS_FUNCTION_OF_PYTHON(as_found)
+DS_KERNELS_FUNCTION_OF_PYTHON(places)
+DS_KERNELS_FUNCTION_OF_PYTHON(samples)
 
 STABLE_TORCH_LIBRARY_IMPL(ds_plugin_calls, CompositeExplicitAutograd, m) {
   m.impl("decoder_layers", TORCH_BOX(&ds_kernels::decoder_layers));

@@ -31,6 +31,7 @@ call: Any = None
 # What layers ask of Python's objects before they are called, by one call: ``kernels/host/as_found.h``.
 as_found: Callable[..., int] | None = None
 places: Callable[[list[torch.Tensor]], bytes | None] | None = None
+samples: Callable[[list[torch.Tensor]], bytes | None] | None = None
 
 _functions: OpFunctions | None = None
 _GIVES_FUNCTION = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.py_object)
@@ -38,10 +39,11 @@ _GIVES_FUNCTION = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.py_object)
 
 def use_library(library: ctypes.CDLL) -> None:
     """Let layers be called as a whole: the library, ``kernels/host/decoder_layer.cpp``, has registered the op."""
-    global call, as_found, places, _functions
+    global call, as_found, places, samples, _functions
     library.ds_kernels_headers_of_torch.restype = ctypes.c_char_p
     _functions = OpFunctions(library.ds_kernels_headers_of_torch())
-    as_found, places = (_GIVES_FUNCTION((f"ds_kernels_{name}", library))(None) for name in ("as_found", "places"))
+    names = (f"ds_kernels_{name}" for name in ("as_found", "places", "samples"))
+    as_found, places, samples = (_GIVES_FUNCTION((name, library))(None) for name in names)
     call = getattr(torch.ops, _NAMESPACE).decoder_layers.default._op
 
 
@@ -50,4 +52,4 @@ def functions(look: bool = True) -> int:
     return 0 if _functions is None else _functions.address(look)
 
 
-__all__ = ["as_found", "call", "functions", "places", "use_library"]
+__all__ = ["as_found", "call", "functions", "places", "samples", "use_library"]

@@ -1,4 +1,4 @@
-"""Whether objects are those that were found: asked by one call in C, and by Python where there is no library."""
+"""Whether objects and numbers are those that were found: asked in C, and by Python where there is no library."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ds_plugin_sdk.integrations.transformers.understood import AsFound
+from ds_plugin_sdk.integrations.transformers.weights import Samples
 from ds_plugin_sdk.ops import decoder_layer
 
 pytestmark = [pytest.mark.compiler, pytest.mark.usefixtures("kernels")]
@@ -19,8 +20,8 @@ pytestmark = [pytest.mark.compiler, pytest.mark.usefixtures("kernels")]
 def asked_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     assert decoder_layer.as_found is not None and decoder_layer.places is not None
     if request.param == "in Python":
-        monkeypatch.setattr(decoder_layer, "as_found", None)
-        monkeypatch.setattr(decoder_layer, "places", None)
+        for name in ("as_found", "places", "samples"):
+            monkeypatch.setattr(decoder_layer, name, None)
 
 
 class Found:
@@ -81,6 +82,36 @@ def test_tensors_that_have_no_place_are_asked_by_python() -> None:
     assert AsFound(tensors=[torch.empty(3, device="meta")]).holds()
 
 
+@pytest.mark.usefixtures("asked_by")
+@pytest.mark.parametrize("shape", [(), (0,), (5,), (255,), (16, 16), (3, 7, 257), (1024, 96)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.float64])
+def test_numbers_that_change_are_seen(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    tensors = [torch.ones(3, dtype=dtype), torch.arange(torch.Size(shape).numel()).view(shape).to(dtype)]
+    samples = Samples(tensors)
+    assert not samples.differ(tensors) and not samples.differ(each.clone() for each in tensors)
+    if tensors[1].numel():
+        tensors[1].data.add_(1)
+        assert samples.differ(tensors)
+    assert samples.differ(tensors[:1]) or not tensors[1].numel()
+
+
+@pytest.mark.usefixtures("asked_by")
+def test_rows_that_change_are_seen() -> None:
+    weight = torch.zeros(1024, 96)
+    samples = Samples([weight])
+    weight[512:528] = 1  # a 64th of it
+    assert samples.differ([weight])
+
+
+@pytest.mark.usefixtures("asked_by")
+def test_what_lies_by_columns_is_looked_at_too() -> None:
+    weight = torch.rand(96, 64).t()
+    samples = Samples([weight])
+    assert not samples.differ([weight])
+    weight.neg_()
+    assert samples.differ([weight])
+
+
 def test_what_is_no_question_is_answered_with_no() -> None:
     ask, places = decoder_layer.as_found, decoder_layer.places
     assert ask is not None and places is not None
@@ -88,4 +119,5 @@ def test_what_is_no_question_is_answered_with_no() -> None:
     assert ask([1], [], [], [], [], [], [], b"") == 0
     assert ask([], [], [3], [], [], [], [], b"") == 0
     assert ask([], [], [], [], [], [], [3], b"") == 0
-    assert places() is None and places(3) is None and places([3]) is None
+    for each in (places, decoder_layer.samples):
+        assert each is not None and each() is None and each(3) is None and each([3]) is None

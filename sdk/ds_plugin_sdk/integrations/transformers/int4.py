@@ -34,9 +34,9 @@ from ds_plugin_sdk.integrations.transformers.weights import (
     Contents,
     Matrix,
     PlainMatrix,
+    Samples,
     Weights,
     padded,
-    sample,
 )
 from ds_plugin_sdk.ops.linear import pack_int4
 
@@ -82,7 +82,7 @@ class Int4Matrix(Matrix):
         self.held = Snapshot(place for layer in layers for place in _places_of(layer))
         if any(tensor.device != self.device for tensor in self.held.moved):
             raise NotUnderstoodError("its tensors are on several devices")
-        self._samples = [sample(tensor) for tensor in self.held.moved]
+        self._samples = Samples(self.held.moved)
         self._doubted = self._changed = False
 
     @property
@@ -109,7 +109,7 @@ class Int4Matrix(Matrix):
         return not self._changed and not any(layer.training for layer in self.layers)
 
     def _differs(self) -> bool:
-        return not all(torch.equal(sample(now), then) for now, then in zip(self.held.moved, self._samples, strict=True))
+        return self._samples.differ(self.held.moved)
 
     def _packed(self, found: Sequence[Int4], biases: Sequence[Tensor | None]) -> Contents:
         whole = Int4(*(torch.cat(parts) for parts in zip(*found, strict=True)))

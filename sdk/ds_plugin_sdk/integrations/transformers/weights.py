@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from ds_plugin_sdk.integrations.transformers.understood import (
     check_parameter,
     name_of,
 )
+from ds_plugin_sdk.ops import decoder_layer
 from ds_plugin_sdk.ops.linear import quantize_weight
 
 Quantized = Literal["int8", "int4"]
@@ -28,7 +29,8 @@ Weights = Quantized | None
 _ALIGNMENT = 64
 _MOST_GROUP = 128
 _LEAST_INT4_GROUP = 64
-_SAMPLES = 256
+# Each place of a weight that is looked at is waited for; its neighbours are not.
+_RUNS, _RUN = 64, 4
 
 _packing = threading.Lock()
 
@@ -118,7 +120,7 @@ class PlainMatrix(Matrix):
         self._weights: Weights = None
         self.held = Snapshot()
         self._copied = self._doubted = False
-        self._samples: list[Tensor] = []
+        self._samples = Samples()
         for layer in layers:
             if type(layer) not in (nn.Linear, Conv1D):
                 raise NotUnderstoodError(f"{name_of(layer)} is no plain linear layer")
@@ -154,7 +156,7 @@ class PlainMatrix(Matrix):
             self.contents = self._quantize(arena, bias)
         else:
             self.contents = Contents(_move(arena, rows, None if self._copied else self._set_rows), bias)
-        self._samples = [sample(_weight(layer)) for layer in self.layers] if self._copied else []
+        self._samples = Samples(map(_weight, self.layers) if self._copied else ())
         self.held = Snapshot(self._place(layer, name) for layer in self.layers for name in layer._parameters)
         self._doubted = False
 
@@ -195,10 +197,7 @@ class PlainMatrix(Matrix):
             raise NotUnderstoodError("its products have inputs of several sizes")
 
     def _differs(self) -> bool:
-        return not all(
-            now.shape == then.shape and torch.equal(now, then)
-            for now, then in zip((sample(_weight(layer)) for layer in self.layers), self._samples, strict=True)
-        )
+        return self._samples.differ(map(_weight, self.layers))
 
     def _quantize(self, arena: Arena, bias: Tensor | None) -> Contents:
         whole = torch.cat([_rows(layer) for layer in self.layers])
@@ -322,10 +321,29 @@ def _rows(layer: nn.Module) -> Tensor:
     return weight.t() if type(layer) is Conv1D else weight
 
 
-def sample(weight: Tensor) -> Tensor:
-    """Some of its elements, which tell whether it has changed."""
-    flat = weight.detach().view(-1) if weight.is_contiguous() else weight.detach().flatten()
-    return flat[:: max(1, flat.numel() // _SAMPLES)].clone()
+class Samples:
+    """Some numbers of tensors, which tell whether they have changed."""
+
+    def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
+        self._found = _samples_of([*tensors])
+
+    def differ(self, tensors: Iterable[Tensor]) -> bool:
+        """Whether these have others."""
+        now, then = _samples_of([*tensors]), self._found
+        if isinstance(now, bytes) or isinstance(then, bytes):
+            return now != then
+        return len(now) != len(then) or not all(map(torch.equal, now, then))
+
+
+def _samples_of(tensors: list[Tensor]) -> bytes | list[Tensor]:
+    found = None if decoder_layer.samples is None else decoder_layer.samples(tensors)
+    return [_sample(each.detach()) for each in tensors] if found is None else found
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    flat = tensor.flatten()
+    distance = flat.numel() // _RUNS
+    return flat.clone() if distance < _RUN else flat.as_strided((_RUNS, _RUN), (distance, 1)).clone()
 
 
 def _move(arena: Arena, parts: Sequence[Tensor], set_part: Callable[[int, Tensor], None] | None) -> Tensor:
@@ -347,4 +365,4 @@ def _give_back(matrix: Matrix) -> None:
             parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
 
 
-__all__ = ["Arena", "Contents", "Matrix", "Packer", "PlainMatrix", "Quantized", "Weights", "padded", "sample"]
+__all__ = ["Arena", "Contents", "Matrix", "Packer", "PlainMatrix", "Quantized", "Samples", "Weights", "padded"]
