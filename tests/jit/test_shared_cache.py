@@ -5,6 +5,7 @@ from __future__ import annotations
 import grp
 import os
 import pwd
+import secrets
 import subprocess
 import sys
 import tempfile
@@ -43,8 +44,9 @@ def for_everybody(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield folder
 
 
-# Of this worker alone: a limit of processes counts all that a user runs, those of another worker or container too.
-ANOTHER = 10_000 + os.getpid() % 50_000
+# Of this worker alone: a limit of processes counts all that a user runs, those of another worker or container too. By
+# chance, since in containers that are made alike the workers have the same process ids.
+ANOTHER = 10_000 + secrets.randbelow(50_000)
 
 # What a process does before it builds: all imports, since the new user may not be allowed to read Python's folders.
 AS_ANOTHER = f"""\
