@@ -213,4 +213,4 @@ def test_a_lock_file_left_behind_means_nothing(project: Project) -> None:
     (locks / f"{direct}.lock").write_text('{"host": "gone", "pid": 1, "since": "long ago"}')
     start = time.monotonic()
     assert acquire(project.spec()).origin == "compiled"
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 120  # a holder would be waited for for 600 s
