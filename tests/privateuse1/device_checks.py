@@ -234,9 +234,12 @@ def record_stream_keeps_memory_from_being_reused() -> None:
 
 
 # ---------------------------------------------------------------------- streams and events
-def _keep_busy(pieces: int = 4) -> None:
+PIECES = 20  # of work, a delay each: a second, in which a busy machine lets the host come to what it does meanwhile
+
+
+def _keep_busy() -> None:
     """Give the current stream work for so many delays."""
-    for _ in range(pieces):
+    for _ in range(PIECES):
         torch.empty(1, device=NAME).fill_(0)
 
 
@@ -271,9 +274,10 @@ def events_follow_the_work_before_them() -> None:
     begin, end = (torch.zap.Event(enable_timing=True) for _ in range(2))
     torch.zap.synchronize()
     with simulator.delay(DELAY_US):
+        submitted = time.perf_counter()
         begin.record()
-        tensor.fill_(1.0)
-        tensor.fill_(2.0)
+        for _ in range(PIECES):
+            tensor.fill_(1.0)
         end.record()
         assert not end.query()
         try:
@@ -284,10 +288,11 @@ def events_follow_the_work_before_them() -> None:
             raise AssertionError("an event that is not done has no time")
         started = time.perf_counter()
         end.synchronize()
-        waited = time.perf_counter() - started
+        done = time.perf_counter()
+        waited = done - started
         assert end.query()
     milliseconds = begin.elapsed_time(end)
-    assert 2 * DELAY_US / 1000 * 0.9 < milliseconds < 2 * DELAY_US / 1000 + 1000, milliseconds
+    assert PIECES * DELAY_US / 1000 * 0.9 < milliseconds < (done - submitted) * 1000 + 1, milliseconds
     assert waited > DELAY_US / 1e6
     assert torch.zap.Event().query(), "an event never recorded is done"
 
@@ -344,16 +349,16 @@ def pinned_copies_do_not_keep_the_host_waiting() -> None:
     assert not torch.arange(4.0).is_pinned()
     enqueue(pinned)
     torch.zap.synchronize()
-    with simulator.delay(DELAY_US):
+    with simulator.delay(10 * DELAY_US):  # half a second: a busy machine keeps a host waiting, too
         there, seconds = enqueue(pinned)
-        assert seconds < DELAY_US / 1e6, seconds
+        assert seconds < 10 * DELAY_US / 1e6, seconds
         address = pinned.data_ptr()
         del pinned
         other = torch.full((4,), 9.0).pin_memory()
         assert other.data_ptr() != address, "pinned memory was reused before the copy was done"
         assert there.tolist() == [0, 1, 2, 3]
         there, seconds = enqueue(torch.arange(4.0))
-        assert seconds >= DELAY_US / 1e6, "memory that is not pinned has to be waited for"
+        assert seconds >= 10 * DELAY_US / 1e6, "memory that is not pinned has to be waited for"
         back = torch.empty(4).pin_memory()
         back.copy_(there.mul_(2), non_blocking=True)
         torch.zap.synchronize()
