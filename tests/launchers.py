@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
+import random
 import shutil
 import socket
 import subprocess
@@ -46,6 +48,13 @@ def launch(launcher: str, ranks: int, program: Path, *arguments: str, **variable
 
 
 def free_port() -> str:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return str(server.getsockname()[1])
+    """A port at which nobody listens, for ranks that are yet to start.
+
+    None of those that the system gives to whoever asks for any: until the ranks listen it would give it to another
+    test's processes, too.
+    """
+    while True:
+        port = random.SystemRandom().randrange(10_000, 30_000)
+        with socket.socket() as server, contextlib.suppress(OSError):  # somebody listens
+            server.bind(("", port))
+            return str(port)

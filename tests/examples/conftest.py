@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import socket
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -35,10 +34,3 @@ def data() -> ModuleType:
 @pytest.fixture(scope="session")
 def model() -> ModuleType:
     return _load("model")
-
-
-@pytest.fixture
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from ds_plugin_sdk.settings import child_environment
+from launchers import free_port
 
 
 def test_example_imports_nothing_of_ours(tiny_gpt_folder: Path) -> None:
@@ -37,11 +38,11 @@ def test_config_asks_for_what_the_demo_shows(tiny_gpt_folder: Path) -> None:
 @pytest.mark.deepspeed
 @pytest.mark.compiler
 @pytest.mark.slow
-def test_three_steps_in_one_process(tiny_gpt_folder: Path, tmp_path: Path, free_port: int) -> None:
+def test_three_steps_in_one_process(tiny_gpt_folder: Path, tmp_path: Path) -> None:
     command = [sys.executable, str(tiny_gpt_folder / "train.py"), "--steps", "3", "--eval-every", "3"]
     command += ["--eval-windows", "8", "--sample-bytes", "20", "--out", str(tmp_path)]
     launched = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1"}
-    environment = child_environment(**launched, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port))
+    environment = child_environment(**launched, MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port())
     environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"  # DeepSpeed's own builds need ninja
 
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=280)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ds_plugin_sdk.conformance.programs import free_port
 from ds_plugin_sdk.settings import child_environment
+from launchers import free_port
 
 # The weight is that of an embedding, and is used in the forward of a module that does not own it; or it is a layer's.
 TRAIN = """
@@ -96,7 +96,7 @@ def test_losses_are_those_with_logits_under_every_stage(tmp_path: Path, kernel_c
     (tmp_path / "train.py").write_text(TRAIN, encoding="utf-8")
     launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators", "2"]
     done = subprocess.run(
-        [*launcher, "--master_port", str(free_port()), str(tmp_path / "train.py")],
+        [*launcher, "--master_port", free_port(), str(tmp_path / "train.py")],
         cwd=tmp_path,
         env=child_environment(DS_ACCELERATOR="cpu", DS_PLUGIN_CACHE_DIR=str(kernel_cache), OMP_NUM_THREADS="1"),
         capture_output=True,

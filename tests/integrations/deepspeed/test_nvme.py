@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,16 +12,15 @@ from typing import Any
 
 import pytest
 
+from launchers import free_port
+
 WORKER = Path(__file__).parent / "nvme_worker.py"
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.compiler, pytest.mark.usefixtures("compiled_once")]
 
 
 def train(device: str, offload: str, folder: Path, steps: int, *words: str, ends_by: int = 0) -> dict[str, Any]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    launcher = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    launcher = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", str(WORKER), device, offload, str(folder), str(steps), *words],
         env={**os.environ, **{name: str(value) for name, value in launcher.items()}},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,12 +13,7 @@ from deepspeed_support import Python
 
 from ds_plugin_sdk.integrations.deepspeed.modules import quantizer
 from ds_plugin_sdk.settings import child_environment
-
-
-def free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return int(server.getsockname()[1])
+from launchers import free_port
 
 
 def run_ranks(program: str, cache: Path, *, nodes: int, devices: int) -> list[str]:
@@ -31,7 +25,7 @@ def run_ranks(program: str, cache: Path, *, nodes: int, devices: int) -> list[st
             env=child_environment(
                 DS_PLUGIN_CACHE_DIR=str(cache),
                 MASTER_ADDR="127.0.0.1",
-                MASTER_PORT=str(port),
+                MASTER_PORT=port,
                 WORLD_SIZE=str(nodes * devices),
                 RANK=str(rank),
                 LOCAL_RANK=str(rank % devices),

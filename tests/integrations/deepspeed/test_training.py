@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 
 from ds_plugin_sdk import provenance
 from ds_plugin_sdk.settings import child_environment
+from launchers import free_port
 
 TRAIN = """
 import torch, deepspeed
@@ -44,12 +44,6 @@ torch.distributed.destroy_process_group()
 """
 
 
-def free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return int(server.getsockname()[1])
-
-
 @pytest.mark.deepspeed
 @pytest.mark.compiler
 @pytest.mark.slow
@@ -64,7 +58,7 @@ def test_deepspeeds_launcher_trains_on_the_plugin(tmp_path: Path, kernel_cache: 
         PATH=f"{Path(sys.executable).parent}:{child_environment()['PATH']}",
     )
     done = subprocess.run(
-        [*launcher, "--master_port", str(free_port()), "train.py"],
+        [*launcher, "--master_port", free_port(), "train.py"],
         env=environment,
         cwd=tmp_path,
         capture_output=True,

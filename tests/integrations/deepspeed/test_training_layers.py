@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from ds_plugin_sdk.conformance.programs import free_port
 from ds_plugin_sdk.settings import child_environment
+from launchers import free_port
 
 TRAIN = """
 import importlib, os, torch, deepspeed, transformers
@@ -104,7 +104,7 @@ def launch(ranks: int, program: str, folder: Path, kernel_cache: Path) -> None:
     (folder / "train.py").write_text(program, encoding="utf-8")
     launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators", str(ranks)]
     done = subprocess.run(
-        [*launcher, "--master_port", str(free_port()), str(folder / "train.py")],
+        [*launcher, "--master_port", free_port(), str(folder / "train.py")],
         cwd=folder,
         env=child_environment(DS_ACCELERATOR="cpu", DS_PLUGIN_CACHE_DIR=str(kernel_cache), OMP_NUM_THREADS="1"),
         capture_output=True,
