@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_plugin_sdk.conformance import suite
+from ds_plugin_sdk.conformance import check, suite
 from mutants import all_mutants
 from mutants.hunt import Hunt, hunt, idle, keep, kept
 
@@ -14,7 +14,10 @@ from mutants.hunt import Hunt, hunt, idle, keep, kept
 @pytest.fixture(scope="module")
 def hunts() -> dict[str, Hunt]:
     """The mutants that the misfit brings, hunted; here they are declared by importing it, as in a worker."""
-    import misfit  # noqa: F401  # imported to declare its mutants
+    suite.checks()  # all of the SDK's are declared
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(check, "_checks", {})  # the misfit's are for workers: other tests look at all that there are
+        import misfit  # noqa: F401  # imported to declare its mutants
 
     mine = [mutant for mutant in all_mutants() if mutant.name.startswith("misfit.")]
     return {each.mutant.name.removeprefix("misfit."): each for each in hunt(mine, 2, lambda each: None)}
