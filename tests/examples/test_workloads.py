@@ -210,7 +210,7 @@ def test_run_batch_names_what_fails_and_what_hangs_and_goes_on(tmp_path: Path, m
         (tmp_path / "hosts" / name).write_text("localhost slots=2\n", encoding="utf-8")
     script = EXAMPLES / "opt_sft" / "run_batch.py"
     out = tmp_path / "out"
-    options = ["--threshold", "20", "--timeout", "1", "--", "train.py"]
+    options = ["--threshold", "20", "--timeout", "5", "--", "train.py"]
     done = subprocess.run(
         [sys.executable, script, tmp_path / "hosts", out, *options], capture_output=True, text=True, check=False
     )
@@ -225,7 +225,7 @@ def test_run_batch_names_what_fails_and_what_hangs_and_goes_on(tmp_path: Path, m
     }
     assert rows["a-good"]["throughput"] == "25.5"
     assert rows["b-wrong"]["why"] == "ValueError: Hostfile contains a bad entry: a slot=2"
-    assert rows["c-stuck"]["why"] == "no end in 1 s; last line: waiting for worker-1"
+    assert rows["c-stuck"]["why"] == "no end in 5 s; last line: waiting for worker-1"
     assert rows["d-slow"]["why"] == "5.00 of 20 samples/s"
     assert "1 of 4 batches passed" in done.stdout
     assert (out / "results.png").read_bytes().startswith(b"\x89PNG")
