@@ -75,9 +75,9 @@ Spawn = Callable[..., Process]
 SpawnIn = Callable[[Path], tuple[Project, Spawn]]
 
 
-def finish(process: Process, timeout: float = 60) -> str:
+def finish(process: Process) -> str:
     """What a worker said; the test fails with its complaint if it failed."""
-    out, err = process.communicate(timeout=timeout)
+    out, err = process.communicate(timeout=200)
     assert process.returncode == 0, err
     return out.strip()
 

@@ -303,7 +303,7 @@ def test_a_file_size_limit(project: Project, spawn: Spawn) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (8000, 8000))
 
     process = spawn(limit=limit)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=200)
     assert process.returncode
     assert "CompileError" in err and "answer" in err
     assert "ulimit -f" in err
@@ -322,7 +322,7 @@ def test_a_full_disk(project: Project, spawn: Spawn) -> None:
     # The file system is gone with the process, so the process itself says what is left.
     list_files = f"import atexit, pathlib; atexit.register(lambda: print(*pathlib.Path({str(root)!r}).rglob('*')))\n"
     process = spawn(list_files, prefix=prefix)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=200)
     assert "CompileError" in err and "No space left" in err
     assert "DS_PLUGIN_CACHE_DIR" in err
     assert ".build" in out

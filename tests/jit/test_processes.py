@@ -75,9 +75,9 @@ def test_a_killed_builder_holds_nobody_up(project: Project, hanging: Path, spawn
     builder.kill()
     assert builder.wait() == -signal.SIGKILL
     builder.communicate()
-    said = sorted(finish(process, timeout=30) for process in waiting)
+    said = sorted(finish(process) for process in waiting)
     assert said == ["cache 42", "cache 42", "compiled 42"]
-    assert finish(spawn(), timeout=30) == "cache 42"
+    assert finish(spawn()) == "cache 42"
     assert len((tmp_path / "compilations").read_text().splitlines()) == 2
     assert cache.verify() == []
 
@@ -138,7 +138,7 @@ def test_an_interrupt_ends_the_compiler(project: Project, stuck: Callable[[], li
     builder = spawn(HEARS_INTERRUPTS)
     wait_until(lambda: len(stuck()) == 2, "the builder compiles")
     builder.send_signal(signal.SIGINT)
-    _, err = builder.communicate(timeout=30)
+    _, err = builder.communicate(timeout=200)
     assert "KeyboardInterrupt" in err
     wait_until(lambda: all(map(gone, stuck())), "the compiler and its process are gone")
     assert list((cache.root() / "v1" / ".build").iterdir()) == []

@@ -69,7 +69,7 @@ def test_what_root_has_built_serves_other_users(for_everybody: Path, spawn_in: S
     assert finish(spawn(AS_ANOTHER)) == "cache 42"
     (project.root / "answer.h").write_text("#define ANSWER 50\n")
     process = spawn(AS_ANOTHER)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=200)
     assert out == "compiled 52\n", err
     assert "cannot be written; using " in err
     assert finish(spawn(AS_ANOTHER)) == "cache 52"
@@ -94,7 +94,7 @@ def test_a_cache_that_cannot_be_entered_is_not_used(for_everybody: Path, spawn_i
     assert finish(spawn()) == "compiled 42"
     (cache.root() / closed).chmod(0o700)
     process = spawn(AS_ANOTHER)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=200)
     assert out == "compiled 42\n", err
     assert f"{cache.root() / closed} cannot be entered by this user; using {for_everybody / 'tmp'}" in err
     assert finish(spawn(AS_ANOTHER)) == "cache 42"
@@ -122,7 +122,7 @@ def test_a_limit_of_processes(for_everybody: Path, spawn_in: SpawnIn, processes:
     _, spawn = spawn_in(for_everybody)
     limit = f"resource.setrlimit(resource.RLIMIT_NPROC, ({processes}, {processes}))\n"
     asked = "from ds_plugin_sdk.jit import toolchains; toolchains.CxxToolchain().compiler()\n"  # `--version`
-    out, err = spawn(AS_ANOTHER + asked + limit).communicate(timeout=60)
+    out, err = spawn(AS_ANOTHER + asked + limit).communicate(timeout=200)
     assert told in out + err
     assert "see `ulimit -u`" in err or processes == 4
 
@@ -151,7 +151,7 @@ def test_a_cache_that_is_mounted_noexec_is_not_used(
     prefix = in_namespace(f"mount --bind {root} {root}", f"mount -o remount,noexec,bind {root}")
     if not prefix:
         pytest.skip("no mounts in this sandbox")
-    out, err = spawn(prefix=prefix).communicate(timeout=60)
+    out, err = spawn(prefix=prefix).communicate(timeout=200)
     assert out == "compiled 42\n", err
     assert f"{root} lies on a file system that is mounted noexec" in err
     assert finish(spawn(prefix=prefix)) == "cache 42"
@@ -168,7 +168,7 @@ def test_where_everything_is_mounted_noexec_nothing_is_compiled(
     if not prefix:
         pytest.skip("no mounts in this sandbox")
     monkeypatch.delenv("CXX")
-    _, err = spawn(prefix=prefix).communicate(timeout=60)
+    _, err = spawn(prefix=prefix).communicate(timeout=200)
     assert "CompileError: what is compiled could not be loaded (plugin 'ds-plugin-test', op 'answer')" in err
     assert "mounted noexec" in err and "-> DS_PLUGIN_CACHE_DIR" in err
     assert cache.entries() == []

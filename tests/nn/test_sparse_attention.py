@@ -244,6 +244,6 @@ def test_all_ranks_take_the_layout_of_the_first(tmp_path: Path) -> None:
         subprocess.Popen([*command, str(rank), str(tmp_path / "store")], stdout=subprocess.PIPE, text=True)
         for rank in range(2)
     ]
-    first, second = (rank.communicate(timeout=120)[0].strip() for rank in ranks)
+    first, second = (rank.communicate(timeout=240)[0].strip() for rank in ranks)
     assert first[0] == "1" and second[0] == "0", "the seeds gave one layout; the test needs two"
     assert first[1:] == second[1:]
