@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -24,5 +26,10 @@ def old_transformers() -> str:
     folder = ROOT / "build" / "transformers-4.43.4"
     if not (folder / "transformers").is_dir():
         pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps"]
-        subprocess.run([*pip, "--target", str(folder), *OLD], check=True)
+        folder.parent.mkdir(exist_ok=True)
+        # Into a folder that gets its name when it is whole: pip moves one package after the other to where it is told.
+        with tempfile.TemporaryDirectory(dir=folder.parent) as new:
+            subprocess.run([*pip, "--target", f"{new}/packages", *OLD], check=True)
+            with contextlib.suppress(OSError):  # another worker has been quicker
+                Path(new, "packages").rename(folder)
     return os.pathsep.join([str(folder), str(ROOT / "tests")])
