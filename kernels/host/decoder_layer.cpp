@@ -64,10 +64,18 @@ struct Ops {
     return result_of("ds_plugin::activation_and_mul", stack);
   }
 
-  // Of two; the second one is not kept.
-  Tensor sum_of(const Tensor& residual, const Tensor& other) const {
-    if (!functions.residual_add_bias_) return torch::stable::subtract(residual, other, -1.0);  // there is no stable sum
-    functions.residual_add_bias_(other, residual, {}, {}, {}, 1.0, false);
+  // residual + multiplier * other, which is not kept.
+  Tensor sum_of(const Tensor& residual, const Tensor& other, double multiplier) const {
+    const OptionalTensor none;
+    if (functions.residual_add_bias_) {
+      functions.residual_add_bias_(other, residual, none, none, none, multiplier, false);
+    } else if (multiplier == 1.0) {
+      return torch::stable::subtract(residual, other, -1.0);  // there is no stable sum
+    } else {
+      StableIValue stack[] = {from(other), from(residual),   from(none), from(none),
+                              from(none),  from(multiplier), from(false)};
+      call("ds_plugin::residual_add_bias_", stack);
+    }
     return other;
   }
 
@@ -185,16 +193,18 @@ struct Given {
 // The second half of what goes into the MLP is the gate, which linear applies; or the first one is, which it does not know.
 enum Gate : int64_t { kNoGate, kGateSecond, kGateFirst };
 
-// residual + product of input, which is normed first if there is a norm for it.
-Tensor added(const Ops& ops, const Matrix& matrix, const Norm& post_norm, const Tensor& input, const Tensor& residual) {
-  if (!post_norm.weight) return matrix.of(ops, input, residual);
-  return ops.sum_of(residual, post_norm.of(ops, matrix.of(ops, input)));
+// residual + multiplier * product of input, which is normed first if there is a norm for it.
+Tensor added(const Ops& ops, const Matrix& matrix, const Norm& post_norm, double multiplier, const Tensor& input,
+             const Tensor& residual) {
+  if (!post_norm.weight && multiplier == 1.0) return matrix.of(ops, input, residual);
+  const Tensor product = matrix.of(ops, input);
+  return ops.sum_of(residual, post_norm.weight ? post_norm.of(ops, product) : product, multiplier);
 }
 
 struct Layer {
   Norm attention_norm, mlp_norm, query_norm, key_norm, attention_post_norm, mlp_post_norm;
   Matrix qkv, output, mlp_in, mlp_out;
-  double scale;
+  double scale, multiplier;
   int64_t heads, activation, gate, turn;
   bool norm_first;
 
@@ -218,12 +228,12 @@ struct Layer {
     }
 
     const Tensor attended = side_by_side(caches.attend(ops, query, key, value, scale, given.mask));
-    Tensor sum = added(ops, output, attention_post_norm, attended, hidden);
+    Tensor sum = added(ops, output, attention_post_norm, multiplier, attended, hidden);
     if (!norm_first) sum = attention_norm.of(ops, sum);
     const Tensor normed = norm_first ? mlp_norm.of(ops, sum) : sum;
     const Tensor inner = gate == kGateFirst ? gate_before_up(ops, mlp_in.of(ops, normed), activation)
                                             : mlp_in.of(ops, normed, {}, activation, gate == kGateSecond);
-    const Tensor result = added(ops, mlp_out, mlp_post_norm, inner, sum);
+    const Tensor result = added(ops, mlp_out, mlp_post_norm, multiplier, inner, sum);
     return norm_first ? result : mlp_norm.of(ops, result);
   }
 };
@@ -250,6 +260,7 @@ class Layers {
       for (OptionalTensor* part : {&matrix->weight, &matrix->bias, &matrix->scales, &matrix->offsets}) *part = tensor();
     }
     layer.scale = number();
+    layer.multiplier = number();
     layer.heads = integer();
     layer.activation = integer();
     layer.gate = integer();

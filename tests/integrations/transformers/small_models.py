@@ -27,6 +27,9 @@ CONFIGS: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
     "phi3": lambda: transformers.Phi3Config(**LLAMA, **_SPECIAL),
     "glm": lambda: transformers.GlmConfig(**LLAMA, head_dim=8, attention_bias=True, **_SPECIAL),
     "glm4": lambda: transformers.Glm4Config(**LLAMA, head_dim=8, attention_bias=True, **_SPECIAL),
+    "granite": lambda: transformers.GraniteConfig(
+        **LLAMA, residual_multiplier=0.6, attention_multiplier=0.3, attention_bias=True, mlp_bias=True, **_SPECIAL
+    ),
     "ernie4_5": lambda: transformers.Ernie4_5Config(**LLAMA, head_dim=8, use_bias=True),
     "seed_oss": lambda: transformers.SeedOssConfig(**LLAMA, head_dim=8, residual_dropout=0.5, **_SPECIAL),
     "smollm3": lambda: transformers.SmolLM3Config(**LLAMA, no_rope_layers=[0, 1], attention_bias=True, **_SPECIAL),

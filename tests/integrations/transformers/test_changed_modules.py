@@ -464,7 +464,7 @@ def test_layers_of_another_name_with_the_same_code_run_whole() -> None:
         assert_as_plain(model)
 
 
-@pytest.mark.parametrize("name", ["ernie4_5", "glm", "glm4", "seed_oss", "smollm3", "starcoder2"])
+@pytest.mark.parametrize("name", ["ernie4_5", "glm", "glm4", "granite", "seed_oss", "smollm3", "starcoder2"])
 def test_layers_with_some_of_llamas_code_run_whole(name: str) -> None:
     """With biases; in training mode, where two of them drop what is added to the residual, they are their own."""
     model = make(name)
@@ -487,6 +487,15 @@ def test_turning_heads_can_be_switched_on_and_off(layer: int) -> None:
     assert (expected - steps(make("smollm3"), None)).abs().max() > 0.05, "a change that changes nothing tests nothing"
     with accelerate(model):
         torch.testing.assert_close(steps(model, switch, layer), expected, rtol=1e-3, atol=1e-3)
+
+
+def test_what_multiplies_what_is_added_can_be_changed() -> None:
+    model = make("granite")
+    before = logits(model)
+    with accelerate(model):
+        model.model.layers[1].residual_multiplier = 0.2
+        assert_as_plain(model)
+        assert (logits(model) - before).abs().max() > 0.05, "a change that changes nothing tests nothing"
 
 
 class OfAnotherRelease(opt.OPTDecoderLayer):  # type: ignore[misc]  # transformers is not typed where types are checked

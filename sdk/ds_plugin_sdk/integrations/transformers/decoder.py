@@ -37,6 +37,7 @@ class Decoder:
         heads, kv_heads, head_dim: of them.
         query_norm, key_norm: of each head, or None.
         attention_post_norm, mlp_post_norm: of what attention and MLP put out, before the residual is added; or None.
+        multiplier: of the same, after these norms.
         scale: of the scores.
         output: after attention.
         mlp_in: up and, if `gated`, gate.
@@ -69,6 +70,7 @@ class Decoder:
     norm_first: bool = True
     attention_post_norm: Norm | None = None
     mlp_post_norm: Norm | None = None
+    multiplier: float = 1.0
 
     @functools.cached_property
     def activation_index(self) -> int:
@@ -107,7 +109,7 @@ def run(ops: Ops, layer: Decoder, hidden: Tensor, angles: tuple[Tensor, Tensor] 
     """
     normed = norm(ops, layer.attention_norm, hidden) if layer.norm_first else hidden
     attended = _attention(ops, layer, normed, angles, attend)
-    hidden = _added(ops, layer.output, layer.attention_post_norm, attended, hidden)
+    hidden = _added(ops, layer, layer.output, layer.attention_post_norm, attended, hidden)
     if not layer.norm_first:
         hidden = norm(ops, layer.attention_norm, hidden)
     normed = norm(ops, layer.mlp_norm, hidden) if layer.norm_first else hidden
@@ -116,14 +118,21 @@ def run(ops: Ops, layer: Decoder, hidden: Tensor, angles: tuple[Tensor, Tensor] 
         inner = ops.activation_and_mul(gate, up, layer.activation_index)
     else:
         inner = linear(ops, layer.mlp_in, normed, None, layer.activation_index, layer.gated)
-    hidden = _added(ops, layer.mlp_out, layer.mlp_post_norm, inner, hidden)
+    hidden = _added(ops, layer, layer.mlp_out, layer.mlp_post_norm, inner, hidden)
     return hidden if layer.norm_first else norm(ops, layer.mlp_norm, hidden)
 
 
-def _added(ops: Ops, matrix: Matrix, post_norm: Norm | None, input: Tensor, residual: Tensor) -> Tensor:
-    if post_norm is None:
+def _added(ops: Ops, layer: Decoder, matrix: Matrix, post_norm: Norm | None, input: Tensor, residual: Tensor) -> Tensor:
+    if post_norm is None and layer.multiplier == 1.0:
         return linear(ops, matrix, input, residual)
-    return residual + norm(ops, post_norm, linear(ops, matrix, input))
+    added = linear(ops, matrix, input)
+    if post_norm is not None:
+        added = norm(ops, post_norm, added)
+    if layer.multiplier == 1.0:
+        return residual + added
+    # torch's sum with a factor rounds that to the tensors' dtype.
+    ops.residual_add_bias_(added, residual, None, None, None, layer.multiplier, False)
+    return added
 
 
 def _attention(
@@ -243,7 +252,7 @@ def _arguments_of(layers: Sequence[Decoder]) -> _Arguments:
         found.tensors.extend(tensor for tensor in tensors if tensor is not None)
         gate = layer.gated + layer.gate_first
         found.integers.extend((present, layer.heads, layer.activation_index, gate, layer.norm_first, layer.turn))
-        found.numbers.extend((*(number for norm in of_norms for number in norm[2:]), layer.scale))
+        found.numbers.extend((*(number for norm in of_norms for number in norm[2:]), layer.scale, layer.multiplier))
     return found
 
 
@@ -267,10 +276,11 @@ class Ops(NamedTuple):
     activation_and_mul: Any
     cached_attention: Any
     cached_attention_int8: Any
+    residual_add_bias_: Any
 
 
 # They register these ops. No kernels were loaded for a model without numbers, on the device meta, that gets some later.
-_FAMILIES = ("attention", "linear", "norm", "rotary", "transformer")
+_FAMILIES = ("attention", "linear", "norm", "residual", "rotary", "transformer")
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ from transformers.models.gemma3 import modeling_gemma3 as gemma3
 from transformers.models.glm import modeling_glm as glm
 from transformers.models.glm4 import modeling_glm4 as glm4
 from transformers.models.gpt2 import modeling_gpt2 as gpt2
+from transformers.models.granite import modeling_granite as granite
 from transformers.models.llama import modeling_llama as llama
 from transformers.models.mistral import modeling_mistral as mistral
 from transformers.models.opt import modeling_opt as opt
@@ -67,12 +69,13 @@ def describe(layer: nn.Module, matrix_of: MatrixOf) -> Decoder:
 def families_of_ops(model: nn.Module) -> list[str]:
     """Modules of `ds_plugin_sdk.ops` that a model's decoder layers need beside those that all need.
 
-    They are for a gate that is before up, and to add a norm's output to the residual.
+    They are for a gate that is before up, and to add what was normed or multiplied to the residual.
     """
     needed = {
         phi3.Phi3MLP: "transformer",
         gemma3.Gemma3DecoderLayer: "residual",
         glm4.Glm4DecoderLayer: "residual",
+        granite.GraniteDecoderLayer: "residual",
     }
     found = {type(module).forward for module in model.modules()}
     return [ops for kind, ops in needed.items() if any(same_code(each, kind.forward) for each in found)]
@@ -127,6 +130,11 @@ def _llama(layer: Any, matrix_of: MatrixOf) -> Decoder:
     """LLaMA, and what has its parts' code: Mistral, Qwen 2, Gemma and others."""
     check_code(layer.self_attn, *_LLAMAS_ATTENTIONS)
     return _of_llamas_parts(layer, layer.post_attention_layernorm, matrix_of)
+
+
+def _granite(layer: Any, matrix_of: MatrixOf) -> Decoder:
+    """Granite: LLaMA that multiplies what is added to the residual."""
+    return dataclasses.replace(_llama(layer, matrix_of), multiplier=float(layer.residual_multiplier))
 
 
 # Qwen 3 norms each head. In training SeedOss and Starcoder 2 drop some of what attention puts out.
@@ -236,6 +244,7 @@ FAMILIES.update(
         phi3.Phi3DecoderLayer: (_phi3, "self_attn"),
         gemma3.Gemma3DecoderLayer: (_gemma3, "self_attn"),
         glm4.Glm4DecoderLayer: (_glm4, "self_attn"),
+        granite.GraniteDecoderLayer: (_granite, "self_attn"),
     }
 )
 
