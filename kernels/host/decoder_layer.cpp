@@ -117,11 +117,12 @@ struct Ops {
 };
 
 struct Norm {
-  OptionalTensor weight;
-  OptionalTensor bias;  // none for an RMS norm
+  OptionalTensor weight;  // none where nothing is normed
+  OptionalTensor bias;    // none for an RMS norm
   double eps, weight_offset;
 
   Tensor of(const Ops& ops, const Tensor& input) const {
+    if (!weight) return input;
     return bias ? ops.layer_norm(input, *weight, *bias, eps) : ops.rms_norm(input, *weight, eps, weight_offset);
   }
 };
@@ -146,14 +147,26 @@ Tensor heads_of(const Tensor& all, int64_t first, int64_t heads, int64_t head_di
   return Tensor(view);
 }
 
+// `columns` columns from `first` on of [batch, tokens, all], in the same memory.
+Tensor columns_of(const Tensor& all, int64_t first, int64_t columns) {
+  const int64_t batch = all.size(0), tokens = all.size(1), row = all.size(2);
+  const int64_t sizes[] = {batch, tokens, columns}, strides[] = {tokens * row, row, 1};
+  AtenTensorHandle view;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(all.get(), 3, sizes, strides, first, &view));
+  return Tensor(view);
+}
+
 // activation(gate) * up of [batch, tokens, gate and up].
 Tensor gate_before_up(const Ops& ops, const Tensor& both, int64_t activation) {
-  const int64_t batch = both.size(0), tokens = both.size(1), row = both.size(2), columns = row / 2;
-  const int64_t sizes[] = {batch, tokens, columns}, strides[] = {tokens * row, row, 1};
-  AtenTensorHandle gate, up;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(both.get(), 3, sizes, strides, 0, &gate));
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(both.get(), 3, sizes, strides, columns, &up));
-  return ops.activation_and_mul(Tensor(gate), Tensor(up), activation);
+  const int64_t columns = both.size(2) / 2;
+  return ops.activation_and_mul(columns_of(both, 0, columns), columns_of(both, columns, columns), activation);
+}
+
+// `heads_of`, each normed; or all heads of a token normed as one, if the norm has as many weights.
+Tensor normed_heads_of(const Ops& ops, const Norm& norm, const Tensor& all, int64_t first, int64_t heads,
+                       int64_t head_dim) {
+  if (norm.weight->size(0) == head_dim) return norm.of(ops, heads_of(all, first, heads, head_dim));
+  return heads_of(norm.of(ops, columns_of(all, first * head_dim, heads * head_dim)), 0, heads, head_dim);
 }
 
 // What heads have made, [batch, heads, tokens, head_dim] with tokens before heads in memory, as [batch, tokens, all].
@@ -197,8 +210,7 @@ enum Gate : int64_t { kNoGate, kGateSecond, kGateFirst };
 Tensor added(const Ops& ops, const Matrix& matrix, const Norm& post_norm, double multiplier, const Tensor& input,
              const Tensor& residual) {
   if (!post_norm.weight && multiplier == 1.0) return matrix.of(ops, input, residual);
-  const Tensor product = matrix.of(ops, input);
-  return ops.sum_of(residual, post_norm.weight ? post_norm.of(ops, product) : product, multiplier);
+  return ops.sum_of(residual, post_norm.of(ops, matrix.of(ops, input)), multiplier);
 }
 
 struct Layer {
@@ -216,14 +228,16 @@ struct Layer {
       reject("the cache has " + std::to_string(kv_heads) + " heads of " + std::to_string(head_dim) +
              " elements, which the layer's keys and values have not; expected a cache of this model");
     }
-    Tensor query = heads_of(all, 0, heads, head_dim), key = heads_of(all, heads, kv_heads, head_dim);
+    Tensor query, key;
     const Tensor value = heads_of(all, heads + kv_heads, kv_heads, head_dim);
     if (query_norm.weight && key_norm.weight) {
-      query = query_norm.of(ops, query);
-      key = key_norm.of(ops, key);
+      query = normed_heads_of(ops, query_norm, all, 0, heads, head_dim);
+      key = normed_heads_of(ops, key_norm, all, heads, kv_heads, head_dim);
       given.turn(query, turn);
       given.turn(key, turn);
     } else {
+      query = heads_of(all, 0, heads, head_dim);
+      key = heads_of(all, heads, kv_heads, head_dim);
       given.turn(heads_of(all, 0, heads + kv_heads, head_dim), turn);
     }
 
@@ -266,9 +280,8 @@ class Layers {
     layer.gate = integer();
     layer.norm_first = integer();
     layer.turn = integer();
-    const bool whole = layer.attention_norm.weight && layer.mlp_norm.weight && layer.qkv.weight &&
-                       layer.output.weight && layer.mlp_in.weight && layer.mlp_out.weight;
-    if (!whole || present_ != 0) reject("a layer lacks a weight, or has one too many; expected two norms, four matrices");
+    const bool whole = layer.qkv.weight && layer.output.weight && layer.mlp_in.weight && layer.mlp_out.weight;
+    if (!whole || present_ != 0) reject("a layer lacks a weight, or has one too many; expected four matrices");
     return layer;
   }
 

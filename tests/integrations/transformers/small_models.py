@@ -30,6 +30,13 @@ CONFIGS: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
     "granite": lambda: transformers.GraniteConfig(
         **LLAMA, residual_multiplier=0.6, attention_multiplier=0.3, attention_bias=True, mlp_bias=True, **_SPECIAL
     ),
+    "olmo2": lambda: transformers.Olmo2Config(**LLAMA, attention_bias=True, **_SPECIAL),
+    "olmo3": lambda: transformers.Olmo3Config(
+        **LLAMA, sliding_window=4, layer_types=["sliding_attention", "full_attention"], **_SPECIAL
+    ),
+    "exaone4": lambda: transformers.Exaone4Config(
+        **LLAMA, head_dim=8, sliding_window=4, layer_types=["sliding_attention", "full_attention"], **_SPECIAL
+    ),
     "ernie4_5": lambda: transformers.Ernie4_5Config(**LLAMA, head_dim=8, use_bias=True),
     "seed_oss": lambda: transformers.SeedOssConfig(**LLAMA, head_dim=8, residual_dropout=0.5, **_SPECIAL),
     "smollm3": lambda: transformers.SmolLM3Config(**LLAMA, no_rope_layers=[0, 1], attention_bias=True, **_SPECIAL),

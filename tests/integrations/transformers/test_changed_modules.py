@@ -464,7 +464,10 @@ def test_layers_of_another_name_with_the_same_code_run_whole() -> None:
         assert_as_plain(model)
 
 
-@pytest.mark.parametrize("name", ["ernie4_5", "glm", "glm4", "granite", "seed_oss", "smollm3", "starcoder2"])
+_PARTLY_LLAMA = ("ernie4_5", "exaone4", "glm", "glm4", "granite", "olmo2", "olmo3", "seed_oss", "smollm3", "starcoder2")
+
+
+@pytest.mark.parametrize("name", _PARTLY_LLAMA)
 def test_layers_with_some_of_llamas_code_run_whole(name: str) -> None:
     """With biases; in training mode, where two of them drop what is added to the residual, they are their own."""
     model = make(name)

@@ -47,6 +47,15 @@ MODELS: dict[str, transformers.PreTrainedConfig] = {
     "granite": transformers.GraniteConfig(
         **_LLAMA, residual_multiplier=0.6, attention_multiplier=0.2, logits_scaling=0.5, **_SPECIAL
     ),
+    "olmo2": transformers.Olmo2Config(**_LLAMA, **_SPECIAL),
+    "olmo2, one head of keys": transformers.Olmo2Config(**{**_LLAMA, "num_key_value_heads": 1}, **_SPECIAL),
+    "olmo3": transformers.Olmo3Config(**_LLAMA, sliding_window=8, **_SPECIAL),
+    "exaone4": transformers.Exaone4Config(
+        **_LLAMA, head_dim=16, sliding_window=8, layer_types=["sliding_attention"] * 2 + ["full_attention"], **_SPECIAL
+    ),
+    "exaone4, no window": transformers.Exaone4Config(
+        **_LLAMA, head_dim=24, sliding_window=None, layer_types=["full_attention"] * 3, **_SPECIAL
+    ),
     "ernie4_5": transformers.Ernie4_5Config(**_LLAMA, head_dim=16),
     "seed_oss": transformers.SeedOssConfig(**_LLAMA, head_dim=16, bos_token_id=1, eos_token_id=2),
     "smollm3": transformers.SmolLM3Config(**_LLAMA, no_rope_layer_interval=2, **_SPECIAL),
@@ -228,7 +237,10 @@ def test_every_part_is_a_call_of_a_native_op(name: str) -> None:
     assert counted.calls["linear"] == (4 * layers + (3 if name == "opt, norm after" else 1)) * steps
     assert counted.calls[norm] >= 2 * layers * steps
     # Heads that are normed are turned apart; of SmolLM 3's three layers two are turned.
-    turned = {"gpt2": 0, "opt": 0, "qwen3": 2 * layers, "smollm3": 2}.get(name.partition(",")[0], layers)
+    turned = {
+        **{"gpt2": 0, "opt": 0, "qwen3": 2 * layers, "smollm3": 2, "olmo2": 2 * layers, "olmo3": 2 * layers},
+        **{"exaone4": 2 * 2 if "," not in name else 2 * layers},
+    }.get(name.partition(",")[0], layers)
     assert counted.calls["rotary_"] == turned * steps
     assert counted.calls["activation_and_mul"] == (layers * steps if name.startswith(("phi3", "glm")) else 0)
     origins = {op.name: op.origin for op in provenance.records()}

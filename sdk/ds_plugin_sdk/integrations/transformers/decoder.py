@@ -32,10 +32,11 @@ class Decoder:
     """What a decoder layer consists of.
 
     Attributes:
-        attention_norm, mlp_norm: before attention and MLP; after their sums with the residual if not `norm_first`.
+        attention_norm, mlp_norm: before attention and MLP, or None; after their sums with the residual if not
+            `norm_first`.
         qkv: queries, keys and values in one.
         heads, kv_heads, head_dim: of them.
-        query_norm, key_norm: of each head, or None.
+        query_norm, key_norm: of each head, or of all heads of a token as one if they have as many weights; or None.
         attention_post_norm, mlp_post_norm: of what attention and MLP put out, before the residual is added; or None.
         multiplier: of the same, after these norms.
         scale: of the scores.
@@ -49,8 +50,8 @@ class Decoder:
         mlp_out: down.
     """
 
-    attention_norm: Norm
-    mlp_norm: Norm
+    attention_norm: Norm | None
+    mlp_norm: Norm | None
     qkv: Matrix
     output: Matrix
     mlp_in: Matrix
@@ -107,12 +108,12 @@ def run(ops: Ops, layer: Decoder, hidden: Tensor, angles: tuple[Tensor, Tensor] 
         angles: cosine and sine as `ds_plugin_sdk.ops.rotary` takes them, or None.
         attend: attention with the cache.
     """
-    normed = norm(ops, layer.attention_norm, hidden) if layer.norm_first else hidden
+    normed = norm(ops, layer.attention_norm if layer.norm_first else None, hidden)
     attended = _attention(ops, layer, normed, angles, attend)
     hidden = _added(ops, layer, layer.output, layer.attention_post_norm, attended, hidden)
     if not layer.norm_first:
         hidden = norm(ops, layer.attention_norm, hidden)
-    normed = norm(ops, layer.mlp_norm, hidden) if layer.norm_first else hidden
+    normed = norm(ops, layer.mlp_norm if layer.norm_first else None, hidden)
     if layer.gate_first:
         gate, up = linear(ops, layer.mlp_in, normed).chunk(2, dim=-1)
         inner = ops.activation_and_mul(gate, up, layer.activation_index)
@@ -125,9 +126,7 @@ def run(ops: Ops, layer: Decoder, hidden: Tensor, angles: tuple[Tensor, Tensor] 
 def _added(ops: Ops, layer: Decoder, matrix: Matrix, post_norm: Norm | None, input: Tensor, residual: Tensor) -> Tensor:
     if post_norm is None and layer.multiplier == 1.0:
         return linear(ops, matrix, input, residual)
-    added = linear(ops, matrix, input)
-    if post_norm is not None:
-        added = norm(ops, post_norm, added)
+    added = norm(ops, post_norm, linear(ops, matrix, input))
     if layer.multiplier == 1.0:
         return residual + added
     # torch's sum with a factor rounds that to the tensors' dtype.
@@ -151,7 +150,7 @@ def _attention(
         ops.rotary_(qkv.narrow(1, 0, heads + kv_heads), *turned)
     query, key, value = torch.split_with_sizes(qkv, (heads, kv_heads, kv_heads), 1)
     if layer.query_norm is not None and layer.key_norm is not None:
-        query, key = norm(ops, layer.query_norm, query), norm(ops, layer.key_norm, key)
+        query, key = _normed_heads(ops, layer.query_norm, query), _normed_heads(ops, layer.key_norm, key)
         if turned is not None:
             ops.rotary_(query, *turned)
             ops.rotary_(key, *turned)
@@ -159,6 +158,14 @@ def _attention(
     if tokens > 1:
         attended = attended.transpose(1, 2)
     return attended.reshape(batch, tokens, heads * head_dim)
+
+
+def _normed_heads(ops: Ops, of: Norm, heads: Tensor) -> Tensor:
+    batch, count, tokens, head_dim = heads.shape
+    if of.columns == head_dim:
+        return norm(ops, of, heads)
+    as_one = heads.transpose(1, 2).reshape(batch, tokens, count * head_dim)
+    return norm(ops, of, as_one).view(batch, tokens, count, head_dim).transpose(1, 2)
 
 
 def linear(
@@ -176,7 +183,9 @@ def linear(
     return result
 
 
-def norm(ops: Ops, norm: Norm, input: Tensor) -> Tensor:
+def norm(ops: Ops, norm: Norm | None, input: Tensor) -> Tensor:
+    if norm is None:
+        return input
     result: Tensor = (
         ops.rms_norm(input, norm.parameters["weight"], norm.eps, norm.weight_offset)
         if norm.rms

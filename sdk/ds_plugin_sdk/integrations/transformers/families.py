@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 from transformers.models.ernie4_5 import modeling_ernie4_5 as ernie4_5
+from transformers.models.exaone4 import modeling_exaone4 as exaone4
 from transformers.models.gemma3 import modeling_gemma3 as gemma3
 from transformers.models.glm import modeling_glm as glm
 from transformers.models.glm4 import modeling_glm4 as glm4
@@ -16,6 +17,8 @@ from transformers.models.gpt2 import modeling_gpt2 as gpt2
 from transformers.models.granite import modeling_granite as granite
 from transformers.models.llama import modeling_llama as llama
 from transformers.models.mistral import modeling_mistral as mistral
+from transformers.models.olmo2 import modeling_olmo2 as olmo2
+from transformers.models.olmo3 import modeling_olmo3 as olmo3
 from transformers.models.opt import modeling_opt as opt
 from transformers.models.phi3 import modeling_phi3 as phi3
 from transformers.models.qwen2 import modeling_qwen2 as qwen2
@@ -26,6 +29,7 @@ from transformers.models.starcoder2 import modeling_starcoder2 as starcoder2
 
 from ds_plugin_sdk.integrations.transformers.decoder import Decoder, Turn
 from ds_plugin_sdk.integrations.transformers.understood import (
+    Norm,
     NotUnderstoodError,
     activation_of,
     check_code,
@@ -76,6 +80,7 @@ def families_of_ops(model: nn.Module) -> list[str]:
         gemma3.Gemma3DecoderLayer: "residual",
         glm4.Glm4DecoderLayer: "residual",
         granite.GraniteDecoderLayer: "residual",
+        olmo2.Olmo2DecoderLayer: "residual",
     }
     found = {type(module).forward for module in model.modules()}
     return [ops for kind, ops in needed.items() if any(same_code(each, kind.forward) for each in found)]
@@ -129,7 +134,8 @@ def _opt(layer: Any, matrix_of: MatrixOf) -> Decoder:
 def _llama(layer: Any, matrix_of: MatrixOf) -> Decoder:
     """LLaMA, and what has its parts' code: Mistral, Qwen 2, Gemma and others."""
     check_code(layer.self_attn, *_LLAMAS_ATTENTIONS)
-    return _of_llamas_parts(layer, layer.post_attention_layernorm, matrix_of)
+    norms = norm_of(layer.input_layernorm), norm_of(layer.post_attention_layernorm)
+    return _of_llamas_parts(layer, matrix_of, *norms)
 
 
 def _granite(layer: Any, matrix_of: MatrixOf) -> Decoder:
@@ -148,6 +154,8 @@ _LLAMAS_ATTENTIONS = (
 def _turn_of(attn: Any) -> Turn:
     if has_code(attn, smollm3.SmolLM3Attention) and not attn.use_rope:
         return Turn.NONE
+    if has_code(attn, exaone4.Exaone4Attention) and attn.sliding_window is not None and not attn.is_sliding:
+        return Turn.NONE
     # Ernie's angles are float32, GLM's of the model's dtype: the op takes float32 in any case.
     return Turn.PAIRS if has_code(attn, ernie4_5.Ernie4_5Attention, glm.GlmAttention) else Turn.HALVES
 
@@ -155,22 +163,39 @@ def _turn_of(attn: Any) -> Turn:
 def _gemma3(layer: Any, matrix_of: MatrixOf) -> Decoder:
     """Gemma 3: the same with a norm of each head, and norms of what is added to the residual."""
     check_code(layer.self_attn, gemma3.Gemma3Attention)
-    post_norms = layer.post_attention_layernorm, layer.post_feedforward_layernorm
-    return _of_llamas_parts(layer, layer.pre_feedforward_layernorm, matrix_of, post_norms)
+    post_norms = norm_of(layer.post_attention_layernorm), norm_of(layer.post_feedforward_layernorm)
+    norms = norm_of(layer.input_layernorm), norm_of(layer.pre_feedforward_layernorm)
+    return _of_llamas_parts(layer, matrix_of, *norms, *post_norms)
+
+
+_NORMS_HEADS = (
+    *(qwen3.Qwen3Attention, gemma3.Gemma3Attention),
+    *(exaone4.Exaone4Attention, olmo2.Olmo2Attention, olmo3.Olmo3Attention),
+)
+
+
+def _olmo2(layer: Any, matrix_of: MatrixOf) -> Decoder:
+    """OLMo 2 and 3, and Exaone 4: what is added to the residual is normed, and nothing before."""
+    check_code(layer.self_attn, olmo2.Olmo2Attention, olmo3.Olmo3Attention, exaone4.Exaone4Attention)
+    post_norms = norm_of(layer.post_attention_layernorm), norm_of(layer.post_feedforward_layernorm)
+    return _of_llamas_parts(layer, matrix_of, None, None, *post_norms)
 
 
 def _of_llamas_parts(
-    layer: Any, mlp_norm: nn.Module, matrix_of: MatrixOf, post_norms: tuple[nn.Module, ...] = ()
+    layer: Any,
+    matrix_of: MatrixOf,
+    attention_norm: Norm | None,
+    mlp_norm: Norm | None,
+    attention_post_norm: Norm | None = None,
+    mlp_post_norm: Norm | None = None,
 ) -> Decoder:
-    """`post_norms`: of what attention and MLP put out, if there are any."""
     attn, mlp = layer.self_attn, layer.mlp
     check_code(mlp, *_MLPS)
-    head_norms = has_code(attn, qwen3.Qwen3Attention, gemma3.Gemma3Attention)
-    attention_post_norm, mlp_post_norm = map(norm_of, post_norms) if post_norms else (None, None)
+    norms_heads = has_code(attn, *_NORMS_HEADS)
     head_dim, qkv = attn.head_dim, matrix_of(attn.q_proj, attn.k_proj, attn.v_proj)
     return Decoder(
-        norm_of(layer.input_layernorm),
-        norm_of(mlp_norm),
+        attention_norm,
+        mlp_norm,
         qkv=qkv,
         output=matrix_of(attn.o_proj),
         heads=qkv.rows[0] // head_dim,
@@ -180,8 +205,8 @@ def _of_llamas_parts(
         rotary=True,
         rotary_in_part=has_code(attn, glm.GlmAttention),
         turn=_turn_of(attn),
-        query_norm=norm_of(attn.q_norm) if head_norms else None,
-        key_norm=norm_of(attn.k_norm) if head_norms else None,
+        query_norm=norm_of(attn.q_norm) if norms_heads else None,
+        key_norm=norm_of(attn.k_norm) if norms_heads else None,
         attention_post_norm=attention_post_norm,
         mlp_post_norm=mlp_post_norm,
         **_mlp(mlp, matrix_of),
@@ -207,8 +232,9 @@ def _mlp(mlp: Any, matrix_of: MatrixOf) -> dict[str, Any]:
 def _glm4(layer: Any, matrix_of: MatrixOf) -> Decoder:
     """GLM 4: norms of what is added to the residual, too."""
     check_code(layer.self_attn, glm.GlmAttention)
-    post_norms = layer.post_self_attn_layernorm, layer.post_mlp_layernorm
-    return _of_llamas_parts(layer, layer.post_attention_layernorm, matrix_of, post_norms)
+    post_norms = norm_of(layer.post_self_attn_layernorm), norm_of(layer.post_mlp_layernorm)
+    norms = norm_of(layer.input_layernorm), norm_of(layer.post_attention_layernorm)
+    return _of_llamas_parts(layer, matrix_of, *norms, *post_norms)
 
 
 def _phi3(layer: Any, matrix_of: MatrixOf) -> Decoder:
@@ -245,6 +271,7 @@ FAMILIES.update(
         gemma3.Gemma3DecoderLayer: (_gemma3, "self_attn"),
         glm4.Glm4DecoderLayer: (_glm4, "self_attn"),
         granite.GraniteDecoderLayer: (_granite, "self_attn"),
+        olmo2.Olmo2DecoderLayer: (_olmo2, "self_attn"),
     }
 )
 

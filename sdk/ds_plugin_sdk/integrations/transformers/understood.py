@@ -24,6 +24,7 @@ from transformers import activations
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.pytorch_utils import Conv1D
 from transformers.utils.deprecation import deprecate_kwarg
 
@@ -69,6 +70,9 @@ _FUNCTIONS = ("linear", "scaled_dot_product_attention", "layer_norm", "gelu", "r
 # An attribute of modes that see every operator, TorchDispatchMode: True where ours mean something to them.
 KNOWS_OURS = "knows_ds_plugin"
 
+# OLMo 2's rounds to 16 bits once, after the weight, as our op does.
+_RMS_NORMS = (LlamaRMSNorm, Olmo2RMSNorm)
+
 # Hooks that apply to all modules; they are called around modules, which a whole layer's forward does not call.
 _GLOBAL_HOOKS = (nn_module._global_forward_hooks, nn_module._global_forward_pre_hooks)
 
@@ -88,6 +92,13 @@ class Norm:
     def arguments(self) -> tuple[Tensor | None, Tensor | None, float, float]:
         """Weight, bias (None for RMS norm), eps and what is added to the weight."""
         return self.parameters["weight"], None if self.rms else self.parameters["bias"], self.eps, self.weight_offset
+
+    @property
+    def columns(self) -> int:
+        """How many elements are normed as one."""
+        weight = self.parameters["weight"]
+        assert weight is not None
+        return weight.shape[0]
 
     def serves(self, dtype: torch.dtype) -> bool:
         """Whether the parameters are plain ones of the input's dtype."""
@@ -291,12 +302,12 @@ def check_parameter(parameter: object, name: str) -> None:
 
 
 def norm_of(module: Any) -> Norm:
-    """A norm of a module that is torch's layer norm or has the code of LLaMA's RMS norm, or of Gemma's."""
+    """A norm of a module that is torch's layer norm or has the code of an RMS norm that is known."""
     if type(module) is nn.LayerNorm:
         if module.weight is None or module.bias is None or len(module.normalized_shape) != 1:
             raise NotUnderstoodError("LayerNorm without weight or bias, or over several dimensions")
         rms, eps, offset = False, module.eps, 0.0
-    elif same_code(type(module).forward, LlamaRMSNorm.forward):
+    elif has_code(module, *_RMS_NORMS):
         rms, eps, offset = True, float(module.variance_epsilon), 0.0
     elif _is_gemmas(module):
         rms, eps, offset = True, float(module.eps), 1.0
@@ -548,10 +559,7 @@ def _is_read(name: str, value: object) -> bool:
 def _ignores_training(module: nn.Module) -> bool:
     """Whether the module does the same in training."""
     kind = type(module)
-    known = (LlamaRMSNorm.forward, GemmaRMSNorm.forward)
-    return kind in (nn.Linear, nn.LayerNorm, Conv1D, *_ACTIVATIONS) or any(
-        same_code(kind.forward, each) for each in known
-    )
+    return kind in (nn.Linear, nn.LayerNorm, Conv1D, *_ACTIVATIONS) or has_code(module, *_RMS_NORMS, GemmaRMSNorm)
 
 
 class Place(NamedTuple):
