@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # How many of each layer there are in the op's lists.
-_INTEGERS, _CACHES = 6, 2
+_INTEGERS, _CACHES = 8, 2
 
 
 class CountedCalls(TorchDispatchMode):

@@ -136,11 +136,11 @@ struct Matrix {
   }
 };
 
-// `heads` heads from `first` on of what one product has put out: [batch, tokens, heads of all kinds * head_dim] as
-// [batch, heads, tokens, head_dim], in the same memory.
-Tensor heads_of(const Tensor& all, int64_t first, int64_t heads, int64_t head_dim) {
+// `heads` heads, each `step`-th from `first` on, of what one product has put out: [batch, tokens, heads of all kinds *
+// head_dim] as [batch, heads, tokens, head_dim], in the same memory.
+Tensor heads_of(const Tensor& all, int64_t first, int64_t heads, int64_t head_dim, int64_t step = 1) {
   const int64_t batch = all.size(0), tokens = all.size(1), row = all.size(2);
-  const int64_t sizes[] = {batch, heads, tokens, head_dim}, strides[] = {tokens * row, head_dim, row, 1};
+  const int64_t sizes[] = {batch, heads, tokens, head_dim}, strides[] = {tokens * row, step * head_dim, row, 1};
   AtenTensorHandle view;
   STABLE_TORCH_ERROR_CODE_CHECK(
       aoti_torch__reinterpret_tensor(all.get(), 4, sizes, strides, first * head_dim, &view));
@@ -164,8 +164,10 @@ Tensor gate_before_up(const Ops& ops, const Tensor& both, int64_t activation) {
 
 // `heads_of`, each normed; or all heads of a token normed as one, if the norm has as many weights.
 Tensor normed_heads_of(const Ops& ops, const Norm& norm, const Tensor& all, int64_t first, int64_t heads,
-                       int64_t head_dim) {
-  if (norm.weight->size(0) == head_dim) return norm.of(ops, heads_of(all, first, heads, head_dim));
+                       int64_t head_dim, int64_t step) {
+  if (!norm.weight || norm.weight->size(0) == head_dim) {
+    return norm.of(ops, heads_of(all, first, heads, head_dim, step));
+  }
   return heads_of(norm.of(ops, columns_of(all, first * head_dim, heads * head_dim)), 0, heads, head_dim);
 }
 
@@ -218,33 +220,37 @@ struct Layer {
   Matrix qkv, output, mlp_in, mlp_out;
   double scale, multiplier;
   int64_t heads, activation, gate, turn;
-  bool norm_first;
+  bool norm_first, qkv_by_head, parallel;
 
   Tensor run(const Tensor& hidden, const Caches& caches, const Given& given) const {
     const Ops& ops = given.ops;
     const int64_t kv_heads = caches.all[0].size(1), head_dim = caches.all[0].size(3);
-    const Tensor all = qkv.of(ops, norm_first ? attention_norm.of(ops, hidden) : hidden);
+    Tensor normed = norm_first ? attention_norm.of(ops, hidden) : hidden;
+    const Tensor all = qkv.of(ops, normed);
     if (all.dim() != 3 || all.size(2) != (heads + 2 * kv_heads) * head_dim) {
       reject("the cache has " + std::to_string(kv_heads) + " heads of " + std::to_string(head_dim) +
              " elements, which the layer's keys and values have not; expected a cache of this model");
     }
-    Tensor query, key;
-    const Tensor value = heads_of(all, heads + kv_heads, kv_heads, head_dim);
-    if (query_norm.weight && key_norm.weight) {
-      query = normed_heads_of(ops, query_norm, all, 0, heads, head_dim);
-      key = normed_heads_of(ops, key_norm, all, heads, kv_heads, head_dim);
+    const int64_t step = qkv_by_head ? 3 : 1, keys = qkv_by_head ? 1 : heads;
+    const int64_t values = keys + (qkv_by_head ? 1 : kv_heads);
+    const Tensor query = normed_heads_of(ops, query_norm, all, 0, heads, head_dim, step);
+    const Tensor key = normed_heads_of(ops, key_norm, all, keys, kv_heads, head_dim, step);
+    const Tensor value = heads_of(all, values, kv_heads, head_dim, step);
+    if (query_norm.weight || qkv_by_head) {
       given.turn(query, turn);
       given.turn(key, turn);
     } else {
-      query = heads_of(all, 0, heads, head_dim);
-      key = heads_of(all, heads, kv_heads, head_dim);
       given.turn(heads_of(all, 0, heads + kv_heads, head_dim), turn);
     }
 
     const Tensor attended = side_by_side(caches.attend(ops, query, key, value, scale, given.mask));
     Tensor sum = added(ops, output, attention_post_norm, multiplier, attended, hidden);
     if (!norm_first) sum = attention_norm.of(ops, sum);
-    const Tensor normed = norm_first ? mlp_norm.of(ops, sum) : sum;
+    if (!parallel) {
+      normed = norm_first ? mlp_norm.of(ops, sum) : sum;
+    } else if (mlp_norm.weight) {
+      normed = mlp_norm.of(ops, hidden);
+    }
     const Tensor inner = gate == kGateFirst ? gate_before_up(ops, mlp_in.of(ops, normed), activation)
                                             : mlp_in.of(ops, normed, {}, activation, gate == kGateSecond);
     const Tensor result = added(ops, mlp_out, mlp_post_norm, multiplier, inner, sum);
@@ -278,8 +284,10 @@ class Layers {
     layer.heads = integer();
     layer.activation = integer();
     layer.gate = integer();
-    layer.norm_first = integer();
     layer.turn = integer();
+    layer.norm_first = integer();
+    layer.qkv_by_head = integer();
+    layer.parallel = integer();
     const bool whole = layer.qkv.weight && layer.output.weight && layer.mlp_in.weight && layer.mlp_out.weight;
     if (!whole || present_ != 0) reject("a layer lacks a weight, or has one too many; expected four matrices");
     return layer;
@@ -292,7 +300,7 @@ class Layers {
   }
 
  private:
-  static constexpr size_t kIntegers = 6;
+  static constexpr size_t kIntegers = 8;
 
   template <class Value>
   static const Value& take(const std::vector<Value>& list, size_t& next) {

@@ -37,6 +37,13 @@ CONFIGS: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
     "exaone4": lambda: transformers.Exaone4Config(
         **LLAMA, head_dim=8, sliding_window=4, layer_types=["sliding_attention", "full_attention"], **_SPECIAL
     ),
+    "phi": lambda: transformers.PhiConfig(**LLAMA, resid_pdrop=0.5, qk_layernorm=True, **_SPECIAL),
+    "gpt_neox": lambda: transformers.GPTNeoXConfig(
+        **_SIZES, intermediate_size=48, initializer_range=0.2, hidden_dropout=0.5, **_SPECIAL
+    ),
+    "stablelm": lambda: transformers.StableLmConfig(
+        **LLAMA, use_parallel_residual=True, hidden_dropout=0.5, use_qkv_bias=True, **_SPECIAL
+    ),
     "ernie4_5": lambda: transformers.Ernie4_5Config(**LLAMA, head_dim=8, use_bias=True),
     "seed_oss": lambda: transformers.SeedOssConfig(**LLAMA, head_dim=8, residual_dropout=0.5, **_SPECIAL),
     "smollm3": lambda: transformers.SmolLM3Config(**LLAMA, no_rope_layers=[0, 1], attention_bias=True, **_SPECIAL),

@@ -56,6 +56,14 @@ MODELS: dict[str, transformers.PreTrainedConfig] = {
     "exaone4, no window": transformers.Exaone4Config(
         **_LLAMA, head_dim=24, sliding_window=None, layer_types=["full_attention"] * 3, **_SPECIAL
     ),
+    "phi": transformers.PhiConfig(**_LLAMA, **_SPECIAL),
+    "phi, heads normed": transformers.PhiConfig(**_LLAMA, qk_layernorm=True, **_SPECIAL),
+    "gpt_neox": transformers.GPTNeoXConfig(**_SIZES, intermediate_size=112, initializer_range=0.2, **_SPECIAL),
+    "gpt_neox, one after the other": transformers.GPTNeoXConfig(
+        **_SIZES, intermediate_size=112, initializer_range=0.2, use_parallel_residual=False, **_SPECIAL
+    ),
+    "stablelm": transformers.StableLmConfig(**_LLAMA, **_SPECIAL),
+    "stablelm, side by side": transformers.StableLmConfig(**_LLAMA, use_parallel_residual=True, **_SPECIAL),
     "ernie4_5": transformers.Ernie4_5Config(**_LLAMA, head_dim=16),
     "seed_oss": transformers.SeedOssConfig(**_LLAMA, head_dim=16, bos_token_id=1, eos_token_id=2),
     "smollm3": transformers.SmolLM3Config(**_LLAMA, no_rope_layer_interval=2, **_SPECIAL),
@@ -231,17 +239,20 @@ def test_every_part_is_a_call_of_a_native_op(name: str) -> None:
     with accelerate(model), CountedCalls() as counted:
         generate(model)
     layers, steps = 3, TOKENS
-    norm = "layer_norm" if name.startswith(("gpt2", "opt", "starcoder2")) else "rms_norm"
+    family = name.partition(",")[0]
+    norm = "layer_norm" if family in ("gpt2", "gpt_neox", "opt", "phi", "stablelm", "starcoder2") else "rms_norm"
     assert counted.calls["cached_attention"] == layers * steps
     # Four for each layer, the head, and OPT's projections.
     assert counted.calls["linear"] == (4 * layers + (3 if name == "opt, norm after" else 1)) * steps
-    assert counted.calls[norm] >= 2 * layers * steps
-    # Heads that are normed are turned apart; of SmolLM 3's three layers two are turned.
+    assert counted.calls[norm] >= layers * steps
+    # Heads that are normed, or not all queries together, are turned apart; of SmolLM 3's three layers two are turned.
     turned = {
-        **{"gpt2": 0, "opt": 0, "qwen3": 2 * layers, "smollm3": 2, "olmo2": 2 * layers, "olmo3": 2 * layers},
-        **{"exaone4": 2 * 2 if "," not in name else 2 * layers},
-    }.get(name.partition(",")[0], layers)
-    assert counted.calls["rotary_"] == turned * steps
+        **{"gpt2": 0, "opt": 0, "smollm3": 2, "exaone4": 2 * 2},
+        **dict.fromkeys(("qwen3", "olmo2", "olmo3", "gpt_neox"), 2 * layers),
+        **dict.fromkeys(("exaone4, no window", "phi, heads normed"), 2 * layers),
+    }
+    turns = turned.get(name, turned.get(family, layers))
+    assert counted.calls["rotary_"] == turns * steps
     assert counted.calls["activation_and_mul"] == (layers * steps if name.startswith(("phi3", "glm")) else 0)
     origins = {op.name: op.origin for op in provenance.records()}
     for family in FAMILIES_OF_OPS:

@@ -35,12 +35,15 @@ class Decoder:
         attention_norm, mlp_norm: before attention and MLP, or None; after their sums with the residual if not
             `norm_first`.
         qkv: queries, keys and values in one.
+        qkv_by_head: whether a head's query, key and value are next to each other; else those of all heads are.
         heads, kv_heads, head_dim: of them.
         query_norm, key_norm: of each head, or of all heads of a token as one if they have as many weights; or None.
         attention_post_norm, mlp_post_norm: of what attention and MLP put out, before the residual is added; or None.
         multiplier: of the same, after these norms.
         scale: of the scores.
         output: after attention.
+        parallel: whether the MLP is given the input that attention has, normed by `mlp_norm` instead if there is
+            one; else the sum that attention makes.
         mlp_in: up and, if `gated`, gate.
         activation: in between.
         gate_first: whether the gate is before up, so that it is applied after their product, not within.
@@ -69,6 +72,8 @@ class Decoder:
     query_norm: Norm | None = None
     key_norm: Norm | None = None
     norm_first: bool = True
+    qkv_by_head: bool = False
+    parallel: bool = False
     attention_post_norm: Norm | None = None
     mlp_post_norm: Norm | None = None
     multiplier: float = 1.0
@@ -110,17 +115,20 @@ def run(ops: Ops, layer: Decoder, hidden: Tensor, angles: tuple[Tensor, Tensor] 
     """
     normed = norm(ops, layer.attention_norm if layer.norm_first else None, hidden)
     attended = _attention(ops, layer, normed, angles, attend)
-    hidden = _added(ops, layer, layer.output, layer.attention_post_norm, attended, hidden)
+    total = _added(ops, layer, layer.output, layer.attention_post_norm, attended, hidden)
     if not layer.norm_first:
-        hidden = norm(ops, layer.attention_norm, hidden)
-    normed = norm(ops, layer.mlp_norm if layer.norm_first else None, hidden)
+        total = norm(ops, layer.attention_norm, total)
+    if not layer.parallel:
+        normed = norm(ops, layer.mlp_norm if layer.norm_first else None, total)
+    elif layer.mlp_norm is not None:
+        normed = norm(ops, layer.mlp_norm, hidden)
     if layer.gate_first:
         gate, up = linear(ops, layer.mlp_in, normed).chunk(2, dim=-1)
         inner = ops.activation_and_mul(gate, up, layer.activation_index)
     else:
         inner = linear(ops, layer.mlp_in, normed, None, layer.activation_index, layer.gated)
-    hidden = _added(ops, layer, layer.mlp_out, layer.mlp_post_norm, inner, hidden)
-    return hidden if layer.norm_first else norm(ops, layer.mlp_norm, hidden)
+    total = _added(ops, layer, layer.mlp_out, layer.mlp_post_norm, inner, total)
+    return total if layer.norm_first else norm(ops, layer.mlp_norm, total)
 
 
 def _added(ops: Ops, layer: Decoder, matrix: Matrix, post_norm: Norm | None, input: Tensor, residual: Tensor) -> Tensor:
@@ -146,14 +154,18 @@ def _attention(
         qkv.view(batch, every, 1, head_dim) if tokens == 1 else qkv.view(batch, tokens, every, head_dim).transpose(1, 2)
     )
     turned = None if layer.turn == Turn.NONE or angles is None else (*angles, layer.turn == Turn.PAIRS)
-    if layer.query_norm is None and turned is not None:
+    turned_apart = layer.query_norm is not None or layer.qkv_by_head
+    if turned is not None and not turned_apart:
         ops.rotary_(qkv.narrow(1, 0, heads + kv_heads), *turned)
-    query, key, value = torch.split_with_sizes(qkv, (heads, kv_heads, kv_heads), 1)
+    if layer.qkv_by_head:
+        query, key, value = qkv[:, ::3], qkv[:, 1::3], qkv[:, 2::3]
+    else:
+        query, key, value = torch.split_with_sizes(qkv, (heads, kv_heads, kv_heads), 1)
     if layer.query_norm is not None and layer.key_norm is not None:
         query, key = _normed_heads(ops, layer.query_norm, query), _normed_heads(ops, layer.key_norm, key)
-        if turned is not None:
-            ops.rotary_(query, *turned)
-            ops.rotary_(key, *turned)
+    if turned is not None and turned_apart:
+        ops.rotary_(query, *turned)
+        ops.rotary_(key, *turned)
     attended = attend(query, key, value)
     if tokens > 1:
         attended = attended.transpose(1, 2)
@@ -260,7 +272,8 @@ def _arguments_of(layers: Sequence[Decoder]) -> _Arguments:
         present = sum(1 << index for index, tensor in enumerate(tensors) if tensor is not None)
         found.tensors.extend(tensor for tensor in tensors if tensor is not None)
         gate = layer.gated + layer.gate_first
-        found.integers.extend((present, layer.heads, layer.activation_index, gate, layer.norm_first, layer.turn))
+        order = layer.norm_first, layer.qkv_by_head, layer.parallel
+        found.integers.extend((present, layer.heads, layer.activation_index, gate, layer.turn, *order))
         found.numbers.extend((*(number for norm in of_norms for number in norm[2:]), layer.scale, layer.multiplier))
     return found
 

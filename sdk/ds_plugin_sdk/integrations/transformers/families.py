@@ -14,17 +14,20 @@ from transformers.models.gemma3 import modeling_gemma3 as gemma3
 from transformers.models.glm import modeling_glm as glm
 from transformers.models.glm4 import modeling_glm4 as glm4
 from transformers.models.gpt2 import modeling_gpt2 as gpt2
+from transformers.models.gpt_neox import modeling_gpt_neox as gpt_neox
 from transformers.models.granite import modeling_granite as granite
 from transformers.models.llama import modeling_llama as llama
 from transformers.models.mistral import modeling_mistral as mistral
 from transformers.models.olmo2 import modeling_olmo2 as olmo2
 from transformers.models.olmo3 import modeling_olmo3 as olmo3
 from transformers.models.opt import modeling_opt as opt
+from transformers.models.phi import modeling_phi as phi
 from transformers.models.phi3 import modeling_phi3 as phi3
 from transformers.models.qwen2 import modeling_qwen2 as qwen2
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 from transformers.models.seed_oss import modeling_seed_oss as seed_oss
 from transformers.models.smollm3 import modeling_smollm3 as smollm3
+from transformers.models.stablelm import modeling_stablelm as stablelm
 from transformers.models.starcoder2 import modeling_starcoder2 as starcoder2
 
 from ds_plugin_sdk.integrations.transformers.decoder import Decoder, Turn
@@ -203,7 +206,7 @@ def _of_llamas_parts(
         head_dim=head_dim,
         scale=attn.scaling,
         rotary=True,
-        rotary_in_part=has_code(attn, glm.GlmAttention),
+        rotary_in_part=has_code(attn, glm.GlmAttention, stablelm.StableLmAttention),
         turn=_turn_of(attn),
         query_norm=norm_of(attn.q_norm) if norms_heads else None,
         key_norm=norm_of(attn.k_norm) if norms_heads else None,
@@ -259,6 +262,73 @@ def _phi3(layer: Any, matrix_of: MatrixOf) -> Decoder:
     )
 
 
+def _phi(layer: Any, matrix_of: MatrixOf) -> Decoder:
+    """Phi 1 and 2: one norm for attention and MLP, side by side."""
+    attn, mlp = layer.self_attn, layer.mlp
+    check_code(attn, phi.PhiAttention)
+    check_code(mlp, phi.PhiMLP)
+    check_code(layer.resid_dropout, nn.Dropout)
+    qkv = matrix_of(attn.q_proj, attn.k_proj, attn.v_proj)
+    return Decoder(
+        norm_of(layer.input_layernorm),
+        None,
+        qkv=qkv,
+        output=matrix_of(attn.dense),
+        mlp_in=matrix_of(mlp.fc1),
+        mlp_out=matrix_of(mlp.fc2),
+        heads=qkv.rows[0] // attn.head_dim,
+        kv_heads=qkv.rows[1] // attn.head_dim,
+        head_dim=attn.head_dim,
+        scale=attn.scaling,
+        activation=activation_of(mlp.activation_fn),
+        rotary=True,
+        rotary_in_part=True,
+        query_norm=norm_of(attn.q_layernorm) if attn.qk_layernorm else None,
+        key_norm=norm_of(attn.k_layernorm) if attn.qk_layernorm else None,
+        parallel=True,
+    )
+
+
+def _gpt_neox(layer: Any, matrix_of: MatrixOf) -> Decoder:
+    """GPT-NeoX: attention and MLP side by side, if it is told so, with a norm each."""
+    attn, mlp = layer.attention, layer.mlp
+    check_code(attn, gpt_neox.GPTNeoXAttention)
+    check_code(mlp, gpt_neox.GPTNeoXMLP)
+    check_code(layer.post_attention_dropout, nn.Dropout)
+    check_code(layer.post_mlp_dropout, nn.Dropout)
+    qkv = matrix_of(attn.query_key_value)
+    heads = qkv.rows[0] // (3 * attn.head_size)
+    return Decoder(
+        norm_of(layer.input_layernorm),
+        norm_of(layer.post_attention_layernorm),
+        qkv=qkv,
+        output=matrix_of(attn.dense),
+        mlp_in=matrix_of(mlp.dense_h_to_4h),
+        mlp_out=matrix_of(mlp.dense_4h_to_h),
+        heads=heads,
+        kv_heads=heads,
+        head_dim=attn.head_size,
+        scale=attn.scaling,
+        activation=activation_of(mlp.act),
+        rotary=True,
+        rotary_in_part=True,
+        qkv_by_head=True,
+        parallel=layer.use_parallel_residual,
+    )
+
+
+def _stablelm(layer: Any, matrix_of: MatrixOf) -> Decoder:
+    """StableLM: LLaMA's parts between layer norms, one after the other or, with one norm, side by side."""
+    check_code(layer.self_attn, stablelm.StableLmAttention)
+    check_code(layer.dropout, nn.Dropout)
+    if layer.self_attn.qk_layernorm:
+        raise NotUnderstoodError("its heads have norms of their own, each another one")
+    parallel = layer.use_parallel_residual
+    mlp_norm = None if parallel else norm_of(layer.post_attention_layernorm)
+    found = _of_llamas_parts(layer, matrix_of, norm_of(layer.input_layernorm), mlp_norm)
+    return dataclasses.replace(found, parallel=parallel)
+
+
 FAMILIES.update(
     {
         gpt2.GPT2Block: (_gpt2, "attn"),
@@ -272,6 +342,9 @@ FAMILIES.update(
         glm4.Glm4DecoderLayer: (_glm4, "self_attn"),
         granite.GraniteDecoderLayer: (_granite, "self_attn"),
         olmo2.Olmo2DecoderLayer: (_olmo2, "self_attn"),
+        phi.PhiDecoderLayer: (_phi, "self_attn"),
+        gpt_neox.GPTNeoXLayer: (_gpt_neox, "attention"),
+        stablelm.StableLmDecoderLayer: (_stablelm, "self_attn"),
     }
 )
 

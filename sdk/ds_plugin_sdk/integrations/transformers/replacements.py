@@ -37,6 +37,7 @@ _KNOWN_ARGUMENTS = IGNORED_ARGUMENTS | {
     "attention_mask",
     "cache",
     "encoder_attention_mask",
+    "layer_past",
     "past_key_values",
     "position_embeddings",
 }
@@ -270,8 +271,8 @@ class DecoderReplacement(Replacement):
 
 
 def _cache_in(named: dict[str, Any]) -> Any:
-    """By its name of transformers 5.24, which counts if both are given, or the one before."""
-    return named["cache"] if "cache" in named else named.get("past_key_values")
+    """By its name of transformers 5.24, which counts if both are given, or the one before, or GPT-NeoX's."""
+    return named["cache"] if "cache" in named else named.get("past_key_values", named.get("layer_past"))
 
 
 def _is_new(cache: Cache, index: int) -> bool:
