@@ -215,6 +215,7 @@ Tensor added(const Ops& ops, const Matrix& matrix, const Norm& post_norm, double
   return ops.sum_of(residual, post_norm.of(ops, matrix.of(ops, input)), multiplier);
 }
 
+// As Decoder in ds_plugin_sdk/integrations/transformers/decoder.py says.
 struct Layer {
   Norm attention_norm, mlp_norm, query_norm, key_norm, attention_post_norm, mlp_post_norm;
   Matrix qkv, output, mlp_in, mlp_out;

@@ -173,6 +173,7 @@ def _attention(
 
 
 def _normed_heads(ops: Ops, of: Norm, heads: Tensor) -> Tensor:
+    """Heads, ``[batch, heads, tokens, head_dim]``, each normed, or those of a token as one."""
     batch, count, tokens, head_dim = heads.shape
     if of.columns == head_dim:
         return norm(ops, of, heads)
