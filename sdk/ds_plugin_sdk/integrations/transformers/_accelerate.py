@@ -19,6 +19,7 @@ from ds_plugin_sdk.errors import SdkError
 from ds_plugin_sdk.integrations.transformers import families, int4
 from ds_plugin_sdk.integrations.transformers.attention import ATTENTION, has_own_sdpa, register_attention
 from ds_plugin_sdk.integrations.transformers.decoder_row import Row
+from ds_plugin_sdk.integrations.transformers.experts import ExpertsReplacement, is_experts
 from ds_plugin_sdk.integrations.transformers.int4_layouts import is_int4
 from ds_plugin_sdk.integrations.transformers.kv_cache import AppendingLayer, GrowingLayer, Int8Layer
 from ds_plugin_sdk.integrations.transformers.loss import LossReplacement
@@ -83,6 +84,11 @@ class Accelerated:
         return self._replaced(LinearReplacement)
 
     @property
+    def experts(self) -> list[str]:
+        """Names of modules with the weights of several experts, of which each token meets some."""
+        return self._replaced(ExpertsReplacement)
+
+    @property
     def norms(self) -> list[str]:
         """Names of norms that are replaced alone."""
         return self._replaced(NormReplacement)
@@ -137,6 +143,7 @@ class Accelerated:
             ("whole layers", self.layers),
             ("attention", attention),
             ("linear layers", self.linear),
+            *((("experts", self.experts),) if self.experts else ()),
             ("norms", self.norms),
             ("in training", self.training),
             *((("int8 cache", self.int8_cache),) if self.int8_cache else ()),
@@ -205,7 +212,7 @@ def accelerate(
     undo: list[Callable[[], None]] = [lambda: None]
     try:
         _use_attention(model, found, undo)
-        _find_layers(model, packer, found)
+        _find_layers(model, packer, found, weights)
         _check_served(model, found, packer, weights, cache)
         if loss is not None:
             _find_loss(model, found)
@@ -271,7 +278,7 @@ def _check_served(
 
 
 # ---------------------------------------------------------------------- layers
-def _find_layers(model: transformers.PreTrainedModel, packer: Packer, found: _Found) -> None:
+def _find_layers(model: transformers.PreTrainedModel, packer: Packer, found: _Found, weights: Weights) -> None:
     head = model.get_output_embeddings()
     matrix_of = functools.partial(int4.matrix_of, dtype=model.dtype)
     done: set[nn.Module] = set()
@@ -290,8 +297,9 @@ def _find_layers(model: transformers.PreTrainedModel, packer: Packer, found: _Fo
             elif isinstance(module, nn.Linear | Conv1D) or is_int4(module):
                 matrix = matrix_of(module, sensitive=module is head)
                 packer.add(matrix)
-                before = [*rows.values()] if module is head else []
-                found.replacements[name] = LinearReplacement(module, matrix, before[0] if len(before) == 1 else None)
+                found.replacements[name] = LinearReplacement(module, matrix)
+            elif is_experts(module):
+                found.replacements[name] = ExpertsReplacement(module, weights)
             elif isinstance(module, nn.LayerNorm) or "RMSNorm" in type(module).__name__:
                 found.replacements[name] = NormReplacement(module, norm_of(module))
             else:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ds_plugin_sdk.integrations.transformers.understood import AsFound, Norm
-from ds_plugin_sdk.integrations.transformers.weights import Matrix
+from ds_plugin_sdk.integrations.transformers.weights import Contents, Matrix
 from ds_plugin_sdk.ops import decoder_layer
 from ds_plugin_sdk.ops.linear import ACTIVATIONS, Activation
 
@@ -192,7 +192,18 @@ def linear(
     # An input of another size is for the op, which says so; gathered, it could seem to fit.
     if matrix.order is not None and input.shape[-1] == matrix.order.numel():
         input = input.index_select(-1, matrix.order)
-    result: Tensor = ops.linear(input, *matrix.contents, residual, activation, gated)
+    return product(ops, matrix.contents, input, residual, activation, gated)
+
+
+def product(
+    ops: Ops,
+    contents: Contents,
+    input: Tensor,
+    residual: Tensor | None = None,
+    activation: int = _IDENTITY,
+    gated: bool = False,
+) -> Tensor:
+    result: Tensor = ops.linear(input, *contents, residual, activation, gated)
     return result
 
 

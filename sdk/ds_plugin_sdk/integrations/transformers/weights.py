@@ -142,9 +142,7 @@ class PlainMatrix(Matrix):
         return padded(rows * _rows(self.layers[0]).shape[1] * bits // 8) + padded(rows * itemsize)
 
     def _bits(self, weights: Weights) -> Literal[4, 8] | None:
-        """Of a quantized weight. Columns that are no whole blocks of int4 weights take 8."""
-        in_blocks = _rows(self.layers[0]).shape[1] % _LEAST_INT4_GROUP == 0
-        return None if weights is None else 4 if weights == "int4" and in_blocks and not self._sensitive else 8
+        return None if weights is None else bits_of(_rows(self.layers[0]).shape[1], weights, self._sensitive)
 
     def pack(self, arena: Arena, weights: Weights) -> None:
         """Move the parameters into the arena, or the biases and copies of the weights."""
@@ -201,12 +199,7 @@ class PlainMatrix(Matrix):
 
     def _quantize(self, arena: Arena, bias: Tensor | None) -> Contents:
         whole = torch.cat([_rows(layer) for layer in self.layers])
-        columns = whole.shape[1]
-        bits = self._bits(self._weights) or 8
-        least = _LEAST_INT4_GROUP if bits == 4 else 1
-        sizes = range(min(_MOST_GROUP, columns), 0, -1)
-        group = next(size for size in sizes if columns % size == 0 and size % least == 0)
-        weight, scales = quantize_weight(whole, group, bits)
+        weight, scales = quantize(whole, self._bits(self._weights) or 8)
         return Contents(arena.empty(weight.shape, weight.dtype).copy_(weight), bias, scales)
 
     def _set_rows(self, index: int, rows: Tensor) -> None:
@@ -321,6 +314,18 @@ def _rows(layer: nn.Module) -> Tensor:
     return weight.t() if type(layer) is Conv1D else weight
 
 
+def bits_of(columns: int, weights: Quantized, sensitive: bool = False) -> Literal[4, 8]:
+    """Of a quantized weight. Columns that are no whole blocks of int4 weights take 8."""
+    return 4 if weights == "int4" and columns % _LEAST_INT4_GROUP == 0 and not sensitive else 8
+
+
+def quantize(rows: Tensor, bits: Literal[4, 8]) -> tuple[Tensor, Tensor]:
+    """The weight and its scales, ``[out, groups]``, of ``[out, in]``."""
+    columns, least = rows.shape[1], _LEAST_INT4_GROUP if bits == 4 else 1
+    sizes = range(min(_MOST_GROUP, columns), 0, -1)
+    return quantize_weight(rows, next(size for size in sizes if columns % size == 0 and size % least == 0), bits)
+
+
 class Samples:
     """Some numbers of tensors, which tell whether they have changed."""
 
@@ -342,8 +347,10 @@ def _samples_of(tensors: list[Tensor]) -> bytes | list[Tensor]:
 
 def _sample(tensor: Tensor) -> Tensor:
     flat = tensor.flatten()
-    distance = flat.numel() // _RUNS
-    return flat.clone() if distance < _RUN else flat.as_strided((_RUNS, _RUN), (distance, 1)).clone()
+    if flat.numel() < _RUNS * _RUN:
+        return flat.clone()
+    distance = (flat.numel() - _RUN) // (_RUNS - 1)  # no whole number of rows, as a rule: all columns have their turn
+    return flat.as_strided((_RUNS, _RUN), (distance, 1)).clone()
 
 
 def _move(arena: Arena, parts: Sequence[Tensor], set_part: Callable[[int, Tensor], None] | None) -> Tensor:
@@ -365,4 +372,16 @@ def _give_back(matrix: Matrix) -> None:
             parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
 
 
-__all__ = ["Arena", "Contents", "Matrix", "Packer", "PlainMatrix", "Quantized", "Samples", "Weights", "padded"]
+__all__ = [
+    "Arena",
+    "Contents",
+    "Matrix",
+    "Packer",
+    "PlainMatrix",
+    "Quantized",
+    "Samples",
+    "Weights",
+    "bits_of",
+    "padded",
+    "quantize",
+]

@@ -1,0 +1,178 @@
+"""The experts of a layer: each token's products with the weights of those that the router has chosen for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ds_plugin_sdk.integrations.transformers import decoder
+from ds_plugin_sdk.integrations.transformers.decoder import Ops, ops_for
+from ds_plugin_sdk.integrations.transformers.replacement import Replacement
+from ds_plugin_sdk.integrations.transformers.understood import (
+    NotUnderstoodError,
+    Place,
+    Snapshot,
+    Watch,
+    check_only_its_class,
+    check_parameter,
+    is_plain_inference,
+    name_of,
+    same_code,
+)
+from ds_plugin_sdk.integrations.transformers.weights import Contents, Samples, Weights, bits_of, quantize
+
+try:
+    from transformers.integrations import moe
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+except ImportError:  # the oldest releases have experts of other kinds
+    moe = None
+
+# transformers' functions for experts that compute what this file does, and its names for a class's own code.
+_FUNCTIONS, _OWN = ("batched_mm", "grouped_mm"), (None, "eager")
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether the module's forward is that which calls a function of transformers' registry for experts."""
+    code = getattr(type(module).forward, "__code__", None)
+    return moe is not None and code is not None and code is Qwen3MoeExperts.forward.__code__
+
+
+def _has_known_code(kind: type[Any]) -> bool:
+    """Whether the forward that the registry's stands for is that of Qwen 3's experts, as of most families."""
+    default = getattr(kind, "_apply_gate", None) is moe._default_apply_gate
+    return default and same_code(kind.forward.__wrapped__, Qwen3MoeExperts.forward.__wrapped__)
+
+
+class ExpertsReplacement(Replacement):
+    """Experts whose weights are in one parameter for each product, ``[experts, out, in]``.
+
+    transformers' functions go over all experts, or copy the weights of those that are chosen; here each is one call of
+    our op, for its tokens alone, which reads the weights where they are, or copies of them in 8 or 4 bits.
+
+    Raises:
+        NotUnderstoodError: its weights lie otherwise, or it is not on the host.
+    """
+
+    def __init__(self, module: nn.Module, weights: Weights) -> None:
+        super().__init__(module)
+        self._own: Any = module
+        self._weights = weights
+        self._doubted = False
+        check_only_its_class(module)
+        self._check()
+        self._watch = Watch.alone(module)
+
+    def put_on(self) -> None:
+        self._pack()
+        super().put_on()
+
+    def holds(self) -> bool:
+        return self._watch.holds() and not self._own._is_expert_parallel and self._is_chosen() and self._follow()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            self._doubted = self._weights is not None
+        elif len(args) == 3 and not kwargs and is_plain_inference(args[0]) and self.holds():
+            result = self._run(*args)
+            if result is not None:
+                return result
+        return self.own(*args, **kwargs)
+
+    def _is_chosen(self) -> bool:
+        """Whether code would run that computes the same: one of transformers' functions, or the class's own."""
+        chosen = self._own.config._experts_implementation
+        if chosen in _OWN:
+            return _has_known_code(type(self.module)) and "_apply_gate" not in vars(self.module)
+        function = moe.ALL_EXPERTS_FUNCTIONS.get(chosen) if chosen in _FUNCTIONS else None
+        return function is not None and function.__module__ == moe.__name__
+
+    def _run(self, hidden: Tensor, chosen: Tensor, shares: Tensor) -> Tensor | None:
+        """Results are added in the order, and rounded, as by transformers' functions.
+
+        Args:
+            hidden: ``[tokens, hidden]``.
+            chosen, shares: of each token's experts, ``[tokens, experts of a token]``.
+        """
+        if hidden.dtype != self._dtype or hidden.device.type != "cpu" or hidden.dim() != 2 or hidden.shape[0] == 0:
+            return None
+        experts, order = chosen.reshape(-1).sort(stable=True)
+        counts = torch.bincount(experts.clamp(min=0)).tolist()
+        if len(counts) > self._experts or experts[0] < 0:
+            return None
+        ops, each, module = ops_for(hidden.dtype), chosen.shape[-1], self._own
+        inner = _products(ops, self._first, hidden[order // each], counts)
+        inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
+        results = _products(ops, self._second, inner, counts) * shares.reshape(-1)[order].unsqueeze(-1)
+        back = torch.empty_like(order)
+        back[order] = torch.arange(order.shape[0])
+        return results[back].view(hidden.shape[0], each, -1).sum(dim=1).to(hidden.dtype)
+
+    # ------------------------------------------------------------------ weights
+    def _parameters(self) -> list[tuple[Any, Any]]:
+        """Weights and biases, or None, of both products."""
+        names, own = ("gate_up_proj" if self._own.has_gate else "up_proj", "down_proj"), self._own._parameters
+        return [(own[name], own[f"{name}_bias"] if self._own.has_bias else None) for name in names]
+
+    def _check(self) -> None:
+        module = self._own
+        try:
+            if module.is_transposed or module.has_post_expert_norm or module._is_expert_parallel:
+                raise NotUnderstoodError("its weights lie by columns or on several ranks, or its experts have norms")
+            found = self._parameters()
+        except (AttributeError, KeyError) as why:
+            raise NotUnderstoodError(f"it is not as in the releases of transformers that are known: {why}") from why
+        self._dtype = found[0][0].dtype
+        for weight, bias in found:
+            for parameter in (weight, bias) if bias is not None else (weight,):
+                check_parameter(parameter, f"a parameter of {name_of(module)}")
+                if parameter.dtype != self._dtype:
+                    raise NotUnderstoodError("its parameters are of several dtypes")
+                if parameter.device.type != "cpu" or not parameter.is_contiguous():
+                    raise NotUnderstoodError("its parameters are not contiguous in the host's memory")
+            if weight.dim() != 3 or weight.numel() == 0 or (bias is not None and bias.shape != weight.shape[:2]):
+                raise NotUnderstoodError(f"its weights are {list(weight.shape)}")
+        self._experts = found[0][0].shape[0]
+
+    def _pack(self) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            self._first, self._second = ([*_contents(*each, self._weights)] for each in self._parameters())
+        copied = self._weights is not None
+        names = [name for name, parameter in self.module._parameters.items() if parameter is not None]
+        self._held = Snapshot(Place(self.module._parameters, name, moved=True, counted=copied) for name in names)
+        self._samples = Samples(self._held.moved if copied else ())
+        self._doubted = False
+
+    def _follow(self) -> bool:
+        """As `Matrix.follow`, comparing."""
+        differs = self._weights is not None and self._samples.differ(self._held.moved)
+        if self._doubted or differs or not self._held.holds():
+            try:
+                self._check()
+            except NotUnderstoodError:
+                return False
+            self._pack()
+        return True
+
+
+def _contents(weight: nn.Parameter, bias: nn.Parameter | None, weights: Weights) -> Iterator[Contents]:
+    """Of each expert."""
+    biases = [None] * len(weight) if bias is None else bias.detach().unbind()
+    for rows, its in zip(weight.detach().unbind(), biases, strict=True):
+        if weights is None:
+            yield Contents(rows, its)
+        else:
+            levels, scales = quantize(rows, bits_of(rows.shape[1], weights))
+            yield Contents(levels, its, scales)
+
+
+def _products(ops: Ops, contents: list[Contents], inputs: Tensor, counts: list[int]) -> Tensor:
+    """Those of each expert with its rows of the inputs, which lie one after the other."""
+    parts = torch.split_with_sizes(inputs, counts)
+    found = [decoder.product(ops, of, part) for of, part, count in zip(contents, parts, counts, strict=False) if count]
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
+__all__ = ["ExpertsReplacement", "is_experts"]
