@@ -29,14 +29,15 @@ class List {
   intptr_t size_;
 };
 
-// A dictionary's table of keys: the fifth word in all versions of CPython so far. It is fetched and never read.
+// A dictionary's table of keys: its fifth word in all versions of CPython that have a global lock. It is fetched and never
+// read.
 inline void fetch_keys(Object* dict) {
   const char* keys = static_cast<const char* const*>(dict)[4];
   __builtin_prefetch(keys);
   __builtin_prefetch(keys + 64);
 }
 
-// torch's pointers to the at::TensorImpl of tensors; false if one is none.
+// torch's pointers to the at::TensorImpl of tensors; false if one has none.
 inline bool find_impls(const List& tensors, std::vector<void*>& impls) {
   static Object* const name = PyUnicode_InternFromString("_cdata");
   if (tensors.size() < 0) return false;  // it is no list
@@ -55,10 +56,10 @@ inline bool find_impls(const List& tensors, std::vector<void*>& impls) {
 // A handle of the stable ABI is an at::Tensor*, which holds one pointer.
 inline AtenTensorHandle handle_of(void*& impl) { return reinterpret_cast<AtenTensorHandle>(&impl); }
 
-// Where a tensor's elements are, and of which dtype.
+// Where a tensor's elements are, of which dtype, and whether they lie by rows.
 struct Place {
   void* data;
-  int64_t dtype;
+  int32_t dtype, contiguous;
 };
 
 // Of each tensor of a list; false if one is none, or has no place.
@@ -67,18 +68,19 @@ inline bool find_places(const List& tensors, std::vector<Place>& places) {
   if (!find_impls(tensors, impls)) return false;
   places.resize(impls.size());
   for (size_t i = 0; i < impls.size(); ++i) {
-    int32_t dtype;
-    if (aoti_torch_get_data_ptr(handle_of(impls[i]), &places[i].data)) return false;
-    if (aoti_torch_get_dtype(handle_of(impls[i]), &dtype)) return false;
-    places[i].dtype = dtype;
+    const AtenTensorHandle handle = handle_of(impls[i]);
+    bool contiguous;
+    if (aoti_torch_get_data_ptr(handle, &places[i].data) || aoti_torch_get_dtype(handle, &places[i].dtype)) return false;
+    if (aoti_torch_is_contiguous(handle, &contiguous)) return false;
+    places[i].contiguous = contiguous;
   }
   return true;
 }
 
 constexpr int64_t kRuns = 64, kRun = 4;
 
-// Adds elements of a tensor: so many runs of so many neighbours, at even distances, or all if these are no more. False if it
-// is not contiguous in host memory.
+// Adds elements of a tensor: so many runs of so many neighbours, at even distances from its first to its last one, or all if
+// these are no more. False if it is not contiguous in host memory.
 inline bool add_samples(void* impl, std::vector<char>& samples) {
   static const int32_t cpu = aoti_torch_device_type_cpu();
   const AtenTensorHandle handle = handle_of(impl);
@@ -91,7 +93,8 @@ inline bool add_samples(void* impl, std::vector<char>& samples) {
   if (aoti_torch_get_numel(handle, &numel) || aoti_torch_get_dtype(handle, &dtype)) return false;
   if (aoti_torch_get_data_ptr(handle, &data) || (data == nullptr && numel > 0)) return false;
   const bool all = numel < kRuns * kRun;
-  const size_t size = aoti_torch_dtype_element_size(dtype), distance = static_cast<size_t>(numel / kRuns) * size;
+  const size_t size = aoti_torch_dtype_element_size(dtype);
+  const size_t distance = static_cast<size_t>((numel - kRun) / (kRuns - 1)) * size;
   const size_t count = all ? 1 : kRuns, bytes = static_cast<size_t>(all ? numel : kRun) * size;
   const char* const first = static_cast<const char*>(data);
   for (size_t i = 0; i < count; ++i) __builtin_prefetch(first + i * distance);

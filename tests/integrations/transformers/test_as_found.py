@@ -30,13 +30,13 @@ class Found:
     def __init__(self) -> None:
         self.module, self.empty = nn.Linear(4, 4), {}  # type: dict[int, object]
         self.named: dict[str, Any] = {"eps": 1e-5, "none": None}
-        self.weight = nn.Parameter(torch.ones(4))
+        self.weight, self.square = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(2, 2))
         self.as_found = AsFound(
             objects=[self.module],
             types=[nn.Linear],
             empty=[self.empty],
             named=[(self.named, name, self.named.get(name)) for name in ("eps", "none", "nowhere")],
-            tensors=[self.weight, torch.zeros(0)],
+            tensors=[self.weight, self.square, torch.zeros(0)],
         )
 
 
@@ -51,6 +51,7 @@ CHANGES: dict[str, Callable[[Found], object]] = {
     "none any more": lambda found: found.named.pop("eps"),
     "one where none was": lambda found: found.named.update(none=0),
     "one where no name was": lambda found: found.named.update(nowhere=1),
+    "by columns": lambda found: setattr(found.square, "data", found.square.data.t()),
     "elsewhere in memory": lambda found: setattr(found.weight, "data", torch.ones(4)),
     "of another dtype": lambda found: setattr(found.weight, "data", found.weight.data.view(torch.bfloat16)),
     "swapped": lambda found: torch.utils.swap_tensors(found.weight, nn.Parameter(torch.ones(4))),
@@ -99,7 +100,18 @@ def test_numbers_that_change_are_seen(shape: tuple[int, ...], dtype: torch.dtype
 def test_rows_that_change_are_seen() -> None:
     weight = torch.zeros(1024, 96)
     samples = Samples([weight])
-    weight[512:528] = 1  # a 64th of it
+    weight[512:529] = 1  # a 64th of it
+    assert samples.differ([weight])
+    weight.zero_()
+    weight[-1] = 1
+    assert samples.differ([weight]), "of the last row, too"
+
+
+@pytest.mark.usefixtures("asked_by")
+def test_columns_that_change_are_seen() -> None:
+    weight = torch.zeros(512, 512)
+    samples = Samples([weight])
+    weight[:, 256:] = 1
     assert samples.differ([weight])
 
 

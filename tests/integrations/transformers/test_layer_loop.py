@@ -7,11 +7,14 @@ import linecache
 import sys
 import textwrap
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from ds_plugin_sdk.integrations.transformers import layer_loop
 from ds_plugin_sdk.integrations.transformers.layer_loop import LayerLoop
@@ -29,6 +32,7 @@ class Model(nn.Module):
     def __init__(self):
         super().__init__()
         self.layers, self.kinds = nn.ModuleList(Layer() for _ in range(3)), ["full"] * 3
+        self.__dict__["kept"] = [*self.layers]
 
     def forward(self, hidden, masks, **kwargs):
         '''A text
@@ -43,7 +47,7 @@ ALONE = [
     "for layer in self.layers[:2]:\n    hidden = layer(hidden, mask=masks, **kwargs)",
     "for i, layer in enumerate(self.layers):\n    hidden = layer(hidden, masks[self.kinds[i]])",
     "for i, layer in enumerate(self.layers):\n    kind = self.kinds[i]\n    hidden = layer(hidden, masks[kind])",
-    "for layer, kind in zip(self.layers, self.kinds):\n    hidden = layer(hidden, masks if self.training else 0)",
+    "for layer in self.layers:\n    hidden = layer(hidden, masks if self.training else 0)",
     "for kind in self.kinds:\n    positions = positions + 1\nfor layer in self.layers:\n    hidden = layer(hidden)",
 ]
 NOT_ALONE = [
@@ -55,6 +59,10 @@ NOT_ALONE = [
     "for layer in self.layers:\n    if self.training: continue\n    hidden = layer(hidden)",
     "for layer in self.layers:\n    other = layer(hidden)",
     "for layer in map(self.bring, self.layers):\n    hidden = layer(hidden)",
+    "for layer, kind in zip(self.layers, self.kinds):\n    hidden = layer(hidden)",
+    "layers = (self.bring(layer) for layer in self.layers)\nfor layer in layers:\n    hidden = layer(hidden)",
+    "for layer in self.layers[1:]:\n    hidden = layer(hidden)",
+    "for layer in self.kept:\n    hidden = layer(hidden)",
     "for _ in range(2):\n    for layer in self.layers:\n        hidden = layer(hidden)",
     "hidden = [layer(hidden) for layer in self.layers][-1]",
     "i = 0\nwhile i < 3:\n    hidden = self.layers[i](hidden)\n    i += 1",
@@ -103,10 +111,35 @@ def test_a_loop_that_does_more(loop: str, model_of: Callable[[str], Any]) -> Non
     assert found and not any(each.is_plain for each in found)
 
 
-@pytest.mark.parametrize("text", ["", "raise SyntaxError", _MODEL.format(loop=NOT_ALONE[0])], ids=len)
+class Streamed(nn.ModuleList):
+    """Its layers' weights are there as long as they run alone."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self._modules.values()
+
+
+def test_who_brings_the_layers_is_in_between(model_of: Callable[[str], Any]) -> None:
+    for loop in (ALONE[0], "for layer in self.layers:\n    hidden = layer(hidden) + 1"):
+        model = model_of(loop)
+        model.layers = Streamed(model.layers)
+        assert {(each.is_direct, each.is_plain) for each in loops(model)} == {(False, False)}
+
+
+def test_nothing_of_a_call_is_kept(model_of: Callable[[str], Any]) -> None:
+    model, mask = model_of(ALONE[1]), torch.zeros(1)
+    kept: list[LayerLoop] = []
+    seen = weakref.ref(mask)
+    for layer in model.layers:
+        layer.ask = lambda layer: kept.append(LayerLoop.around(layer))
+    model(0, mask)
+    del mask
+    assert kept[0].is_plain and seen() is None
+
+
+@pytest.mark.parametrize("text", ["", "raise SyntaxError", '"""', "\0", _MODEL.format(loop=NOT_ALONE[0]), _MODEL[:330]])
 def test_a_file_that_is_not_what_was_imported_says_nothing(text: str, model_of: Callable[[str], Any]) -> None:
     model = model_of(ALONE[0])
-    layer_loop._is_plain.cache_clear()  # the same code in another file
+    layer_loop._source_of.cache_clear()  # the same code in another file
     Path(sys.modules[type(model).__module__].__file__ or "").write_text(text)
     linecache.clearcache()
     assert not any(each.is_plain for each in loops(model))
@@ -128,6 +161,4 @@ def test_it_goes_on_at_the_same_instruction_of_the_same_call(model_of: Callable[
     model(0, {})
     assert answers[2] == [True] * 3  # in the first loop
     assert answers[5] == [False] * 3 + [True] * 3
-    model(0, {})
-    assert not any(answers[6][:6])  # another call
     assert not LayerLoop().goes_on()

@@ -115,15 +115,6 @@ class Row:
         """Keep nothing of a step of this thread that did not come to its end."""
         self._steps.current.end()
 
-    @property
-    def compares(self) -> bool:
-        """Whether weights are compared, as for prompts: if this thread's last pass was one, or there was none."""
-        return self._steps.current.compares
-
-    @compares.setter
-    def compares(self, value: bool) -> None:
-        self._steps.current.compares = value
-
     def goes_on(self, hidden: object) -> bool:
         """Whether all layers were asked in this step, and this is the next one; asked by a layer's forward alone."""
         step = self._steps.current
@@ -180,11 +171,11 @@ class Row:
         made, past = [room.make_room(1) for room in rooms], rooms[0].held
         layers, caches = snapshot.layers(first, first + len(rooms)), [*chain.from_iterable(made)]
         results = decoder.run_whole(layers, hidden, caches, past, given.mask, given.angles, functions)
-        alone = step.loop.is_plain
-        if not alone and torch.is_inference_mode_enabled():  # of tensors that are made in it torch counts no changes
+        is_plain = step.loop.is_plain
+        if not is_plain and torch.is_inference_mode_enabled():  # of tensors that are made in it torch counts no changes
             with torch.inference_mode(False):
                 results = [result.clone() for result in results]
-        step.ahead = _Ahead(run, given, rooms, made, [hidden, *results], alone)
+        step.ahead = _Ahead(run, given, rooms, made, [hidden, *results], is_plain)
         return step.ahead.take()
 
     def begin(self, replacement: DecoderReplacement, hidden: Tensor) -> bool:
@@ -281,18 +272,18 @@ class _Ahead:
         rooms: Sequence[AppendingLayer],
         made: Sequence[Room],
         hidden: Sequence[Tensor],
-        alone: bool,
+        is_plain: bool,
     ) -> None:
         """
         Args:
             rooms, made: where each layer appends to.
             hidden: what is before the first layer, and after each.
-            alone: whether nothing but these layers runs until all were taken.
+            is_plain: whether nothing but these layers runs until all were taken.
         """
-        self.given, self.left, self._alone = given, len(rooms), alone
+        self.given, self.left, self._is_plain = given, len(rooms), is_plain
         self._past = rooms[0].held
         read: list[list[Tensor]] = [[]] * len(rooms)
-        if not alone:
+        if not is_plain:
             read = [_counted(*each, given.mask) for each in zip(hidden, *zip(*made, strict=True), strict=False)]
         # How often each tensor was written that a layer reads.
         versions = [[*map(version_of, each)] for each in read]
@@ -302,7 +293,7 @@ class _Ahead:
         """Whether the next one is of a layer, and all that it was made of is what it was."""
         made_for, room, made, read, versions, _ = self._layers[-1]
         return made_for is replacement and (
-            self._alone
+            self._is_plain
             or (
                 self._holds(room, replacement.attention.layer_idx)
                 and room.grows
@@ -343,7 +334,6 @@ class _Step:
         count, alike: how many layers have run; whether these were the first ones, in their order, and by one call each.
         ahead: what those after it will make.
         loop: what calls the layers.
-        compares: `Row.compares`.
         kept: what layers were given, each once.
         givens: the same of each layer that has run.
     """
@@ -352,7 +342,7 @@ class _Step:
         self.last: Tensor | None = None
         self.count, self.alike = 0, True
         self.ahead: _Ahead | None = None
-        self.loop, self.compares = _NO_LOOP, True
+        self.loop = _NO_LOOP
         self.kept: list[_Kept] = []
         self.givens: list[Given] = []
 

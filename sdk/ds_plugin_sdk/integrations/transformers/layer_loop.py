@@ -22,46 +22,70 @@ _CALLS |= {each for each in nn.Module._call_impl.__code__.co_consts if isinstanc
 
 
 class LayerLoop(NamedTuple):
-    """Who calls a layer.
+    """Who calls a layer. What asks for it is called by the layer's forward.
 
     Attributes:
-        depth: how far up from the layer's forward that is; the forward calls what asks for it.
-        frame: the call of the code in the file of the layer's class; None if there is none.
-        at: the instruction that calls the layer.
-        is_direct: whether nobody else's code, which may do more, is in between.
+        depth: how far up from the forward that is.
+        call: the identity of the frame of the code in the file of the layer's class; None if there is none. The
+            frame itself would keep alive what its callers have. Another one may get the same, and begins with the first
+            layer again.
+        at: the instruction in it that calls the layer.
+        is_direct: whether nobody else's code, which may do more, is in between, or brings the layers.
         is_plain: whether nothing else runs between two calls of that instruction: what one layer puts out is given to
             the next one as it is, and nothing is called or written.
     """
 
     depth: int = 0
-    frame: types.FrameType | None = None
+    call: int | None = None
     at: int = 0
     is_direct: bool = False
     is_plain: bool = False
 
     @classmethod
     def around(cls, module: nn.Module) -> LayerLoop:
-        """That of the layer whose forward has called what calls this."""
         file = getattr(sys.modules.get(type(module).__module__), "__file__", None)
-        frame, depth, is_direct = sys._getframe(2), 0, True
+        frame, depth, is_direct = sys._getframe(2), 0, True  # the forward
         while frame.f_back is not None and file is not None:
             frame, depth = frame.f_back, depth + 1
             code = frame.f_code
             if code.co_filename == file:
-                is_plain = is_direct and _is_plain(code, frame.f_lineno - code.co_firstlineno)
-                return cls(depth, frame, frame.f_lasti, is_direct, is_plain)
+                source = _source_of(code, frame.f_lineno - code.co_firstlineno)
+                is_direct = is_direct and (source.layers is None or _are_listed(frame, source.layers))
+                is_plain = is_direct and source.layers is not None and source.calls_alone
+                return cls(depth, id(frame), frame.f_lasti, is_direct, is_plain)
             is_direct = is_direct and code in _CALLS
         return cls()
 
     def goes_on(self) -> bool:
-        """Whether it calls the layer whose forward has called what calls this."""
-        if self.frame is None:
+        """Whether this is the call of another layer by the same loop."""
+        if self.call is None:
             return False
         try:
             frame = sys._getframe(2 + self.depth)
         except ValueError:  # there are not so many
             return False
-        return frame is self.frame and frame.f_lasti == self.at
+        return id(frame) == self.call and frame.f_lasti == self.at
+
+
+def _are_listed(frame: types.FrameType, names: tuple[str, ...]) -> bool:
+    """Whether layers of ``self`` are in a list of torch's, which runs nobody's code when it is gone over."""
+    found = frame.f_locals.get("self")
+    for name in names:
+        found = found._modules.get(name) if isinstance(found, nn.Module) else None
+    return type(found) is nn.ModuleList
+
+
+class _Source(NamedTuple):
+    """What is written of a loop.
+
+    Attributes:
+        layers: where in ``self`` that is which it goes over; None if it is elsewhere.
+        calls_alone: whether it is ``for ..., layer, ... in ...: hidden = layer(hidden, ...)``, maybe after names of
+            what it reads, and all other arguments are names and parts of what these are.
+    """
+
+    layers: tuple[str, ...] | None = None
+    calls_alone: bool = False
 
 
 _LOOPS = (ast.For, ast.AsyncFor, ast.While, ast.comprehension)
@@ -74,14 +98,16 @@ _READ = (
 
 
 @functools.cache
-def _is_plain(code: types.CodeType, line: int) -> bool:
+def _source_of(code: types.CodeType, line: int) -> _Source:
     """Of the one loop around a line of a method, counted from its first one."""
     try:
         tree = ast.parse("if True:\n" + inspect.getsource(code))
-    except (OSError, SyntaxError):  # it has no source any more, or is no method
-        return False
-    loops = [node for node in ast.walk(tree) if isinstance(node, _LOOPS) and _is_around(node, 2 + line)]
-    return len(loops) == 1 and _calls_alone(loops[0]) and _is_source_of(tree, code)
+        loops = [node for node in ast.walk(tree) if isinstance(node, _LOOPS) and _is_around(node, 2 + line)]
+        if len(loops) != 1 or not isinstance(loops[0], ast.For) or not _is_source_of(tree, code):
+            return _Source()
+    except Exception:  # a file that is not what it was, or a function that cannot be read apart: whatever tells so
+        return _Source()
+    return _Source(_layers_in(loops[0].iter), _calls_alone(loops[0]))
 
 
 def _is_around(loop: ast.AST, line: int) -> bool:
@@ -89,13 +115,25 @@ def _is_around(loop: ast.AST, line: int) -> bool:
     return min(part.lineno for part in places) <= line <= max(part.end_lineno or 0 for part in places)
 
 
-def _calls_alone(loop: ast.AST) -> bool:
-    """Whether it is ``for ..., layer, ... in ...: hidden = layer(hidden, ...)``, maybe after names of what it reads."""
-    if not isinstance(loop, ast.For):
-        return False
+def _layers_in(node: ast.expr) -> tuple[str, ...] | None:
+    """``self.model.layers``, or the first ones of these, or these counted, as names."""
+    match node:
+        case ast.Call(func=ast.Name(id="enumerate"), args=[layers], keywords=[]):
+            return _layers_in(layers)
+        case ast.Subscript(value=layers, slice=ast.Slice(lower=None, step=None)):
+            return _layers_in(layers)
+        case ast.Attribute(value=ast.Name(id="self"), attr=name):
+            return (name,)
+        case ast.Attribute(value=value, attr=name):
+            before = _layers_in(value)
+            return None if before is None else (*before, name)
+    return None
+
+
+def _calls_alone(loop: ast.For) -> bool:
     *before, last = loop.body
     names = [each.id for each in ast.walk(loop.target) if isinstance(each, ast.Name)]
-    read: list[ast.AST] = [*_iterated(loop.iter)]
+    read: list[ast.AST] = []
     for step in before:
         match step:
             case ast.Assign(targets=[ast.Name(id=name)], value=value):
@@ -112,14 +150,6 @@ def _calls_alone(loop: ast.AST) -> bool:
             is_read = all(isinstance(part, _READ) for each in read for part in ast.walk(each))
             return is_read and hidden == given and hidden not in names and names.count(layer) == 1
     return False
-
-
-def _iterated(node: ast.expr) -> list[ast.expr]:
-    """What a loop goes over: itself, or what is counted or goes along."""
-    match node:
-        case ast.Call(func=ast.Name(id="enumerate" | "zip"), args=args, keywords=[]):
-            return args
-    return [node]
 
 
 def _is_source_of(tree: ast.Module, code: types.CodeType) -> bool:

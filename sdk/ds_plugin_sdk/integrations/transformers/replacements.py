@@ -44,23 +44,15 @@ _KNOWN_ARGUMENTS = IGNORED_ARGUMENTS | {
 
 
 class LinearReplacement(Replacement):
-    """A linear layer alone.
+    """A linear layer alone."""
 
-    Args:
-        row: decoder layers that run before it in each pass; its weights are compared when theirs are.
-    """
-
-    def __init__(self, module: nn.Module, matrix: Matrix, row: Row | None = None) -> None:
+    def __init__(self, module: nn.Module, matrix: Matrix) -> None:
         super().__init__(module)
-        self.matrix, self._row = matrix, row
+        self.matrix = matrix
         self._watch = Watch.alone(module)
 
     def holds(self) -> bool:
-        return self.holds_apart(compare=True)
-
-    def holds_apart(self, compare: bool) -> bool:
-        """`compare` as in `Matrix.follow`."""
-        return self._watch.holds() and self.matrix.follow(compare)
+        return self._watch.holds() and self.matrix.follow(compare=True)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
@@ -68,14 +60,11 @@ class LinearReplacement(Replacement):
             trained = linear_in_training(self.module, args[0]) if len(args) == 1 and not kwargs else None
             if trained is not None:
                 return trained
-        elif len(args) == 1 and not kwargs and is_plain_inference(args[0]) and self.holds_apart(self._compares()):
+        elif len(args) == 1 and not kwargs and is_plain_inference(args[0]) and self.holds():
             input: Tensor = args[0]
             if input.dtype == self.matrix.dtype and input.device == self.matrix.device:
                 return decoder.linear(ops_for(input.dtype), self.matrix, input)
         return self.own(*args, **kwargs)
-
-    def _compares(self) -> bool:
-        return self._row is None or self._row.compares
 
 
 class NormReplacement(Replacement):
@@ -170,7 +159,6 @@ class DecoderReplacement(Replacement):
                     self._row.keep(args, kwargs, given)
             if given is not None:
                 return self._made_of(args[0], given)
-        self._row.compares = True
         return self.own(*args, **kwargs)
 
     def _made_of(self, hidden: Tensor, given: Given) -> Tensor:
@@ -216,8 +204,7 @@ class DecoderReplacement(Replacement):
 
     def _asks(self, hidden: Tensor, cache: Cache | None) -> bool:
         """Whether it holds, after all layers in a step, alone with a prompt, which may be one token too."""
-        self._row.compares = hidden.shape[1] > 1 or cache is None or _is_new(cache, self.attention.layer_idx)
-        if self._row.compares:
+        if hidden.shape[1] > 1 or cache is None or _is_new(cache, self.attention.layer_idx):
             return self.holds_apart(compare=True)
         return self._row.begin(self, hidden) or self.holds_apart(compare=False)
 

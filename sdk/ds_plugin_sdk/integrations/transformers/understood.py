@@ -402,13 +402,13 @@ def check_code(module: nn.Module, *known: type[nn.Module]) -> None:
 
 
 # ---------------------------------------------------------------------- later
-# Both of these are asked at each step of a model whose weights have just pushed Python's objects out of the caches:
-# they go over lists by functions in C, and nothing is computed again that can be kept.
 _is_training = operator.itemgetter("training")
 _code_of = operator.attrgetter("forward", "__call__")  # of a class
 version_of, _dtype = operator.attrgetter("_version"), operator.attrgetter("dtype")
 
 
+# What follows is asked at each step of a model whose weights have just pushed Python's objects out of the caches: it
+# goes over lists by functions in C, and nothing is computed again that can be kept.
 class AsFound:
     """Objects where they were found. That they are is asked by one call in C where there is a library for it.
 
@@ -416,7 +416,7 @@ class AsFound:
         objects, types: of what class each is.
         empty: dictionaries that have nothing in them.
         named: of other dictionaries what each has by a name, or None.
-        tensors: where they are in memory, and of which dtype.
+        tensors: where they are in memory, of which dtype, and whether they lie by rows.
     """
 
     def __init__(
@@ -447,10 +447,10 @@ class AsFound:
         )
 
 
-def _places_of(tensors: list[Tensor]) -> bytes | list[tuple[int, torch.dtype]]:
+def _places_of(tensors: list[Tensor]) -> bytes | list[tuple[int, torch.dtype, bool]]:
     """What tells whether tensors are where they were; bytes for C."""
     found = None if decoder_layer.places is None else decoder_layer.places(tensors)
-    return [(each.data_ptr(), each.dtype) for each in tensors] if found is None else found
+    return [(each.data_ptr(), each.dtype, each.is_contiguous()) for each in tensors] if found is None else found
 
 
 class Watch:
