@@ -63,6 +63,9 @@ class ExpertsReplacement(Replacement):
         self._doubted = False
         check_only_its_class(module)
         self._check()
+        if not self._is_chosen():
+            chosen = getattr(module.config, "_experts_implementation", None)
+            raise NotUnderstoodError(f"the code of its experts is not known: {chosen!r}")
         self._watch = Watch.alone(module)
 
     def put_on(self) -> None:
