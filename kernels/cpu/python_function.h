@@ -128,6 +128,7 @@ inline bool is_plain(void*& impl, Dtype& dtype) {
   }                                                                                                                \
   }                                                                                                                \
   extern "C" __attribute__((visibility("default"))) void* ds_kernels_##family##_function(void* classes) {          \
+    using namespace ds_kernels;                                                                                    \
     using namespace ds_kernels::cpu;                                                                               \
     static python::Method method = {#family, family##_call, python::kFastCall, nullptr};                           \
     return python::PyCFunction_NewEx(&method, classes, nullptr);                                                   \
