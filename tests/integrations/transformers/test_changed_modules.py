@@ -497,15 +497,33 @@ def test_turning_heads_can_be_switched_on_and_off(layer: int) -> None:
 
 @pytest.mark.parametrize(
     ("name", "attribute", "value"),
-    [("granite", "residual_multiplier", 0.2), ("gpt_neox", "use_parallel_residual", False)],
+    [
+        ("granite", "residual_multiplier", 0.2),
+        ("gpt_neox", "use_parallel_residual", False),
+        ("exaone4", "self_attn.sliding_window", None),
+    ],
 )
 def test_how_parts_are_added_can_be_changed(name: str, attribute: str, value: object) -> None:
     model = make(name)
     before = logits(model)
     with accelerate(model):
-        setattr(model.base_model.layers[1], attribute, value)
+        inner, _, last = attribute.rpartition(".")
+        setattr(model.base_model.layers[1].get_submodule(inner), last, value)
         assert_as_plain(model)
         assert (logits(model) - before).abs().max() > 0.05, "a change that changes nothing tests nothing"
+
+
+def test_multipliers_may_be_whole_numbers() -> None:
+    model = make("granite")
+    for layer in model.model.layers:
+        layer.residual_multiplier = layer.self_attn.scaling = 1
+    with accelerate(model) as handle:
+        assert len(handle.layers) == 2
+        assert_as_plain(model)
+        model.model.layers[0].residual_multiplier = 2
+        model.model.layers[1].self_attn.scaling = 3
+        assert handle.layers == []
+        assert_as_plain(model)
 
 
 class OfAnotherRelease(opt.OPTDecoderLayer):  # type: ignore[misc]  # transformers is not typed where types are checked

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from small_models import LLAMA, logits, tokens
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from counted_calls import CountedCalls
 
@@ -21,6 +23,7 @@ with warnings.catch_warnings():
     from transformers.integrations import moe
 
 from ds_plugin_sdk.integrations.transformers import accelerate
+from ds_plugin_sdk.integrations.transformers.experts import is_experts
 
 pytestmark = [pytest.mark.compiler, pytest.mark.usefixtures("kernels")]
 
@@ -125,6 +128,47 @@ def test_weights_that_change_are_followed(weights: Any) -> None:
         assert len(handle.experts) == 2
 
 
+def test_each_of_many_experts_is_followed() -> None:
+    """As those that are pruned or loaded one by one."""
+    torch.manual_seed(0)
+    many = transformers.Qwen3MoeConfig(
+        **LLAMA, moe_intermediate_size=16, num_experts=130, num_experts_per_tok=1, head_dim=8, **_SPECIAL
+    )
+    model = transformers.AutoModelForCausalLM.from_config(many).eval()
+    hidden, share = torch.randn(1, 32), torch.ones(1, 1)
+    with torch.no_grad(), accelerate(model, "int8"):
+        experts = experts_of(model)
+        for index in range(130):
+            chosen = torch.tensor([[index]])
+            before = experts(hidden, chosen, share)
+            experts.down_proj.data[index] *= 2
+            torch.testing.assert_close(experts(hidden, chosen, share), 2 * before, rtol=0.05, atol=1e-3)
+
+
+def test_what_cannot_serve_any_more_is_not_kept() -> None:
+    model = make()
+    with torch.no_grad(), accelerate(model) as handle:
+        logits(model)
+        kept = StorageWeakRef(experts_of(model).down_proj.untyped_storage())
+        model.to("meta")
+        assert handle.experts == [] and kept.expired()
+
+
+def test_another_dtype_and_back() -> None:
+    model, hidden = make(), torch.randn(2, 32)
+    arguments = torch.tensor([[0, 1, 2], [3, 4, 5]]), torch.rand(2, 3)
+    experts = experts_of(model)
+    before = experts.gate_up_proj
+    with torch.no_grad():
+        expected = experts(hidden, *arguments)
+        with accelerate(model) as handle:
+            experts.gate_up_proj = nn.Parameter(before.bfloat16())
+            assert "model.layers.0.mlp.experts" not in handle.experts
+            experts.gate_up_proj = before
+            assert "model.layers.0.mlp.experts" in handle.experts
+            torch.testing.assert_close(experts(hidden, *arguments), expected, rtol=1e-4, atol=1e-5)
+
+
 def test_gradients_are_the_models_own() -> None:
     model, other = make(), make()
     with accelerate(model):
@@ -138,6 +182,11 @@ def test_gradients_are_the_models_own() -> None:
 def another_function(*args: Any) -> torch.Tensor:
     result: torch.Tensor = 2 * moe.grouped_mm_experts_forward(*args)
     return result
+
+
+@functools.wraps(moe.grouped_mm_experts_forward)
+def wrapped_function(*args: Any) -> torch.Tensor:
+    return another_function(*args)
 
 
 def another_gate(hidden: torch.Tensor) -> torch.Tensor:
@@ -165,9 +214,10 @@ def test_what_is_changed_counts(name: str, implementation: str) -> None:
         torch.testing.assert_close(logits(model), logits(other), rtol=1e-4, atol=1e-4)
 
 
-def test_another_function_in_the_registry_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("function", [another_function, wrapped_function])
+def test_another_function_in_the_registry_is_called(function: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model, other = make(), make()
-    monkeypatch.setitem(moe.ALL_EXPERTS_FUNCTIONS._global_mapping, "grouped_mm", another_function)
+    monkeypatch.setitem(moe.ALL_EXPERTS_FUNCTIONS._global_mapping, "grouped_mm", function)
     monkeypatch.setitem(moe.ALL_EXPERTS_FUNCTIONS._global_mapping, "mine", another_function)
     with accelerate(model) as handle:
         for name in ("grouped_mm", "mine"):
@@ -175,6 +225,29 @@ def test_another_function_in_the_registry_is_called(monkeypatch: pytest.MonkeyPa
                 each.config._experts_implementation = name
             assert handle.experts == []
             torch.testing.assert_close(logits(model), logits(other), rtol=1e-4, atol=1e-4)
+
+
+def test_classes_with_a_registry_of_their_own_are_left() -> None:
+    own = moe.ExpertsInterface()
+    own["grouped_mm"] = another_function
+    kind = type(experts_of(make()))
+    other = moe.use_experts_implementation(
+        type("Others", (kind,), {"forward": kind.forward.__wrapped__}), experts_interface=own
+    )
+    assert is_experts(experts_of(make()))
+    assert not is_experts(other(make().config))
+
+
+@pytest.mark.parametrize(
+    ("rows", "chosen"), [(2, (2, 0)), (4, (2, 3))], ids=["no expert for a token", "fewer choices than tokens"]
+)
+def test_shapes_that_do_not_fit_are_for_transformers(rows: int, chosen: tuple[int, int]) -> None:
+    model = make(implementation="eager")
+    arguments = torch.randn(rows, 32), torch.zeros(chosen, dtype=torch.int64), torch.rand(chosen)
+    with torch.no_grad():
+        expected = experts_of(model)(*arguments)
+        with accelerate(model):
+            torch.testing.assert_close(experts_of(model)(*arguments), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("count", [0, 1, 40])

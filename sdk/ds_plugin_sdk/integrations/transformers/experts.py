@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -31,13 +31,22 @@ except ImportError:  # the oldest releases have experts of other kinds
     moe = None
 
 # transformers' functions for experts that compute what this file does, and its names for a class's own code.
-_FUNCTIONS, _OWN = ("batched_mm", "grouped_mm"), (None, "eager")
+_FUNCTIONS: dict[str | None, Any] = {
+    name: getattr(moe, f"{name}_experts_forward", None) for name in ("batched_mm", "grouped_mm")
+}
+_OWN = (None, "eager")
 
 
 def is_experts(module: nn.Module) -> bool:
     """Whether the module's forward is that which calls a function of transformers' registry for experts."""
-    code = getattr(type(module).forward, "__code__", None)
-    return moe is not None and code is not None and code is Qwen3MoeExperts.forward.__code__
+    forward = type(module).forward
+    code = getattr(forward, "__code__", None)
+    if moe is None or code is None or code is not Qwen3MoeExperts.forward.__code__:
+        return False
+    closure = dict(
+        zip(code.co_freevars, forward.__closure__ or (), strict=True)
+    )  # some classes have their own registry
+    return closure["experts_interface"].cell_contents is moe.ALL_EXPERTS_FUNCTIONS
 
 
 def _has_known_code(kind: type[Any]) -> bool:
@@ -89,8 +98,9 @@ class ExpertsReplacement(Replacement):
         chosen = self._own.config._experts_implementation
         if chosen in _OWN:
             return _has_known_code(type(self.module)) and "_apply_gate" not in vars(self.module)
-        function = moe.ALL_EXPERTS_FUNCTIONS.get(chosen) if chosen in _FUNCTIONS else None
-        return function is not None and function.__module__ == moe.__name__
+        function = _FUNCTIONS.get(chosen)
+        written = getattr(function, "__module__", None) == moe.__name__ and not hasattr(function, "__wrapped__")
+        return written and moe.ALL_EXPERTS_FUNCTIONS.get(chosen) is function
 
     def _run(self, hidden: Tensor, chosen: Tensor, shares: Tensor) -> Tensor | None:
         """Results are added in the order, and rounded, as by transformers' functions.
@@ -99,19 +109,43 @@ class ExpertsReplacement(Replacement):
             hidden: ``[tokens, hidden]``.
             chosen, shares: of each token's experts, ``[tokens, experts of a token]``.
         """
-        if hidden.dtype != self._dtype or hidden.device.type != "cpu" or hidden.dim() != 2 or hidden.shape[0] == 0:
+        fits = hidden.dim() == chosen.dim() == 2 and chosen.shape == shares.shape and len(chosen) == len(hidden)
+        if not fits or not chosen.numel() or chosen.dtype != torch.int64:
+            return None
+        if hidden.dtype != self._dtype or hidden.device.type != "cpu":
             return None
         experts, order = chosen.reshape(-1).sort(stable=True)
         counts = torch.bincount(experts.clamp(min=0)).tolist()
         if len(counts) > self._experts or experts[0] < 0:
             return None
+        its = [(expert, count) for expert, count in enumerate(counts) if count]
+        if self._weights is not None and self._differ(expert for expert, _ in its):
+            self._pack()
         ops, each, module = ops_for(hidden.dtype), chosen.shape[-1], self._own
-        inner = _products(ops, self._first, hidden[order // each], counts)
+        inner = self._products(ops, 0, hidden[order // each], its)
         inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
-        results = _products(ops, self._second, inner, counts) * shares.reshape(-1)[order].unsqueeze(-1)
+        results = self._products(ops, 1, inner, its) * shares.reshape(-1)[order].unsqueeze(-1)
         back = torch.empty_like(order)
         back[order] = torch.arange(order.shape[0])
         return results[back].view(hidden.shape[0], each, -1).sum(dim=1).to(hidden.dtype)
+
+    def _products(self, ops: Ops, which: int, inputs: Tensor, its: list[tuple[int, int]]) -> Tensor:
+        """The first ones or the second ones, of each expert with its rows of the inputs, one after the other."""
+        parts = torch.split_with_sizes(inputs, [count for _, count in its])
+        found = [
+            decoder.product(ops, self._contents(which, expert), part)
+            for (expert, _), part in zip(its, parts, strict=True)
+        ]
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    def _contents(self, which: int, expert: int) -> Contents:
+        """Views of the parameters, or the copies that were made of them."""
+        weight, bias = self._parameters()[which]
+        own = None if bias is None else bias.detach()[expert]
+        if self._weights is None:
+            return Contents(weight.detach()[expert], own)
+        levels, scales = self._copies[expert][which]
+        return Contents(levels, own, scales)
 
     # ------------------------------------------------------------------ weights
     def _parameters(self) -> list[tuple[Any, Any]]:
@@ -127,55 +161,55 @@ class ExpertsReplacement(Replacement):
             found = self._parameters()
         except (AttributeError, KeyError) as why:
             raise NotUnderstoodError(f"it is not as in the releases of transformers that are known: {why}") from why
-        self._dtype = found[0][0].dtype
         for weight, bias in found:
             for parameter in (weight, bias) if bias is not None else (weight,):
                 check_parameter(parameter, f"a parameter of {name_of(module)}")
-                if parameter.dtype != self._dtype:
+                if parameter.dtype != found[0][0].dtype:
                     raise NotUnderstoodError("its parameters are of several dtypes")
                 if parameter.device.type != "cpu" or not parameter.is_contiguous():
                     raise NotUnderstoodError("its parameters are not contiguous in the host's memory")
             if weight.dim() != 3 or weight.numel() == 0 or (bias is not None and bias.shape != weight.shape[:2]):
                 raise NotUnderstoodError(f"its weights are {list(weight.shape)}")
-        self._experts = found[0][0].shape[0]
+        if len(found[0][0]) != len(found[1][0]):
+            raise NotUnderstoodError("its products have several numbers of experts")
+        self._dtype, self._experts = found[0][0].dtype, len(found[0][0])
 
     def _pack(self) -> None:
-        with torch.inference_mode(False), torch.no_grad():
-            self._first, self._second = ([*_contents(*each, self._weights)] for each in self._parameters())
         copied = self._weights is not None
         names = [name for name, parameter in self.module._parameters.items() if parameter is not None]
         self._held = Snapshot(Place(self.module._parameters, name, moved=True, counted=copied) for name in names)
-        self._samples = Samples(self._held.moved if copied else ())
+        self._shapes = [each.shape for each in self._held.moved]
+        self._copies: list[list[tuple[Tensor, Tensor]]] = []
+        self._samples: list[Samples] = []
         self._doubted = False
+        if self._weights is None:
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            for expert in range(self._experts):
+                rows = self._rows(expert)
+                self._copies.append([quantize(each, bits_of(each.shape[1], self._weights)) for each in rows])
+                self._samples.append(Samples(rows))
+
+    def _rows(self, expert: int) -> list[Tensor]:
+        """Its weights, ``[out, in]``."""
+        return [weight.detach()[expert] for weight, _ in self._parameters()]
+
+    def _differ(self, experts: Iterable[int]) -> bool:
+        """Whether a sample of these experts' weights is another one."""
+        return any(self._samples[expert].differ(self._rows(expert)) for expert in experts)
 
     def _follow(self) -> bool:
-        """As `Matrix.follow`, comparing."""
-        differs = self._weights is not None and self._samples.differ(self._held.moved)
-        if self._doubted or differs or not self._held.holds():
+        """As `Matrix.follow`; each call compares the weights of the experts that were chosen."""
+        same = self._held.holds() and [each.shape for each in self._held.moved] == self._shapes
+        if self._doubted or not same:
             try:
                 self._check()
             except NotUnderstoodError:
+                # What cannot serve any more is kept by nobody.
+                self._held, self._shapes, self._copies, self._doubted = Snapshot(), [], [], True
                 return False
             self._pack()
         return True
-
-
-def _contents(weight: nn.Parameter, bias: nn.Parameter | None, weights: Weights) -> Iterator[Contents]:
-    """Of each expert."""
-    biases = [None] * len(weight) if bias is None else bias.detach().unbind()
-    for rows, its in zip(weight.detach().unbind(), biases, strict=True):
-        if weights is None:
-            yield Contents(rows, its)
-        else:
-            levels, scales = quantize(rows, bits_of(rows.shape[1], weights))
-            yield Contents(levels, its, scales)
-
-
-def _products(ops: Ops, contents: list[Contents], inputs: Tensor, counts: list[int]) -> Tensor:
-    """Those of each expert with its rows of the inputs, which lie one after the other."""
-    parts = torch.split_with_sizes(inputs, counts)
-    found = [decoder.product(ops, of, part) for of, part, count in zip(contents, parts, counts, strict=False) if count]
-    return found[0] if len(found) == 1 else torch.cat(found)
 
 
 __all__ = ["ExpertsReplacement", "is_experts"]

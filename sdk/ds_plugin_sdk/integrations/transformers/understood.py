@@ -547,13 +547,15 @@ class Watch:
         return True
 
 
-# What is asked elsewhere, or does not matter without gradients.
-_NOT_READ = ("forward", "training", "gradient_checkpointing", "_gradient_checkpointing_func")
+# What is asked elsewhere, does not matter without gradients, or is no part of what a forward computes.
+_NOT_READ = (
+    *("forward", "training", "gradient_checkpointing", "_gradient_checkpointing_func"),
+    *("layer_idx", "in_features", "out_features"),
+)
 
 
 def _is_read(name: str, value: object) -> bool:
-    # The latter is a number in SmolLM 3.
-    return name not in _NOT_READ and (isinstance(value, float | bool) or callable(value) or name == "use_rope")
+    return name not in _NOT_READ and (isinstance(value, int | float) or callable(value) or name == "sliding_window")
 
 
 def _ignores_training(module: nn.Module) -> bool:
