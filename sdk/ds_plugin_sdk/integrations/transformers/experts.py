@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -43,10 +43,16 @@ def is_experts(module: nn.Module) -> bool:
     code = getattr(forward, "__code__", None)
     if moe is None or code is None or code is not Qwen3MoeExperts.forward.__code__:
         return False
-    closure = dict(
-        zip(code.co_freevars, forward.__closure__ or (), strict=True)
-    )  # some classes have their own registry
-    return closure["experts_interface"].cell_contents is moe.ALL_EXPERTS_FUNCTIONS
+    cells = dict(zip(code.co_freevars, forward.__closure__ or (), strict=True))
+    registry = cells.get("experts_interface")  # some classes have one of their own
+    return registry is None or registry.cell_contents is moe.ALL_EXPERTS_FUNCTIONS
+
+
+class _Copy(NamedTuple):
+    """Of an expert's weights: levels and scales of both products, and what they were made of."""
+
+    products: list[tuple[Tensor, Tensor]]
+    samples: Samples
 
 
 def _has_known_code(kind: type[Any]) -> bool:
@@ -119,8 +125,8 @@ class ExpertsReplacement(Replacement):
         if len(counts) > self._experts or experts[0] < 0:
             return None
         its = [(expert, count) for expert, count in enumerate(counts) if count]
-        if self._weights is not None and self._differ(expert for expert, _ in its):
-            self._pack()
+        if self._weights is not None:
+            self._compare(expert for expert, _ in its)
         ops, each, module = ops_for(hidden.dtype), chosen.shape[-1], self._own
         inner = self._products(ops, 0, hidden[order // each], its)
         inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
@@ -144,7 +150,7 @@ class ExpertsReplacement(Replacement):
         own = None if bias is None else bias.detach()[expert]
         if self._weights is None:
             return Contents(weight.detach()[expert], own)
-        levels, scales = self._copies[expert][which]
+        levels, scales = self._copies[expert].products[which]
         return Contents(levels, own, scales)
 
     # ------------------------------------------------------------------ weights
@@ -179,24 +185,25 @@ class ExpertsReplacement(Replacement):
         names = [name for name, parameter in self.module._parameters.items() if parameter is not None]
         self._held = Snapshot(Place(self.module._parameters, name, moved=True, counted=copied) for name in names)
         self._shapes = [each.shape for each in self._held.moved]
-        self._copies: list[list[tuple[Tensor, Tensor]]] = []
-        self._samples: list[Samples] = []
+        self._copies = [self._copy(expert) for expert in range(self._experts if copied else 0)]
         self._doubted = False
-        if self._weights is None:
-            return
+
+    def _copy(self, expert: int) -> _Copy:
+        assert self._weights is not None
+        rows = self._rows(expert)
         with torch.inference_mode(False), torch.no_grad():
-            for expert in range(self._experts):
-                rows = self._rows(expert)
-                self._copies.append([quantize(each, bits_of(each.shape[1], self._weights)) for each in rows])
-                self._samples.append(Samples(rows))
+            products = [quantize(each, bits_of(each.shape[1], self._weights)) for each in rows]
+        return _Copy(products, Samples(rows))
 
     def _rows(self, expert: int) -> list[Tensor]:
         """Its weights, ``[out, in]``."""
         return [weight.detach()[expert] for weight, _ in self._parameters()]
 
-    def _differ(self, experts: Iterable[int]) -> bool:
-        """Whether a sample of these experts' weights is another one."""
-        return any(self._samples[expert].differ(self._rows(expert)) for expert in experts)
+    def _compare(self, experts: Iterable[int]) -> None:
+        """Copy those again of whose weights a sample is another one."""
+        for expert in experts:
+            if self._copies[expert].samples.differ(self._rows(expert)):
+                self._copies[expert] = self._copy(expert)
 
     def _follow(self) -> bool:
         """As `Matrix.follow`; each call compares the weights of the experts that were chosen."""
