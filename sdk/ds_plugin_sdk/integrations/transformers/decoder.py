@@ -192,18 +192,13 @@ def linear(
     # An input of another size is for the op, which says so; gathered, it could seem to fit.
     if matrix.order is not None and input.shape[-1] == matrix.order.numel():
         input = input.index_select(-1, matrix.order)
-    return product(ops, matrix.contents, input, residual, activation, gated)
+    result: Tensor = ops.linear(input, *matrix.contents, residual, activation, gated)
+    return result
 
 
-def product(
-    ops: Ops,
-    contents: Contents,
-    input: Tensor,
-    residual: Tensor | None = None,
-    activation: int = _IDENTITY,
-    gated: bool = False,
-) -> Tensor:
-    result: Tensor = ops.linear(input, *contents, residual, activation, gated)
+def product(ops: Ops, contents: Contents, input: Tensor) -> Tensor:
+    """A linear layer and nothing else."""
+    result: Tensor = ops.linear(input, *contents, None, _IDENTITY, False)
     return result
 
 
