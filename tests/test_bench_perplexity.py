@@ -58,10 +58,8 @@ def test_it_is_the_exponential_of_the_mean_loss(folder: Path, text: Path) -> Non
 
 
 def test_a_model_without_whole_layers_has_no_row_of_an_int8_cache(folder: Path, text: Path, tmp_path: Path) -> None:
-    config = transformers.GPTNeoXConfig(
-        vocab_size=264, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
-    )
-    transformers.GPTNeoXForCausalLM(config).save_pretrained(tmp_path / "model")
+    config = transformers.BloomConfig(vocab_size=264, hidden_size=16, n_layer=1, n_head=2)
+    transformers.BloomForCausalLM(config).save_pretrained(tmp_path / "model")
     transformers.ByT5Tokenizer(extra_ids=0).save_pretrained(tmp_path / "model")
     rows = perplexity.run(tmp_path / "model", text, "float32", length=16, most=1)
     assert [row.implementation for row in rows] == [perplexity.PLAIN, "ours", "ours, int8", "ours, int4"]
