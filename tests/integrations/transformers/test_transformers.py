@@ -228,7 +228,7 @@ def test_a_step_that_has_ended_vouches_for_no_layer() -> None:
     with accelerate(model):
         generate(model)
         step = model.model.layers[0].forward._row._steps.current
-        assert (step.last, step.loop, step.ahead) == (None, None, None)
+        assert (step.last, step.loop.call, step.ahead) == (None, None, None)
         assert not (step.kept or step.givens)
 
 
