@@ -3,7 +3,7 @@
 //
 // They lie far apart in memory, and the weights of a step have pushed them out of the caches. Python waits for one after the
 // other; here they are fetched together. Python has the same question for where there is no library
-// (ds_plugin_sdk/integrations/transformers/understood.py), and for whoever is told no.
+// (ds_plugin_sdk/integrations/transformers/as_found.py).
 #pragma once
 
 #include <cstring>

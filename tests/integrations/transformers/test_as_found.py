@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from ds_plugin_sdk.integrations.transformers.understood import AsFound
+from ds_plugin_sdk.integrations.transformers.as_found import AsFound
 from ds_plugin_sdk.integrations.transformers.weights import Samples
 from ds_plugin_sdk.ops import decoder_layer
 

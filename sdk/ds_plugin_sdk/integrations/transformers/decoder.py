@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ds_plugin_sdk.integrations.transformers.understood import AsFound, Norm
+from ds_plugin_sdk.integrations.transformers.as_found import AsFound
+from ds_plugin_sdk.integrations.transformers.understood import Norm
 from ds_plugin_sdk.integrations.transformers.weights import Contents, Matrix
 from ds_plugin_sdk.ops import decoder_layer
 from ds_plugin_sdk.ops.linear import ACTIVATIONS, Activation

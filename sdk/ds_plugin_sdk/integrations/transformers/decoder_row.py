@@ -13,10 +13,11 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from ds_plugin_sdk.integrations.transformers import decoder, kv_cache
+from ds_plugin_sdk.integrations.transformers.as_found import AsFound, Snapshot, version_of
 from ds_plugin_sdk.integrations.transformers.decoder import Decoder, Ops
 from ds_plugin_sdk.integrations.transformers.kv_cache import AppendingLayer, Room
 from ds_plugin_sdk.integrations.transformers.layer_loop import LayerLoop
-from ds_plugin_sdk.integrations.transformers.understood import AsFound, Snapshot, Watch, version_of
+from ds_plugin_sdk.integrations.transformers.understood import Watch
 
 if TYPE_CHECKING:
     from ds_plugin_sdk.integrations.transformers.replacements import DecoderReplacement

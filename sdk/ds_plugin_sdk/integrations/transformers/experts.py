@@ -9,12 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from ds_plugin_sdk.integrations.transformers import decoder
+from ds_plugin_sdk.integrations.transformers.as_found import Place, Snapshot
 from ds_plugin_sdk.integrations.transformers.decoder import Ops, ops_for
 from ds_plugin_sdk.integrations.transformers.replacement import Replacement
 from ds_plugin_sdk.integrations.transformers.understood import (
     NotUnderstoodError,
-    Place,
-    Snapshot,
     Watch,
     check_only_its_class,
     check_parameter,

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from ds_plugin_sdk.integrations.transformers.as_found import Place, Snapshot
 from ds_plugin_sdk.integrations.transformers.int4_layouts import (
     DTYPES,
     OF_TORCHAO,
@@ -23,12 +24,7 @@ from ds_plugin_sdk.integrations.transformers.int4_layouts import (
     order_of,
     plain,
 )
-from ds_plugin_sdk.integrations.transformers.understood import (
-    NotUnderstoodError,
-    Place,
-    Snapshot,
-    check_only_its_class,
-)
+from ds_plugin_sdk.integrations.transformers.understood import NotUnderstoodError, check_only_its_class
 from ds_plugin_sdk.integrations.transformers.weights import (
     Arena,
     Contents,

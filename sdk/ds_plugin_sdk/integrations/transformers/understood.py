@@ -29,9 +29,9 @@ from transformers.pytorch_utils import Conv1D
 from transformers.utils.deprecation import deprecate_kwarg
 
 from ds_plugin_sdk.integrations.deepspeed.hooks import is_linear_of_zero, moves_parameters_alone
+from ds_plugin_sdk.integrations.transformers.as_found import AsFound, Place
 from ds_plugin_sdk.integrations.transformers.replacement import TrainingReplacement
 from ds_plugin_sdk.nn.linear import is_watched
-from ds_plugin_sdk.ops import decoder_layer
 from ds_plugin_sdk.ops.linear import Activation
 
 try:
@@ -404,53 +404,6 @@ def check_code(module: nn.Module, *known: type[nn.Module]) -> None:
 # ---------------------------------------------------------------------- later
 _is_training = operator.itemgetter("training")
 _code_of = operator.attrgetter("forward", "__call__")  # of a class
-version_of, _dtype = operator.attrgetter("_version"), operator.attrgetter("dtype")
-
-
-# What follows is asked at each step of a model whose weights have just pushed Python's objects out of the caches: it
-# goes over lists by functions in C, and nothing is computed again that can be kept.
-class AsFound:
-    """Objects where they were found. That they are is asked by one call in C where there is a library for it.
-
-    Args:
-        objects, types: of what class each is.
-        empty: dictionaries that have nothing in them.
-        named: of other dictionaries what each has by a name, or None.
-        tensors: where they are in memory, of which dtype, and whether they lie by rows.
-    """
-
-    def __init__(
-        self,
-        objects: Sequence[object] = (),
-        types: Sequence[type] = (),
-        empty: Sequence[dict[Any, Any]] = (),
-        named: Iterable[tuple[dict[str, Any], str, object]] = (),
-        tensors: Sequence[Tensor] = (),
-    ) -> None:
-        named = [*named]
-        self._dicts, self._names = [each[0] for each in named], [each[1] for each in named]
-        self._values: list[Any] = [each[2] for each in named]
-        self._objects, self._types, self._empty, self._tensors = [*objects], [*types], [*empty], [*tensors]
-        self._places = _places_of(self._tensors)
-        lists = self._objects, self._types, self._empty, self._dicts, self._names, self._values, self._tensors
-        self._all: tuple[Any, ...] = (*lists, self._places)
-
-    def holds(self) -> bool:
-        ask = decoder_layer.as_found
-        if ask is not None and type(self._places) is bytes:
-            return ask(*self._all) == 1
-        return (
-            [type(each) for each in self._objects] == self._types
-            and not any(self._empty)
-            and all(map(operator.is_, map(dict.get, self._dicts, self._names), self._values))
-            and _places_of(self._tensors) == self._places
-        )
-
-
-def _places_of(tensors: list[Tensor]) -> bytes | list[tuple[int, torch.dtype, bool]]:
-    """What tells whether tensors are where they were; bytes for C."""
-    found = None if decoder_layer.places is None else decoder_layer.places(tensors)
-    return [(each.data_ptr(), each.dtype, each.is_contiguous()) for each in tensors] if found is None else found
 
 
 class Watch:
@@ -562,51 +515,3 @@ def _ignores_training(module: nn.Module) -> bool:
     """Whether the module does the same in training."""
     kind = type(module)
     return kind in (nn.Linear, nn.LayerNorm, Conv1D, *_ACTIVATIONS) or has_code(module, *_RMS_NORMS, GemmaRMSNorm)
-
-
-class Place(NamedTuple):
-    """Where a parameter, or a buffer, is kept.
-
-    Attributes:
-        moved: whether it was moved into other memory, where it must stay.
-        counted: whether changes of its numbers matter, as far as torch counts them.
-    """
-
-    owner: dict[str, Any]
-    name: str
-    moved: bool = True
-    counted: bool = False
-
-    @property
-    def tensor(self) -> Any:
-        """What is there now, or None."""
-        return self.owner.get(self.name)
-
-
-class Snapshot:
-    """Parameters as they are now; `holds` tells later whether their places have the same ones, where they were."""
-
-    def __init__(self, places: Iterable[Place] = ()) -> None:
-        self.places = tuple(places)
-        self._owners = [place.owner for place in self.places]
-        self._names = [place.name for place in self.places]
-        self._all = [*map(dict.get, self._owners, self._names)]
-        some = [(each, place) for each, place in zip(self._all, self.places, strict=True) if each is not None]
-        self.moved: list[Tensor] = [parameter for parameter, place in some if place.moved]
-        self.addresses = [*map(Tensor.data_ptr, self.moved)]
-        self._counted = [parameter for parameter, place in some if place.counted]
-        self._versions = [*map(version_of, self._counted)]
-        self._unmoved = [parameter for parameter, place in some if not place.moved]
-        self._dtypes = [*map(_dtype, self._unmoved)]
-        self._found = AsFound(named=zip(self._owners, self._names, self._all, strict=True), tensors=self.moved)
-
-    def holds(self) -> bool:
-        return (
-            self._found.holds()
-            and [*map(_dtype, self._unmoved)] == self._dtypes
-            and [*map(version_of, self._counted)] == self._versions
-        )
-
-    def counts(self, parameter: Tensor) -> bool:
-        """Whether changes of its numbers matter."""
-        return any(parameter is counted for counted in self._counted)
