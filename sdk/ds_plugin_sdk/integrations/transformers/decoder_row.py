@@ -17,7 +17,7 @@ from ds_plugin_sdk.integrations.transformers.as_found import AsFound, Snapshot, 
 from ds_plugin_sdk.integrations.transformers.decoder import Decoder, Ops
 from ds_plugin_sdk.integrations.transformers.kv_cache import AppendingLayer, Room
 from ds_plugin_sdk.integrations.transformers.layer_loop import LayerLoop
-from ds_plugin_sdk.integrations.transformers.understood import Watch
+from ds_plugin_sdk.integrations.transformers.watch import Watch
 
 if TYPE_CHECKING:
     from ds_plugin_sdk.integrations.transformers.replacements import DecoderReplacement

@@ -14,13 +14,13 @@ from ds_plugin_sdk.integrations.transformers.decoder import Ops, ops_for
 from ds_plugin_sdk.integrations.transformers.replacement import Replacement
 from ds_plugin_sdk.integrations.transformers.understood import (
     NotUnderstoodError,
-    Watch,
     check_only_its_class,
     check_parameter,
     is_plain_inference,
     name_of,
     same_code,
 )
+from ds_plugin_sdk.integrations.transformers.watch import Watch
 from ds_plugin_sdk.integrations.transformers.weights import Contents, Samples, Weights, bits_of, quantize
 
 try:

@@ -28,7 +28,8 @@ from ds_plugin_sdk.integrations.transformers.kv_cache import AppendingLayer, gro
 from ds_plugin_sdk.integrations.transformers.replacement import Replacement
 from ds_plugin_sdk.integrations.transformers.training import linear_in_training
 from ds_plugin_sdk.integrations.transformers.training_layers import is_rms, norm_in_training
-from ds_plugin_sdk.integrations.transformers.understood import Norm, Watch, is_plain_inference
+from ds_plugin_sdk.integrations.transformers.understood import Norm, is_plain_inference
+from ds_plugin_sdk.integrations.transformers.watch import Watch
 from ds_plugin_sdk.integrations.transformers.weights import Matrix
 
 # What a decoder layer does with these is known; others may be given if they are None. The encoder's mask has no meaning

@@ -1,4 +1,4 @@
-"""What is known for certain about a module: that it runs its class's code, which code that is, and whether that holds.
+"""What is known for certain about a module: that it runs its class's code, and which code that is.
 
 A module is replaced only if all that its result depends on is known. What is not raises `NotUnderstoodError`, with the
 reason, and stays the model's own code.
@@ -10,26 +10,23 @@ import dis
 import functools
 import operator
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules import module as nn_module
-from torch.utils.hooks import RemovableHandle
 from transformers import activations
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
-from transformers.pytorch_utils import Conv1D
 from transformers.utils.deprecation import deprecate_kwarg
 
 from ds_plugin_sdk.integrations.deepspeed.hooks import is_linear_of_zero, moves_parameters_alone
-from ds_plugin_sdk.integrations.transformers.as_found import AsFound, Place
+from ds_plugin_sdk.integrations.transformers.as_found import Place
 from ds_plugin_sdk.integrations.transformers.replacement import TrainingReplacement
 from ds_plugin_sdk.nn.linear import is_watched
 from ds_plugin_sdk.ops.linear import Activation
@@ -42,7 +39,7 @@ except ImportError:  # transformers 5.0 replaces forwards to collect outputs, wh
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 # Classes of activations -> ours.
-_ACTIVATIONS: dict[type[nn.Module], Activation] = {
+ACTIVATIONS: dict[type[nn.Module], Activation] = {
     nn.ReLU: "relu",
     nn.SiLU: "silu",
     activations.SiLUActivation: "silu",
@@ -71,10 +68,10 @@ _FUNCTIONS = ("linear", "scaled_dot_product_attention", "layer_norm", "gelu", "r
 KNOWS_OURS = "knows_ds_plugin"
 
 # OLMo 2's rounds to 16 bits once, after the weight, as our op does.
-_RMS_NORMS = (LlamaRMSNorm, Olmo2RMSNorm)
+RMS_NORMS = (LlamaRMSNorm, Olmo2RMSNorm)
 
 # Hooks that apply to all modules; they are called around modules, which a whole layer's forward does not call.
-_GLOBAL_HOOKS = (nn_module._global_forward_hooks, nn_module._global_forward_pre_hooks)
+GLOBAL_HOOKS = (nn_module._global_forward_hooks, nn_module._global_forward_pre_hooks)
 
 
 @dataclass(frozen=True)
@@ -237,7 +234,7 @@ def check_only_its_class(module: nn.Module) -> None:
     """Raise `NotUnderstoodError` unless a call of the module is a call of its class's forward and nothing else."""
     check_no_other_forward(module)
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    if any(hooks) and not _are_idle(hooks):
+    if any(hooks) and not are_idle(hooks):
         raise NotUnderstoodError(f"{name_of(module)} has hooks")
 
 
@@ -246,7 +243,7 @@ def hooks_of(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
     return module._forward_hooks, module._forward_pre_hooks
 
 
-def _are_idle(hooks: Iterable[dict[int, Any]]) -> bool:
+def are_idle(hooks: Iterable[dict[int, Any]]) -> bool:
     """Whether all hooks are those by which transformers collects outputs, which stay when nobody collects any more."""
     collector = getattr(output_capturing, "_active_collector", None)
     return (
@@ -263,7 +260,7 @@ def _are_idle(hooks: Iterable[dict[int, Any]]) -> bool:
 def has_other_hooks(module: nn.Module) -> bool:
     """Whether a call of a module calls hooks, but for those that gather and free its parameters."""
     backward = (module._backward_hooks, module._backward_pre_hooks)
-    everywhere = (*_GLOBAL_HOOKS, nn_module._global_backward_hooks, nn_module._global_backward_pre_hooks)
+    everywhere = (*GLOBAL_HOOKS, nn_module._global_backward_hooks, nn_module._global_backward_pre_hooks)
     found = (*hooks_of(module), *backward, *everywhere)
     return any(not moves_parameters_alone(hook) for hooks in found for hook in hooks.values())
 
@@ -271,7 +268,7 @@ def has_other_hooks(module: nn.Module) -> bool:
 def has_its_forward(module: nn.Module) -> bool:
     """Whether an instance has no forward of its own, as hooks of accelerate give it."""
     own = vars(module).get("forward")
-    return own is None or _is_forward_of(module, own)
+    return own is None or is_forward_of(module, own)
 
 
 def check_no_other_forward(module: nn.Module) -> None:
@@ -280,7 +277,7 @@ def check_no_other_forward(module: nn.Module) -> None:
         raise NotUnderstoodError(f"{name_of(module)} has another forward")
 
 
-def _is_forward_of(module: nn.Module, forward: object) -> bool:
+def is_forward_of(module: nn.Module, forward: object) -> bool:
     """Whether it computes what the class's does."""
     if isinstance(forward, TrainingReplacement):
         return forward.module is module
@@ -307,7 +304,7 @@ def norm_of(module: Any) -> Norm:
         if module.weight is None or module.bias is None or len(module.normalized_shape) != 1:
             raise NotUnderstoodError("LayerNorm without weight or bias, or over several dimensions")
         rms, eps, offset = False, module.eps, 0.0
-    elif has_code(module, *_RMS_NORMS):
+    elif has_code(module, *RMS_NORMS):
         rms, eps, offset = True, float(module.variance_epsilon), 0.0
     elif _is_gemmas(module):
         rms, eps, offset = True, float(module.eps), 1.0
@@ -331,7 +328,7 @@ def _is_gemmas(module: Any) -> bool:
 
 def activation_of(module: nn.Module) -> Activation:
     """An activation of ours that is a module's."""
-    activation = _ACTIVATIONS.get(type(module))
+    activation = ACTIVATIONS.get(type(module))
     if activation is None:
         raise NotUnderstoodError(f"{name_of(module)} is no activation that is known")
     check_own_code(module)
@@ -399,119 +396,3 @@ def check_code(module: nn.Module, *known: type[nn.Module]) -> None:
     if not has_code(module, *known):
         raise NotUnderstoodError(f"the code of {name_of(module)} is not known")
     check_own_code(module)
-
-
-# ---------------------------------------------------------------------- later
-_is_training = operator.itemgetter("training")
-_code_of = operator.attrgetter("forward", "__call__")  # of a class
-
-
-class Watch:
-    """Tells whether modules are still what they were found to be."""
-
-    def __init__(
-        self, replaced: Sequence[nn.Module], inner: Sequence[nn.Module] = (), hooked: Sequence[nn.Module] = ()
-    ) -> None:
-        """
-        Args:
-            replaced: modules with another forward, which must keep their class.
-            inner: modules in them, which are not called any more: they must keep all that their calls depend on.
-            hooked: modules that must have no hooks, as those in `inner`.
-        """
-        self._hooked = [*hooked, *inner]
-        self._everywhere = _GLOBAL_HOOKS if inner else ()
-        self._find_hooks()
-        self._modules = [*replaced, *inner]
-        self._kinds = [*map(type, self._modules)]
-        self._inner = [vars(module) for module in inner]
-        self._forwards: list[object] = [None] * len(inner)  # on the instances, as they were when last looked at
-        asked = self._modules if inner else []
-        self._not_training = [vars(module) for module in asked if not _ignores_training(module)]
-        self._children = [module._modules for module in self._modules if module._modules]
-        self._known_children = [dict(each) for each in self._children]
-        self._distinct: list[type[Any]] = [*dict.fromkeys(self._kinds)]
-        self._code = [*map(_code_of, self._distinct)]
-        self._called = [each for kind in self._distinct for each in called_functions(kind.forward)] if inner else []
-        methods = [each for kind in self._distinct for each in kind.__mro__ if "_norm" in vars(each)]
-        self._called += [Called(vars(each), "_norm", vars(each)["_norm"]) for each in methods]  # Gemma's
-        # Eps, scales, choices and functions, which a module's own code reads at each call.
-        attributes = [(vars(module), *item) for module in self._modules for item in vars(module).items()]
-        read = [each for each in attributes if _is_read(*each[1:])]
-        read += [(vars(module), "_norm", None) for module in self._modules if hasattr(type(module), "_norm")]
-        self._owners: list[dict[str, Any]] = [owner for owner, _, _ in read]
-        self._names, self._values = [name for _, name, _ in read], [value for _, _, value in read]
-        self._gather()
-
-    @classmethod
-    def alone(cls, module: nn.Module) -> Watch:
-        """A module without others in it: its hooks are still called, but may be there to change its parameters."""
-        return cls([module], hooked=[module])
-
-    @classmethod
-    def over(cls, *layers: nn.Module, hooked: Sequence[nn.Module] = ()) -> Watch:
-        """Layers with all modules in them; `hooked` as above."""
-        return cls(layers, [m for layer in layers for m in list(layer.modules())[1:]], hooked)
-
-    def _find_hooks(self) -> None:
-        # torch counts the hooks that are registered anywhere.
-        self._registered = RemovableHandle.next_id
-        self._hooks = (*self._everywhere, *(found for module in self._hooked for found in hooks_of(module)))
-
-    def _gather(self) -> None:
-        """What `_are_as_found` asks, as one call takes it."""
-        forwards = zip(self._inner, repeat("forward"), self._forwards, strict=False)
-        found = [*forwards, *((owner, "training", False) for owner in self._not_training)]
-        found += zip(self._owners, self._names, self._values, strict=True)
-        self._found = AsFound(self._modules, self._kinds, self._hooks, found)
-
-    def holds(self) -> bool:
-        """No hooks, no other forward, no other class or code, no other children or numbers, no training mode."""
-        if RemovableHandle.next_id != self._registered:
-            self._find_hooks()  # a module may have got other dictionaries before
-            self._gather()
-        return (
-            (self._found.holds() or self._are_as_found())
-            and self._children == self._known_children
-            and [*map(_code_of, self._distinct)] == self._code
-            and all(names.get(name) is value for names, name, value in self._called)
-            and torch_has_its_functions()
-        )
-
-    def _are_as_found(self) -> bool:
-        return (
-            (not any(self._hooks) or _are_idle(self._hooks))
-            and [*map(type, self._modules)] == self._kinds
-            and not any(map(_is_training, self._not_training))
-            and (
-                all(map(operator.is_, map(dict.get, self._inner, repeat("forward")), self._forwards))
-                or self._have_their_forwards()
-            )
-            and [*map(dict.get, self._owners, self._names)] == self._values
-        )
-
-    def _have_their_forwards(self) -> bool:
-        inner = self._modules[-len(self._inner) :]
-        forwards = [vars(module).get("forward") for module in inner]
-        found = zip(inner, forwards, strict=True)
-        if any(forward is not None and not _is_forward_of(module, forward) for module, forward in found):
-            return False
-        self._forwards = forwards
-        self._gather()
-        return True
-
-
-# What is asked elsewhere, does not matter without gradients, or is no part of what a forward computes.
-_NOT_READ = (
-    *("forward", "training", "gradient_checkpointing", "_gradient_checkpointing_func"),
-    *("layer_idx", "in_features", "out_features"),
-)
-
-
-def _is_read(name: str, value: object) -> bool:
-    return name not in _NOT_READ and (isinstance(value, int | float) or callable(value) or name == "sliding_window")
-
-
-def _ignores_training(module: nn.Module) -> bool:
-    """Whether the module does the same in training."""
-    kind = type(module)
-    return kind in (nn.Linear, nn.LayerNorm, Conv1D, *_ACTIVATIONS) or has_code(module, *_RMS_NORMS, GemmaRMSNorm)
