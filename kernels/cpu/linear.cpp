@@ -15,7 +15,7 @@ constexpr int64_t kBlock = 64;
 inline const float* inputs_from(const float* input, const Dots& dots, int64_t m) { return input + m * dots.columns; }
 inline ShortInputs inputs_from(const ShortInputs& input, const Dots& dots, int64_t m) {
   const int64_t groups = m * dots.groups;
-  const uint8_t* bytes = input.bytes ? input.bytes + groups * bytes_of(dots.columns / dots.groups) : nullptr;
+  const uint8_t* bytes = input.bytes ? input.bytes + groups * bytes_of(dots.width) : nullptr;
   return {input.values + m * dots.columns, input.scales + groups, input.eights + groups, bytes};
 }
 
@@ -66,7 +66,7 @@ DS_KERNELS_INLINE void dot_inputs(const Dots& dots, const LinearTask& task, cons
 template <class Weight, int streams, class Input>
 __attribute__((noinline)) void dot_streams(const LinearTask& task, const Streams<streams>& rows, Input input,
                                            int64_t first_input, int64_t inputs, float* const (&sums)[streams]) {
-  const Dots dots{task.columns, task.groups, stream_prefetch_bytes()};
+  const Dots dots{task.columns, task.groups, task.columns / task.groups, stream_prefetch_bytes()};
   const auto from = [&](int64_t m) { return inputs_from(input, dots, first_input + m); };
   int64_t all = rows.count[0];
   for (const int64_t count : rows.count) all = count < all ? count : all;
@@ -142,6 +142,9 @@ template <class Element, class Weight>
 struct Linear {
   static constexpr int64_t kInputs = 12;  // at a time: their sums shall fit into the first cache
   static constexpr bool kInt4 = std::is_same_v<Weight, Int4Pair>, kQuantized = sizeof(Weight) == 1;
+  // Streams for one input. By AVX-512 its products with int4 weights are sooner there than the sums of two rows, which wait for
+  // themselves; by AVX2 more comes from memory that way, of all weights.
+  static constexpr int kStreams = (kLanes == 16 && kInt4) || kLanes == 8 ? 4 : 2;
 
   // Whether inputs are there as tiles take them; and whether they are not there as streams take those of int4 weights: the last
   // block of many inputs may have a few, 129 being 128 and 1.
@@ -154,10 +157,7 @@ struct Linear {
         return run_tiles(task, begin, end);
       }
     }
-    // One input's products with int4 weights are sooner there than the sums of two rows, which wait for themselves.
-    if constexpr (kLanes == 16 && kInt4) {
-      if (task.inputs == 1) return run_streams<4>(task, 0, 1, begin, end);
-    }
+    if (kStreams > 2 && task.inputs == 1) return run_streams<kStreams>(task, 0, 1, begin, end);
     for (int64_t m = 0; m < task.inputs; m += kInputs) {
       run_streams<2>(task, m, task.inputs - m < kInputs ? task.inputs - m : kInputs, begin, end);
     }

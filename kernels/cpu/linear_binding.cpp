@@ -6,6 +6,7 @@
 
 #include <atomic>
 #include <memory>
+#include <new>
 
 #include "device.h"
 
@@ -126,17 +127,23 @@ class PreparedLayer {
   // Those of inputs from `first` on, or null.
   uint8_t* bytes_from(int64_t first) const { return bytes_ ? bytes_.get() + first * bytes_of_input_ : nullptr; }
 
-  // No vectors: their zeros take as long to write as what replaces them.
+  // Whole cache lines, so that no vector lies in two of them. No std::vector: its zeros take as long to write as what replaces them.
+  static constexpr std::align_val_t kLine{64};
+  struct Delete {
+    void operator()(void* memory) const { ::operator delete(memory, kLine); }
+  };
   template <class Element>
-  static Element* room_for(std::unique_ptr<Element[]>& elements, int64_t count) {
-    elements.reset(new Element[count]);
-    return elements.get();
+  using Room = std::unique_ptr<Element[], Delete>;
+  template <class Element>
+  static Element* room_for(Room<Element>& room, int64_t count) {
+    room.reset(static_cast<Element*>(::operator new(count * sizeof(Element), kLine)));
+    return room.get();
   }
 
-  std::unique_ptr<float[]> widened_, short_scales_, group_sums_;
-  std::unique_ptr<int16_t[]> shorts_;
-  std::unique_ptr<int32_t[]> eights_;
-  std::unique_ptr<uint8_t[]> bytes_;
+  Room<float> widened_, short_scales_, group_sums_;
+  Room<int16_t> shorts_;
+  Room<int32_t> eights_;
+  Room<uint8_t> bytes_;
   int64_t bytes_of_input_ = 0;
   LinearTask task_;
 };

@@ -1,9 +1,9 @@
-// Products of weights with many inputs, by AVX-512: of int8 and int4 weights in 16 bits, by VNNI, which multiplies twice
-// as many in an instruction as there are floats; of others in floats.
+// Products of weights with many inputs, by AVX-512 or AVX2: of int8 and int4 weights in 16 bits, of which an instruction
+// multiplies twice as many as there are floats; of others in floats.
 //
-// A vector has a column, or two, of 16 rows, so that the sums of 16 outputs are one vector, and a group's scale costs as
-// little as it can. Weights are laid out that way a few at a time; all inputs pass by them while they are in the first
-// cache.
+// A vector has a column, or two, of as many rows as it has lanes, so that the sums of so many outputs are one vector, and a
+// group's scale costs as little as it can. Weights are laid out that way a few at a time; all inputs pass by them while
+// they are in the first cache.
 #pragma once
 
 #include <ds_kernels/linear.h>
@@ -15,56 +15,36 @@
 namespace ds_kernels {
 inline namespace DS_KERNELS_CPU_LEVEL {
 
+#if defined(__AVX2__)
+constexpr bool kTiles = true;
 // Outputs of a tile: two vectors of sums.
-constexpr int64_t kTileRows = 32;
+constexpr int64_t kTileRows = 2 * kLanes;
 // Columns that are laid out at a time, of one group.
 constexpr int64_t kTileColumns = 128;
 // How far ahead of a row's weights others are fetched, in bytes.
 constexpr int64_t kTileAhead = 128;
 
+// ---- what differs between the two ---------------------------------------------------------------------------------
+
 #if defined(__AVX512F__)
-constexpr bool kTiles = true;
-static_assert(kTileRows == 2 * kLanes);
+// Inputs whose sums are in registers, of 32, beside two vectors of weights and an input.
+constexpr int kTileInputs = 12;
+constexpr int kTileInputsInFloats = 12;
 
-// Two columns of kTileRows rows, with inputs in 16 bits.
-struct PairOfColumns {
-  using Vector = ShortVector;
-  static constexpr int64_t kColumns = 2;
-  int16_t values[kTileRows][kColumns];
+DS_KERNELS_INLINE ShortVector in_all_lanes(int32_t pair) { return _mm512_set1_epi32(pair); }
+DS_KERNELS_INLINE Floats in_all_lanes(float value) { return (Floats)_mm512_set1_ps(value); }
 
-  static DS_KERNELS_INLINE Vector in_all_lanes(const int16_t* input) {
-    int32_t pair;
-    __builtin_memcpy(&pair, input, sizeof pair);
-    return _mm512_set1_epi32(pair);
-  }
-  static DS_KERNELS_INLINE Vector add(Vector sums, Vector weights, Vector input) {
-    return add_pairs(sums, weights, input);
-  }
-  static DS_KERNELS_INLINE Floats floats(Vector sums) { return floats_of(sums); }
-};
-
-// A column, with inputs in floats.
-struct Column {
-  using Vector = Floats;
-  static constexpr int64_t kColumns = 1;
-  float values[kTileRows];
-
-  static DS_KERNELS_INLINE Vector in_all_lanes(const float* input) { return (Floats)_mm512_set1_ps(*input); }
-  static DS_KERNELS_INLINE Vector add(Vector sums, Vector weights, Vector input) { return sums + weights * input; }
-  static DS_KERNELS_INLINE Floats floats(Vector sums) { return sums; }
-};
-
-// What a tile of weights consists of.
-template <class Weight>
-using ColumnsOf = std::conditional_t<sizeof(Weight) == 1, PairOfColumns, Column>;
-
-template <class Columns>
-DS_KERNELS_INLINE void store_half(Columns& columns, int64_t first_row, typename Columns::Vector values) {
-  __builtin_memcpy(&columns.values[first_row], &values, sizeof values);
+// The first `bytes` of a row, one or more, and zeros behind them; zeros of a row that is not there.
+DS_KERNELS_INLINE ShortVector load_row(const void* row, bool there, int64_t bytes) {
+  const __mmask64 mask = ~uint64_t{0} >> (kVectorBytes - bytes);
+  return _mm512_maskz_loadu_epi8(there ? mask : 0, row);
 }
 
-// Rows of 16 elements of 32 bits become columns.
-DS_KERNELS_INLINE void transpose(ShortVector (&rows)[16]) {
+// The low halves of each 32 bits.
+DS_KERNELS_INLINE Halves low_halves(ShortVector pairs) { return (Halves)_mm512_maskz_cvtepi32_epi16(0xffff, pairs); }
+
+// Rows of kLanes elements of 32 bits become columns.
+DS_KERNELS_INLINE void transpose(ShortVector (&rows)[kLanes]) {
   ShortVector twos[16], fours[16];
   DS_KERNELS_UNROLL
   for (int i = 0; i < 16; i += 2) {
@@ -92,46 +72,140 @@ DS_KERNELS_INLINE void transpose(ShortVector (&rows)[16]) {
   }
 }
 
-// Element i of the result has bytes 4 i to 4 i + 3 of 16 rows, `bytes` of each, at most 64; zeros for rows from `rows` on.
-DS_KERNELS_INLINE void load_columns(const void* from, int64_t stride, int64_t rows, int64_t bytes,
-                                    ShortVector (&columns)[16]) {
-  const __mmask64 mask = ~uint64_t{0} >> (64 - bytes);
+// The inner two of each four bytes change places.
+DS_KERNELS_INLINE ShortVector swap_inner_bytes(ShortVector bytes) {
+  const ShortVector places = _mm512_maskz_broadcast_i32x4(
+      0xffff, _mm_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15));
+  return _mm512_maskz_shuffle_epi8(~uint64_t{0}, bytes, places);
+}
+#else
+constexpr int kTileInputs = 5;  // of 16, and a product waits in one
+constexpr int kTileInputsInFloats = 6;
+
+DS_KERNELS_INLINE ShortVector in_all_lanes(int32_t pair) { return _mm256_set1_epi32(pair); }
+DS_KERNELS_INLINE Floats in_all_lanes(float value) { return (Floats)_mm256_set1_ps(value); }
+
+DS_KERNELS_INLINE ShortVector load_row(const void* row, bool there, int64_t bytes) {
+  ShortVector all{};
+  if (there && bytes == kVectorBytes) {
+    __builtin_memcpy(&all, row, kVectorBytes);
+  } else if (there) {
+    __builtin_memcpy(&all, row, bytes);  // a call
+  }
+  return all;
+}
+
+DS_KERNELS_INLINE Halves low_halves(ShortVector pairs) { return __builtin_convertvector((Words)pairs, Halves); }
+
+DS_KERNELS_INLINE void transpose(ShortVector (&rows)[kLanes]) {
+  ShortVector twos[8], fours[8];
   DS_KERNELS_UNROLL
-  for (int r = 0; r < 16; ++r) {
+  for (int i = 0; i < 8; i += 2) {
+    twos[i] = _mm256_unpacklo_epi32(rows[i], rows[i + 1]);
+    twos[i + 1] = _mm256_unpackhi_epi32(rows[i], rows[i + 1]);
+  }
+  DS_KERNELS_UNROLL
+  for (int i = 0; i < 8; i += 4) {
+    fours[i] = _mm256_unpacklo_epi64(twos[i], twos[i + 2]);
+    fours[i + 1] = _mm256_unpackhi_epi64(twos[i], twos[i + 2]);
+    fours[i + 2] = _mm256_unpacklo_epi64(twos[i + 1], twos[i + 3]);
+    fours[i + 3] = _mm256_unpackhi_epi64(twos[i + 1], twos[i + 3]);
+  }
+  constexpr int kLow = 0x20, kHigh = 0x31;  // of the two halves
+  DS_KERNELS_UNROLL
+  for (int i = 0; i < 4; ++i) {
+    rows[i] = _mm256_permute2x128_si256(fours[i], fours[4 + i], kLow);
+    rows[4 + i] = _mm256_permute2x128_si256(fours[i], fours[4 + i], kHigh);
+  }
+}
+
+DS_KERNELS_INLINE ShortVector swap_inner_bytes(ShortVector bytes) {
+  const ShortVector places = _mm256_broadcastsi128_si256(
+      _mm_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15));
+  return _mm256_shuffle_epi8(bytes, places);
+}
+#endif
+
+// ---- weights by columns -------------------------------------------------------------------------------------------
+
+// Two columns of kTileRows rows, with inputs in 16 bits.
+struct PairOfColumns {
+  using Vector = ShortVector;
+  static constexpr int64_t kColumns = 2;
+  static constexpr int kInputs = kTileInputs;
+  int16_t values[kTileRows][kColumns];
+
+  static DS_KERNELS_INLINE Vector in_all_lanes(const int16_t* input) {
+    int32_t pair;
+    __builtin_memcpy(&pair, input, sizeof pair);
+    return DS_KERNELS_CPU_LEVEL::in_all_lanes(pair);
+  }
+  static DS_KERNELS_INLINE Vector add(Vector sums, Vector weights, Vector input) {
+    return add_pairs(sums, weights, input);
+  }
+  static DS_KERNELS_INLINE Floats floats(Vector sums) { return floats_of(sums); }
+};
+
+// A column, with inputs in floats.
+struct Column {
+  using Vector = Floats;
+  static constexpr int64_t kColumns = 1;
+  static constexpr int kInputs = kTileInputsInFloats;
+  float values[kTileRows];
+
+  static DS_KERNELS_INLINE Vector in_all_lanes(const float* input) { return DS_KERNELS_CPU_LEVEL::in_all_lanes(*input); }
+  static DS_KERNELS_INLINE Vector add(Vector sums, Vector weights, Vector input) { return sums + weights * input; }
+  static DS_KERNELS_INLINE Floats floats(Vector sums) { return sums; }
+};
+
+// What a tile of weights consists of.
+template <class Weight>
+using ColumnsOf = std::conditional_t<sizeof(Weight) == 1, PairOfColumns, Column>;
+
+template <class Columns>
+DS_KERNELS_INLINE void store_half(Columns& columns, int64_t first_row, typename Columns::Vector values) {
+  __builtin_memcpy(&columns.values[first_row], &values, sizeof values);
+}
+
+// Element i of the result has bytes 4 i to 4 i + 3 of kLanes rows, `bytes` of each; zeros for rows from `rows` on.
+DS_KERNELS_INLINE void load_columns(const void* from, int64_t stride, int64_t rows, int64_t bytes,
+                                    ShortVector (&columns)[kLanes]) {
+  DS_KERNELS_UNROLL
+  for (int r = 0; r < kLanes; ++r) {
     const char* row = static_cast<const char*>(from) + r * stride;
-    columns[r] = _mm512_maskz_loadu_epi8(r < rows ? mask : 0, row);
+    columns[r] = load_row(row, r < rows, bytes);
     prefetch(row, kTileAhead);
   }
   transpose(columns);
 }
 
-// 64 columns of int8 weights, or fewer, of 16 rows.
+// 16-bit integers, whose shifts to the right keep the sign.
+typedef int16_t Shorts __attribute__((vector_size(kVectorBytes)));
+
+// A vector's columns of int8 weights, or fewer, of kLanes rows.
 DS_KERNELS_INLINE void lay_out(const int8_t* from, int64_t stride, int64_t rows, int64_t count, PairOfColumns* to,
                                int64_t first_row) {
-  ShortVector fours[16];
+  ShortVector fours[kLanes];
   load_columns(from, stride, rows, count, fours);
-  // The inner two of each four bytes change places, for shifts make 16 bits of every second one.
-  const ShortVector places = _mm512_maskz_broadcast_i32x4(
-      0xffff, _mm_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15));
   for (int64_t i = 0; i < count / 4; ++i) {
-    const ShortVector bytes = _mm512_maskz_shuffle_epi8(~uint64_t{0}, fours[i], places);
-    store_half(to[2 * i], first_row, _mm512_maskz_srai_epi16(~0u, _mm512_maskz_slli_epi16(~0u, bytes, 8), 8));
-    store_half(to[2 * i + 1], first_row, _mm512_maskz_srai_epi16(~0u, bytes, 8));
+    const Shorts bytes = (Shorts)swap_inner_bytes(fours[i]);  // for shifts make 16 bits of every second one
+    store_half(to[2 * i], first_row, (ShortVector)(bytes << 8 >> 8));
+    store_half(to[2 * i + 1], first_row, (ShortVector)(bytes >> 8));
   }
 }
 
-// 128 columns of int4 weights, or 64.
+// A vector's columns of int4 weights, or fewer, whole blocks.
 DS_KERNELS_INLINE void lay_out(const Int4Pair* from, int64_t stride, int64_t rows, int64_t count, PairOfColumns* to,
                                int64_t first_row) {
-  ShortVector words[16];
+  typedef uint16_t Levels __attribute__((vector_size(kVectorBytes)));
+  ShortVector words[kLanes];
   load_columns(from, stride, rows, count / 2, words);
-  const ShortVector mask = _mm512_set1_epi16(15), eight = _mm512_set1_epi16(8);
   for (int64_t block = 0; block < count / kInt4Block; ++block) {
     for (int64_t i = 0; i < 8; ++i) {
-      ShortVector levels = words[8 * block + i];
+      Levels levels = (Levels)words[8 * block + i];
       for (int64_t k = 0; k < 4; ++k) {
-        store_half(to[32 * block + 8 * k + i], first_row, _mm512_sub_epi16(_mm512_and_si512(levels, mask), eight));
-        levels = _mm512_maskz_srli_epi16(~0u, levels, 4);
+        store_half(to[32 * block + 8 * k + i], first_row, (ShortVector)((levels & 15) - 8));
+        levels >>= 4;
       }
     }
   }
@@ -140,18 +214,16 @@ DS_KERNELS_INLINE void lay_out(const Int4Pair* from, int64_t stride, int64_t row
 // The floats of 16-bit ones in the low halves, and in the high ones.
 DS_KERNELS_INLINE Floats low_floats(ShortVector pairs, BFloat16) { return (Floats)((Words)pairs << 16); }
 DS_KERNELS_INLINE Floats high_floats(ShortVector pairs, BFloat16) { return (Floats)((Words)pairs & 0xffff0000u); }
-DS_KERNELS_INLINE Floats low_floats(ShortVector pairs, Float16) {
-  return (Floats)_mm512_maskz_cvtph_ps(0xffff, _mm512_maskz_cvtepi32_epi16(0xffff, pairs));
-}
+DS_KERNELS_INLINE Floats low_floats(ShortVector pairs, Float16) { return widen_float16(low_halves(pairs)); }
 DS_KERNELS_INLINE Floats high_floats(ShortVector pairs, Float16 type) {
   return low_floats((ShortVector)((Words)pairs >> 16), type);
 }
 
-// 32 columns of 16-bit floats, or fewer.
+// A vector's columns of 16-bit floats, or fewer.
 template <class Half>
 DS_KERNELS_INLINE void lay_out(const Half* from, int64_t stride, int64_t rows, int64_t count, Column* to,
                                int64_t first_row) {
-  ShortVector pairs[16];
+  ShortVector pairs[kLanes];
   load_columns(from, stride * 2, rows, count * 2, pairs);
   for (int64_t i = 0; i < count; i += 2) {
     store_half(to[i], first_row, low_floats(pairs[i / 2], Half{}));
@@ -159,19 +231,19 @@ DS_KERNELS_INLINE void lay_out(const Half* from, int64_t stride, int64_t rows, i
   }
 }
 
-// 16 columns of floats, or fewer.
+// A vector's columns of floats, or fewer.
 DS_KERNELS_INLINE void lay_out(const float* from, int64_t stride, int64_t rows, int64_t count, Column* to,
                                int64_t first_row) {
-  ShortVector columns[16];
+  ShortVector columns[kLanes];
   load_columns(from, stride * 4, rows, count * 4, columns);
   for (int64_t i = 0; i < count; ++i) store_half(to[i], first_row, (Floats)columns[i]);
 }
 
-// Columns in 64 bytes; elements of columns.
+// Columns of a vector; elements of columns.
 template <class Weight>
-constexpr int64_t columns_in_vector = 64 / sizeof(Weight);
+constexpr int64_t columns_in_vector = kVectorBytes / sizeof(Weight);
 template <>
-constexpr int64_t columns_in_vector<Int4Pair> = 128;
+constexpr int64_t columns_in_vector<Int4Pair> = 2 * kVectorBytes;
 template <class Weight>
 constexpr int64_t elements_of(int64_t columns) {
   return std::is_same_v<Weight, Int4Pair> ? columns / 2 : columns;
@@ -182,7 +254,7 @@ template <class Weight>
 DS_KERNELS_INLINE void lay_out_tile(const Weight* from, int64_t stride, int64_t rows, int64_t columns,
                                     ColumnsOf<Weight>* to) {
   constexpr int64_t most = columns_in_vector<Weight>;
-  for (int64_t r = 0; r < kTileRows; r += 16) {
+  for (int64_t r = 0; r < kTileRows; r += kLanes) {
     for (int64_t c = 0; c < columns; c += most) {
       lay_out(from + r * stride + elements_of<Weight>(c), stride, rows - r, columns - c < most ? columns - c : most,
               to + c / ColumnsOf<Weight>::kColumns, r);
@@ -279,7 +351,7 @@ __attribute__((noinline)) void tile_sums(const cpu::LinearTask& task, int64_t fi
     lay_out_tile(weight + elements_of<Weight>(column), task.stride, rows, columns, laid_out);
     const auto add_all = [&](const auto* input, auto scales) {
       for (int64_t m = 0; m < task.inputs;) {
-        const int64_t count = add_tiles<12>(task.inputs - m, laid_out, columns, input + m * task.columns + column,
+        const int64_t count = add_tiles<Columns::kInputs>(task.inputs - m, laid_out, columns, input + m * task.columns + column,
                                             task.columns, scales, sums + m * kTileRows);
         if constexpr (sizeof(Weight) == 1) scales.inputs += count * scales.stride;
         m += count;
@@ -300,6 +372,7 @@ __attribute__((noinline)) void tile_sums(const cpu::LinearTask& task, int64_t fi
 }
 #else
 constexpr bool kTiles = false;
+constexpr int64_t kTileRows = 1;
 template <class Weight>
 void tile_sums(const cpu::LinearTask& task, int64_t first, int64_t rows, float* sums);  // not there
 #endif

@@ -9,6 +9,8 @@
 
 #include <ds_kernels/activation.h>
 
+#include <type_traits>
+
 namespace ds_kernels {
 
 // ---- what is asked of a device -----------------------------------------------------------------------------------
@@ -63,6 +65,7 @@ inline namespace DS_KERNELS_CPU_LEVEL {
 struct Dots {
   int64_t columns;
   int64_t groups;   // of columns that share a scale; one if there are no scales
+  int64_t width;    // columns of a group
   uintptr_t ahead;  // how far ahead of a row's columns weights are fetched, in bytes
 };
 
@@ -117,7 +120,7 @@ DS_KERNELS_INLINE void put_sums(const Floats (&total)[rows][inputs], float* cons
 template <int inputs, int rows, class Weight>
 DS_KERNELS_INLINE void dot_tile(const Dots& dots, const Rows<rows, Weight>& from, const float* input,
                                 float* const (&sums)[rows], int64_t sums_stride) {
-  const int64_t width = dots.columns / dots.groups;
+  const int64_t width = dots.width;
   Floats total[rows][inputs] = {};
   for (int64_t group = 0; group < dots.groups; ++group) {
     Floats part[rows][inputs] = {};
@@ -146,7 +149,7 @@ DS_KERNELS_INLINE void unpack(const Int4Pair* from, int8_t* to) {
 template <int inputs, int rows>
 DS_KERNELS_INLINE void dot_tile(const Dots& dots, const Rows<rows, Int4Pair>& from, const float* input,
                                 float* const (&sums)[rows], int64_t sums_stride) {
-  const int64_t width = dots.columns / dots.groups;
+  const int64_t width = dots.width;
   Floats total[rows][inputs] = {};
   for (int64_t group = 0; group < dots.groups; ++group) {
     Floats part[rows][inputs] = {};
@@ -222,9 +225,18 @@ DS_KERNELS_INLINE ShortVector load_bytes(const int8_t* from) {
   return _mm256_cvtepi8_epi16(bytes);
 }
 
-// sums + products of pairs.
+// sums + products of pairs. By their names: of all products before all additions GCC makes more than registers hold.
 DS_KERNELS_INLINE ShortVector add_pairs(ShortVector sums, ShortVector a, ShortVector b) {
-  return _mm256_add_epi32(sums, _mm256_madd_epi16(a, b));
+  ShortVector products;
+  __asm__("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0" : "+x"(sums), "=&x"(products) : "x"(a), "x"(b));
+  return sums;
+}
+
+// sums + products of bytes without and with a sign, two of them added: all in 16 bits.
+DS_KERNELS_INLINE ShortVector add_twos(ShortVector sums, ShortVector bytes, ShortVector with_sign) {
+  ShortVector products;
+  __asm__("vpmaddubsw %3, %2, %1\n\tvpaddw %1, %0, %0" : "+x"(sums), "=&x"(products) : "x"(bytes), "x"(with_sign));
+  return sums;
 }
 
 DS_KERNELS_INLINE Floats floats_of(ShortVector sums) { return (Floats)_mm256_cvtepi32_ps(sums); }
@@ -244,17 +256,17 @@ DS_KERNELS_INLINE void unpack(const Int4Pair* from, ShortVector (&to)[kPieces]) 
 constexpr bool kShortInputs = false;
 #endif
 
-#if defined(__AVX512F__)
-// Columns of a vector of int4 weights. A group's last one may have half of them, which takes as long.
-constexpr int64_t kFourStep = 128;
+#if defined(__AVX2__)
+// Columns of a vector of int4 weights. By AVX-512 a group's last one may have half of them, which takes as long.
+constexpr int64_t kFourStep = 2 * kVectorBytes;
 DS_KERNELS_INLINE int64_t bytes_of(int64_t width) { return (width + kFourStep - 1) / kFourStep * kFourStep * 2; }
 
-// A group's inputs in 16 bits as AVX512-VNNI multiplies them with int4 weights: four vectors for each kFourStep columns, the
+// A group's inputs in 16 bits as they are multiplied with int4 weights in bytes: four vectors for each kFourStep columns, the
 // high bytes of those in weights' low halves, their low bytes, and the same of those in high halves. A value is 256 times its
 // high byte, with a sign, plus its low byte: products of bytes, added up, are what products of 16 bits would be.
 inline void split_bytes(const int16_t* values, int64_t width, uint8_t* to) {
   typedef uint16_t Words16 __attribute__((vector_size(32)));
-  constexpr int64_t blocks = kFourStep / kInt4Block, vector = 64;
+  constexpr int64_t blocks = kFourStep / kInt4Block, vector = kVectorBytes;
   for (int64_t block = 0; block < bytes_of(width) / (2 * kInt4Block); ++block) {
     Words16 columns[4] = {};
     if (block * kInt4Block < width) __builtin_memcpy(columns, values + block * kInt4Block, sizeof columns);
@@ -341,7 +353,7 @@ template <int inputs, int rows>
 DS_KERNELS_INLINE void dot_tile(const Dots& dots, const Rows<rows, int8_t>& from, const ShortInputs& input,
                                 float* const (&sums)[rows], int64_t sums_stride) {
   constexpr int64_t line = 64;
-  const int64_t width = dots.columns / dots.groups;
+  const int64_t width = dots.width;
   add_groups<rows, inputs>(dots, from.scales, input, sums, sums_stride, [&](int64_t group, auto& part) {
     DS_KERNELS_UNROLL
     for (int r = 0; r < rows; ++r) {
@@ -365,7 +377,7 @@ DS_KERNELS_INLINE void dot_tile(const Dots& dots, const Rows<rows, int8_t>& from
 template <int inputs, int rows>
 DS_KERNELS_INLINE void dot_tile(const Dots& dots, const Rows<rows, Int4Pair>& from, const ShortInputs& input,
                                 float* const (&sums)[rows], int64_t sums_stride) {
-  const int64_t width = dots.columns / dots.groups, bytes = bytes_of(width);
+  const int64_t width = dots.width, bytes = bytes_of(width);
   const ShortVector mask = _mm512_set1_epi8(15);
   add_groups<rows, inputs>(dots, from.scales, input, sums, sums_stride, [&](int64_t group, auto& part) {
     ShortVector high[rows][inputs] = {};
@@ -417,11 +429,85 @@ DS_KERNELS_INLINE void dot_tile(const Dots& dots, const Rows<rows, Int4Pair>& fr
   });
 }
 #else
-// As above, for int4 weights.
-template <int inputs, int rows>
+// As above, for int4 weights and one input, by bytes: half the instructions to unpack weights.
+template <int inputs, int rows, std::enable_if_t<inputs == 1, int> = 0>
+DS_KERNELS_INLINE void dot_tile(const Dots& dots, const Rows<rows, Int4Pair>& from, const ShortInputs& input,
+                                float* const (&sums)[rows], int64_t) {
+  const ShortVector mask = _mm256_set1_epi8(15);
+  const auto* bytes = reinterpret_cast<const ShortVector*>(input.bytes);
+  const Int4Pair* weights[rows];
+  DS_KERNELS_UNROLL
+  for (int r = 0; r < rows; ++r) weights[r] = from.weights[r];
+  // Adds the products of the next blocks: at most two, so that their sums fit into 16 bits, for a lane gets two pairs of products of
+  // 255 and 15, at most, from each.
+  const auto add_blocks = [&](ShortVector (&part)[rows], auto blocks) {
+    ShortVector high[rows], low[rows];
+    DS_KERNELS_UNROLL
+    for (int block = 0; block < decltype(blocks)::value; ++block) {
+      ShortVector levels[2][rows];
+      DS_KERNELS_UNROLL
+      for (int r = 0; r < rows; ++r) {
+        prefetch(weights[r], dots.ahead);
+        const ShortVector both = _mm256_loadu_si256(reinterpret_cast<const ShortVector*>(weights[r]));
+        levels[0][r] = _mm256_and_si256(both, mask);
+        levels[1][r] = _mm256_and_si256(_mm256_srli_epi16(both, 4), mask);
+        weights[r] += kInt4Block / 2;
+      }
+      DS_KERNELS_UNROLL
+      for (int half = 0; half < 2; ++half) {
+        const ShortVector with_sign = _mm256_loadu_si256(bytes++), without = _mm256_loadu_si256(bytes++);
+        DS_KERNELS_UNROLL
+        for (int r = 0; r < rows; ++r) {
+          if (block + half == 0) {
+            high[r] = _mm256_maddubs_epi16(levels[half][r], with_sign);
+            low[r] = _mm256_maddubs_epi16(without, levels[half][r]);
+          } else {
+            high[r] = add_twos(high[r], levels[half][r], with_sign);
+            low[r] = add_twos(low[r], without, levels[half][r]);
+          }
+        }
+      }
+    }
+    DS_KERNELS_UNROLL
+    for (int r = 0; r < rows; ++r) {
+      part[r] = add_pairs(part[r], high[r], _mm256_set1_epi16(256));
+      part[r] = add_pairs(part[r], low[r], _mm256_set1_epi16(1));
+    }
+  };
+  Floats total[rows] = {};
+  const auto add_all = [&](auto add_group) {
+    for (int64_t group = 0; group < dots.groups; ++group) {
+      ShortVector part[rows];
+      DS_KERNELS_UNROLL
+      for (int r = 0; r < rows; ++r) part[r] = starting_at(input.eights[group]);
+      add_group(part);
+      DS_KERNELS_UNROLL
+      for (int r = 0; r < rows; ++r) total[r] += from.scales[r][group] * input.scales[group] * floats_of(part[r]);
+    }
+  };
+  const auto one = std::integral_constant<int, 1>{};
+  const auto two = std::integral_constant<int, 2>{};
+  // Groups of 64 and 128 columns have no loop inside: it takes as long as the products.
+  const int64_t blocks = dots.width / kInt4Block;
+  if (blocks == 1) {
+    add_all([&](auto& part) { add_blocks(part, one); });
+  } else if (blocks == 2) {
+    add_all([&](auto& part) { add_blocks(part, two); });
+  } else {
+    add_all([&](auto& part) {
+      for (int64_t left = blocks; left >= 2; left -= 2) add_blocks(part, two);
+      if (blocks % 2 == 1) add_blocks(part, one);
+    });
+  }
+  DS_KERNELS_UNROLL
+  for (int r = 0; r < rows; ++r) *sums[r] = sum_of(total[r]);
+}
+
+// For several.
+template <int inputs, int rows, std::enable_if_t<inputs != 1, int> = 0>
 DS_KERNELS_INLINE void dot_tile(const Dots& dots, const Rows<rows, Int4Pair>& from, const ShortInputs& input,
                                 float* const (&sums)[rows], int64_t sums_stride) {
-  const int64_t width = dots.columns / dots.groups;
+  const int64_t width = dots.width;
   add_groups<rows, inputs>(dots, from.scales, input, sums, sums_stride, [&](int64_t group, auto& part) {
     DS_KERNELS_UNROLL
     for (int r = 0; r < rows; ++r) {

@@ -360,6 +360,15 @@ struct PartVector {
 #else
   template <class Element>
   DS_KERNELS_INLINE void copy(const Element* from, Element (&padded)[kLanes]) const {
+#if defined(__AVX2__)
+    if constexpr (sizeof(Element) == 4) {  // there are no masks for less, and stores by masks take long on AMD's CPUs
+      const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+      const __m256i mask = _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int>(count)), lanes);
+      const __m256i all = _mm256_maskload_epi32(reinterpret_cast<const int*>(from), mask);
+      __builtin_memcpy(padded, &all, sizeof padded);
+      return;
+    }
+#endif
     __builtin_memset(padded, 0, sizeof padded);
     __builtin_memcpy(padded, from, count * sizeof(Element));
   }
