@@ -20,6 +20,8 @@ namespace {
 constexpr int64_t kManyInputs = 24;
 constexpr int64_t kManyInputsOfFast = 8;
 constexpr int64_t kManyInputsToWiden = 128;
+// In float32 on AMD's CPUs without AVX-512: tiles are up to 1.5 times as fast until then.
+constexpr int64_t kManyInputsOnAmd = 256;
 // How much of the weights is widened at a time for that product: what then still is in the second cache, or near it.
 constexpr int64_t kBlockBytes = 2 << 20;
 constexpr int64_t kLeastBlock = 64;
@@ -49,8 +51,10 @@ bool multiplies_fast(Dtype dtype) {
   return multiplies(dtype) && !(dtype == Dtype::BFloat16 && !has_amx() && __builtin_cpu_is("intel"));
 }
 bool multiplies_few_fast(Dtype dtype) { return dtype == Dtype::BFloat16 && multiplies_fast(dtype); }
+bool multiplies_few_floats_slowly() { return is_amd() && !__builtin_cpu_supports("avx512f"); }
 #else
 bool multiplies_few_fast(Dtype) { return false; }
+bool multiplies_few_floats_slowly() { return false; }
 bool has_amx() { return false; }
 bool multiplies(Dtype) { return true; }  // unknown: torch decides
 bool multiplies_fast(Dtype) { return true; }
@@ -158,7 +162,8 @@ struct Linear : Device {
     if (torch_is_slower && loops_for<LinearLoops>("linear").has_tiles(layer)) return true;
     const bool to_widen = is_slow(dtype) && (layer.scales || !multiplies(dtype));
     const bool fast = !layer.scales && multiplies_few_fast(dtype);
-    const int64_t many = fast ? kManyInputsOfFast : to_widen ? kManyInputsToWiden : kManyInputs;
+    const bool slow = !layer.scales && dtype == Dtype::Float32 && multiplies_few_floats_slowly();
+    const int64_t many = fast ? kManyInputsOfFast : to_widen ? kManyInputsToWiden : slow ? kManyInputsOnAmd : kManyInputs;
     return layer.inputs < many || layer.columns == 0;
   }
 
