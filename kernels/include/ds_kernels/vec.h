@@ -153,9 +153,17 @@ DS_KERNELS_INLINE Floats widen_bfloat16(Halves halves) {
 // Rounds to nearest even; a NaN stays a NaN (made quiet).
 DS_KERNELS_INLINE Halves narrow_bfloat16(Floats x) {
   const Words bits = bits_of(x);
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  // Ten instructions, where GCC makes fourteen of what is below.
+  const Words rounded = bits + 0x7fffu + ((bits >> 16) & 1u), quiet_nan = bits | 0x400000u;
+  const __m256 is_nan = _mm256_cmp_ps((__m256)x, (__m256)x, _CMP_UNORD_Q);
+  const __m256i upper = (__m256i)((Words)_mm256_blendv_ps((__m256)rounded, (__m256)quiet_nan, is_nan) >> 16);
+  return (Halves)_mm_packus_epi32(_mm256_castsi256_si128(upper), _mm256_extracti128_si256(upper, 1));
+#else
   const Words rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
   const Words quiet_nan = (bits >> 16) | 0x40u;
   return __builtin_convertvector(select((Words)(x != x), quiet_nan, rounded), Halves);
+#endif
 }
 
 // ---- int8 ------------------------------------------------------------------------------------------------------
