@@ -49,6 +49,10 @@ template <class Real>
 DS_KERNELS_INLINE Real minimum(Real a, Real b) {
   return select(a < b, a, b);
 }
+#if defined(__AVX2__) && !defined(__AVX512F__) && !defined(DS_KERNELS_GPU_COMPILER)
+DS_KERNELS_INLINE Floats maximum(Floats a, Floats b) { return (Floats)_mm256_max_ps((__m256)a, (__m256)b); }
+DS_KERNELS_INLINE Floats minimum(Floats a, Floats b) { return (Floats)_mm256_min_ps((__m256)a, (__m256)b); }
+#endif
 
 template <class Real>
 DS_KERNELS_INLINE Real absolute(Real x) {
