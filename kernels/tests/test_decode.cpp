@@ -135,7 +135,8 @@ void test_linear_layers() {
                           {5, 128, 5, 1}, {9, 40, 130, 4}, {4, 192, 16, 3}, {1, 256, 19, 2},
                           {1, 1216, 21, 19}, {2, 1216, 11, 19}, {1, 960, 13, 5}, {3, 384, 9, 2},
                           // Inputs of each tile, as many as there may be; columns that fill a tile's and a part of one.
-                          {11, 33, 35, 1}, {29, 160, 37, 1}, {35, 192, 66, 1},
+                          {11, 33, 35, 1}, {26, 130, 33, 1}, {27, 64, 34, 1}, {28, 72, 17, 3}, {29, 160, 37, 1},
+                          {31, 128, 33, 1}, {35, 192, 66, 1},
                           {128, 384, 34, 2}}) {
       for (const int bits : {0, 4, 8}) {
         if (bits == 4 && s.columns / s.groups % kInt4Block != 0) continue;
@@ -145,6 +146,45 @@ void test_linear_layers() {
         if (bits != 4) continue;
         test_linear(loops, dtype, s, bits, true, false, Activation::Identity);
         test_linear(loops, dtype, s, bits, true, true, Activation::Silu);
+      }
+    }
+  });
+}
+
+// The largest products that there may be, all of one sign: no sum of some of them overflows.
+void test_largest_products() {
+  at_all_levels_of<LinearLoops>([](const LinearLoops& loops, int) {
+    for (const int64_t columns : {64, 128, 192, 1024}) {
+      for (const int64_t inputs : {1, 2, 16}) {
+        for (const int sign : {1, -1}) {
+          const std::vector<float> x(inputs * columns, sign * 32767.f), scales{1.f, 1.f};
+          const std::vector<uint8_t> weights(columns, 0xff);  // 7, each, of two rows
+          std::vector<float> short_scales(inputs), output(2 * inputs);
+          std::vector<int16_t> shorts(inputs * columns);
+          std::vector<int32_t> eights(inputs);
+          LinearTask task{};
+          task.inputs = inputs;
+          task.columns = columns;
+          task.stride = columns / 2;
+          task.outputs = 2;
+          task.widened = x.data();
+          task.weight = weights.data();
+          task.int4 = true;
+          task.scales = scales.data();
+          task.groups = 1;
+          task.output = output.data();
+          std::vector<uint8_t> room(inputs * loops.bytes_of_input(task));
+          uint8_t* bytes = room.empty() ? nullptr : room.data();
+          if (loops.shorten(task, shorts.data(), short_scales.data(), eights.data(), bytes)) {
+            CHECK(std::abs(shorts[0]) == 32767, "the largest is %d", shorts[0]);
+            task.shorts = {shorts.data(), short_scales.data(), eights.data(), bytes};
+          }
+          loops.linear(Dtype::Float32, true, true)(task, 0, 2);
+          const double expected = sign * 7. * 32767 * columns;
+          for (const float each : output) {
+            CHECK(std::abs(each - expected) <= 1e-5 * std::abs(expected), "is %.9g, expected %.9g", each, expected);
+          }
+        }
       }
     }
   });
@@ -340,6 +380,7 @@ void test_attention(const AttentionLoops& loops, Dtype dtype, Heads h, bool quan
 
 int main() {
   test_linear_layers();
+  test_largest_products();
   test_shortening();
   test_dequantizing();
   test_finishing();
