@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +20,15 @@ def test_measurements_take_turns() -> None:
     measures = {name: lambda name=name: order.append(name) or len(order) for name in ("a", "b")}
     assert in_turns(measures, 3) == {"a": [1, 3, 5], "b": [2, 4, 6]}
     assert order == ["a", "b"] * 3
+
+
+def test_memory_is_measured_without_transformers() -> None:
+    program = (
+        "import sys; sys.modules['transformers'] = None\n"
+        "from ds_plugin_sdk.bench.memory import ReadRate\n"
+        "assert 1e8 < ReadRate(64 << 20)() < 1e13"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def _run(seconds: float, cpu_seconds: float, *values: float) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ds_plugin_sdk.bench import gguf_model
 from ds_plugin_sdk.bench.measuring_process import MeasuringProcess, serve
+from ds_plugin_sdk.bench.memory import ReadRate
 from ds_plugin_sdk.bench.timing import Spread, at_most, in_turns, spread
 from ds_plugin_sdk.integrations.transformers.weights import Weights
 
@@ -385,24 +386,6 @@ def _serve(file: Path) -> None:
             return asdict(_timed(logits_after, _prompt()))
 
         serve(measure)
-
-
-class ReadRate:
-    """Bytes per second of reading large memory with all of torch's threads, in the largest pages there are.
-
-    Args:
-        size: bytes of the memory.
-    """
-
-    def __init__(self, size: int = 256 << 20) -> None:
-        from ds_plugin_sdk.integrations.transformers.weights import Arena
-
-        self._memory = Arena(size, torch.device("cpu")).empty((size // 8,), torch.int64).fill_(1)
-
-    def __call__(self) -> float:
-        start = time.perf_counter()
-        self._memory.sum()
-        return self._memory.nbytes / (time.perf_counter() - start)
 
 
 if __name__ == "__main__":

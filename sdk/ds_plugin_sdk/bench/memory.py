@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from ds_plugin_sdk.bench.decode import ReadRate
+from ds_plugin_sdk import large_pages
 from ds_plugin_sdk.bench.timing import Spread, copy_rates, spread
 
 
@@ -40,3 +41,37 @@ def run(threads: Sequence[int] = (1,)) -> Iterator[Row]:
                 yield Row(what, count, statistics.median(rates), {"gb_s": spread(rates)})
     finally:
         torch.set_num_threads(before)
+
+
+class ReadRate:
+    """Bytes per second of reading large memory with all of torch's threads, in the largest pages there are.
+
+    It is read by the faster one of two of torch's functions, a sum and a product of a matrix with a vector: each of
+    them waits for its arithmetic on some CPUs.
+
+    Args:
+        size: bytes of the memory.
+    """
+
+    def __init__(self, size: int = 256 << 20) -> None:
+        memory = large_pages.zeros((size // _ROW, _ROW // 4), torch.empty(0))
+        memory.fill_(1)  # all zeros may be one page
+        vector = torch.zeros(_ROW // 4)
+        self._size = memory.nbytes
+        ways: list[Callable[[], object]] = [memory.view(torch.int64).sum, lambda: memory.mv(vector)]
+        for way in ways:
+            way()
+        self._read = min(ways, key=_seconds)
+
+    def __call__(self) -> float:
+        return self._size / _seconds(self._read)
+
+
+# Bytes of a row of the matrix.
+_ROW = 16 << 10
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start

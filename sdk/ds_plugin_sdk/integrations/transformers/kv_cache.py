@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
+from ds_plugin_sdk import large_pages
 from ds_plugin_sdk.errors import SdkError
-from ds_plugin_sdk.integrations.transformers import large_pages
 from ds_plugin_sdk.ops.attention import dequantize_rows, quantize_rows
 
 # Room for so many positions more, or for half as many again as there are.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from ds_plugin_sdk.integrations.transformers import large_pages
+from ds_plugin_sdk import large_pages
 from ds_plugin_sdk.integrations.transformers.as_found import Place, Snapshot
 from ds_plugin_sdk.integrations.transformers.understood import (
     NotUnderstoodError,

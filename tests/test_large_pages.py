@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_plugin_sdk.integrations.transformers import large_pages
+from ds_plugin_sdk import large_pages
 
 LARGE = (4, 1024, 1024)
 
