@@ -131,7 +131,8 @@ class PreparedLayer {
   // Those of inputs from `first` on, or null.
   uint8_t* bytes_from(int64_t first) const { return bytes_ ? bytes_.get() + first * bytes_of_input_ : nullptr; }
 
-  // Whole cache lines, so that no vector lies in two of them. No std::vector: its zeros take as long to write as what replaces them.
+  // Aligned to cache lines: where columns fill them, no vector lies in two. No std::vector: its zeros take as long to write as
+  // what replaces them.
   static constexpr std::align_val_t kLine{64};
   struct Delete {
     void operator()(void* memory) const { ::operator delete(memory, kLine); }
@@ -159,10 +160,11 @@ struct Linear : Device {
   bool takes(const LinearLayer& layer, Dtype dtype) const {
     const bool amx = dtype == Dtype::BFloat16 && has_amx();
     const bool torch_is_slower = layer.scales ? dtype != Dtype::Float32 && !amx : is_slow(dtype);
-    if (torch_is_slower && loops_for<LinearLoops>("linear").has_tiles(layer)) return true;
+    const bool tiles = loops_for<LinearLoops>("linear").has_tiles(layer);
+    if (torch_is_slower && tiles) return true;
     const bool to_widen = is_slow(dtype) && (layer.scales || !multiplies(dtype));
     const bool fast = !layer.scales && multiplies_few_fast(dtype);
-    const bool slow = !layer.scales && dtype == Dtype::Float32 && multiplies_few_floats_slowly();
+    const bool slow = tiles && !layer.scales && dtype == Dtype::Float32 && multiplies_few_floats_slowly();
     const int64_t many = fast ? kManyInputsOfFast : to_widen ? kManyInputsToWiden : slow ? kManyInputsOnAmd : kManyInputs;
     return layer.inputs < many || layer.columns == 0;
   }

@@ -27,7 +27,7 @@ using HasTiles = bool (*)(const LinearLayer& layer);
 // Whether a layer has so many inputs that they are used for all of them.
 using UsesTiles = bool (*)(const LinearLayer& layer);
 
-// How many bytes ShortInputs::bytes has for each input of a layer; 0 if its loops do not read them.
+// How many bytes ShortInputs::bytes has for each input of a layer; 0 if its loops read none of them.
 using BytesOfInput = int64_t (*)(const LinearLayer& layer);
 
 // The inputs of a task in 16 bits; false if they cannot be had here, or have an element that is not finite: a group with

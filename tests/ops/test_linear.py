@@ -154,17 +154,18 @@ def test_prompts_on_int4_weights_with_zero_points_of_several_blocks(inputs: int,
     check(input, weight, bias, residual.view(inputs, 300), "silu", True, 256, 4, zeros=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_a_prompt_of_16_bit_floats_in_several_blocks(dtype: torch.dtype) -> None:
-    """Without instructions for their products, nor AVX-512, kernels widen 2 MiB of weights at a time: two blocks."""
-    input, weight = torch.randn(2, 65, 1024).to(dtype), (torch.randn(600, 1024) / 32).to(dtype)
-    bias, residual = torch.randn(600).to(dtype), torch.randn(2, 65, 300).to(dtype)
-    check(input.view(130, 1024), weight, bias, None, "identity", False, 0)
-    check(input.view(130, 1024), weight, bias, residual.view(130, 300), "silu", True, 0)
+@pytest.mark.parametrize(("dtype", "tokens"), [(torch.bfloat16, 65), (torch.float16, 65), (torch.float32, 150)], ids=str)
+def test_a_prompt_on_weights_in_floating_point_of_several_blocks(dtype: torch.dtype, tokens: int) -> None:
+    """Without instructions for their products, nor AVX2, kernels widen 2 MiB of 16-bit weights at a time: two blocks."""
+    inputs = 2 * tokens
+    input, weight = torch.randn(2, tokens, 1024).to(dtype), (torch.randn(600, 1024) / 32).to(dtype)
+    bias, residual = torch.randn(600).to(dtype), torch.randn(2, tokens, 300).to(dtype)
+    check(input.view(inputs, 1024), weight, bias, None, "identity", False, 0)
+    check(input.view(inputs, 1024), weight, bias, residual.view(inputs, 300), "silu", True, 0)
     folded = linear(input, weight, bias)
-    assert torch.equal(folded.view(130, 600), linear(input.view(130, 1024), weight, bias))
+    assert torch.equal(folded.view(inputs, 600), linear(input.view(inputs, 1024), weight, bias))
     # Where CPUs have the instructions, torch's product of operands that lie otherwise rounds otherwise.
-    check(input.view(130, 1024).t().contiguous().t(), weight.t().contiguous().t(), bias, None, "identity", False, 0)
+    check(input.view(inputs, 1024).t().contiguous().t(), weight.t().contiguous().t(), bias, None, "identity", False, 0)
     apart = linear(input.transpose(0, 1).contiguous().transpose(0, 1), weight, bias)
     torch.testing.assert_close(apart, folded, rtol=2 * EPS[dtype], atol=4 * EPS[dtype])
 

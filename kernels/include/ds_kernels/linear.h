@@ -225,7 +225,7 @@ DS_KERNELS_INLINE ShortVector load_bytes(const int8_t* from) {
   return _mm256_cvtepi8_epi16(bytes);
 }
 
-// sums + products of pairs. By their names: of all products before all additions GCC makes more than registers hold.
+// sums + products of pairs. In assembly: otherwise GCC moves all products before the sums, and they do not fit into registers.
 DS_KERNELS_INLINE ShortVector add_pairs(ShortVector sums, ShortVector a, ShortVector b) {
   ShortVector products;
   __asm__("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0" : "+x"(sums), "=&x"(products) : "x"(a), "x"(b));
@@ -429,44 +429,42 @@ DS_KERNELS_INLINE void dot_tile(const Dots& dots, const Rows<rows, Int4Pair>& fr
   });
 }
 #else
-// As above, for int4 weights and one input, by bytes: half the instructions to unpack weights.
-template <int inputs, int rows, std::enable_if_t<inputs == 1, int> = 0>
-DS_KERNELS_INLINE void dot_tile(const Dots& dots, const Rows<rows, Int4Pair>& from, const ShortInputs& input,
-                                float* const (&sums)[rows], int64_t) {
+// Int4 weights with one input, by bytes: half the instructions to unpack weights.
+template <int rows>
+DS_KERNELS_INLINE void dot_one(const Dots& dots, const Rows<rows, Int4Pair>& from, const ShortInputs& input,
+                               float* const (&sums)[rows]) {
   const ShortVector mask = _mm256_set1_epi8(15);
   const auto* bytes = reinterpret_cast<const ShortVector*>(input.bytes);
   const Int4Pair* weights[rows];
   DS_KERNELS_UNROLL
   for (int r = 0; r < rows; ++r) weights[r] = from.weights[r];
-  // Adds the products of the next blocks: at most two, so that their sums fit into 16 bits, for a lane gets two pairs of products of
-  // 255 and 15, at most, from each.
+  // Adds the products of the next blocks: at most two, so that their sums fit into 16 bits. A lane gets two pairs of products
+  // of 255 and 15, at most, from each.
   const auto add_blocks = [&](ShortVector (&part)[rows], auto blocks) {
     ShortVector high[rows], low[rows];
     DS_KERNELS_UNROLL
     for (int block = 0; block < decltype(blocks)::value; ++block) {
-      ShortVector levels[2][rows];
       DS_KERNELS_UNROLL
-      for (int r = 0; r < rows; ++r) {
-        prefetch(weights[r], dots.ahead);
-        const ShortVector both = _mm256_loadu_si256(reinterpret_cast<const ShortVector*>(weights[r]));
-        levels[0][r] = _mm256_and_si256(both, mask);
-        levels[1][r] = _mm256_and_si256(_mm256_srli_epi16(both, 4), mask);
-        weights[r] += kInt4Block / 2;
-      }
+      for (int r = 0; r < rows; ++r) prefetch(weights[r], dots.ahead);
       DS_KERNELS_UNROLL
       for (int half = 0; half < 2; ++half) {
         const ShortVector with_sign = _mm256_loadu_si256(bytes++), without = _mm256_loadu_si256(bytes++);
         DS_KERNELS_UNROLL
         for (int r = 0; r < rows; ++r) {
+          // Loaded for each half: there are no registers to keep it.
+          const ShortVector both = _mm256_loadu_si256(reinterpret_cast<const ShortVector*>(weights[r]));
+          const ShortVector levels = _mm256_and_si256(half == 0 ? both : _mm256_srli_epi16(both, 4), mask);
           if (block + half == 0) {
-            high[r] = _mm256_maddubs_epi16(levels[half][r], with_sign);
-            low[r] = _mm256_maddubs_epi16(without, levels[half][r]);
+            high[r] = _mm256_maddubs_epi16(levels, with_sign);
+            low[r] = _mm256_maddubs_epi16(without, levels);
           } else {
-            high[r] = add_twos(high[r], levels[half][r], with_sign);
-            low[r] = add_twos(low[r], without, levels[half][r]);
+            high[r] = add_twos(high[r], levels, with_sign);
+            low[r] = add_twos(low[r], without, levels);
           }
         }
       }
+      DS_KERNELS_UNROLL
+      for (int r = 0; r < rows; ++r) weights[r] += kInt4Block / 2;
     }
     DS_KERNELS_UNROLL
     for (int r = 0; r < rows; ++r) {
@@ -503,10 +501,11 @@ DS_KERNELS_INLINE void dot_tile(const Dots& dots, const Rows<rows, Int4Pair>& fr
   for (int r = 0; r < rows; ++r) *sums[r] = sum_of(total[r]);
 }
 
-// For several.
-template <int inputs, int rows, std::enable_if_t<inputs != 1, int> = 0>
+// As for int8 weights.
+template <int inputs, int rows>
 DS_KERNELS_INLINE void dot_tile(const Dots& dots, const Rows<rows, Int4Pair>& from, const ShortInputs& input,
                                 float* const (&sums)[rows], int64_t sums_stride) {
+  if constexpr (inputs == 1) return dot_one(dots, from, input, sums);
   const int64_t width = dots.width;
   add_groups<rows, inputs>(dots, from.scales, input, sums, sums_stride, [&](int64_t group, auto& part) {
     DS_KERNELS_UNROLL

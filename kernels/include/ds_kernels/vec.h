@@ -2,7 +2,7 @@
 //
 // Arithmetic is that of the GCC/clang vector extensions, which lower to any target: AVX-512, AVX2, NEON, VSX, RVV
 // and, where there is nothing, to scalar code. Intrinsics appear only where the extensions have no word for an
-// instruction: square root and half-precision conversion.
+// instruction, square root and half-precision conversion among them, or where GCC makes several of one.
 //
 // A vector behaves like a float in formulas (`a * b + 2.f * c`), and the functions that formulas need exist for both,
 // so that one maths header serves vectors on a CPU and single elements on a GPU.
