@@ -154,9 +154,11 @@ def test_prompts_on_int4_weights_with_zero_points_of_several_blocks(inputs: int,
     check(input, weight, bias, residual.view(inputs, 300), "silu", True, 256, 4, zeros=True)
 
 
-@pytest.mark.parametrize(("dtype", "tokens"), [(torch.bfloat16, 65), (torch.float16, 65), (torch.float32, 150)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "tokens"), [(torch.bfloat16, 65), (torch.float16, 65), (torch.float32, 150)], ids=str
+)
 def test_a_prompt_on_weights_in_floating_point_of_several_blocks(dtype: torch.dtype, tokens: int) -> None:
-    """Without instructions for their products, nor AVX2, kernels widen 2 MiB of 16-bit weights at a time: two blocks."""
+    """Without instructions for their products, nor AVX2, 2 MiB of 16-bit weights are widened at a time: two blocks."""
     inputs = 2 * tokens
     input, weight = torch.randn(2, tokens, 1024).to(dtype), (torch.randn(600, 1024) / 32).to(dtype)
     bias, residual = torch.randn(600).to(dtype), torch.randn(2, tokens, 300).to(dtype)
