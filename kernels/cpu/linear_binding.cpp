@@ -160,11 +160,11 @@ struct Linear : Device {
   bool takes(const LinearLayer& layer, Dtype dtype) const {
     const bool amx = dtype == Dtype::BFloat16 && has_amx();
     const bool torch_is_slower = layer.scales ? dtype != Dtype::Float32 && !amx : is_slow(dtype);
-    const bool tiles = loops_for<LinearLoops>("linear").has_tiles(layer);
-    if (torch_is_slower && tiles) return true;
+    const auto has_tiles = [&] { return loops_for<LinearLoops>("linear").has_tiles(layer); };
+    if (torch_is_slower && has_tiles()) return true;
     const bool to_widen = is_slow(dtype) && (layer.scales || !multiplies(dtype));
     const bool fast = !layer.scales && multiplies_few_fast(dtype);
-    const bool slow = tiles && !layer.scales && dtype == Dtype::Float32 && multiplies_few_floats_slowly();
+    const bool slow = !layer.scales && dtype == Dtype::Float32 && multiplies_few_floats_slowly() && has_tiles();
     const int64_t many = fast ? kManyInputsOfFast : to_widen ? kManyInputsToWiden : slow ? kManyInputsOnAmd : kManyInputs;
     return layer.inputs < many || layer.columns == 0;
   }
