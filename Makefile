@@ -48,7 +48,7 @@ help:
 	@echo 'make architecture  draw the picture of docs/architecture.md from the code'
 	@echo 'make command-page  docs/reference/cli.md, from the commands themselves'
 	@echo 'make transformers-families  docs/transformers-families.md: every family, plain against accelerated; 15 minutes'
-	@echo 'make performance   docs/performance.md: all figures of the documentation, in one run; on an idle machine, an hour'
+	@echo 'make performance   docs/performance.md: all figures of the documentation, in one run; on an idle machine, an hour or two'
 	@echo 'make bench         the training step against the accelerator that DeepSpeed brings along'
 	@echo 'make gpu-wheels    packages for a GPU machine without a network, into build/gpu-wheels'
 	@echo 'make venv          set up .venv and nothing else'
@@ -328,12 +328,14 @@ docs: $(DOCS_READY)
 architecture: $(READY)
 	$(BIN)/python tools/architecture.py
 
+REPORT ?= docs/performance.json
+
 # ARGS=--resume measures what is missing or failed. Wheels are without binaries here: those take minutes to compile.
 .PHONY: performance
 performance: $(READY)
 	rm -rf build/performance-wheels
 	DS_BUILD_OPS=0 $(PIP) wheel --no-deps --no-build-isolation --wheel-dir build/performance-wheels . plugins/cpu
-	$(BIN)/sdk bench all --report docs --example examples/tiny_gpt --wheels build/performance-wheels --disk build $(ARGS)
+	$(BIN)/sdk bench all --report $(REPORT) --example examples/tiny_gpt --wheels build/performance-wheels --disk build $(ARGS)
 
 .PHONY: command-page
 command-page: $(READY)

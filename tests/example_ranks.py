@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
 import runpy
@@ -29,6 +28,7 @@ def run(script: str, *arguments: object, log: Path, ranks: int = 1, timeout: flo
     for process in processes:
         process.join(timeout)
         process.kill()
+        process.join()  # a rank that had to be killed has a status, too
     said = log.read_text(encoding="utf-8")
     if any(process.exitcode for process in processes):
         pytest.fail(f"{script}: exit statuses {[process.exitcode for process in processes]}\n{said}")
@@ -42,5 +42,4 @@ def _rank(rank: int, environment: dict[str, str], words: list[str], log: Path) -
     with log.open("a", encoding="utf-8") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    with contextlib.suppress(SystemExit):
-        runpy.run_path(words[0], run_name="__main__")
+    runpy.run_path(words[0], run_name="__main__")

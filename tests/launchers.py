@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import os
-import random
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from ds_plugin_sdk.conformance import programs
 
 LAUNCHERS = {
     "deepspeed": [sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators"],
@@ -48,13 +47,5 @@ def launch(launcher: str, ranks: int, program: Path, *arguments: str, **variable
 
 
 def free_port() -> str:
-    """A port at which nobody listens, for ranks that are yet to start.
-
-    None of those that the system gives to whoever asks for any: until the ranks listen it would give it to another
-    test's processes, too.
-    """
-    while True:
-        port = random.SystemRandom().randrange(10_000, 30_000)
-        with socket.socket() as server, contextlib.suppress(OSError):  # somebody listens
-            server.bind(("", port))
-            return str(port)
+    """A port at which ranks that are yet to start can meet."""
+    return str(programs.free_port())

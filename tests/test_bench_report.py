@@ -24,6 +24,7 @@ from ds_plugin_sdk.errors import SdkError
 ROOT = Path(__file__).resolve().parents[1]
 SETTINGS = Settings(example=None, wheels=None, disk=".", mpis=(), threads=2)
 MACHINE = {"processor": "a", "cores": "2"}
+FILE, PAGE = "performance.json", "performance.md"
 
 
 def test_the_spread_is_that_of_the_middle_eight_of_ten() -> None:
@@ -115,45 +116,45 @@ def results(monkeypatch: pytest.MonkeyPatch) -> dict[str, Result]:
 
 
 def test_a_report_has_a_row_for_what_failed(results: dict[str, Result], tmp_path: Path) -> None:
-    made = report.run(tmp_path, SETTINGS)
-    text = (tmp_path / report.PAGE).read_text(encoding="utf-8")
+    made = report.run(tmp_path / FILE, SETTINGS)
+    text = (tmp_path / PAGE).read_text(encoding="utf-8")
     assert "| a \\| b | 1 | 2 |" in text
     assert "not whole: stopped after 9 s" in text
     assert "provisional" not in text
-    assert report.load(tmp_path / report.FILE) == made
+    assert report.load(tmp_path / FILE) == made
 
 
 def test_a_report_of_a_busy_machine_says_so(results: dict[str, Result], tmp_path: Path) -> None:
     results["jit"] = measured(others=0.2)
-    report.run(tmp_path, SETTINGS)
-    assert "provisional" in (tmp_path / report.PAGE).read_text(encoding="utf-8")
+    report.run(tmp_path / FILE, SETTINGS)
+    assert "provisional" in (tmp_path / PAGE).read_text(encoding="utf-8")
 
 
 def test_resuming_measures_what_failed(results: dict[str, Result], tmp_path: Path) -> None:
-    report.run(tmp_path, SETTINGS)
+    report.run(tmp_path / FILE, SETTINGS)
     results |= {"jit": measured(99.0), "imports": measured(7.0)}
-    made = report.run(tmp_path, SETTINGS, resume=True)
+    made = report.run(tmp_path / FILE, SETTINGS, resume=True)
     assert [result.rows[0]["seconds"] for result in made.results.values()] == [2.0, 7.0]
 
 
 def test_resuming_measures_what_is_named_again(results: dict[str, Result], tmp_path: Path) -> None:
     results |= {"jit": measured(begun="2026-01-01T00:00:00+0000"), "imports": measured(7.0)}
-    report.run(tmp_path, SETTINGS)
+    report.run(tmp_path / FILE, SETTINGS)
     results |= {"jit": measured(3.0, begun="2026-01-02T00:00:00+0000"), "imports": measured(99.0)}
-    made = report.run(tmp_path, SETTINGS, names=["jit"], resume=True)
+    made = report.run(tmp_path / FILE, SETTINGS, names=["jit"], resume=True)
     assert {name: result.rows[0]["seconds"] for name, result in made.results.items()} == {"jit": 3.0, "imports": 7.0}
-    assert "| 2026-01-02 00:00:00+0000 |" in (tmp_path / report.PAGE).read_text(encoding="utf-8")
+    assert "| 2026-01-02 00:00:00+0000 |" in (tmp_path / PAGE).read_text(encoding="utf-8")
 
 
 def test_what_cannot_be_gone_on_with_is_an_error(results: dict[str, Result], tmp_path: Path) -> None:
     with pytest.raises(SdkError, match="cannot be read as a report"):
-        report.run(tmp_path, SETTINGS, resume=True)
+        report.run(tmp_path / FILE, SETTINGS, resume=True)
     with pytest.raises(SdkError, match="no benchmark 'jot'"):
-        report.run(tmp_path, SETTINGS, names=["jot"])
-    made = report.run(tmp_path, SETTINGS)
-    report.save(replace(made, machine=MACHINE), tmp_path)
+        report.run(tmp_path / FILE, SETTINGS, names=["jot"])
+    made = report.run(tmp_path / FILE, SETTINGS)
+    report.save(replace(made, machine=MACHINE), tmp_path / FILE)
     with pytest.raises(SdkError, match="machine or versions have changed"):
-        report.run(tmp_path, SETTINGS, resume=True)
+        report.run(tmp_path / FILE, SETTINGS, resume=True)
 
 
 def test_when_the_time_for_all_is_over_nothing_begins() -> None:
@@ -206,8 +207,8 @@ def test_only_reports_of_one_machine_are_compared() -> None:
 
 def test_the_status_says_whether_something_is_slower(sdk: Callable[..., str], tmp_path: Path) -> None:
     for name, seconds in (("a", 2.0), ("b", 3.0)):
-        report.save(report.Report(MACHINE, {}, "", {"jit": measured(seconds)}), tmp_path / name)
-    files = [str(tmp_path / name / report.FILE) for name in ("a", "b")]
+        report.save(report.Report(MACHINE, {}, "", {"jit": measured(seconds)}), tmp_path / name / FILE)
+    files = [str(tmp_path / name / FILE) for name in ("a", "b")]
     text = sdk("bench", "compare", *files, status=1)
     assert "slower" in text and "1 figures: 0 within noise" in text
     assert "faster" in sdk("bench", "compare", *reversed(files), status=0)
@@ -219,8 +220,8 @@ def test_the_status_says_whether_something_is_slower(sdk: Callable[..., str], tm
 @pytest.mark.deepspeed
 @pytest.mark.slow
 def test_one_benchmark_by_the_command(sdk: Callable[..., str], tmp_path: Path) -> None:
-    sdk("bench", "all", "--report", str(tmp_path), "--only", "accuracy", status=0)
-    (row, *_) = report.load(tmp_path / report.FILE).results["accuracy"].rows
+    sdk("bench", "all", "--report", str(tmp_path / FILE), "--only", "accuracy", status=0)
+    (row, *_) = report.load(tmp_path / FILE).results["accuracy"].rows
     assert row["params_ulp"] > 0
 
 
@@ -238,8 +239,11 @@ def test_many_processes_compile_once(tmp_path: Path) -> None:
     assert found["wheel of a_plugin", 1, ""].mib == 1
 
 
-def test_the_page_in_the_documentation_is_that_of_its_report(tmp_path: Path) -> None:
-    made = report.load(ROOT / "docs" / report.FILE)
-    again = "python -m ds_plugin_sdk.bench.report docs"
-    assert (ROOT / "docs" / report.PAGE).read_text(encoding="utf-8") == report.page(made, tmp_path), again
-    assert {file.name for file in (tmp_path / "img").glob("*")} <= {p.name for p in (ROOT / "docs/img").iterdir()}
+@pytest.mark.parametrize("name", ["performance", "performance-avx2"])
+def test_a_page_in_the_documentation_is_that_of_its_report(name: str, tmp_path: Path) -> None:
+    file = ROOT / "docs" / f"{name}.json"
+    again = f"python -m ds_plugin_sdk.bench.report docs/{file.name}"
+    made = report.page(report.load(file), tmp_path / file.name)
+    assert report.page_of(file).read_text(encoding="utf-8") == made, again
+    drawn, kept = (folder / "img" / name for folder in (tmp_path, ROOT / "docs"))
+    assert {picture.name for picture in drawn.iterdir()} == {picture.name for picture in kept.iterdir()}

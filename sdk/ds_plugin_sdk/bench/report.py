@@ -1,4 +1,4 @@
-"""A report of all benchmarks: ``performance.json``, the page ``performance.md`` made of it, and its charts.
+"""A report of all benchmarks: ``NAME.json``, the page ``NAME.md`` made of it, and its charts in ``img/NAME``.
 
 A row of a benchmark begins with text and whole numbers that say what was measured; then come its figures. Those of them
 that were repeated have their spread in ``spread``, by the figure's name.
@@ -26,7 +26,6 @@ from ds_plugin_sdk.report import versions_of
 
 FORMAT = 1
 QUIET = 0.1  # the part of all cores that others may take before a report says that its figures are provisional
-FILE, PAGE = "performance.json", "performance.md"
 _PACKAGES = (
     "ds-plugin-sdk",
     "ds-plugin-cpu",
@@ -58,7 +57,7 @@ class Report:
 
 
 def run(
-    folder: Path,
+    file: Path,
     settings: Settings,
     *,
     names: Sequence[str] = (),
@@ -69,10 +68,10 @@ def run(
     """Measure, and write the report after each benchmark.
 
     Args:
-        folder: where to; made if it is missing. Charts go to ``img`` in it.
+        file: the report, ``FOLDER/NAME.json``; the folder is made if it is missing.
         settings: for the benchmarks.
         names: of `BENCHMARKS`; all of them if there are none.
-        resume: keep what the report in the folder has, but for what failed and what is named.
+        resume: keep what the report has, but for what failed and what is named.
         minutes: for all; what comes later is not begun.
         tell: gets a line for each benchmark.
 
@@ -85,7 +84,7 @@ def run(
             raise SdkError(f"There is no benchmark {name!r}", hint=f"one of: {', '.join(BENCHMARKS)}")
     report = Report(_machine(), _versions(), time.strftime("%Y-%m-%dT%H:%M:%S%z"))
     if resume:
-        before = load(folder / FILE)
+        before = load(file)
         if (before.machine, before.versions) != (report.machine, report.versions):
             hint = "start again without --resume"
             raise SdkError("This run cannot be resumed", why="machine or versions have changed", hint=hint)
@@ -98,17 +97,22 @@ def run(
         if name not in report.results:
             report.results[name] = result = measure(name, settings, end - time.monotonic())
             tell(f"{name}: {result.seconds:.0f} s{f', failed: {result.failed}' if result.failed else ''}")
-            save(report, folder)
-    save(report, folder)
+            save(report, file)
+    save(report, file)
     return report
 
 
-def save(report: Report, folder: Path) -> None:
+def page_of(file: Path) -> Path:
+    """The page of a report."""
+    return file.with_suffix(".md")
+
+
+def save(report: Report, file: Path) -> None:
     """Write the report, its page and its charts."""
-    (folder / "img").mkdir(parents=True, exist_ok=True)
+    file.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"format": FORMAT, **asdict(report)}, indent=None, separators=(",", ":"))
-    (folder / FILE).write_text(text.replace('{"', '\n{"') + "\n", encoding="utf-8")
-    (folder / PAGE).write_text(page(report, folder), encoding="utf-8")
+    file.write_text(text.replace('{"', '\n{"') + "\n", encoding="utf-8")
+    page_of(file).write_text(page(report, file), encoding="utf-8")
 
 
 def load(file: Path) -> Report:
@@ -124,7 +128,7 @@ def load(file: Path) -> Report:
         found["results"] = {name: Result(**result) for name, result in found["results"].items()}
         return Report(**found)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        hint = "`sdk bench all --report FOLDER` writes one"
+        hint = "`sdk bench all --report FILE` writes one"
         raise SdkError(f"{file} cannot be read as a report", why=str(error), hint=hint) from error
 
 
@@ -145,21 +149,21 @@ def _versions() -> dict[str, str]:
 
 
 # ---- the page -------------------------------------------------------------------------------------------------------
-def page(report: Report, folder: Path) -> str:
-    """The report in Markdown; charts are drawn into ``img`` in `folder`."""
-    sections = [_section(name, report.results[name], folder) for name in BENCHMARKS if name in report.results]
-    return "\n\n".join([_head(report), *sections]) + "\n"
+def page(report: Report, file: Path) -> str:
+    """The report in Markdown; charts are drawn into ``img/NAME`` beside `file`."""
+    sections = [_section(name, report.results[name], file) for name in BENCHMARKS if name in report.results]
+    return "\n\n".join([_head(report, file), *sections]) + "\n"
 
 
-def _head(report: Report) -> str:
+def _head(report: Report, file: Path) -> str:
     machine = [[key, value] for key, value in {**report.machine, **report.versions}.items()]
     others = max((result.others for result in report.results.values()), default=0.0)
     missing = [name for name in BENCHMARKS if name not in report.results]
     lines = [
-        "# Performance",
-        "Every figure that we state, written by one command, which measures here and beside the peers:",
-        "    make performance",
-        "`sdk bench compare docs/performance.json other/performance.json` says what is faster or slower in another"
+        f"# Performance on {report.machine.get('instructions', 'another machine')}",
+        "Every figure that we state of such a machine, written by one command, which measures the peers too:",
+        f"    make performance REPORT=docs/{file.name}",
+        f"`sdk bench compare docs/{file.name} other/{file.name}` says what is faster or slower in another"
         " report: the JSON has the spread of each figure's repetitions."
         ' Times are medians of wall time; those who are compared take turns. Speeds "times" somebody\'s are ours in'
         " multiples of theirs: above 1, ours is faster. Formulas and limits are on the pages that the sections name.",
@@ -195,16 +199,16 @@ def _anchor(title: str) -> str:
     return "".join(c for c in title.lower() if c.isalnum() or c in " -").replace(" ", "-")
 
 
-def _section(name: str, result: Result, folder: Path) -> str:
+def _section(name: str, result: Result, file: Path) -> str:
     benchmark = BENCHMARKS[name]
     about = benchmark.about + (f" [More]({benchmark.page})." if benchmark.page else "")
     parts = [f"## {benchmark.title}", about, f"    {benchmark.command}"]
     families = bool(result.rows) and "times" in result.rows[0] and isinstance(result.rows[0]["times"], dict)
     if result.rows:
         parts.append(_family(result.rows) if families else _plain(result.rows))
-        picture = chart.draw_section(name, result.rows, folder / "img")
+        picture = chart.draw_section(name, result.rows, file.parent / "img" / file.stem)
         if picture is not None:
-            parts.append(f"![{benchmark.title}](img/{picture.name})")
+            parts.append(f"![{benchmark.title}](img/{file.stem}/{picture.name})")
     if result.failed:
         parts.append(f"Not whole: {_cell(result.failed)}")
     parts += [f"- {_cell(note)}" for note in result.notes]
@@ -266,5 +270,5 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-if __name__ == "__main__":  # the page of a report again, when its words have changed: python -m ... FOLDER
-    save(load(Path(sys.argv[1], FILE)), Path(sys.argv[1]))
+if __name__ == "__main__":  # the page of a report again, when its words have changed: python -m ... FILE
+    save(load(Path(sys.argv[1])), Path(sys.argv[1]))

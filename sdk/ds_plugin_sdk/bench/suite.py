@@ -218,7 +218,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         "ops/inference.md",
     ),
     "sparse_attention": _family(
-        "Sparse attention", "sparse_attention", "4096 tokens, 4 heads of 64, batch 1.", "ops/sparse_attention.md"
+        "Sparse attention", "sparse_attention", "4096 tokens, 4 heads of 64, batch 1.", "ops/sparse_attention.md", 1200
     ),
     "evoformer": _family(
         "Attention of the Evoformer", "evoformer", "Against eager torch.", "ops/evoformer_attn.md", 120

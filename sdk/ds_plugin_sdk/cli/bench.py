@@ -360,11 +360,9 @@ def scale(
 
 @_command("all")
 def everything(
-    report: Path = typer.Option(help="The folder for performance.json, the page performance.md and img."),
-    only: list[str] = typer.Option([], help="Only this benchmark, by its key in performance.json; may be repeated."),
-    resume: bool = typer.Option(
-        False, help="Keep what the report in the folder has, but for what failed and what --only names."
-    ),
+    report: Path = typer.Option(help="FOLDER/NAME.json; the page NAME.md and the charts in img/NAME go beside it."),
+    only: list[str] = typer.Option([], help="Only this benchmark, by its key in the report; may be repeated."),
+    resume: bool = typer.Option(False, help="Keep what the report has, but for what failed and what --only names."),
     minutes: float = typer.Option(60.0, min=0, help="For all: what would begin later is not begun."),
     example: Path | None = typer.Option(None, help="The demo: examples/tiny_gpt of the repository."),
     wheels: Path | None = typer.Option(None, help="A folder with wheels, whose sizes are figures too."),
@@ -375,6 +373,8 @@ def everything(
     from ds_plugin_sdk.bench import report as benchmark
     from ds_plugin_sdk.bench.suite import Settings
 
+    if report.suffix != ".json":
+        raise typer.BadParameter(f"{report} is no .json", param_hint="--report")
     settings = Settings(
         example=None if example is None else str(example.resolve()),
         wheels=None if wheels is None else str(wheels.resolve()),
@@ -384,12 +384,12 @@ def everything(
     )
     found = benchmark.run(report, settings, names=only, resume=resume, minutes=minutes, tell=errors.print)
     failed = [name for name, result in found.results.items() if result.failed]
-    output.print(f"{report / benchmark.PAGE}: {len(found.results)} benchmarks, {len(failed)} not whole")
+    output.print(f"{benchmark.page_of(report)}: {len(found.results)} benchmarks, {len(failed)} not whole")
 
 
 @_command("compare")
 def compare(
-    before: Path = typer.Argument(help="The performance.json of `sdk bench all`."),
+    before: Path = typer.Argument(help="The report of `sdk bench all`."),
     after: Path = typer.Argument(help="Another one."),
     least: float = typer.Option(0.05, min=0, help="Differences below this part are never told."),
     any_machine: bool = typer.Option(False, help="Compare reports of two machines too."),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -177,8 +178,14 @@ def failure_of(outcomes: Sequence[Outcome], timeout: float) -> NonconformanceErr
 
 
 def free_port() -> int:
-    """A TCP port of this machine that nobody listens at."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port
+    """A TCP port of this machine that nobody listens at, for ranks that are yet to start.
+
+    None of those that Linux gives to whoever asks for any (32768 and above, unless set otherwise): until the ranks
+    listen, it would give it to other programs too.
+    """
+    with socket.socket() as server:
+        for port in random.SystemRandom().sample(range(10_000, 30_000), 100):
+            with contextlib.suppress(OSError):  # somebody listens
+                server.bind(("", port))
+                return port
+    raise OSError("this process can bind none of 100 ports between 10000 and 30000, so its ranks have nowhere to meet")
