@@ -333,7 +333,7 @@ def _added(mask: Tensor, mode: MaskMode) -> Tensor:
     """A mask as what is added to the scores."""
     if mode == "add":
         return mask
-    return torch.zeros(mask.shape, device=mask.device).masked_fill_(mask == 0, float("-inf"))
+    return torch.zeros(mask.shape, dtype=torch.float32, device=mask.device).masked_fill_(mask == 0, -torch.inf)
 
 
 def _expect(name: str, mask: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -407,6 +407,20 @@ def test_autocast(calls: Counter[str]) -> None:
     assert calls[GATE] == 2 and not calls[GELU]
 
 
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64], ids=str)
+def test_torchs_default_dtype_is_not_that_of_masks(default: torch.dtype) -> None:
+    model = make("llama", torch.bfloat16)
+    plain = gradients(model, attention_mask=PADDED)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        with accelerate(model):
+            ours = gradients(model, attention_mask=PADDED)
+    finally:
+        torch.set_default_dtype(before)
+    assert error(ours, plain) < 0.1
+
+
 def test_a_compiled_model_is_one_graph_of_torchs(calls: Counter[str]) -> None:
     model = make()
     with accelerate(model):

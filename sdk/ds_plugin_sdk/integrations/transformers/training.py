@@ -108,7 +108,7 @@ def _added(mask: Tensor | None) -> Tensor | None:
     """What a mask adds to scores, float32."""
     if mask is None or mask.dtype != torch.bool:
         return None if mask is None else mask.to(torch.float32)
-    return torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, -torch.inf)
+    return torch.zeros(mask.shape, dtype=torch.float32, device=mask.device).masked_fill_(~mask, -torch.inf)
 
 
 __all__ = ["TrainedLinear", "attends_in_training", "attention_in_training", "linear_in_training"]
