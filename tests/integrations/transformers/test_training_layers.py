@@ -200,6 +200,26 @@ def test_checkpointing_computes_the_same_again(reentrant: bool, calls: Counter[s
         assert equal([each.grad.double() for each in model.parameters()], expected)
 
 
+@pytest.mark.parametrize("name", ["gptj", "mixtral"])
+def test_quantized_weights_are_not_what_checkpointing_first_multiplies(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without gradients, but in training mode: the second time layers run by their own code."""
+    mixtral = (lambda: transformers.MixtralConfig(**_LLAMA, num_local_experts=4), {})
+    monkeypatch.setitem(MODELS, "mixtral", mixtral)
+    model = make(name)
+    expected = gradients(model)
+    with accelerate(model, weights="int8") as handle:
+        assert not handle.linear and not handle.experts
+        assert "it is in training mode" in str(handle.left)
+        model.gradient_checkpointing_enable({"use_reentrant": True})
+        model.enable_input_require_grads()
+        model(**batch()).loss.backward()
+        assert error([each.grad.double() for each in model.parameters()], expected) < 1e-5
+        model.eval()
+        assert handle.linear if name == "gptj" else handle.experts
+
+
 def test_gradients_of_gradients_are_the_plain_models(calls: Counter[str]) -> None:
     """As penalties of a gradient's size want them; attention that can be derived twice is eager."""
     model = make()

@@ -87,7 +87,9 @@ class ExpertsReplacement(Replacement):
         super().put_on()
 
     def holds(self) -> bool:
-        return self._watch.holds() and not self._own._is_expert_parallel and self._is_chosen() and self._follow()
+        trains = self._weights is not None and self.module.training  # `Matrix.rounded` says why
+        known = not trains and self._watch.holds() and not self._own._is_expert_parallel and self._is_chosen()
+        return known and self._follow()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():

@@ -53,7 +53,8 @@ class LinearReplacement(Replacement):
         self._watch = Watch.alone(module)
 
     def holds(self) -> bool:
-        return self._watch.holds() and self.matrix.follow(compare=True)
+        trains = self.matrix.rounded and self.module.training
+        return not trains and self._watch.holds() and self.matrix.follow(compare=True)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():

@@ -58,6 +58,8 @@ class Matrix:
         order: which input each column of the contents is for, ``[in]``, int64; None if they are in their order.
         dtype, device: of inputs that they serve.
         held: the layers' tensors when `contents` were made.
+        rounded: whether the contents have fewer digits than the layers' weights. They are for inference: activation
+            checkpointing may record no gradients where it first calls a layer, and calls its own code later.
     """
 
     layers: Sequence[nn.Module]
@@ -66,6 +68,7 @@ class Matrix:
     dtype: torch.dtype
     device: torch.device
     held: Snapshot
+    rounded: bool = False
 
     @property
     def parameters(self) -> Sequence[Tensor]:
@@ -146,8 +149,8 @@ class PlainMatrix(Matrix):
     def pack(self, arena: Arena, weights: Weights) -> None:
         """Move the parameters into the arena, or the biases and copies of the weights."""
         rows = [_rows(layer) for layer in self.layers]
-        self._weights = weights
-        self._copied = weights is not None or not all(each.is_contiguous() for each in rows)
+        self._weights, self.rounded = weights, weights is not None
+        self._copied = self.rounded or not all(each.is_contiguous() for each in rows)
         bias = self._move_biases(arena)
         if weights:
             self.contents = self._quantize(arena, bias)
