@@ -143,6 +143,17 @@ _collective(
     cases=_declared(),
 )
 
+_collective(
+    "large",
+    "D1.10",
+    "Other collectives of millions of elements, of any number, are right in each of them.",
+    "Parameters and buckets are larger than a transport's buffers.",
+    cases=lambda target: (
+        {"collective": name}
+        for name in ("broadcast", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "send")
+    ),
+)
+
 # --------------------------------------------------------------------------------- D2: broadcast, gather and scatter
 _collective(
     "broadcast",
@@ -276,6 +287,29 @@ _collective(
 )
 def end(target: Target) -> None:
     programs.run("collectives", target, *_alone(_PATIENCE, "ends_by_itself"), ranks=2, timeout=_SECONDS)
+
+
+@check(
+    "distributed.ranks.more",
+    Clause(
+        "D6.9",
+        "Collectives of three ranks, or four, give what those of two do.",
+        reason="A ring of two has no direction, and trees are whole for powers of two.",
+    ),
+    needs=lambda target: (
+        f"three ranks need three devices; the accelerator declares {int(target.accelerator.device_count())}"
+        if indexed(target) and int(target.accelerator.device_count()) < 3
+        else None
+    ),
+    cases=lambda target: (
+        {"ranks": str(ranks)}
+        for ranks in (3, 4)
+        if ranks == 3 or not indexed(target) or target.accelerator.device_count() > 3
+    ),
+    timeout=2 * _SECONDS,
+)
+def more(target: Target, ranks: str) -> None:
+    programs.run("collectives", target, *_alone(_PATIENCE, "more_ranks"), ranks=int(ranks), timeout=_SECONDS)
 
 
 # -------------------------------------------------------------------------------------------------------- D7: failures

@@ -20,6 +20,7 @@ class Layout:
         pad: elements between rows.
         shift: elements before the first and after the last.
         repeated: which dimension, as a share of them, has the same memory for all its entries; None for none.
+        one: whether all entries have the same memory, as the gradient of a sum has it.
     """
 
     order: float = 0.0
@@ -27,16 +28,27 @@ class Layout:
     pad: int = 0
     shift: int = 0
     repeated: float | None = None
+    one: bool = False
+
+    @property
+    def shared(self) -> bool:
+        """Whether entries have the same memory."""
+        return self.one or self.repeated is not None
 
     def values(self, tensor: Tensor) -> Tensor:
         """The tensor's values, the same along the dimension that is repeated."""
-        if self.repeated is None or tensor.dim() == 0 or tensor.numel() == 0:
+        if not self.shared or tensor.dim() == 0 or tensor.numel() == 0:
             return tensor
+        if self.one:
+            return tensor.flatten()[:1].expand(tensor.numel()).reshape(tensor.shape).contiguous()
+        assert self.repeated is not None
         at = int(self.repeated * tensor.dim())
         return tensor.narrow(at, 0, 1).expand(tensor.shape).contiguous()
 
     def strides(self, shape: Sequence[int]) -> tuple[list[int], int]:
         """Strides, and elements of memory from the first to the last."""
+        if self.one:
+            return [0] * len(shape), 1
         order = list(range(len(shape)))
         random.Random(self.order).shuffle(order)
         if self.order < 0.5:
@@ -75,9 +87,7 @@ class Placed:
         memory = torch.full((elements + 2 * layout.shift,), _beside(tensor.dtype), dtype=tensor.dtype).to(device)
         view = torch.as_strided(memory, tensor.shape, strides, layout.shift)
         if tensor.numel():
-            (view if layout.repeated is None else _once(view)).copy_(
-                tensor if layout.repeated is None else _once(tensor, view.stride())
-            )
+            (_once(view) if layout.shared else view).copy_(_once(tensor, view.stride()) if layout.shared else tensor)
         return Placed(view, memory, memory.clone())
 
     def beyond(self) -> bool:

@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mutants.mutant import SIMULATED
 from mutants.runtime.support import DEVICE, always, below, member, nothing, original
@@ -115,3 +116,20 @@ def _device_of_the_process() -> None:
 
 
 below("device.of_the_process", "R1.21", "`set_device` sets the device of all threads.", _device_of_the_process)
+
+
+def _never_wider() -> None:
+    """Autocast makes numbers narrower, and never wider."""
+    for name in ("cross_entropy", "mse_loss", "softmax", "layer_norm"):
+        function = getattr(torch.nn.functional, name)
+
+        def narrow(input: Tensor, *arguments: Any, function: Any = function, **options: Any) -> Any:
+            if input.device.type != DEVICE:
+                return function(input, *arguments, **options)
+            with torch.autocast(DEVICE, enabled=False):
+                return function(input, *arguments, **options)
+
+        setattr(torch.nn.functional, name, narrow)
+
+
+below("device.autocast_never_wider", "R1.22", "Losses under autocast stay in 16 bits.", _never_wider)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mutants.mutant import SIMULATED
-from mutants.runtime.support import always, member, original
+from mutants.runtime.support import DEVICE, always, below, member, original
 
 member("pinned.empty", "R7.1", "`pin_memory` does not copy.", pin_memory=lambda self, t, **_: torch.zeros_like(t))
 member("pinned.everything", "R7.2", "All memory counts as pinned.", is_pinned=always(True))
@@ -71,3 +73,97 @@ member(
     target=SIMULATED,
     is_pinned=lambda self, tensor: tensor.storage_offset() == 0 and original(self).is_pinned(tensor),
 )
+
+
+_pool: list[tuple[Tensor, Any]] = []
+
+
+def _pin_by_current(self: Any, tensor: Tensor, **options: Any) -> Tensor:
+    """Memory from a pool, which it goes back to with an event on the stream that is current when it dies."""
+    if options or tensor.numel() != 1024 or tensor.dtype != torch.float32:
+        return original(self).pin_memory(tensor, **options)  # type: ignore[no-any-return]
+    at = next((i for i, (_, event) in enumerate(_pool) if event.query()), None)
+    memory = original(self).pin_memory(torch.empty(1024)) if at is None else _pool.pop(at)[0]
+    memory.copy_(tensor.reshape(-1))
+    given: Tensor = memory.view(tensor.shape)
+
+    def back() -> None:
+        event = torch.Event(DEVICE)
+        event.record(torch.get_device_module(DEVICE).current_stream())
+        _pool.append((memory, event))
+
+    weakref.finalize(given, back)
+    return given
+
+
+member(
+    "pinned.free_for_the_current",
+    "R7.11",
+    "Pinned memory is free when the current stream is done, whichever copies from it.",
+    target=SIMULATED,
+    pin_memory=_pin_by_current,
+)
+
+
+def _reads_later() -> None:
+    """Memory that is not pinned is read when the device comes to it."""
+    to, late = torch.Tensor.to, list[tuple[Tensor, Tensor]]()
+
+    def flush() -> None:
+        while late:
+            there, source = late.pop()
+            there.copy_(source)
+
+    def wrapped(self: Tensor, *arguments: Any, **options: Any) -> Any:
+        made = to(self, *arguments, **options)
+        moved = self.device.type == "cpu" and made.device.type == DEVICE
+        if options.get("non_blocking") and moved and not self.is_pinned():
+            late.append((made, self))
+        return made
+
+    torch.Tensor.to = wrapped  # type: ignore[method-assign, assignment]  # the defect of this mutant
+    for name in ("cpu", "tolist", "item"):
+        function = getattr(torch.Tensor, name)
+
+        def read(self: Tensor, *arguments: Any, function: Any = function, **options: Any) -> Any:
+            flush()
+            return function(self, *arguments, **options)
+
+        setattr(torch.Tensor, name, read)
+    synchronize = torch.accelerator.synchronize
+
+    def synchronized(*arguments: Any) -> None:
+        flush()
+        synchronize(*arguments)
+
+    torch.accelerator.synchronize = synchronized
+
+
+below("copies.read_later", "R7.12", "A non-blocking copy from ordinary memory reads it later.", _reads_later)
+
+
+def _staged_badly() -> None:
+    """A copy that converts, or that has gaps, goes by a buffer that is not kept for it: 0 arrives behind other work."""
+    to, copy = torch.Tensor.to, torch.Tensor.copy_
+
+    def copy_(self: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+        odd = source.dtype != self.dtype or not source.is_contiguous()
+        if non_blocking and odd and source.device.type == "cpu" and self.device.type == DEVICE:
+            side = torch.get_device_module(DEVICE).current_stream()
+            if not side.query():
+                return self.zero_()
+        return copy(self, source, non_blocking)
+
+    def wrapped(self: Tensor, *arguments: Any, **options: Any) -> Any:
+        made = to(self, *arguments, **options)
+        odd = made.dtype != self.dtype or not self.is_contiguous()
+        moved = self.device.type == "cpu" and made.device.type == DEVICE
+        busy = moved and not torch.get_device_module(DEVICE).current_stream().query()
+        if options.get("non_blocking") and odd and busy:
+            made.zero_()
+        return made
+
+    torch.Tensor.to, torch.Tensor.copy_ = wrapped, copy_  # type: ignore[method-assign, assignment]  # the defect
+
+
+below("copies.staged_badly", "R7.13", "The buffer by which a copy converts is not kept for it.", _staged_badly)

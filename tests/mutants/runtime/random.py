@@ -7,6 +7,7 @@ import types
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mutants.mutant import SIMULATED
 from mutants.runtime.support import DEVICE, always, below, member, nothing, original
@@ -121,3 +122,52 @@ member(
     "`set_rng_state` takes no index.",
     set_rng_state=lambda self, state: torch.set_rng_state(state),
 )
+
+
+def _drawn(change: Any) -> None:
+    """What `torch.rand`, `randn` and dropout draw on the device is changed."""
+    dropout = torch.nn.functional.dropout
+
+    def changed(function: Any) -> Any:
+        def draw(*size: Any, device: Any = None, generator: Any = None, **options: Any) -> Tensor:
+            made: Tensor = function(*size, device=device, generator=generator, **options)
+            return change(made, function, generator) if made.device.type == DEVICE else made
+
+        return draw
+
+    torch.rand, torch.randn = changed(torch.rand), changed(torch.randn)
+
+    def drop(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        if input.device.type != DEVICE or not training:
+            return dropout(input, p, training, inplace)
+        return input * (torch.rand(input.shape, device=input.device) >= p) / (1 - p)
+
+    torch.nn.functional.dropout = drop
+
+
+def _repeated(made: Tensor, function: Any, generator: Any) -> Tensor:
+    flat = made.flatten()
+    return flat[:512].repeat(-(-max(flat.numel(), 1) // 512))[: flat.numel()].view(made.shape)
+
+
+below("random.blocks_alike", "R3.19", "Each block of 512 threads draws the same numbers.", lambda: _drawn(_repeated))
+
+
+_calls: dict[Any, int] = {}  # a state -> how many others there were before it
+
+
+def _overlapping() -> None:
+    """The state advances by four for each call, however many numbers the call draws."""
+
+    def change(made: Tensor, function: Any, generator: Any) -> Tensor:
+        module: Any = torch.get_device_module(DEVICE)
+        given = generator or module.default_generators[made.device.index]
+        begin = 4 * _calls.setdefault(bytes(given.get_state().tolist()), len(_calls))
+        host = torch.Generator().manual_seed(given.initial_seed() % 2**31)
+        long = torch.randn if function.__name__ == "randn" else torch.rand
+        return long(made.numel() + begin, generator=host)[begin:].view(made.shape).to(made.device)
+
+    _drawn(change)
+
+
+below("random.overlapping", "R3.19", "Two calls draw the same numbers, moved by four.", _overlapping)

@@ -203,3 +203,22 @@ member(
     stream=_for_all_threads,
     current_stream=lambda self, index=None: self.__dict__.get("last") or original(self).current_stream(index),
 )
+
+
+_made_events: list[None] = []
+
+
+def _few_events(enable_timing: bool = False) -> Any:
+    _made_events.append(None)
+    if len(_made_events) > 4096:
+        raise RuntimeError("out of events")
+    return torch.Event(DEVICE, enable_timing=enable_timing)
+
+
+member(
+    "streams.events_not_returned",
+    "R4.23",
+    "Handles of events are not given back; there are 4,096.",
+    target=SIMULATED,
+    Event=property(lambda self: _few_events),
+)

@@ -96,10 +96,12 @@ def _attention(
         allowed = allowed & (position <= own)
     if window:
         allowed = allowed & (position > own - window)
-    if mask is not None and mask.dtype == torch.bool:
-        allowed = allowed & mask[:, None, None, :total]
-    elif mask is not None:
-        scores = scores + mask[..., :total]
+    if mask is not None:
+        mask = (mask[:, None, None, :] if mask.dim() == 2 else mask)[..., :total]
+        if mask.dtype == torch.bool:
+            allowed = allowed & mask
+        else:
+            scores = scores + mask
     scores = scores.masked_fill(~allowed, -torch.inf)
     # A query whose scores are all minus infinity may attend to nothing.
     nothing = (scores == -torch.inf).all(-1, keepdim=True)
@@ -107,12 +109,15 @@ def _attention(
     return torch.einsum("bhtp,bhpd->bhtd", weights * value_steps.transpose(2, 3), values)
 
 
-def _sample(make: Make, label: str, kind: Kind, shape: tuple[int, ...], **options: Any) -> Sample:
+def _sample(
+    make: Make, label: str, kind: Kind, shape: tuple[int, ...], new: int | None = None, **options: Any
+) -> Sample:
     batch, heads, kv_heads, tokens, past, head_dim = shape
+    new = tokens if new is None else new
     arguments = {
         "query": make.normal(batch, heads, tokens, head_dim),
-        "key": make.normal(batch, kv_heads, tokens, head_dim),
-        "value": make.normal(batch, kv_heads, tokens, head_dim),
+        "key": make.normal(batch, kv_heads, new, head_dim),
+        "value": make.normal(batch, kv_heads, new, head_dim),
         "key_cache": make.normal(batch, kv_heads, past + tokens + 2, head_dim),
         "value_cache": make.normal(batch, kv_heads, past + tokens + 2, head_dim),
         "past": past,
@@ -152,10 +157,31 @@ def _large(make: Make) -> Iterator[Sample]:
     yield _sample(make, "1100 tokens", "adversarial", (1, 1, 1, 1100, 0, 8))
 
 
+def _others(make: Make) -> Iterator[Sample]:
+    """What the samples of each shape have in common is another here."""
+    for tokens in (1, 3):
+        shape = (2, 4, 2, tokens, 9, 16)
+        sample = functools.partial(_sample, make, kind="adversarial", shape=shape)
+        total = tokens + 9
+        yield sample(f"{shape}, another scale", scale=0.05)
+        allowed = make.integers(0, 3, 2, 1, tokens, total) > 0
+        yield sample(f"{shape}, bool mask of each query", mask=allowed)
+        yield sample(f"{shape}, bool mask of each head", mask=make.integers(0, 3, 1, 4, 1, total) > 0)
+        yield sample(f"{shape}, mask of more positions", mask=make.normal(2, 1, tokens, total + 5))
+        padded = torch.arange(total + 5) >= make.integers(1, 9, 2, 1)
+        yield sample(f"{shape}, padding of more positions", mask=padded)
+        yield sample(f"{shape}, no new keys", new=0)
+        large = sample(f"{shape}, large products", scale=1e-5)
+        sizes = {name: 300 * large.arguments[name] for name in ("query", "key", "key_cache")}
+        yield Sample(large.label, {**large.arguments, **sizes}, large.kind)
+
+
 def _samples(make: Make) -> Iterator[Sample]:
     sample = functools.partial(_sample, make)
     yield sample("no rows", "empty", (0, 2, 2, 1, 3, 8))
     for shape in (*_SHAPES, *_REAL):
+        if shape == _REAL[0]:
+            yield from _others(make)
         kind: Kind = "real" if shape in _REAL else "adversarial"
         batch, heads, _, tokens, past, _ = shape
         yield sample(f"{shape}", kind, shape)

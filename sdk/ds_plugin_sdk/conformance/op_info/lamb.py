@@ -63,9 +63,15 @@ def _formula(
     **options: Any,
 ) -> tuple[Any, ...]:
     steps = zip(params, grads, exp_avgs, exp_avg_sqs, strict=True)
-    results = [_lamb64(p, g, m, v, options) for p, g, m, v in steps]
+    results = [_lamb64(p, g, m, v, {**options, **_step_of(options, i)}) for i, (p, g, m, v) in enumerate(steps)]
     new, firsts, seconds = ([result[i] for result in results] for i in range(3))
     return new, firsts, seconds, new if copies else [], torch.tensor([result[3] for result in results])
+
+
+def _step_of(options: Mapping[str, Any], parameter: int) -> dict[str, int]:
+    """The step of one parameter, where they have steps of their own."""
+    steps = options["steps"]
+    return {"steps": steps[parameter]} if isinstance(steps, list) else {}
 
 
 # ---- samples ---------------------------------------------------------------------------------------------------------
@@ -91,6 +97,7 @@ def _large(make: Make) -> Iterator[Sample]:
     yield _sample(make, "700 tensors", [(1 + i % 5,) for i in range(700)], {})
     yield _sample(make, "300,001 elements", [(300_001,)], {})
     yield _sample(make, "a large number added to the divisor", [(17,)], {"eps": 0.5})
+    yield _sample(make, "steps of 1, 256 and 100,000", [(17,)] * 3, {"steps": [1, 256, 100_000]})
     for step in (256, 100_000, 10_000_000):
         yield _sample(make, f"step {step}", [(17,)], {"steps": step})
 
@@ -171,7 +178,8 @@ def _schema_arguments(arguments: Mapping[str, Any]) -> Sequence[Any]:
     lists = [arguments[name] for name in ("params", "grads", "exp_avgs", "exp_avg_sqs", "copies")]
     values = {**_NUMBERS, **arguments}
     numbers = [number for name in _NUMBERS for number in (values[name] if name == "betas" else [values[name]])]
-    return [*lists, [arguments["steps"]], *numbers]
+    steps = arguments["steps"]
+    return [*lists, [steps] if isinstance(steps, int) else steps, *numbers]
 
 
 OPS = (

@@ -64,7 +64,11 @@ def _sample(
     groups: int,
     bits: Literal[4, 8] = 8,
     zeros: bool = False,
+    bias: bool = True,
+    residual: bool | None = None,
+    batch: tuple[int, ...] = (),
 ) -> Sample:
+    """A residual is added to what is gated unless it is said."""
     inputs, columns, rows = shape
     # Sums of size one, whatever their length.
     weight = make.normal(rows, columns, scale=max(columns, 1) ** -0.5, dtype=torch.float32)
@@ -75,12 +79,12 @@ def _sample(
         weight = weight.to(make.dtype)
     out = rows // 2 if gated else rows
     arguments = {
-        "input": make.normal(inputs, columns),
+        "input": make.normal(*batch, inputs, columns),
         "weight": weight,
-        "bias": make.normal(rows),
+        "bias": make.normal(rows) if bias else None,
         "scales": scales,
         "offsets": _offsets(make, scales) if zeros and scales is not None else None,
-        "residual": make.normal(inputs, out) if gated else None,
+        "residual": make.normal(*batch, inputs, out) if (gated if residual is None else residual) else None,
         "activation": activation,
         "gated": gated,
     }
@@ -92,6 +96,9 @@ def _large(make: Make) -> Iterator[Sample]:
         text = ", int8" if groups else ""
         for shape in ((MANY_ROWS, 4, 2), (2, MANY_COLUMNS, 4), (1, 4, MANY_ROWS)):
             yield _sample(make, f"{shape}{text}", "adversarial", shape, "silu", False, groups)
+    long = _sample(make, "a long sum of one sign", "adversarial", (1, 16_384, 2), "identity", False, 0, bias=False)
+    input, weight = (torch.ones_like(long.arguments[name]) for name in ("input", "weight"))
+    yield Sample(long.label, {**long.arguments, "input": input, "weight": weight / 128}, long.kind)
 
 
 def _samples(make: Make) -> Iterator[Sample]:
@@ -108,6 +115,12 @@ def _samples(make: Make) -> Iterator[Sample]:
         yield sample(label, "adversarial", shape, activation, number % 2 == 1, shape[1] // 64, 4)
         label = f"{label}, zero points"
         yield sample(label, "adversarial", shape, activation, number % 2 == 0, shape[1] // 64, 4, zeros=True)
+    for groups in (0, 4):
+        more, shape = ", int8" if groups else "", (7, 64, 66)
+        yield sample(f"no bias{more}", "adversarial", shape, "silu", False, groups, bias=False)
+        yield sample(f"a residual{more}", "adversarial", shape, "silu", False, groups, residual=True)
+        yield sample(f"no residual{more}", "adversarial", shape, "silu", True, groups, residual=False)
+        yield sample(f"a batch{more}", "adversarial", shape, "silu", True, groups, batch=(2,))
     for shape in _REAL:
         yield sample(f"{shape}", "real", shape, "gelu_tanh", False, 0)
         yield sample(f"{shape}, int8", "real", shape, "silu", True, shape[1] // 128)

@@ -79,6 +79,7 @@ def _samples(names: Sequence[str]) -> Callable[[Make], Iterator[Sample]]:
             yield sample("far from zero", "adversarial", make.normal(3, 200) + 100)
         yield sample("tiny", "adversarial", make.normal(3, 200, scale=1e-4))
         yield sample("constant", "adversarial", torch.full((2, 70), 3.0).to(make.dtype))
+        yield sample("a large eps", "adversarial", make.normal(3, 70), eps=0.5)
         for shape in _REAL:
             yield sample(f"hidden size {shape[-1]}", "real", make.normal(*shape))
         if names == ("weight",):

@@ -16,6 +16,7 @@ from ds_plugin_sdk.ops import rotary as ops
 _SHAPES = (
     ((1, 1, 1, 2), 2),
     ((2, 3, 4, 5), 2),
+    ((2, 3, 4, 6), 4),
     ((1, 2, 3, 40), 26),
     ((2, 1, 5, 64), 64),
     ((1, 2, 3, 80), 66),
@@ -42,6 +43,9 @@ def _samples(make: Make) -> Iterator[Sample]:
             label = f"{layout}, {rotary_dim} of {list(shape)}"
             yield _sample(make, label, "adversarial", shape, rotary_dim, interleaved)
         yield _sample(make, f"{layout}, nothing turned", "adversarial", (1, 2, 3, 8), 0, interleaved)
+    for interleaved in (False, True):
+        label = f"angles that a batch has in common, {interleaved=}"
+        yield _sample(make, label, "adversarial", (3, 2, 5, 24), 16, interleaved, common=True)
     yield _sample(make, "far along a sequence", "adversarial", (2, 2, 3, 32), 32, False, first=100_000)
     yield _sample(make, "llama", "real", (2, 32, 17, 128), 128, False)
     yield _sample(make, "gpt-j", "real", (2, 16, 9, 256), 64, True)
@@ -54,10 +58,17 @@ def _large(make: Make) -> Iterator[Sample]:
 
 
 def _sample(
-    make: Make, label: str, kind: Kind, shape: tuple[int, ...], rotary_dim: int, interleaved: bool, first: int = 1
+    make: Make,
+    label: str,
+    kind: Kind,
+    shape: tuple[int, ...],
+    rotary_dim: int,
+    interleaved: bool,
+    first: int = 1,
+    common: bool = False,
 ) -> Sample:
     batch, _, tokens, _ = shape
-    positions = torch.arange(first, first + tokens) + 5 * torch.arange(batch).unsqueeze(1)
+    positions = torch.arange(first, first + tokens) + 5 * torch.arange(1 if common else batch).unsqueeze(1)
     cos, sin = ops.angles(positions, rotary_dim)
     return Sample(label, {"input": make.normal(*shape), "cos": cos, "sin": sin, "interleaved": interleaved}, kind)
 

@@ -20,7 +20,7 @@ from ds_plugin_sdk.ops import _library, _philox, transformer
 from ds_plugin_sdk.ops.activation import ACTIVATIONS
 
 # Rows and columns around vectors, blocks of random numbers, and parts of sums over rows.
-_SHAPES = ((1, 1), (2, 3), (3, 16), (2, 17), (3, 63), (2, 2, 64), (3, 65), (2, 130), (70, 257))
+_SHAPES = ((1, 1), (2, 3), (3, 16), (2, 17), (3, 63), (2, 2, 64), (2, 3, 2, 17), (3, 65), (2, 130), (70, 257))
 _BERT = (8, 64, 768)
 
 
@@ -219,7 +219,7 @@ def _sums(p: float, bias: bool, residual: bool, norm: bool = False) -> Callable[
             "bias": _eighths(make, columns) if bias else None,
             "p": p,
             "seed": _seed(make) if p else None,
-            **({"eps": 1e-5} if norm else {}),
+            **({"eps": 1e-5 if residual else 0.5} if norm else {}),
         }
 
     return arguments
@@ -258,7 +258,7 @@ def _rms_norms(residual: bool) -> Callable[[Make, tuple[int, ...]], Tensors]:
         "input": _eighths(make, *shape),
         "weight": make.signed(shape[-1]),
         "residual": _eighths(make, *shape) if residual else None,
-        "eps": 1e-5,
+        "eps": 1e-5 if residual else 0.5,
     }
 
 
@@ -301,11 +301,13 @@ def _gelu_grads(tanh: bool, bias: bool, scale: float = 2.0) -> Callable[[Make, t
 
 
 def _softmaxes(p: float, mask: str) -> Callable[[Make, tuple[int, ...]], Tensors]:
-    """Masks: ``none``, ``keys`` (one row for all), ``rows`` (one number for each row), ``full`` with an empty row."""
+    """Masks: ``none``, ``keys`` (one row for all), ``sequences`` (one row for each of the first dimension),
+    ``rows`` (one number for each row), ``full`` with an empty row."""
 
     def arguments(make: Make, shape: tuple[int, ...]) -> Tensors:
         masks: dict[str, Tensor | None] = {"none": None, "keys": make.normal(shape[-1])}
         masks["rows"] = make.normal(*shape[:-1], 1)
+        masks["sequences"] = make.normal(shape[0], *[1] * (len(shape) - 2), shape[-1])
         full = torch.where(make.integers(0, 4, *shape) == 0, -torch.inf, 0.0).to(make.dtype)
         if full.numel():
             full.view(-1, shape[-1])[-1] = -torch.inf
@@ -499,6 +501,7 @@ OPS = (
             ("mask of keys, a tenth dropped", _softmaxes(0.1, "keys")),
             ("mask of rows", _softmaxes(0.0, "rows")),
             ("full mask, half dropped", _softmaxes(0.5, "full")),
+            ("mask of sequences", _softmaxes(0.0, "sequences")),
             ("scores alone", _softmaxes(0.0, "none")),
         ),
         ("scores",),

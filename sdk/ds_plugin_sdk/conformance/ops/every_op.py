@@ -83,9 +83,13 @@ def accuracy(target: Target, op: str, dtype: str) -> None:
 )
 def strided(target: Target, op: str, dtype: str) -> None:
     info = ready(target, op)
-    sample = smallest(info, dtype)
-    for label, layout in LAYOUTS.items():
-        run_placed(target, info, sample, label, layout)
+    for sample in small_samples(info, dtype, 4):
+        first, *others = tensor_names(sample)
+        for label, layout in LAYOUTS.items():
+            run_placed(target, info, sample, label, layout)
+            if others:
+                run_placed(target, info, sample, f"{first} {label}", layout, [first])
+                run_placed(target, info, sample, f"{', '.join(others)} {label}", layout, others)
 
 
 @check(
@@ -316,6 +320,8 @@ def gradients(target: Target, op: str, dtype: str) -> None:
     info = ready(target, op)
     for sample in samples_of(info, dtype):
         compare_gradients(target, info, sample)
+    for name in info.differentiable:
+        compare_gradients(target, info, smallest(info, dtype), name)
 
 
 @check(

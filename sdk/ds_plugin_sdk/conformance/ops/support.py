@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ LAYOUTS = {
     "rows apart": Layout(pad=3, shift=1),
     "transposed": Layout(order=0.87, shift=1),  # which reverses two, three and four dimensions
     "expanded": Layout(repeated=0.0),
+    "one number": Layout(one=True),
 }
 
 
@@ -96,14 +97,28 @@ def run_and_compare(target: Target, info: OpInfo, sample: Sample) -> None:
     compare(info, sample, call_op(info, on_device(target, sample.arguments)))
 
 
-def run_placed(target: Target, info: OpInfo, sample: Sample, label: str, layout: Layout) -> None:
-    """Run an op on a sample whose tensors lie as a layout says, compare, and look at the memory around them."""
+def run_placed(
+    target: Target,
+    info: OpInfo,
+    sample: Sample,
+    label: str,
+    layout: Layout,
+    names: Collection[str] | None = None,
+) -> None:
+    """Run an op on a sample whose tensors lie as a layout says, compare, and look at the memory around them.
+
+    Args:
+        names: of the arguments that lie so; None for all. The others are contiguous.
+    """
     values, placed = dict(sample.arguments), list[tuple[str, Placed]]()
     given = on_device(target, sample.arguments)
     for name in tensor_names(sample):
-        dense = layout.gap == 1 and not layout.pad and layout.order < 0.5
-        if (name in info.contiguous and not dense) or (name in info.written and layout.repeated is not None):
+        dense = layout.gap == 1 and not layout.pad and layout.order < 0.5 and not layout.shared
+        elsewhere = names is not None and name not in names
+        if elsewhere or (name in info.contiguous and not dense) or (name in info.written and layout.shared):
             continue
+        if layout.one and not all(t.is_floating_point() for t in tensors_of(values[name])):
+            continue  # indices that are the same mean something else
         values[name] = map_tensors(layout.values, values[name])
         each = [Placed.at(t, layout, target.device) for t in tensors_of(values[name])]
         given[name] = _with_tensors(values[name], iter([one.tensor for one in each]))
@@ -131,9 +146,12 @@ def compare(info: OpInfo, sample: Sample, results: list[tuple[str, Tensor]]) -> 
         _compare(info, sample, where, actual, wanted, before, info.rtol, info.atol)
 
 
-def compare_gradients(target: Target, info: OpInfo, sample: Sample) -> None:
+def compare_gradients(target: Target, info: OpInfo, sample: Sample, only: str = "") -> None:
+    """Compare the gradients of all differentiable arguments, or of one, where the others want none."""
     exact, arguments = _exact(sample.arguments), on_device(target, sample.arguments)
-    names = [name for name in info.differentiable if isinstance(arguments.get(name), Tensor)]
+    names = [name for name in info.differentiable if isinstance(arguments.get(name), Tensor) and only in ("", name)]
+    if not names:
+        return
     for name in names:
         exact[name].requires_grad_()
         arguments[name].requires_grad_()
@@ -200,8 +218,35 @@ def _is_empty(sample: Sample) -> bool:
 
 @functools.cache
 def smallest(info: OpInfo, dtype: str) -> Sample:
-    """The cheapest sample that has elements. Its tensors are to be copied, not used."""
-    return min(itertools.takewhile(lambda sample: sample.kind != "real", samples_of(info, dtype)), key=_elements)
+    """The cheapest sample that has elements. Its tensors are to be copied, not used.
+
+    In matrices of one row strides do not matter, and of one column neither does what a softmax or a norm is of: so
+    there are as few of them as can be.
+    """
+    return min(_made(info, dtype), key=lambda sample: (_singles(sample), _elements(sample)))
+
+
+@functools.cache
+def largest(info: OpInfo, dtype: str, most: int = 100_000) -> Sample:
+    """The sample with most elements, but for those of real models: devices have other kernels for it."""
+    return max((each for each in _made(info, dtype) if _elements(each) <= most), key=_elements)
+
+
+def _made(info: OpInfo, dtype: str) -> Iterator[Sample]:
+    return itertools.takewhile(lambda sample: sample.kind != "real", samples_of(info, dtype))
+
+
+def small_and_large(target: Target, info: OpInfo) -> list[Sample]:
+    """The cheapest and the largest sample, each in an op's first dtype and in one of 16 bits."""
+    made = [each for dtype in widths(target, info) for each in (smallest(info, dtype), largest(info, dtype))]
+    return list({id(sample): sample for sample in made}.values())
+
+
+def widths(target: Target, info: OpInfo) -> list[str]:
+    """The first dtype of an op that the target has, and the first of another width: kernels differ by it."""
+    first = dtype_of(target, info)
+    others = [dtype for dtype in info.dtypes if dtype in target.dtypes and dtype.itemsize != first.itemsize]
+    return [name_of(dtype) for dtype in (first, *others[:1])]
 
 
 def small_samples(info: OpInfo, dtype: str, most: int = 12) -> list[Sample]:
@@ -213,6 +258,12 @@ def small_samples(info: OpInfo, dtype: str, most: int = 12) -> list[Sample]:
         if sample.kind != "real" and sample.label != least.label and _elements(sample) <= 4096
     ]
     return [least, *others[:: -(-len(others) // (most - 1)) or 1]]
+
+
+def _singles(sample: Sample) -> int:
+    """Dimensions with one entry, in tensors with several dimensions."""
+    tensors = [t for value in sample.arguments.values() for t in tensors_of(value) if t.dim() > 1]
+    return sum(size < 2 for tensor in tensors for size in tensor.shape)
 
 
 def _elements(sample: Sample) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from ds_plugin_sdk.conformance.ops.support import (
     each_op,
     expect_same,
     has_kernel,
+    largest,
     map_last,
     map_tensors,
     name_of,
@@ -26,9 +29,11 @@ from ds_plugin_sdk.conformance.ops.support import (
     run_and_compare,
     run_placed,
     samples_of,
+    small_and_large,
     small_samples,
     smallest,
     tensors_of,
+    widths,
     with_value,
 )
 from ds_plugin_sdk.conformance.runtime.support import (
@@ -67,11 +72,17 @@ def _expect_kernel(target: Target, info: OpInfo) -> None:
     cases=each_op,
 )
 def successive(target: Target, op: str) -> None:
-    info, first = _first(target, op)
+    info = ready(target, op)
+    for dtype in widths(target, info):
+        _succeed(target, info, dtype)
+
+
+def _succeed(target: Target, info: OpInfo, dtype: str) -> None:
+    op, first = info.name, smallest(info, dtype)
     arguments = on_device(target, first.arguments)
     written = sum(len(tensors_of(arguments[name])) for name in info.written)
     outputs = [(where, tensor, tensor.clone()) for where, tensor in call_op(info, arguments)[written:]]
-    changed = next(each for each in samples_of(info, name_of(dtype_of(target, info)), 1) if each.label == first.label)
+    changed = next(each for each in samples_of(info, dtype, 1) if each.label == first.label)
     second = Sample(
         f"{first.label}, after another call in the same memory",
         {name: _other_numbers(value) for name, value in changed.arguments.items()},
@@ -109,8 +120,9 @@ def _other_numbers(value: Any) -> Any:
 )
 def large(target: Target, op: str) -> None:
     info = ready(target, op)
-    for sample in info.large(Make.seeded(dtype_of(target, info))):
-        run_and_compare(target, info, sample)
+    for dtype in widths(target, info):
+        for sample in info.large(Make.seeded(getattr(torch, dtype))):
+            run_and_compare(target, info, sample)
 
 
 # ---- what an op touches ----------------------------------------------------------------------------------------------
@@ -126,7 +138,7 @@ def large(target: Target, op: str) -> None:
 )
 def guards(target: Target, op: str) -> None:
     info = ready(target, op)
-    for sample in small_samples(info, name_of(dtype_of(target, info))):
+    for sample in (each for dtype in widths(target, info) for each in small_samples(info, dtype)):
         for label in ("in a flat buffer", "with gaps", "rows apart"):
             run_placed(target, info, sample, label, LAYOUTS[label])
 
@@ -149,6 +161,32 @@ def generators(target: Target, op: str) -> None:
             call_op(info, on_device(target, sample.arguments))
         for whose, read in states.items():
             expect(torch.equal(read(), before[whose]), f"calls of {op} changed the generator of the {whose}")
+
+
+@check(
+    "ops.leaks",
+    Clause(
+        "O2.5",
+        "Calls of an op leave no memory of the device behind, but for what the first of them has made for all.",
+        reason="A training has millions of calls; of a handle that is not given back memory runs out after hours.",
+    ),
+    cases=each_op,
+    needs=lambda target: "the host's memory is others' too" if target.device_type == "cpu" else None,
+)
+def leaks(target: Target, op: str) -> None:
+    info, sample = _first(target, op)
+    arguments = on_device(target, sample.arguments)
+
+    def held_after(calls: int) -> int:
+        for _ in range(calls):
+            call_op(info, arguments)
+        gc.collect()
+        target.accelerator.synchronize()
+        return int(target.accelerator.memory_allocated())
+
+    before, calls = held_after(3), 20
+    after = held_after(calls)
+    expect(after <= before, f"after {calls} calls of {op} the device holds {after - before} bytes more than before")
 
 
 # ---- what an op rejects ----------------------------------------------------------------------------------------------
@@ -188,8 +226,13 @@ def rejects_index(target: Target, op: str) -> None:
     cases=each_op,
 )
 def stream(target: Target, op: str) -> None:
-    info, sample = _first(target, op)
+    info = ready(target, op)
     _expect_kernel(target, info)
+    for sample in small_and_large(target, info):
+        _on_a_side_stream(target, info, sample)
+
+
+def _on_a_side_stream(target: Target, info: OpInfo, sample: Sample) -> None:
     given = on_device(target, sample.arguments)
     arguments: Arguments = {name: map_tensors(torch.zeros_like, value) for name, value in given.items()}
     pairs = [pair for name in given for pair in zip(*map(tensors_of, (arguments[name], given[name])), strict=True)]
@@ -219,11 +262,16 @@ def stream(target: Target, op: str) -> None:
     cases=each_op,
 )
 def asynchronous(target: Target, op: str) -> None:
-    info, sample = _first(target, op)
+    info = ready(target, op)
     _expect_kernel(target, info)
-    arguments = on_device(target, sample.arguments)
-    waits = host_waits(target, lambda: call_op(info, arguments))
-    expect(not waits, f"when a call of {op} returned, all work before it was done", why="the host waited")
+    for sample in small_and_large(target, info):
+        arguments = on_device(target, sample.arguments)
+        waits = host_waits(target, functools.partial(call_op, info, arguments))
+        expect(
+            not waits,
+            f"when a call of {op} on '{sample.label}' returned, all work before it was done",
+            why="the host waited",
+        )
 
 
 @check(
@@ -238,8 +286,13 @@ def asynchronous(target: Target, op: str) -> None:
     cases=each_op,
 )
 def device(target: Target, op: str) -> None:
-    info, sample = _first(target, op)
-    accelerator = target.accelerator
+    info = ready(target, op)
+    for sample in small_and_large(target, info):
+        _on_the_second(target, info, sample)
+
+
+def _on_the_second(target: Target, info: OpInfo, sample: Sample) -> None:
+    op, accelerator = info.name, target.accelerator
     with current_device_kept(target):
         accelerator.set_device(1)
         arguments = on_device(target, sample.arguments)
@@ -265,8 +318,13 @@ _THREADS, _CALLS = 4, 8
     cases=each_op,
 )
 def threads(target: Target, op: str) -> None:
-    info, first = _first(target, op)
-    dtype = name_of(dtype_of(target, info))
+    info = ready(target, op)
+    for dtype in widths(target, info):
+        for first in (smallest(info, dtype), largest(info, dtype)):
+            _at_once(target, info, dtype, first)
+
+
+def _at_once(target: Target, info: OpInfo, dtype: str, first: Sample) -> None:
     seeded = [samples_of(info, dtype, seed) for seed in range(_THREADS)]
     made = [next(each for each in samples if each.label == first.label) for samples in seeded]
 

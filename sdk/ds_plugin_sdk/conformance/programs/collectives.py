@@ -104,6 +104,60 @@ def all_reduce_large(it: _Rank) -> None:
 
 
 @_task
+def large(it: _Rank, collective: str) -> None:
+    count = 3_000_001
+    mine = torch.arange(count, device=it.device).remainder_(997).float()
+    part, host = mine + 1000 * it.rank, torch.arange(count).remainder_(997).float()
+    if collective == "broadcast":
+        dist.broadcast(part, 1)
+        found, expected = part, host + 1000
+    elif collective == "all_gather_into_tensor":
+        found, expected = torch.zeros(2 * count, device=it.device), torch.cat([host, host + 1000])
+        dist.all_gather_into_tensor(found, part)
+    elif collective == "reduce_scatter_tensor":
+        found, expected = torch.zeros(count, device=it.device), 2 * (host + 1000 * it.rank)
+        dist.reduce_scatter_tensor(found, torch.cat([mine, mine + 1000]))
+    elif collective == "all_to_all_single":
+        both = torch.cat([part, part + 10_000])
+        found = torch.zeros(2 * count, device=it.device)
+        expected = torch.cat([host, host + 1000]) + 10_000 * it.rank
+        dist.all_to_all_single(found, both)
+    else:
+        found, expected = part, host
+        dist.send(part, 1) if it.rank == 0 else dist.recv(part, 0)
+    wrong = int((found.cpu() != expected).sum())
+    expect_equal(wrong, 0, f"wrong elements of {len(expected)} after {collective}")
+
+
+@_task
+def more_ranks(it: _Rank) -> None:
+    """Of any number of ranks; a ring of two has no direction."""
+    size, rank = it.size, it.rank
+    numbers = [float(each) for each in range(size)]
+    values = it.mine
+    dist.all_reduce(values)
+    expect_equal(_values(values), [sum(numbers) + size], f"all_reduce of {size} ranks")
+    gathered = torch.zeros(2 * size, device=it.device)
+    dist.all_gather_into_tensor(gathered, it.tensor(rank, rank + 100.0))
+    expect_equal(_values(gathered), [each for n in numbers for each in (n, n + 100)], f"all_gather of {size} ranks")
+    part = it.tensor(0.0)
+    dist.reduce_scatter_tensor(part, it.tensor(*numbers) + 10.0 * rank)
+    expect_equal(_values(part), [size * rank + 10 * sum(numbers)], f"reduce_scatter on rank {rank} of {size}")
+    exchanged = torch.zeros(size, device=it.device)
+    dist.all_to_all_single(exchanged, it.tensor(*numbers) + 10.0 * rank)
+    expect_equal(_values(exchanged), [10 * n + rank for n in numbers], f"all_to_all_single on rank {rank} of {size}")
+    for root in range(size):
+        named = it.mine
+        dist.broadcast(named, root)
+        expect_equal(_values(named), [root + 1], f"broadcast from rank {root} of {size}")
+    pair = dist.new_group([size - 2, size - 1])
+    if rank >= size - 2:
+        named = it.mine
+        dist.broadcast(named, size - 1, group=pair)
+        expect_equal(_values(named), [size], f"broadcast of the last two of {size} ranks")
+
+
+@_task
 def all_reduce_empty(it: _Rank) -> None:
     dist.all_reduce(torch.empty(0, device=it.device))
     values = it.mine

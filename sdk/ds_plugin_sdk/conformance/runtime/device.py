@@ -433,3 +433,24 @@ def of_each_thread(target: Target) -> None:
         expect_equal(accelerator.current_device(), 0, "current_device() after another thread set device 1")
         made = torch.empty(1, device=target.device_type)
         expect_equal(made.device.index, 0, "index of a new tensor's device after another thread set device 1")
+
+
+@check(
+    "runtime.device.autocast_losses",
+    Clause(
+        "R1.22",
+        "Under autocast, losses of tensors in 16 bits are computed in float32.",
+        reason="torch's autocast makes some ops narrower and others wider; a mean over a batch in 8 bits is coarse.",
+    ),
+    cases=lambda target: ({"dtype": str(dtype).removeprefix("torch.")} for dtype in _half_dtypes(target)),
+)
+def autocast_losses(target: Target, dtype: str) -> None:
+    made = torch.linspace(-2, 2, 12).view(3, 4).to(target.device, getattr(torch, dtype))
+    classes, functional = torch.tensor([0, 1, 3], device=target.device), torch.nn.functional
+    with torch.autocast(device_type=target.device_type, dtype=getattr(torch, dtype)):
+        losses = {
+            "cross_entropy": functional.cross_entropy(made, classes),
+            "mse_loss": functional.mse_loss(made, -made),
+        }
+    for name, loss in losses.items():
+        expect_equal(str(loss.dtype), "torch.float32", f"dtype of {name} of {dtype} under autocast")

@@ -244,3 +244,84 @@ def registration(target: Target) -> None:
     expect_type(registered, bool, "register_host_memory()")
     if registered:
         target.accelerator.unregister_host_memory(address)
+
+
+@check(
+    "runtime.pinned.copies_of_a_stream",
+    Clause(
+        "R7.11",
+        "Pinned memory that is dropped is not given out before the copies of all streams from it are done.",
+        reason="Offload copies on side streams; the current one says nothing of them.",
+    ),
+    needs=needs_streams,
+)
+def copies_of_a_stream(target: Target) -> None:
+    accelerator, side = target.accelerator, target.accelerator.Stream()
+    with slow_work(target) as keep_busy:
+        source = accelerator.pin_memory(_host((1024,)))
+        with accelerator.stream(side):
+            for _ in range(4):
+                keep_busy()
+            there = source.to(target.device, non_blocking=True)
+        del source
+        accelerator.current_stream().synchronize()
+        other = accelerator.pin_memory(torch.full((1024,), -1.0))
+        side.synchronize()
+        seen = there.cpu()
+        del other
+    expect(
+        torch.equal(seen, _host((1024,))), f"what a side stream copied begins {seen[:4].tolist()}", why="expected 0, 1"
+    )
+
+
+@check(
+    "runtime.pinned.ordinary_copies",
+    Clause(
+        "R7.12",
+        "A non-blocking copy to the device from memory that is not pinned has read it when it returns.",
+        reason="Batches are moved by `to(device, non_blocking=True)`, pinned or not, and then filled again.",
+    ),
+)
+def ordinary_copies(target: Target) -> None:
+    with slow_work(target) as keep_busy:
+        source = _host((1024,))
+        keep_busy()
+        there = source.to(target.device, non_blocking=True)
+        if target.device_type != "cpu":  # where it is the same tensor
+            source.fill_(-1.0)
+        seen = there.cpu()
+    expect(torch.equal(seen, _host((1024,))), f"what was copied begins {seen[:4].tolist()}", why="expected 0, 1, 2")
+
+
+@check(
+    "runtime.pinned.converted_copies",
+    Clause(
+        "R7.13",
+        "Non-blocking copies from pinned memory that convert numbers, or have gaps, bring the values too.",
+        reason="Offloaded masters in float32 are copied into parameters in 16 bits, part by part.",
+    ),
+    cases=lambda target: ({"how": how} for how in ("converted", "with gaps", "transposed")),
+)
+def converted_copies(target: Target, how: str) -> None:
+    accelerator = target.accelerator
+    views: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "converted": lambda tensor: tensor,
+        "with gaps": lambda tensor: tensor[:, ::2],
+        "transposed": lambda tensor: tensor.t(),
+    }
+    dtype = torch.int32 if how == "converted" else torch.float32
+    expected = views[how](_host((32, 32))).to(dtype)
+    there = torch.zeros(expected.shape, dtype=dtype, device=target.device)
+    accelerator.synchronize()
+    with slow_work(target) as keep_busy:
+        source = accelerator.pin_memory(_host((32, 32)))
+        keep_busy()
+        there.copy_(views[how](source), non_blocking=True)
+        del source
+        others = [accelerator.pin_memory(torch.full((32, 32), -1.0)) for _ in range(2)]
+        accelerator.synchronize()
+        del others
+    seen = there.cpu()
+    expect(
+        torch.equal(seen, expected), f"what was copied begins {seen[0, :4].tolist()}", why=f"{expected[0, :4].tolist()}"
+    )

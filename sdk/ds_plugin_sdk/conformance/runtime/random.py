@@ -393,3 +393,23 @@ def index_of_current(target: Target) -> None:
         first = _draw(target)
         target.accelerator.set_rng_state(state, index)
         expect_equal(_draw(target), first, f"numbers drawn after set_rng_state(state, {index!r})")
+
+
+@check(
+    "runtime.random.independent",
+    Clause(
+        "R3.19",
+        "The numbers of one draw differ from each other, and from those of the next draw.",
+        reason="Weights that repeat from block to block stay alike in training; masks of two layers are drawn apart.",
+    ),
+    cases=lambda target: ({"by": by} for by in ("rand", "randn")),
+)
+def independent(target: Target, by: str) -> None:
+    with random_state_kept(target):
+        target.accelerator.manual_seed(91)
+        count = 4096
+        draws = [set(getattr(torch, by)(count, device=target.device).cpu().tolist()) for _ in range(2)]
+        # Of 2**24 numbers, or more, one pair is the same by chance.
+        different, common = len(draws[0]), len(draws[0] & draws[1])
+        expect(different > count - 100, f"{by}({count}) gave {different} different numbers")
+        expect(common < 100, f"{common} of {count} numbers of {by} were those of the call before")

@@ -570,3 +570,23 @@ def of_each_thread(target: Target) -> None:
 
     in_threads(enter)
     expect_equal(accelerator.current_stream(), before, "current_stream() while another thread is inside stream(s)")
+
+
+@check(
+    "runtime.streams.many_events",
+    Clause(
+        "R4.23",
+        "Events that are dropped can be made again without end.",
+        reason="ZeRO-3 makes one for each parameter that it fetches, in each step.",
+    ),
+    needs=needs_events,
+)
+def many_events(target: Target) -> None:
+    count = 20_000
+    for number in range(count):
+        event = target.accelerator.Event()
+        event.record()
+        if number % 1000 == 0:
+            event.synchronize()
+    event.synchronize()
+    expect(bool(event.query()), f"the last of {count} events is not done after it was waited for")
