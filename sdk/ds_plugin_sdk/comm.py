@@ -134,6 +134,7 @@ def _into(output: Tensor, write: Callable[[Tensor], None]) -> None:
 def _sums(tensor: Tensor, op: ReduceOp.RedOpType) -> bool:
     return (
         tensor.is_cpu
+        and tensor.layout == torch.strided
         and tensor.dtype in _DTYPES
         and tensor.numel() > 0  # else this rank would not wait for others that have some
         and (op is ReduceOp.SUM or op == ReduceOp.SUM)  # the second takes longer than all else here
@@ -145,6 +146,7 @@ def _gathers(output: Tensor, input: Tensor) -> bool:
     return (
         output.is_cpu
         and input.is_cpu
+        and output.layout == input.layout == torch.strided
         and output.dtype == input.dtype
         and not input.dtype.is_complex  # whose conjugates are marked, and not computed
         and input.numel() > 0

@@ -170,7 +170,7 @@ def frozen_input(target: Target) -> Target:
     return kernel(target, "linear_cross_entropy", function)
 
 
-@mutant("linear.narrow_sums", "O1.1", "ops", only="/linear/bfloat16")
+@mutant("linear.narrow_sums", "O1.7", "ops", only="/linear")
 def narrow_sums(target: Target) -> Target:
     """Sums of products in bfloat16 are bfloat16, from one block of 32 columns to the next."""
 

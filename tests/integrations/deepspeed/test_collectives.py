@@ -17,6 +17,7 @@ from launchers import LAUNCHERS, launch
 # DeepSpeed's own shared-memory op gives sums over all ranks for any group and op, leaves float64 and int32 as they are,
 # and crashes where its launcher has not set LOCAL_SIZE.
 PROGRAM = """
+import datetime
 import os
 import deepspeed
 import torch
@@ -48,13 +49,27 @@ for dtype in (torch.float32, torch.bfloat16, torch.int32):
             ):
                 assert (handle is None) is not async_op
                 if async_op:
-                    handle.wait()
+                    handle.wait(datetime.timedelta(seconds=60))
+                    if op == dist.ReduceOp.SUM and dtype != torch.int32:  # not gloo's
+                        assert handle.is_completed() and handle.is_success()
+                        assert handle.get_future().wait() == handle.result()
             low, high = rank // 2 * 2 + 1, rank // 2 * 2 + 2
             added = op == dist.ReduceOp.SUM
             assert both.tolist() == [low] * 1000 + [high] * 1000
             assert scattered.unique().tolist() == [(rank + 1) * (2 if added else 1)], scattered
             assert reduced.unique().tolist() == [low + high if added else high], reduced
 print(f"rank {rank} all three", flush=True)
+
+# Gradients of embeddings may be sparse: those are torch's to add up.
+for async_op in (False, True):
+    rows = torch.sparse_coo_tensor([[rank, 5]], torch.ones(2, 4), (8, 4)).coalesce()
+    handle = dist.all_reduce(rows, group=group, async_op=async_op)
+    if async_op:
+        handle.wait()
+    expected = torch.zeros(8, 4)
+    expected[rank // 2 * 2] = expected[rank // 2 * 2 + 1] = 1
+    expected[5] = 2
+    assert torch.equal(rows.to_dense(), expected), rows
 dist.barrier()
 torch.distributed.destroy_process_group()
 """
