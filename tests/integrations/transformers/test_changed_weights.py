@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from small_models import assert_as_plain, logits, make, tokens
 from torch import nn
@@ -169,6 +170,33 @@ def test_saved_and_loaded(tmp_path: Path) -> None:
     with accelerate(other) as handle:
         assert len(handle.layers) == 2, str(handle)
         torch.testing.assert_close(logits(other), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gpt2"])
+def test_what_keeps_one_name_of_each_storage_saves_all_weights(name: str, tmp_path: Path) -> None:
+    """Hugging Face's Accelerator leaves out what is in the same storage as another tensor, with a warning alone."""
+    model = make(name)
+    with accelerate(model):
+        parameters = {key: value.clone() for key, value in model.state_dict(keep_vars=True).items()}
+        storages = {value.untyped_storage().data_ptr() for value in model.parameters()}
+        assert len(storages) == len({id(value) for value in model.parameters()})
+        safetensors.torch.save_model(model, str(tmp_path / "whole.safetensors"))
+    found = safetensors.torch.load_file(tmp_path / "whole.safetensors")
+    assert len(found) >= len(storages)  # tied weights have one name
+    assert all(torch.equal(found[key], parameters[key]) for key in found)
+
+
+def test_a_call_with_weights_of_another_model() -> None:
+    model, other = make("llama"), make("llama")
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.1)
+    expected = logits(other)
+    with accelerate(model) as handle, torch.no_grad():
+        layers, before = handle.layers, logits(model)
+        called = torch.func.functional_call(model, dict(other.named_parameters()), (tokens(),))
+        torch.testing.assert_close(called.logits, expected, rtol=1e-4, atol=1e-4)
+        assert torch.equal(logits(model), before) and handle.layers == layers
 
 
 def test_two_models_in_two_threads() -> None:

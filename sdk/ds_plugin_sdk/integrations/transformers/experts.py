@@ -133,7 +133,7 @@ class ExpertsReplacement(Replacement):
         inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
         results = self._products(ops, 1, inner, its) * shares.reshape(-1)[order].unsqueeze(-1)
         back = torch.empty_like(order)
-        back[order] = torch.arange(order.shape[0])
+        back[order] = torch.arange(order.shape[0], device=order.device)
         return results[back].view(hidden.shape[0], each, -1).sum(dim=1).to(hidden.dtype)
 
     def _products(self, ops: Ops, which: int, inputs: Tensor, its: list[tuple[int, int]]) -> Tensor:

@@ -356,14 +356,21 @@ def _sample(tensor: Tensor) -> Tensor:
 
 
 def _move(arena: Arena, parts: Sequence[Tensor], set_part: Callable[[int, Tensor], None] | None) -> Tensor:
-    """One tensor of the arena with all parts, one after the other; `set_part` is given each as its view."""
+    """One tensor of the arena with all parts, one after the other; `set_part` is given each."""
     sizes = [part.shape[0] for part in parts]
     whole = arena.empty((sum(sizes), *parts[0].shape[1:]), parts[0].dtype)
     for index, view in enumerate(torch.split(whole, sizes)):
         view.copy_(parts[index])
         if set_part is not None:
-            set_part(index, view)
+            set_part(index, _by_itself(view))
     return whole
+
+
+def _by_itself(part: Tensor) -> Tensor:
+    """The same memory as a storage of its own: of several parameters in one storage, what saves models keeps one."""
+    start = part.storage_offset() * part.itemsize
+    storage = part.untyped_storage()[start : start + part.nbytes]  # which keeps the whole
+    return part.new_empty(0).set_(storage, 0, part.shape, part.stride())  # type: ignore[call-overload, unused-ignore]  # torch takes an untyped storage
 
 
 def _give_back(matrix: Matrix) -> None:
