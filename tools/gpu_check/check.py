@@ -249,6 +249,7 @@ OTHERS = (
 )
 SURROUNDINGS = (
     *("ops.successive", "ops.large", "ops.guards", "ops.generators", "ops.stream", "ops.async", "ops.device"),
+    "ops.leaks",
     "ops.threads",
 )
 
