@@ -81,7 +81,8 @@ _pool: list[tuple[Tensor, Any]] = []
 def _pin_by_current(self: Any, tensor: Tensor, **options: Any) -> Tensor:
     """Memory from a pool, which it goes back to with an event on the stream that is current when it dies."""
     if options or tensor.numel() != 1024 or tensor.dtype != torch.float32:
-        return original(self).pin_memory(tensor, **options)  # type: ignore[no-any-return]
+        pinned: Tensor = original(self).pin_memory(tensor, **options)
+        return pinned
     at = next((i for i, (_, event) in enumerate(_pool) if event.query()), None)
     memory = original(self).pin_memory(torch.empty(1024)) if at is None else _pool.pop(at)[0]
     memory.copy_(tensor.reshape(-1))
