@@ -216,6 +216,12 @@ def test_the_status_says_whether_something_is_slower(sdk: Callable[..., str], tm
     assert json.loads(sdk("bench", "compare", *files, "--json", status=1))[0]["verdict"] == "slower"
 
 
+def test_a_report_is_a_file(sdk: Callable[..., str], tmp_path: Path) -> None:
+    text = "".join(sdk("bench", "all", "--report", str(tmp_path), status=2).replace("│", "").split())  # of a box
+    assert "isno.json" in text and "performance.json" in text
+    assert not list(tmp_path.iterdir())
+
+
 # ---- whole ----
 @pytest.mark.deepspeed
 @pytest.mark.slow

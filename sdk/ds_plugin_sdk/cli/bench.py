@@ -374,7 +374,7 @@ def everything(
     from ds_plugin_sdk.bench.suite import Settings
 
     if report.suffix != ".json":
-        raise typer.BadParameter(f"{report} is no .json", param_hint="--report")
+        raise typer.BadParameter(f"{report} is no .json; give a file, as {report / 'performance.json'}")
     settings = Settings(
         example=None if example is None else str(example.resolve()),
         wheels=None if wheels is None else str(wheels.resolve()),

@@ -7,7 +7,7 @@ that torch.distributed offers. It is synchronous: when a call returns, its resul
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -52,18 +52,37 @@ def _destroy(backend: str) -> None:
         dist.destroy_process_group()
 
 
-class _Received(dist.Work):  # type: ignore[misc]  # torch gives it no type
-    """A receive that is done. gloo's own would wait for one more message each time it is waited for."""
+class Done(dist.Work):  # type: ignore[misc]  # torch gives it no type
+    """What is done, with results in the host's memory. What torch makes of a future takes no limit of time to wait."""
 
-    def __init__(self, source: int) -> None:
+    def __init__(self, results: Sequence[torch.Tensor] = ()) -> None:
         super().__init__()
-        self._source = source
+        self._results = list(results)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         return True
 
     def is_completed(self) -> bool:
         return True
+
+    def is_success(self) -> bool:
+        return True
+
+    def result(self) -> list[torch.Tensor]:
+        return self._results
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+        future.set_result(self._results)
+        return future
+
+
+class _Received(Done):
+    """A receive that is done. gloo's own would wait for one more message each time it is waited for."""
+
+    def __init__(self, source: int) -> None:
+        super().__init__()
+        self._source = source
 
     def _source_rank(self) -> int:
         return self._source

@@ -21,6 +21,8 @@ from ds_plugin_sdk.ops import _library
 Arguments = dict[str, Any]
 
 # Ways to lie in memory: slices of flat buffers and of matrices, views that autograd made, broadcast arguments.
+_MOST_ELEMENTS = 100_000  # of a call that many checks make
+
 LAYOUTS = {
     "in a flat buffer": Layout(shift=9),
     "with gaps": Layout(gap=2, shift=1),
@@ -227,9 +229,9 @@ def smallest(info: OpInfo, dtype: str) -> Sample:
 
 
 @functools.cache
-def largest(info: OpInfo, dtype: str, most: int = 100_000) -> Sample:
+def largest(info: OpInfo, dtype: str) -> Sample:
     """The sample with most elements, but for those of real models: devices have other kernels for it."""
-    return max((each for each in _made(info, dtype) if _elements(each) <= most), key=_elements)
+    return max((each for each in _made(info, dtype) if _elements(each) <= _MOST_ELEMENTS), key=_elements)
 
 
 def _made(info: OpInfo, dtype: str) -> Iterator[Sample]:

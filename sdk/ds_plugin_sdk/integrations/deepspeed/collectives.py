@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from datetime import timedelta
 from types import ModuleType
 from typing import Any
 
-from torch import Tensor, distributed, futures
+from torch import Tensor, distributed
 
 from ds_plugin_sdk import comm
 from ds_plugin_sdk.integrations.deepspeed.adopt import when_used
+from ds_plugin_sdk.privateuse1.process_group import Done
 
 Method = Callable[..., Any]
 
@@ -94,29 +94,4 @@ def _reduce_scatter_tensor(own: Method) -> Method:
 
 def _work(result: Tensor, async_op: bool) -> Any:
     """What `torch.distributed` gives of a collective that is done."""
-    return _Done(result) if async_op else None
-
-
-class _Done(distributed.Work):  # type: ignore[misc, unused-ignore]  # in some releases torch gives it no type
-    """A collective that is done. What torch makes of a future cannot be waited for with a limit of time."""
-
-    def __init__(self, result: Tensor) -> None:
-        super().__init__()
-        self._result = result
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        return True
-
-    def is_completed(self) -> bool:
-        return True
-
-    def is_success(self) -> bool:
-        return True
-
-    def result(self) -> list[Tensor]:
-        return [self._result]
-
-    def get_future(self) -> futures.Future[list[Tensor]]:
-        future: futures.Future[list[Tensor]] = futures.Future()
-        future.set_result(self.result())
-        return future
+    return Done([result]) if async_op else None
