@@ -100,6 +100,7 @@ def test_another_process_goes_on_where_a_gpu_was_lost(tmp_path: Path, monkeypatc
     monkeypatch.setattr(cuda_ops, "take_turns", lambda runs, turns: dict.fromkeys(runs, 2.0))
     monkeypatch.setattr(cuda_ops, "without_kernels", dict)
     monkeypatch.setattr(cuda_ops, "measured_copy_rate", lambda: 4000.0)
+    monkeypatch.setattr(cuda_ops, "launches", dict)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: 1 / 0)

@@ -144,14 +144,14 @@ def test_a_step_that_breaks_stops_no_other_and_is_reported(run: gpu_check.Run, m
 
     monkeypatch.setattr(gpu_check, "install", breaks)
     monkeypatch.setattr(gpu_check, "native_tests", breaks)
-    for name in ("choice", "build", "deepspeed_ops", "benchmarks"):
-        monkeypatch.setattr(gpu_check, name, lambda *arguments, name=name: ran.append(name) or True)
+    for name in ("choice", "build", "deepspeed_ops", "deepspeed_runs", "warm_up", "benchmarks"):
+        monkeypatch.setattr(gpu_check, name, lambda *arguments, name=name: ran.append(name))
     monkeypatch.setattr(gpu_check, "conformance", lambda run, part: ran.append(part))
     environment = {"gpu": "NVIDIA H200", "nvcc_path": "nvcc", "arch": "sm_90", "deepspeed": "0.19.8"}
     written = json.loads(gpu_check.check(run, environment).read_text())
-    assert ran[:2] == ["choice", "build"] and ran[-2:] == ["runtime", "benchmarks"]
-    parts = ["ops, accuracy", "ops, front ends", "ops, others", "ops, surroundings", "training"]
-    assert sorted(ran[2:-2]) == ["deepspeed_ops", *parts]
+    assert ran[0] == "build" and ran[-2:] == ["runtime", "benchmarks"]
+    parts = ["ops, accuracy", "ops, front ends", "ops, others", "ops, surroundings", "training", "features"]
+    assert sorted(ran[1:-2]) == sorted(["choice", "deepspeed_ops", "deepspeed_runs", "warm_up", *parts])
     assert written["steps"]["install: broke"]["tail"][-1] == "OSError: no room"
     assert "native tests: broke" in written["steps"]
 
@@ -184,6 +184,19 @@ def test_wheels_are_carried_along(run: gpu_check.Run) -> None:
     gpu_check.install(run)
     assert run.python("import", "-c", "import small; print(small.SIZE)", limit=60)
     assert run.steps["import"]["tail"] == ["3"]
+
+
+def test_what_was_compiled_elsewhere_is_used(run: gpu_check.Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.wheels.mkdir(exist_ok=True)
+    (run.wheels / gpu_check.DEEPSPEED_OPS / "fused_adam").mkdir(parents=True)
+    (run.wheels / gpu_check.NATIVE_TESTS).write_text("#!/bin/sh\necho native")
+    (run.wheels / gpu_check.NATIVE_TESTS).chmod(0o755)
+    gpu_check.install(run)
+    gpu_check.deepspeed_ops(run)
+    monkeypatch.setattr(gpu_check, "sanitizer", lambda nvcc: "true")
+    gpu_check.native_tests(run, "/no/such/nvcc", "sm_90")
+    assert (gpu_check.WORK / gpu_check.DEEPSPEED_OPS / "fused_adam").is_dir()
+    assert run.steps["native tests"]["tail"] == ["native"]
 
 
 def test_the_sanitizer_is_found_beside_nvcc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

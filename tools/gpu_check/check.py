@@ -25,18 +25,24 @@ from typing import Any
 from gpu_check.report import RESULTS, ROOT, conformance_result, markdown, source_digests
 
 WORK = ROOT / "build" / "gpu-check"
+NATIVE_TESTS, DEEPSPEED_OPS = "test_cuda", "deepspeed_ops"
 PROJECTS = (ROOT, ROOT / "plugins" / "cpu", ROOT / "plugins" / "cuda")
 SECONDS = 520  # of the whole run
-RESERVE = 150  # of these, kept for the benchmarks
+RESERVE = 150  # of these, kept for the benchmarks and the runtime's conformance
 GRACE = 5  # for a command to write down what it knows, once its time is over
 
 
 # ---- steps -------------------------------------------------------------------------------------------------------
 class Run:
-    """The steps of a run, each a process with what is left of the time."""
+    """The steps of a run, each a process with what is left of the time.
 
-    def __init__(self, into: Path, wheels: Path) -> None:
-        self.into, self.wheels = into, wheels
+    Attributes:
+        into: the folder of the report.
+        wheels: what was carried along: wheels, and perhaps `NATIVE_TESTS` and `DEEPSPEED_OPS`, compiled elsewhere.
+    """
+
+    def __init__(self, into: Path, wheels: Path, seconds: float = SECONDS) -> None:
+        self.into, self.wheels, self.seconds = into, wheels, seconds
         self.start = time.monotonic()
         self.date = datetime.datetime.now(datetime.timezone.utc)
         self.steps: dict[str, dict[str, Any]] = {}
@@ -55,7 +61,7 @@ class Run:
         }
 
     def left(self, reserve: float = 0) -> float:
-        return SECONDS - reserve - (time.monotonic() - self.start)
+        return self.seconds - reserve - (time.monotonic() - self.start)
 
     def step(self, name: str, command: Sequence[str | Path], *, limit: float, **environment: str) -> bool:
         """Run a command, and note how it went: what it printed last, to its end or to the limit. Then it and all that
@@ -118,7 +124,8 @@ def _end_of(process: subprocess.Popen[bytes], limit: float) -> int:
 def install(run: Run) -> None:
     """Make the site folder: the entry points of our own projects beside their sources, and the carried wheels."""
     site = WORK / "site"
-    shutil.rmtree(site, ignore_errors=True)
+    for folder in (site, WORK / "cache"):
+        shutil.rmtree(folder, ignore_errors=True)
     site.mkdir(parents=True)
     for results in WORK.glob("*.json"):  # of an earlier run
         results.unlink()
@@ -138,10 +145,10 @@ raise SystemExit(not accelerator.__module__.startswith("ds_plugin_cuda."))
 """
 
 
-def choice(run: Run) -> bool:
-    """What the probes say, and what DeepSpeed uses; whether DeepSpeed can be imported and uses the plugin."""
+def choice(run: Run) -> None:
+    """What the probes say, and what DeepSpeed uses."""
     run.python("sdk list", "-m", "ds_plugin_sdk.cli", "list", "--explain", limit=60)
-    return run.python("DeepSpeed's choice", "-c", CHOICE, limit=90)
+    run.python("DeepSpeed's choice", "-c", CHOICE, limit=90)
 
 
 def write_entry_points(site: Path, pyproject: str) -> None:
@@ -185,9 +192,15 @@ raise SystemExit(failed)
 
 
 def build(run: Run) -> None:
-    """Compile every family again, in parallel."""
-    shutil.rmtree(WORK / "cache", ignore_errors=True)
-    run.python("build", "-c", BUILD, limit=200)
+    """Compile every family again, in parallel: the plugin's sources go before a wheel of it with binaries."""
+    sources = os.pathsep.join([str(PROJECTS[-1]), run.environment["PYTHONPATH"]])
+    command = ("nice", "-n", "5", sys.executable, "-c", BUILD)
+    run.step("build", command, limit=min(200, run.left(RESERVE)), PYTHONPATH=sources)
+
+
+def has_binaries(run: Run) -> bool:
+    """Whether the plugin came as a wheel, which has all that would be compiled."""
+    return any(run.wheels.glob("ds_plugin_cuda-*.whl"))
 
 
 NATIVE = """
@@ -215,10 +228,13 @@ def building_of_native_tests(nvcc: str, arch: str, binary: Path) -> tuple[str | 
 
 def native_tests(run: Run, nvcc: str, arch: str) -> None:
     """The launchers' tests, then the same under NVIDIA's sanitizer."""
-    binary = WORK / "test_cuda"
-    command = building_of_native_tests(nvcc, arch, binary)
-    if not run.python("native tests: build", *command, limit=min(150, run.left(RESERVE))):
-        return
+    binary = WORK / NATIVE_TESTS
+    if (carried := run.wheels / NATIVE_TESTS).exists():
+        shutil.copy2(carried, binary)
+    else:
+        command = building_of_native_tests(nvcc, arch, binary)
+        if not run.python("native tests: build", *command, limit=min(150, run.left(RESERVE))):
+            return
     run.step("native tests", (binary,), limit=min(40, run.left(RESERVE)))
     for tool in ("memcheck", "racecheck"):
         command = (sanitizer(nvcc), "--tool", tool, "--error-exitcode", "1", binary, "exact")
@@ -234,7 +250,10 @@ def sanitizer(nvcc: str) -> str:
 
 def deepspeed_ops(run: Run) -> None:
     """DeepSpeed's own CUDA ops, built by DeepSpeed without this plugin: a minute or two, while others have the GPU."""
-    folder = WORK / "deepspeed_ops"
+    folder = WORK / DEEPSPEED_OPS
+    if (carried := run.wheels / DEEPSPEED_OPS).exists():
+        shutil.copytree(carried, folder, dirs_exist_ok=True)
+        return
     folder.mkdir(parents=True, exist_ok=True)
     command = ("nice", "-n", "10", sys.executable, "-m", "gpu_check.deepspeed_cuda_ops", folder)
     alone = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "TORCH_EXTENSIONS_DIR": str(folder)}
@@ -265,6 +284,7 @@ CONFORMANCE: dict[str, tuple[tuple[str, ...], float]] = {
     "ops, others": (only(OTHERS), 200),
     "ops, surroundings": (only(SURROUNDINGS), 200),
     "training": (("--level", "training"), 120),
+    "features": (("--level", "features"), 200),
     "runtime": (("--level", "runtime"), 100),
 }
 
@@ -282,7 +302,7 @@ def conformance_file(part: str) -> Path:
 
 def benchmarks(run: Run) -> None:
     """`gpu_check.cuda_ops`, with what is left of the time; again, if a kernel has broken its process."""
-    own = WORK / "deepspeed_ops"
+    own = WORK / DEEPSPEED_OPS
     for name in ("benchmarks", "benchmarks, second process", "benchmarks, third process"):
         options = ("--json", WORK / "cuda_ops.json", "--seconds", str(run.left() - 40), "--deepspeed-ops", own)
         if run.python(name, "-m", "gpu_check.cuda_ops", *options, limit=run.left() - 10):
@@ -384,29 +404,47 @@ def do(run: Run, environment: dict[str, Any], steps: Steps) -> None:
         write_report(run, environment)
 
 
+def deepspeed_runs(run: Run) -> None:
+    """Short runs of DeepSpeed with the plugin and on DeepSpeed's own accelerator, whose losses are compared."""
+    files = [WORK / f"runs-{whose}.json" for whose in ("plugin", "own")]
+    own = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    program = ("-m", "gpu_check.deepspeed_runs")
+    with ThreadPoolExecutor(2) as pool:
+        commands = [(sys.executable, *program, path) for path in files]
+        limit = min(180, run.left(RESERVE))
+        ours = pool.submit(run.step, "DeepSpeed runs: plugin", commands[0], limit=limit)
+        pool.submit(run.step, "DeepSpeed runs: DeepSpeed's own", commands[1], limit=limit, **own).result()
+        ours.result()
+    run.python("DeepSpeed runs", *program, "--compare", *files, limit=min(60, run.left(RESERVE)))
+
+
+def warm_up(run: Run) -> None:
+    """Let torch compile what the benchmarks compare with, while others have the GPU."""
+    options = ("--turns", "1", "--only-compile")
+    run.python("compiling by torch", "-m", "gpu_check.cuda_ops", *options, limit=min(180, run.left(RESERVE)))
+
+
 def check(run: Run, environment: dict[str, Any]) -> Path:
     """All steps. Those that need correct results alone run side by side; then those that look at the device's memory
     and clocks, each with the machine to itself.
     """
-    works: list[bool] = []  # whether DeepSpeed does, with the plugin
-    do(
-        run,
-        environment,
-        {
-            "install": lambda: install(run),
-            "choice": lambda: works.append(choice(run)),
-            "build": lambda: build(run),
-        },
-    )
+    carried = has_binaries(run)
+    do(run, environment, {"install": lambda: install(run), **({} if carried else {"build": lambda: build(run)})})
     native = environment["nvcc_path"], environment["arch"]
     of_ops = [part for part in CONFORMANCE if part.startswith("ops")]
     lanes: list[Steps] = [
         *({f"conformance, {part}": lambda part=part: conformance(run, part)} for part in of_ops),
         {"native tests": lambda: native_tests(run, *native)},
+        {"compiling by torch": lambda: warm_up(run)},
+        *([{"build": lambda: build(run)}] if carried else []),
     ]
-    if any(works):
-        lanes.append({"conformance, training": lambda: conformance(run, "training")})
-        lanes.append({"DeepSpeed's own ops": lambda: deepspeed_ops(run)})
+    if environment["deepspeed"]:
+        lanes += [
+            {"choice": lambda: choice(run), "training": lambda: conformance(run, "training")},
+            {"conformance, features": lambda: conformance(run, "features")},
+            {"DeepSpeed runs": lambda: deepspeed_runs(run)},
+            {"DeepSpeed's own ops": lambda: deepspeed_ops(run)},
+        ]
     with ThreadPoolExecutor(len(lanes)) as pool:
         list(pool.map(lambda steps: do(run, environment, steps), lanes))
     do(
@@ -424,8 +462,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m gpu_check", description="Everything that needs a GPU, in one go.")
     parser.add_argument("--into", type=Path, default=RESULTS)
     parser.add_argument("--wheels", type=Path, default=ROOT / "build" / "gpu-wheels")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="of the whole run (%(default)s)")
     arguments = parser.parse_args()
-    run = Run(arguments.into, arguments.wheels)
+    run = Run(arguments.into, arguments.wheels, arguments.seconds)
     environment = environment_of(run)
     print(", ".join(f"{name} {value}" for name, value in environment.items()), flush=True)
     path = check(run, environment)

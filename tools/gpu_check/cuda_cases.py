@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -206,6 +207,9 @@ def op_cases(*shapes: tuple[int, int]) -> Iterator[Case]:
                 "ds_plugin": lambda x, w=weight, b=bias: norm.layer_norm(x, w, b),
                 "torch eager": lambda x, w=weight, b=bias: F.layer_norm(x, (x.shape[-1],), w, b),
                 "torch compiled": torch.compile(lambda x, w=weight, b=bias: F.layer_norm(x, (x.shape[-1],), w, b)),
+                **_liger(
+                    "layer_norm", "LigerLayerNormFunction", lambda f, w=weight, b=bias: lambda x: f.apply(x, w, b, 1e-5)
+                ),
             },
         )
         yield _case(
@@ -216,6 +220,7 @@ def op_cases(*shapes: tuple[int, int]) -> Iterator[Case]:
                 "ds_plugin": lambda x, w=weight: norm.rms_norm(x, w),
                 "torch eager": lambda x, w=weight: F.rms_norm(x, (x.shape[-1],), w, 1e-6),
                 "torch compiled": torch.compile(lambda x, w=weight: F.rms_norm(x, (x.shape[-1],), w, 1e-6)),
+                **_liger("rms_norm", "LigerRMSNormFunction", lambda f, w=weight: lambda x: f.apply(x, w, 1e-6)),
             },
         )
         yield _case(
@@ -328,6 +333,11 @@ def _rms_norm_cases(shape: tuple[int, int], weight: Tensor) -> Iterator[Case]:
             "ds_plugin": lambda x, r: transformer.add_rms_norm(x, weight, r),
             "torch eager": sum_rms_norm,
             "torch compiled": torch.compile(sum_rms_norm),
+            **_liger(
+                "fused_add_rms_norm",
+                "LigerFusedAddRMSNormFunction",
+                lambda f: lambda x, r: f.apply(x, r, weight, 1e-6),
+            ),
         },
     )
     yield _case(
@@ -359,6 +369,7 @@ def _activation_cases(shape: tuple[int, int], bias: Tensor) -> Iterator[Case]:
             "ds_plugin": transformer.activation_and_mul,
             "torch eager": swiglu,
             "torch compiled": torch.compile(swiglu),
+            **_liger("swiglu", "LigerSiLUMulFunction", lambda f: f.apply),
         },
     )
     yield _case(
@@ -486,7 +497,7 @@ def decode_cases() -> Iterator[Case]:
     from ds_plugin_sdk.ops import attention, linear
 
     past, head_dim = 4095, 128
-    for batch, heads, kv_heads in ((1, 32, 32), (8, 32, 8)):
+    for batch, heads, kv_heads in ((1, 32, 32), (8, 32, 8), (16, 64, 8)):
         cache = (batch, kv_heads, past + 1, head_dim)
         new = (batch, kv_heads, 1, head_dim)
         yield _case(
@@ -502,7 +513,16 @@ def decode_cases() -> Iterator[Case]:
         )
         yield _int8_cache_case(cache, (batch, heads, 1, head_dim), new, past)
     rows, columns = 11008, 4096
-    quantized: tuple[tuple[int, Literal[4, 8]], ...] = ((1, 8), (4, 8), (1, 4), (4, 4))
+    quantized: tuple[tuple[int, Literal[4, 8]], ...] = (
+        (1, 8),
+        (4, 8),
+        (8, 8),
+        (16, 8),
+        (64, 8),
+        (1, 4),
+        (4, 4),
+        (16, 4),
+    )
     for inputs, bits in quantized:
         floats = [_random(rows, columns, dtype=torch.bfloat16) for _ in range(8)]
         weights = [linear.quantize_weight(matrix, bits=bits) for matrix in floats]
@@ -512,7 +532,7 @@ def decode_cases() -> Iterator[Case]:
             rows * columns * bits // 8,
             {
                 f"ds_plugin int{bits}": [lambda x=x, w=w: linear.linear(x, w[0], scales=w[1]) for w in weights],
-                "ds_plugin bfloat16": [lambda x=x, w=w: linear.linear(x, w) for w in floats],
+                "ds_plugin bfloat16": [lambda x=x, w=w: linear.linear(x, w) for w in floats],  # above 4 inputs torch's
                 "torch bfloat16": [lambda x=x, w=w: F.linear(x, w) for w in floats],
             },
         )
@@ -532,6 +552,44 @@ def _int8_cache_case(cache: tuple[int, ...], query: tuple[int, ...], new: tuple[
         theirs.append(functools.partial(F.scaled_dot_product_attention, q, key, value, enable_gqa=True))
     name = f"decode attention to int8 {list(cache)}, {query[1]} heads"
     return Case(name, moved, {"ds_plugin": ours, "torch SDPA of bfloat16, nothing appended": theirs})
+
+
+def _liger(module: str, name: str, function: Callable[[Any], Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
+    """A function of Liger's as one more implementation, if it is installed."""
+    try:
+        return {"Liger": function(getattr(importlib.import_module(f"liger_kernel.ops.{module}"), name))}
+    except ImportError:
+        return {}
+
+
+def loss_cases() -> Iterator[Case]:
+    """Losses of LLaMA 3's logits, and their gradients in place of the logits."""
+    from ds_plugin_sdk.ops import cross_entropy
+
+    rows, columns = 4096, 128256
+    target = torch.randint(columns, (rows,), device=DEVICE)
+
+    def torchs(logits: Tensor) -> Tensor:
+        with torch.enable_grad():
+            leaf = logits.detach().requires_grad_()
+            return torch.autograd.grad(F.cross_entropy(leaf, target, reduction="sum"), leaf)[0]
+
+    def ligers(logits: Tensor, function: Any) -> object:
+        with torch.enable_grad():
+            return function.apply(logits.detach().requires_grad_(), target, None, -100, 0.0, 0.0, "sum")
+
+    def compiled(logits: Tensor) -> Tensor:
+        loss = torch.logsumexp(logits.float(), -1, keepdim=True)
+        ones = torch.arange(columns, device=DEVICE) == target[:, None]
+        return (torch.exp(logits.float() - loss) - ones.float()).to(logits.dtype)
+
+    calls: dict[str, Callable[..., Any]] = {
+        "ds_plugin": lambda x: cross_entropy.cross_entropy_(x, target),
+        "torch eager": torchs,
+        "torch compiled": torch.compile(compiled),
+        **_liger("cross_entropy", "LigerCrossEntropyFunction", lambda f: lambda x: ligers(x, f)),
+    }
+    yield _case(f"cross_entropy_ [{rows}, {columns}]", [(rows, columns)], 2 * 2 * rows * columns, calls)
 
 
 def _random(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -567,10 +625,11 @@ def groups_of_cases(own: Path | None) -> dict[str, Callable[[], Iterator[Case]]]
         "ops": lambda: op_cases((8192, 4096)),
         "layer": lambda: layer_cases(own),
         "decode": decode_cases,
+        "losses": loss_cases,
         "prompt": prompt_cases,
         "heads": head_cases,
         "training": training_cases,
         "quantizer": lambda: quantizer_cases(own),
         "tokens": lambda: token_cases(own),
-        "ops on other shapes": lambda: op_cases((32, 4096), (4096, 8192)),
+        "ops on other shapes": lambda: op_cases((32, 4096), (4096, 8192), (262144, 128)),
     }

@@ -174,6 +174,7 @@ class Facts:
 
     Attributes:
         copy_gigabytes_per_second: of a copy.
+        launches: microseconds of the host for a call on few elements.
         begun: groups of cases that were begun, by this process or one before it.
         complete: whether all were measured.
         rows: the figures, `Row` as dictionaries.
@@ -181,6 +182,7 @@ class Facts:
     """
 
     copy_gigabytes_per_second: float = 0.0
+    launches: dict[str, float] = dataclasses.field(default_factory=dict)
     begun: list[str] = dataclasses.field(default_factory=list)
     complete: bool = False
     rows: list[dict[str, Any]] = dataclasses.field(default_factory=list)
@@ -201,6 +203,47 @@ class Facts:
             new.replace(self.path)
 
 
+def compile_all(own: Path | None) -> None:
+    """Call each implementation once, so that torch's compiler keeps what it makes for the process that measures."""
+    groups = {name: cases for name, cases in groups_of_cases(own).items() if name != "optimizers"}
+    with torch.no_grad():
+        for cases in groups.values():
+            for case in cases():
+                for name, calls in case.calls.items():
+                    try:
+                        calls[0]()
+                    except Exception as error:
+                        print(f"{case.name}, {name}: {_text(error)}", flush=True)
+                torch.cuda.synchronize()
+                del case
+                torch.cuda.empty_cache()
+
+
+def launches() -> dict[str, float]:
+    """Microseconds of the host for a call on 8 x 64 elements, medians of batches."""
+    from ds_plugin_sdk.ops import norm
+
+    x, weight = torch.randn(8, 64, device=DEVICE), torch.randn(64, device=DEVICE)
+    calls: dict[str, Call] = {
+        "ds_plugin rms_norm": lambda: norm.rms_norm(x, weight),
+        "torch rms_norm": lambda: torch.nn.functional.rms_norm(x, (64,), weight, 1e-6),
+        "ds_plugin layer_norm": lambda: norm.layer_norm(x, weight, weight),
+        "torch layer_norm": lambda: torch.nn.functional.layer_norm(x, (64,), weight, weight),
+        "torch mul": lambda: torch.mul(x, x),
+    }
+
+    def batch(call: Call) -> float:
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(200):
+            call()
+        return (time.perf_counter() - begin) / 200 * 1e6
+
+    with torch.no_grad():
+        found = in_turns({name: functools.partial(batch, call) for name, call in calls.items()}, 12)
+    return {name: statistics.median(times[2:]) for name, times in found.items()}
+
+
 def run(deadline: float, turns: int, own: Path | None, facts: Facts) -> bool:
     """Measure what was not begun yet, until all is done or the deadline (`time.monotonic`) has passed.
 
@@ -215,6 +258,7 @@ def run(deadline: float, turns: int, own: Path | None, facts: Facts) -> bool:
     """
     facts.errors |= {f"{family} has no kernels here": why for family, why in without_kernels().items()}
     facts.copy_gigabytes_per_second = measured_copy_rate()
+    facts.launches = launches()
     with torch.no_grad():
         for group, cases in groups_of_cases(own).items():
             if group in facts.begun:
@@ -268,11 +312,16 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=180, help="stop beginning cases after so long")
     parser.add_argument("--turns", type=int, default=20)
     parser.add_argument("--deepspeed-ops", type=Path, help="where deepspeed_cuda_ops.py has built DeepSpeed's own ops")
+    parser.add_argument("--only-compile", action="store_true", help="call everything once, measure nothing")
     arguments = parser.parse_args()
+    if arguments.only_compile:
+        return compile_all(arguments.deepspeed_ops)
 
     facts = Facts.of(arguments.json)
     works = run(time.monotonic() + arguments.seconds, arguments.turns, arguments.deepspeed_ops, facts)
     print(f"copy: {facts.copy_gigabytes_per_second:.0f} GB/s")
+    for name, microseconds in facts.launches.items():
+        print(f"launch: {name} {microseconds:.2f} us")
     for row in facts.rows:
         print(
             f"{row['case']:32} {row['implementation']:20} {row['milliseconds']:9.4f} ms "

@@ -62,7 +62,11 @@ def with_pips_cuda(environment: Mapping[str, str], links: Path) -> dict[str, str
         link = link.with_name(f"{link.name}.so")
         if not link.exists():
             link.symlink_to(library)
-    more = {"CPLUS_INCLUDE_PATH": [home / "include" for home in homes], "LIBRARY_PATH": [links]}
+    toolkit = environment.get(
+        "CUDA_HOME", "/usr/local/cuda"
+    )  # first: pip's headers lack some of those that they include
+    includes = [Path(toolkit, "include"), *(home / "include" for home in homes)]
+    more = {"CPLUS_INCLUDE_PATH": includes, "LIBRARY_PATH": [links]}
     return {**environment} | {
         name: os.pathsep.join([*filter(None, [environment.get(name)]), *map(str, paths)])
         for name, paths in more.items()
