@@ -103,6 +103,7 @@ def test_another_process_goes_on_where_a_gpu_was_lost(tmp_path: Path, monkeypatc
     monkeypatch.setattr(cuda_ops, "launches", dict)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
+    monkeypatch.setattr(torch, "randn", lambda *shape, **more: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: 1 / 0)
     path = tmp_path / "ops.json"
     assert cuda_ops.run(time.monotonic() + 60, 1, None, cuda_ops.Facts.of(path)) is False

@@ -98,9 +98,8 @@ def rows_of(case: Case, copy_rate: float, turns: int, errors: dict[str, str]) ->
             calls[0]()
             if name == first and (why := _why_it_waits(calls[0])):
                 errors[f"{case.name}, {name} waits for the device"] = why
-            runs[name] = _one_after_the_other(calls)
-            if case.in_graph:
-                runs[name] = captured(calls)
+            capture = case.in_graph and name not in case.not_in_graph
+            runs[name] = captured(calls) if capture else _one_after_the_other(calls)
         except Exception as error:
             errors[f"{case.name}, {name}"] = f"{type(error).__name__}: {error}".partition("\n")[0]
     medians = {name: total / count for name, total in take_turns(runs, turns).items()}
@@ -292,8 +291,9 @@ def _measure(case: Case, facts: Facts, turns: int) -> None:
 
 
 def _gpu_works(group: str, facts: Facts) -> bool:
-    """After an illegal access nothing works in this process any more."""
+    """After an illegal access nothing works in this process any more; after a capture that failed, no generator."""
     try:
+        torch.randn(1, device=DEVICE)
         torch.cuda.synchronize()
         return True
     except Exception as error:

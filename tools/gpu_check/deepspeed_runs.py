@@ -57,7 +57,9 @@ class Model(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         past = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1] - 1, device=tokens.device)
         x = self.embedding(tokens[:, :-1])
-        logits = self.head(self.layers(x, mask=past.to(x.dtype)))
+        for layer in self.layers.layers:  # the stack itself would ask on the host whether the mask is causal
+            x = layer(x, src_mask=past.to(x.dtype))
+        logits = self.head(x)
         return nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
 
 

@@ -91,12 +91,13 @@ class AttentionCall {
   // torch's attention to what the caches hold by now: with a bias, or without where none is needed. Heads of keys can be
   // repeated for their queries first: some of torch's kernels want as many.
   Tensor torch_attention(const OptionalTensor& bias, bool repeat_heads = false) {
-    Tensor keys = held(key_cache_, key_scales_), values = held(value_cache_, value_scales_);
+    const Tensor query = aligned(query_);
+    Tensor keys = aligned(held(key_cache_, key_scales_)), values = aligned(held(value_cache_, value_scales_));
     bool grouped = work_.heads != work_.kv_heads;
     if (grouped && repeat_heads) keys = repeated(keys), values = repeated(values), grouped = false;
     const bool causal = !bias && work_.causal;
     using torch::stable::detail::from;
-    StableIValue stack[] = {from(query_), from(keys),   from(values),
+    StableIValue stack[] = {from(query),  from(keys),   from(values),
                             from(bias),   from(0.0),    from(causal),
                             from(std::optional<double>(scale_)), from(grouped)};
     STABLE_TORCH_ERROR_CODE_CHECK(
@@ -135,6 +136,18 @@ class AttentionCall {
     Tensor rounded = new_tensor(query_, exact.sizes());
     torch::stable::copy_(rounded, exact);
     return rounded;
+  }
+
+  // A tensor that begins at a multiple of 16 bytes, as its heads do if their size allows it: some of torch's kernels read
+  // so wherever a tensor begins.
+  Tensor aligned(const Tensor& tensor) const {
+    const int64_t pack = arguments_.dtype() == Dtype::Float32 ? 4 : 8;
+    bool is_so = reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 16 == 0;
+    for (int64_t i = 0; i < 3; ++i) is_so = is_so && (tensor.size(i) == 1 || tensor.stride(i) % pack == 0);
+    if (is_so || (work_.head_dim % pack != 0 && reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 16 == 0)) return tensor;
+    Tensor copy = new_tensor(query_, tensor.sizes());
+    torch::stable::copy_(copy, tensor);
+    return copy;
   }
 
   // Each head of keys as often as it has heads of queries.
