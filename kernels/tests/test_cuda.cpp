@@ -912,7 +912,13 @@ void check_attention_layers(Dtype dtype) {
                                  {1, 9, 1, 1, 62, 256, 0, Mask::Element, false, true},
                                  {1, 2, 1, 1, 32'767, 8, 0, Mask::None, false, true},  // as many parts as there can be
                                  {1, 3, 3, 4, 61, 1, 1, Mask::Bool, false, true},  // some queries see nothing
-                                 {2, 2, 1, 7, 260, 16, 0, Mask::None, true, false}};
+                                 {2, 2, 1, 7, 260, 16, 0, Mask::None, true, false},
+                                 // heads that tensor cores take: groups, more queries than a tile, what hides positions
+                                 {2, 16, 2, 1, 200, 128, 0, Mask::None, false, true},
+                                 {1, 8, 1, 5, 77, 64, 0, Mask::None, false, true},
+                                 {1, 6, 2, 3, 150, 128, 9, Mask::Bool, true, true},
+                                 {2, 3, 3, 2, 1, 64, 0, Mask::Element, false, false},
+                                 {1, 24, 1, 1, 65, 64, 0, Mask::Float, false, true}};
   for (const AttentionCase& c : cases) {
     for (const bool quantized : {false, true}) check_attention(dtype, c, quantized);
   }

@@ -149,16 +149,21 @@ def _delayed(target: Target, stack: contextlib.ExitStack) -> Callable[[], None] 
 
 def _products(target: Target) -> Callable[[], None]:
     device = target.accelerator.current_device_name()
-    matrix = torch.full((1024, 1024), 1e-3, device=device)
+    side, count, seconds = 1024, 1, 0.0
+    matrix = torch.full((side, side), 1e-3, device=device)
 
     def submit(count: int) -> None:
         for _ in range(count):
             torch.mm(matrix, matrix)
 
     submit(1)
-    count, seconds = 1, 0.0
     while seconds < SLOW_SECONDS / 4:
-        count *= 2
+        if count < 32 or side == 8192:
+            count *= 2
+        else:  # a fast device: larger products, since the host waits where a thousand or so are pending
+            side, count = 2 * side, count // 4
+            matrix = torch.full((side, side), 1e-3, device=device)
+            submit(1)
         target.accelerator.synchronize()
         begin = time.perf_counter()
         submit(count)
