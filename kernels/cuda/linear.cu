@@ -1,8 +1,12 @@
-// Linear layers on a few inputs, bound by the reading of weights: a warp has two rows of them, the two halves of an
-// output if it is gated, and four inputs.
+// Linear layers on a few inputs, bound by the reading of weights. On tensor cores, where shapes and addresses suit them,
+// a block has 16 rows and up to 32 inputs; elsewhere a warp has two rows, the two halves of an output if it is gated,
+// and four inputs.
+
+#include "linear_tiles.h"
 
 #include <ds_kernels/linear.h>
 
+#include "mma.cuh"
 #include "row.cuh"
 
 namespace ds_kernels::cuda {
@@ -179,6 +183,307 @@ __global__ void __launch_bounds__(kThreads) linear_kernel(const LinearLayer t) {
   }
 }
 
+#ifndef __HIPCC__
+// ---- the product on tensor cores ---------------------------------------------------------------------------------
+
+// Rows of weights are the rows of a tile of 16, inputs the columns of tiles of 8, and columns of weights what is summed
+// over. In which order these are does not matter as long as both sides have the same: so a thread takes 16 neighbouring
+// bytes of a row as they lie in memory, the four threads that share a row a chunk of 64, and of each input the elements
+// that belong to its bytes.
+constexpr int kTileRows = 16, kTileInputs = 8, kChunkBytes = 64;
+constexpr int kTileWarp = 32;
+// By tiles of inputs: warps of a block at most, and chunks of a row that a warp has at once. Two of these are 128 bytes,
+// a line of the L2 cache; the sums of many inputs need the registers.
+template <int across>
+constexpr int kMostTileWarps = across > 2 ? 8 : 16;
+template <int across>
+constexpr int kChunksAtOnce = across > 2 ? 1 : 2;
+constexpr int64_t kMostTileColumns = int64_t{1} << 20;  // so that group_of divides exactly
+
+// Sixteen bytes of a row of weights, as elements. Its pieces belong to 8 neighbouring elements of an input each: to
+// `column(q, piece)` of the chunk and on. `pairs` gives those of half a piece.
+template <class Weight>
+struct Bytes {  // elements themselves
+  static constexpr int kColumns = kChunkBytes / sizeof(Weight), kPieces = 1;
+
+  static __device__ __forceinline__ int column(int q, int) { return 8 * q; }
+
+  template <class Element>
+  static __device__ __forceinline__ void pairs(const uint32_t (&words)[4], int, int half, uint32_t& low,
+                                               uint32_t& high) {
+    low = words[2 * half], high = words[2 * half + 1];
+  }
+};
+
+// The same number in both elements of a pair.
+template <class Element>
+constexpr uint32_t twice(uint32_t brain, uint32_t half) {
+  return (std::is_same_v<Element, BFloat16> ? brain : half) * 0x10001u;
+}
+
+// The sums of two pairs of elements, where they are exact.
+template <class Element>
+__device__ __forceinline__ uint32_t add_pairs(uint32_t a, uint32_t b) {
+#ifdef __CUDA_ARCH__
+  uint32_t sums;
+  if constexpr (std::is_same_v<Element, BFloat16>) {  // an addition of its own comes with sm_90
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(sums) : "r"(a), "r"(twice<Element>(0x3f80, 0)), "r"(b));
+  } else {
+    asm("add.rn.f16x2 %0, %1, %2;" : "=r"(sums) : "r"(a), "r"(b));
+  }
+  return sums;
+#else
+  float x[2], y[2];
+  widen_two<Element>(a, x[0], x[1]), widen_two<Element>(b, y[0], y[1]);
+  return narrow_two<Element>(x[0] + y[0], x[1] + y[1]);
+#endif
+}
+
+template <>
+struct Bytes<int8_t> {
+  static constexpr int kColumns = kChunkBytes, kPieces = 2;
+
+  static __device__ __forceinline__ int column(int q, int piece) { return 16 * q + 8 * piece; }
+
+  template <class Element>
+  static __device__ __forceinline__ void pairs(const uint32_t (&words)[4], int piece, int half, uint32_t& low,
+                                               uint32_t& high) {
+    const uint32_t word = words[2 * piece + half];
+    low = levels<Element>(word, 0x4140), high = levels<Element>(word, 0x4342);
+  }
+
+ private:
+  // By way of the mantissa of 1024, which has room for eight bits, or of 128, which has it for seven: the sign is then
+  // taken off as 128, in the step from 128 to 256.
+  template <class Element>
+  static __device__ __forceinline__ uint32_t levels(uint32_t word, uint32_t bytes) {
+    if constexpr (std::is_same_v<Element, Float16>) {
+      const uint32_t above = __byte_perm(word ^ 0x80808080u, 0x64646464u, bytes);
+      return add_pairs<Element>(above, twice<Element>(0, 0xe480));  // - (1024 + 128)
+    } else {
+      const uint32_t pair = __byte_perm(word, 0, bytes);
+      return add_pairs<Element>((pair & 0x007f007fu) | 0x43004300u, (pair & 0x00800080u) | 0xc300c300u);
+    }
+  }
+};
+
+// Two blocks of a row: a thread has eight words of one of them, and a piece has a level of each.
+template <>
+struct Bytes<Int4Pair> {
+  static constexpr int kColumns = 2 * kChunkBytes, kPieces = 4;
+
+  static __device__ __forceinline__ int column(int q, int piece) {
+    return q / 2 * static_cast<int>(kInt4Block) + 16 * piece + q % 2 * 8;
+  }
+
+  template <class Element>
+  static __device__ __forceinline__ void pairs(const uint32_t (&words)[4], int piece, int half, uint32_t& low,
+                                               uint32_t& high) {
+    low = levels<Element>(words[2 * half] >> 4 * piece), high = levels<Element>(words[2 * half + 1] >> 4 * piece);
+  }
+
+ private:
+  // By way of the mantissa of 128, or of 1024.
+  template <class Element>
+  static __device__ __forceinline__ uint32_t levels(uint32_t shifted) {
+    const uint32_t above = (shifted & 0x000f000fu) | twice<Element>(0x4300, 0x6400);
+    return add_pairs<Element>(above, twice<Element>(0xc308, 0xe408));  // - (128 + 8), - (1024 + 8)
+  }
+};
+
+// Sixteen bytes that are read once: the L1 cache is for inputs.
+__device__ __forceinline__ void load_once(const unsigned char* from, uint32_t (&words)[4]) {
+#ifdef __CUDA_ARCH__
+  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+               : "l"(from));
+#else
+  load_words(reinterpret_cast<const uint32_t*>(from), words);
+#endif
+}
+
+// How the columns of a layer are taken.
+struct Chunks {
+  int count;
+  uint32_t inverse;  // of a group's chunks: 2^31 / chunks, rounded up
+
+  __device__ __forceinline__ int group_of(int chunk) const { return static_cast<int>(__umulhi(2u * chunk, inverse)); }
+};
+
+// What a thread takes of a chunk: of two rows, and what levels of their group stand for.
+struct Taken {
+  uint32_t words[2][4];
+  float scales[2], offsets[2];
+};
+
+// The calling thread's two rows, the `across` tiles of inputs, and its sums.
+template <class Weight, class Element, int across, bool has_offsets>
+class TileSums {
+  static constexpr bool kQuantized = sizeof(Weight) == 1;
+  static constexpr int kAtOnce = kChunksAtOnce<across>;
+  using Kind = Bytes<Weight>;
+
+ public:
+  float total[across][4] = {};
+
+  __device__ __forceinline__ TileSums(const LinearLayer& t, Chunks chunks, int64_t begin, int64_t first_input)
+      : t_(t),
+        chunks_(chunks),
+        q_(static_cast<int>(threadIdx.x) % 4),
+        x_(static_cast<const Element*>(t.input) + first_input * t.columns) {
+    const int g = static_cast<int>(threadIdx.x) % kTileWarp / 4;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      // Beyond the last row, that again. The second half of a tile is of the second halves of outputs if gated.
+      const int64_t output = begin + (t.gated ? 0 : r * kTileRows / 2) + g;
+      const int64_t row = (output < t.outputs ? output : t.outputs - 1) + (t.gated ? r * t.outputs : 0);
+      from_[r] = static_cast<const unsigned char*>(t.weight) + row * t.stride * static_cast<int64_t>(sizeof(Weight)) +
+                 16 * q_;
+      groups_[r] = static_cast<int>(row * t.groups);
+    }
+#pragma unroll
+    for (int n = 0; n < across; ++n) {
+      const int64_t input = n * kTileInputs + g, last = t.inputs - 1 - first_input;
+      inputs_[n] = static_cast<int>((input < last ? input : last) * t.columns);
+    }
+  }
+
+  // Adds the products of the chunks that a warp has: every so many neighbouring ones. What it has done with is replaced
+  // by the next at once, so that loads are always under way.
+  __device__ __forceinline__ void add(int warp, int warps) {
+    const int step = warps * kAtOnce;
+    int first = warp * kAtOnce;
+    Taken taken[kAtOnce];
+#pragma unroll
+    for (int u = 0; u < kAtOnce; ++u) take(first, u, taken[u]);
+    for (; first < chunks_.count; first += step) {
+      float part[across][4] = {}, ones[across][4] = {};
+#pragma unroll
+      for (int u = 0; u < kAtOnce; ++u) {
+        multiply(clamped(first + u), taken[u].words, part, ones);
+        if (ends(first, u)) add_part(taken[u], part, ones);
+        if (first + step < chunks_.count) take(first + step, u, taken[u]);
+      }
+    }
+  }
+
+ private:
+  // Beyond the last chunk, that again: its products are thrown away.
+  __device__ __forceinline__ int clamped(int chunk) const { return chunk < chunks_.count ? chunk : chunks_.count - 1; }
+
+  // Whether the products up to a chunk are to be added to the total: the next one is another group's, or none of this
+  // turn.
+  __device__ __forceinline__ bool ends(int first, int u) const {
+    const int chunk = first + u;
+    if (u + 1 == kAtOnce || chunk + 1 >= chunks_.count) return chunk < chunks_.count;
+    return kQuantized && chunks_.group_of(chunk) != chunks_.group_of(chunk + 1);
+  }
+
+  __device__ __forceinline__ void take(int first, int u, Taken& to) const {
+    const int chunk = clamped(first + u);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) load_once(from_[r] + static_cast<int64_t>(chunk) * kChunkBytes, to.words[r]);
+    if (!kQuantized || !ends(first, u)) return;
+    const int group = chunks_.group_of(chunk);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      to.scales[r] = t_.scales[groups_[r] + group];
+      if constexpr (has_offsets) to.offsets[r] = t_.offsets[groups_[r] + group];
+    }
+  }
+
+  // Adds the products of a chunk to `part`, and with offsets the inputs themselves to `ones`.
+  __device__ __forceinline__ void multiply(int chunk, const uint32_t (&words)[2][4], float (&part)[across][4],
+                                           float (&ones)[across][4]) const {
+#pragma unroll
+    for (int piece = 0; piece < Kind::kPieces; ++piece) {
+      uint32_t inputs[across][4];
+#pragma unroll
+      for (int n = 0; n < across; ++n) {
+        const Element* from = x_ + (inputs_[n] + chunk * Kind::kColumns + Kind::column(q_, piece));
+        load_words(reinterpret_cast<const uint32_t*>(from), inputs[n]);
+      }
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        uint32_t a[4];
+        Kind::template pairs<Element>(words[0], piece, half, a[0], a[2]);
+        Kind::template pairs<Element>(words[1], piece, half, a[1], a[3]);
+#pragma unroll
+        for (int n = 0; n < across; ++n) {
+          const uint32_t b[2] = {inputs[n][2 * half], inputs[n][2 * half + 1]};
+          mma(a, b, part[n], Element{});
+          if constexpr (has_offsets) {
+            constexpr uint32_t one = twice<Element>(0x3f80, 0x3c00);
+            const uint32_t a_of_ones[4] = {one, one, one, one};
+            mma(a_of_ones, b, ones[n], Element{});
+          }
+        }
+      }
+    }
+  }
+
+  // Adds what a group has to the total, and begins again.
+  __device__ __forceinline__ void add_part(const Taken& taken, float (&part)[across][4], float (&ones)[across][4]) {
+#pragma unroll
+    for (int n = 0; n < across; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        total[n][i] += kQuantized ? taken.scales[i / 2] * part[n][i] : part[n][i];
+        if constexpr (has_offsets) total[n][i] += taken.offsets[i / 2] * ones[n][i];
+        part[n][i] = ones[n][i] = 0;
+      }
+    }
+  }
+
+  const LinearLayer& t_;
+  const Chunks chunks_;
+  const int q_;
+  const unsigned char* from_[2];
+  int groups_[2];  // the first of each row
+  const Element* x_;
+  int inputs_[across];  // where they begin from there
+};
+
+// Warps share the columns; their sums are added in their order.
+template <class Weight, class Element, int across, bool has_offsets>
+__global__ void __launch_bounds__(kMostTileWarps<across>* kTileWarp)
+    tile_kernel(const LinearLayer t, const Chunks chunks) {
+  if constexpr (kCompilesMma) {
+    constexpr int inputs = across * kTileInputs, half = kTileRows / 2;
+    __shared__ float sums[kMostTileWarps<across>][inputs][kTileRows + 4];  // no two threads of a warp write to one bank
+    const int thread = static_cast<int>(threadIdx.x), lane = thread % kTileWarp;
+    const int warp = thread / kTileWarp, warps = static_cast<int>(blockDim.x) / kTileWarp;
+    const int64_t begin = static_cast<int64_t>(blockIdx.x) * (t.gated ? half : kTileRows);
+    const int64_t first_input = static_cast<int64_t>(blockIdx.y) * inputs;
+    TileSums<Weight, Element, across, has_offsets> mine(t, chunks, begin, first_input);
+    mine.add(warp, warps);
+#pragma unroll
+    for (int n = 0; n < across; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        sums[warp][n * kTileInputs + lane % 4 * 2 + i % 2][i / 2 * half + lane / 4] = mine.total[n][i];
+      }
+    }
+    __syncthreads();
+    const auto* bias = static_cast<const Element*>(t.bias);
+    const auto sum_of = [&](int n, int tile_row, int64_t row) {
+      float sum = sums[0][n][tile_row];
+      for (int w = 1; w < warps; ++w) sum += sums[w][n][tile_row];
+      return bias ? sum + widen(bias[row]) : sum;
+    };
+    for (int k = thread; k < inputs * kTileRows; k += static_cast<int>(blockDim.x)) {
+      const int n = k / kTileRows, tile_row = k % kTileRows;
+      const int64_t input = first_input + n, output = begin + tile_row;
+      if (input >= t.inputs || output >= t.outputs || (t.gated && tile_row >= half)) continue;
+      const float first = sum_of(n, tile_row, output);
+      const float second = t.gated ? sum_of(n, tile_row + half, t.outputs + output) : 0;
+      narrow(finished<Element>(t, input, output, first, second),
+             static_cast<Element*>(t.output)[input * t.outputs + output]);
+    }
+  }
+}
+#endif
+
 // ---- around torch's product --------------------------------------------------------------------------------------
 
 template <class Weight, class Element, bool packed>
@@ -216,8 +521,57 @@ __global__ void finish_kernel(const LinearLayer t, const Element* sums, const un
 
 // ---- launches ----------------------------------------------------------------------------------------------------
 
+#ifndef __HIPCC__
+// Whether tiles have whole chunks of every group, at aligned addresses.
+template <class Weight>
+bool in_tiles(const LinearLayer& t) {
+  return t.columns > 0 && t.columns <= kMostTileColumns && 2 * t.outputs <= INT32_MAX / t.groups &&
+         t.columns / t.groups % Bytes<Weight>::kColumns == 0 &&
+         t.stride * static_cast<int64_t>(sizeof(Weight)) % 16 == 0 && is_aligned(t.weight) && is_aligned(t.input) &&
+         has_mma();
+}
+
+// More warps share the columns of few rows: so many in all are some sixteen on each multiprocessor of a large GPU.
+constexpr int64_t kManyWarps = 2048;
+
+template <class Weight, class Element, int across>
+void launch_tiles(const LinearLayer& t, const Stream& stream) {
+  constexpr int inputs = across * kTileInputs;
+  const int64_t columns = Bytes<Weight>::kColumns, of_group = t.columns / t.groups / columns;
+  const Chunks chunks{static_cast<int>(t.columns / columns),
+                      static_cast<uint32_t>(((int64_t{1} << 31) + of_group - 1) / of_group)};
+  const int64_t rows = t.gated ? kTileRows / 2 : kTileRows;  // of a block, or pairs of them
+  dim3 blocks = grid(stream, (t.outputs + rows - 1) / rows);
+  blocks.y = static_cast<unsigned>((t.inputs + inputs - 1) / inputs);
+  const int turns = chunks.count / kChunksAtOnce<across>;
+  int warps = 4;
+  while (warps < kMostTileWarps<across> && blocks.x * warps < kManyWarps && turns >= 4 * warps) warps *= 2;
+  const auto run = [&](auto kernel) { launch(stream, kernel, blocks, warps * kTileWarp, t, chunks); };
+  if constexpr (std::is_same_v<Weight, Int4Pair>) {
+    if (t.offsets) return run(tile_kernel<Weight, Element, across, true>);
+  }
+  run(tile_kernel<Weight, Element, across, false>);
+}
+
+// The fewest tiles of inputs that are enough, for quantized weights: others are for few inputs only.
+template <class Weight, class Element>
+void launch_tiles(const LinearLayer& t, const Stream& stream) {
+  if constexpr (sizeof(Weight) == 1) {
+    if (t.inputs > 2 * kTileInputs) return launch_tiles<Weight, Element, 4>(t, stream);
+    if (t.inputs > kTileInputs) return launch_tiles<Weight, Element, 2>(t, stream);
+  }
+  launch_tiles<Weight, Element, 1>(t, stream);
+}
+#endif
+
 template <class Weight, class Element>
 void launch_linear(const LinearLayer& t, const Stream& stream) {
+  if (t.inputs == 0 || t.outputs == 0) return;
+#ifndef __HIPCC__
+  if constexpr (sizeof(Element) == 2) {
+    if (in_tiles<Weight>(t)) return launch_tiles<Weight, Element>(t, stream);
+  }
+#endif
   constexpr int count = 16 / sizeof(Weight);
   const int64_t width = t.columns / t.groups;
   const bool packed = width % count == 0 && t.stride % count == 0 && is_aligned(t.weight) && is_aligned(t.input);
@@ -246,7 +600,16 @@ void launch_dequantize(const QuantizedRows& q, const Stream& stream) {
 
 }  // namespace
 
-// For few inputs: each weight is read once for four of them.
+bool fits_tiles(const LinearLayer& t, Dtype dtype) {
+#ifdef __HIPCC__
+  (void)t;
+  return false;
+#else
+  return dtype != Dtype::Float32 && t.scales && (t.int4 ? in_tiles<Int4Pair>(t) : in_tiles<int8_t>(t));
+#endif
+}
+
+// For few inputs: on tensor cores each weight is read once for up to 32 of them, else for four.
 template <>
 void compute(const LinearLayer& t, Dtype dtype, const Stream& stream) {
   with_element(dtype, [&](auto element) {

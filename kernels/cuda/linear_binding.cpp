@@ -2,6 +2,7 @@
 #include <ds_kernels/ops/linear.h>
 
 #include "device.h"
+#include "linear_tiles.h"
 
 namespace ds_kernels::cuda {
 namespace {
@@ -13,14 +14,19 @@ constexpr int64_t kFewInputs = 4, kFewInputsOfQuantized = 16;
 struct Linear : Device {
   using Device::Device;
 
-  bool takes(const LinearLayer& layer, Dtype) const {
-    return layer.inputs <= (layer.scales ? kFewInputsOfQuantized : kFewInputs) &&
-           layer.columns < (int64_t{1} << 32);
+  bool takes(const LinearLayer& layer, Dtype dtype) const {
+    return layer.inputs <= most_inputs(layer, dtype) && layer.columns < (int64_t{1} << 32);
   }
 
   bool widens(const LinearLayer&, Dtype) const { return false; }
 
   int64_t rows_at_once(int64_t rows, int64_t, Dtype) const { return rows; }
+
+ private:
+  static int64_t most_inputs(const LinearLayer& layer, Dtype dtype) {
+    if (!layer.scales) return kFewInputs;
+    return fits_tiles(layer, dtype) ? kMostInputsOfTiles : kFewInputsOfQuantized;
+  }
 };
 
 }  // namespace

@@ -574,7 +574,7 @@ struct Layout {
   int64_t shift, gap;
 };
 
-// Quantized weights with their scales and offsets.
+// Quantized weights with their scales and offsets; or, of 16 bits, elements of that dtype.
 struct Weights {
   int64_t rows, columns, groups;
   int bits;
@@ -583,45 +583,63 @@ struct Weights {
   std::vector<float> scales, offsets;
   std::vector<uint8_t> bytes;
 
-  Weights(int64_t rows, int64_t columns, int64_t groups, int bits, bool has_offsets, Layout layout)
+  Weights(int64_t rows, int64_t columns, int64_t groups, int bits, bool has_offsets, Layout layout,
+          Dtype dtype = Dtype::Float16)
       : rows(rows), columns(columns), groups(groups), bits(bits), layout(layout), levels(rows * columns) {
     for (size_t i = 0; i < levels.size(); ++i) levels[i] = static_cast<int8_t>((i * 37 + i / 64) % 255 - 127);
     const std::vector<Int4Pair> pairs = bits == 4 ? pairs_of(levels) : std::vector<Int4Pair>{};
-    const auto* from = bits == 4 ? reinterpret_cast<const uint8_t*>(pairs.data())
-                                 : reinterpret_cast<const uint8_t*>(levels.data());
+    const std::vector<uint8_t> elements = bits == 16 ? elements_of(levels, dtype) : std::vector<uint8_t>{};
+    const auto* from = bits == 4    ? reinterpret_cast<const uint8_t*>(pairs.data())
+                       : bits == 16 ? elements.data()
+                                    : reinterpret_cast<const uint8_t*>(levels.data());
     bytes.assign(layout.shift, 0xee);
     for (int64_t row = 0; row < rows; ++row) {
       if (row > 0) bytes.insert(bytes.end(), layout.gap, 0xee);
       bytes.insert(bytes.end(), from + row * row_bytes(), from + (row + 1) * row_bytes());
     }
-    for (int64_t i = 0; i < rows * groups; ++i) {
+    for (int64_t i = 0; i < rows * groups && bits < 16; ++i) {
       scales.push_back(static_cast<float>(1 + i % 5) / 64);
       if (has_offsets) offsets.push_back(static_cast<float>(i % 7 - 3) / 32);
     }
   }
 
   int64_t row_bytes() const { return columns * bits / 8; }
-  double step(int64_t row, int64_t column) const { return double{scales[group(row, column)]} * at(row, column); }
+  double step(int64_t row, int64_t column) const {
+    return (scales.empty() ? 1. : double{scales[group(row, column)]}) * at(row, column);
+  }
   double offset(int64_t row, int64_t column) const { return offsets.empty() ? 0. : double{offsets[group(row, column)]}; }
 
  private:
+  // No zeros, which `put` does not know.
+  static std::vector<uint8_t> elements_of(std::vector<int8_t>& levels, Dtype dtype) {
+    std::vector<uint8_t> elements(2 * levels.size());
+    for (size_t i = 0; i < levels.size(); ++i) {
+      if (levels[i] == 0) levels[i] = 1;
+      put(dtype, elements.data() + 2 * i, levels[i]);
+    }
+    return elements;
+  }
+
   size_t group(int64_t row, int64_t column) const { return row * groups + column / (columns / groups); }
   double at(int64_t row, int64_t column) const { return levels[row * columns + column]; }
 };
 
-// Five outputs, gated or not.
-void check_linear(Dtype dtype, int64_t inputs, const Weights& w, bool gated) {
+void check_linear(Dtype dtype, int64_t inputs, const Weights& w, bool gated, bool has_residual = false) {
   const int64_t outputs = gated ? w.rows / 2 : w.rows, columns = w.columns;
   Array x(dtype, inputs * columns, 0), y(dtype, inputs * outputs, 0), bias(dtype, w.rows, 0);
+  Array residual(dtype, inputs * outputs, 0);
   for (int64_t i = 0; i < x.count(); ++i) x.set(i, static_cast<float>(i % 9 - 4) / 8 + 0.0625f);
   for (int64_t i = 0; i < bias.count(); ++i) bias.set(i, static_cast<float>(i) - 1.5f);
-  for (Array* array : {&x, &y, &bias}) array->to_device();
+  for (int64_t i = 0; i < residual.count(); ++i) residual.set(i, static_cast<float>(i % 11) - 4.5f);
+  for (Array* array : {&x, &y, &bias, &residual}) array->to_device();
   Numbers<uint8_t> bytes(w.bytes);
   Numbers<float> scales(w.scales), offsets(w.offsets);
   LinearLayer task{};
   task.inputs = inputs, task.columns = columns, task.outputs = outputs, task.groups = w.groups, task.gated = gated;
   task.input = x.data(), task.weight = bytes.data() + w.layout.shift, task.output = y.data(), task.bias = bias.data();
-  task.stride = w.row_bytes() + w.layout.gap, task.int4 = w.bits == 4, task.scales = scales.data();
+  task.stride = (w.row_bytes() + w.layout.gap) / (w.bits == 16 ? 2 : 1), task.int4 = w.bits == 4;
+  task.scales = w.scales.empty() ? nullptr : scales.data();
+  task.residual = has_residual ? residual.data() : nullptr;
   task.offsets = w.offsets.empty() ? nullptr : offsets.data();
   task.activation = Activation::Relu;
   compute("linear", task, dtype);
@@ -642,8 +660,9 @@ void check_linear(Dtype dtype, int64_t inputs, const Weights& w, bool gated) {
   for (int64_t i = 0; i < y.count(); ++i) {
     const int64_t input = i / outputs, row = i % outputs;
     const Sum first = sum_of(input, row), second = gated ? sum_of(input, outputs + row) : first;
-    const double bent = std::max(second.value, 0.0), expected = gated ? first.value * bent : bent;
-    const double size = gated ? first.size * second.size : first.size;
+    const double bent = std::max(second.value, 0.0), added = has_residual ? residual[i] : 0;
+    const double expected = (gated ? first.value * bent : bent) + added;
+    const double size = (gated ? first.size * second.size : first.size) + std::abs(added);
     CHECK(std::abs(y[i] - expected) <= (dtype == Dtype::Float32 ? 0 : 0.5 * y.unit(expected)) + 2e-6 * size,
           "linear %s of %lld int%d: %.9g, expected %.9g", name_of(dtype), static_cast<long long>(columns), w.bits, y[i],
           expected);
@@ -692,6 +711,32 @@ void check_dequantized(Dtype dtype, const Weights& w) {
           wide[i], expected);
   }
   CHECK(wide.guards_hold(), "dequantized");
+}
+
+// What tensor cores take, where they are: tiles of 16 rows and 8 inputs, whole and not; a few chunks of 64 bytes, and more
+// than a block's warps have at once.
+void check_tiles(Dtype dtype) {
+  if (dtype == Dtype::Float32) return;
+  struct Case {
+    int bits;
+    int64_t columns, groups;
+    bool has_offsets;
+  };
+  for (const Case& c : {Case{8, 64, 1, false}, {8, 320, 5, false}, {8, 768, 6, false}, {8, 960, 1, false},
+                        {4, 128, 1, false}, {4, 640, 5, false}, {4, 640, 5, true}, {4, 768, 2, true},
+                        {16, 32, 1, false}, {16, 480, 1, false}}) {
+    for (const int64_t inputs : {1, 3, 8, 9, 16, 31, 32}) {
+      if (c.bits == 16 && inputs > 9) continue;
+      check_linear(dtype, inputs, Weights(17, c.columns, c.groups, c.bits, c.has_offsets, {0, 0}, dtype), false, true);
+      check_linear(dtype, inputs, Weights(34, c.columns, c.groups, c.bits, c.has_offsets, {0, 16}, dtype), true, true);
+    }
+    check_linear(dtype, 18, Weights(33, c.columns, c.groups, c.bits, c.has_offsets, {16, 0}, dtype), false);
+    // Rows that are not at addresses for 16 bytes.
+    check_linear(dtype, 9, Weights(5, c.columns, c.groups, c.bits, c.has_offsets, {2, 0}, dtype), false);
+    check_linear(dtype, 9, Weights(5, c.columns, c.groups, c.bits, c.has_offsets, {0, 2}, dtype), false);
+  }
+  // As many columns as sixteen warps share, and a little more.
+  for (const int bits : {8, 4}) check_linear(dtype, 4, Weights(3, 16 * 1024 + 256, 1, bits, bits == 4, {0, 0}), false);
 }
 
 void check_quantized_weights(Dtype dtype) {
@@ -1132,6 +1177,7 @@ int main(int argc, char**) {
       for (const int bits : {8, 4}) check_quantizer(dtype, size, bits, true), check_quantizer(dtype, size, bits, false);
     }
     check_quantized_weights(dtype);
+    check_tiles(dtype);
     for (const int64_t outputs : {1, 7, 768, 1001}) {
       for (const bool gated : {false, true}) {
         for (const bool has_residual : {false, true}) check_linear_finish(dtype, outputs, gated, has_residual);
