@@ -1,6 +1,6 @@
-// Linear layers on a few inputs, bound by the reading of weights. On tensor cores, where shapes and addresses suit them,
-// a block has 16 rows and up to 32 inputs; elsewhere a warp has two rows, the two halves of an output if it is gated,
-// and four inputs.
+// Linear layers on a few inputs, bound by the reading of weights. On tensor cores, if shapes and addresses allow it, a
+// block has 16 rows and up to 32 inputs; else a warp has two rows, the two halves of an output if it is gated, and four
+// inputs.
 
 #include "linear_tiles.h"
 
@@ -192,12 +192,14 @@ __global__ void __launch_bounds__(kThreads) linear_kernel(const LinearLayer t) {
 // that belong to its bytes.
 constexpr int kTileRows = 16, kTileInputs = 8, kChunkBytes = 64;
 constexpr int kTileWarp = 32;
-// By tiles of inputs: warps of a block at most, and chunks of a row that a warp has at once. Two of these are 128 bytes,
-// a line of the L2 cache; the sums of many inputs need the registers.
+// By tiles of inputs: warps of a block at most; chunks of a row that a warp has at once, of which two are a line of the
+// L2 cache; and how many blocks ptxas leaves room for on a multiprocessor: as it likes (0), or one where that spills.
 template <int across>
 constexpr int kMostTileWarps = across > 2 ? 8 : 16;
 template <int across>
 constexpr int kChunksAtOnce = across > 2 ? 1 : 2;
+template <int across>
+constexpr int kTileBlocks = across > 2 ? 1 : 0;
 constexpr int64_t kMostTileColumns = int64_t{1} << 20;  // so that group_of divides exactly
 
 // Sixteen bytes of a row of weights, as elements. Its pieces belong to 8 neighbouring elements of an input each: to
@@ -239,6 +241,17 @@ __device__ __forceinline__ uint32_t add_pairs(uint32_t a, uint32_t b) {
 #endif
 }
 
+// (bits & mask) | more in one instruction: of two that are no variables the compiler makes two.
+__device__ __forceinline__ uint32_t masked_with(uint32_t bits, uint32_t mask, uint32_t more) {
+#ifdef __CUDA_ARCH__
+  uint32_t result;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(result) : "r"(bits), "r"(mask), "r"(more));
+  return result;
+#else
+  return (bits & mask) | more;
+#endif
+}
+
 template <>
 struct Bytes<int8_t> {
   static constexpr int kColumns = kChunkBytes, kPieces = 2;
@@ -262,7 +275,8 @@ struct Bytes<int8_t> {
       return add_pairs<Element>(above, twice<Element>(0, 0xe480));  // - (1024 + 128)
     } else {
       const uint32_t pair = __byte_perm(word, 0, bytes);
-      return add_pairs<Element>((pair & 0x007f007fu) | 0x43004300u, (pair & 0x00800080u) | 0xc300c300u);
+      const uint32_t above = masked_with(pair, 0x007f007fu, 0x43004300u);
+      return add_pairs<Element>(above, masked_with(pair, 0x00800080u, 0xc300c300u));
     }
   }
 };
@@ -286,7 +300,7 @@ struct Bytes<Int4Pair> {
   // By way of the mantissa of 128, or of 1024.
   template <class Element>
   static __device__ __forceinline__ uint32_t levels(uint32_t shifted) {
-    const uint32_t above = (shifted & 0x000f000fu) | twice<Element>(0x4300, 0x6400);
+    const uint32_t above = masked_with(shifted, 0x000f000fu, twice<Element>(0x4300, 0x6400));
     return add_pairs<Element>(above, twice<Element>(0xc308, 0xe408));  // - (128 + 8), - (1024 + 8)
   }
 };
@@ -446,7 +460,7 @@ class TileSums {
 
 // Warps share the columns; their sums are added in their order.
 template <class Weight, class Element, int across, bool has_offsets>
-__global__ void __launch_bounds__(kMostTileWarps<across>* kTileWarp)
+__global__ void __launch_bounds__(kMostTileWarps<across>* kTileWarp, kTileBlocks<across>)
     tile_kernel(const LinearLayer t, const Chunks chunks) {
   if constexpr (kCompilesMma) {
     constexpr int inputs = across * kTileInputs, half = kTileRows / 2;

@@ -713,8 +713,8 @@ void check_dequantized(Dtype dtype, const Weights& w) {
   CHECK(wide.guards_hold(), "dequantized");
 }
 
-// What tensor cores take, where they are: tiles of 16 rows and 8 inputs, whole and not; a few chunks of 64 bytes, and more
-// than a block's warps have at once.
+// What tensor cores take, where they are: tiles of 16 rows and 8 inputs, whole and not; a few chunks of 64 bytes, and
+// more than a block's warps have at once.
 void check_tiles(Dtype dtype) {
   if (dtype == Dtype::Float32) return;
   struct Case {
