@@ -135,14 +135,35 @@ __device__ __forceinline__ void load_words(const Word* from, Word (&words)[count
   }
 }
 
-// Reads `count` elements at an address that is a multiple of their size together, or of 16 bytes.
+// Elements as they lie in memory: in registers they take half as many as floats do.
+template <class T, int count>
+struct Words {
+  using Word = std::conditional_t<count * sizeof(T) % 4 == 0, uint32_t, T>;
+  Word words[count * sizeof(T) / sizeof(Word)];
+
+  // The address is a multiple of their size together, or of 16 bytes.
+  __device__ __forceinline__ void load_from(const T* from) { load_words(reinterpret_cast<const Word*>(from), words); }
+
+  __device__ __forceinline__ void widen_to(float (&to)[count]) const {
+    if constexpr (std::is_same_v<Word, T>) {
+      to[0] = widen(words[0]);
+    } else if constexpr (sizeof(T) == 2) {
+#pragma unroll
+      for (int i = 0; i < count / 2; ++i) widen_two<T>(words[i], to[2 * i], to[2 * i + 1]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < count; ++i) to[i] = __uint_as_float(words[i]);
+    }
+  }
+};
+
+// Reads `count` elements; addresses as for Words.
 template <int count, class T>
 __device__ __forceinline__ void load(const T* from, float (&to)[count]) {
   if constexpr (sizeof(T) == 2 && count % 2 == 0) {
-    uint32_t pairs[count / 2];
-    load_words(reinterpret_cast<const uint32_t*>(from), pairs);
-#pragma unroll
-    for (int i = 0; i < count / 2; ++i) widen_two<T>(pairs[i], to[2 * i], to[2 * i + 1]);
+    Words<T, count> words;
+    words.load_from(from);
+    words.widen_to(to);
   } else if constexpr (sizeof(T) == 4) {
     load_words(from, to);
   } else if constexpr (std::is_same_v<T, int8_t> && count % 4 == 0) {

@@ -34,6 +34,14 @@ inline dim3 grid(const Stream& stream, int64_t blocks) {
   return dim3(static_cast<unsigned>(blocks));
 }
 
+// Of the current device.
+inline int64_t multiprocessors(const Stream& stream) {
+  int device, count;
+  check(cudaGetDevice(&device), stream.op());
+  check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), stream.op());
+  return count;
+}
+
 // Runs `kernel` with `blocks` x `rows` blocks of `threads`. Arguments are converted to the kernel's own types.
 template <class... Parameters>
 void launch(const Stream& stream, void (*kernel)(Parameters...), dim3 blocks, unsigned threads,

@@ -1,4 +1,4 @@
-// Layer norm and RMS norm, a block for each row.
+// Layer norm and RMS norm, a team of threads for each row.
 //
 // A row is gathered into registers. One pass gives its mean, another its variance and what rounding took from the mean,
 // for which both are corrected (Chan, Golub & LeVeque 1983): rows far from zero lose no digits.
@@ -10,52 +10,88 @@
 namespace ds_kernels::cuda {
 namespace {
 
+// What an element becomes before weight and bias: (x - centre) factor + shift.
+struct Normal {
+  float centre, factor, shift;
+};
+
+// `share` is that of an element in a mean.
+template <bool centred, class Row>
+__device__ __forceinline__ Normal normal_of(Row& row, const NormRows& n, float share) {
+  if constexpr (centred) {
+    const float centre = row.sum([](float x) { return x; }) * share;
+    const auto sums = row.sum([=](float x) { return Two<float>{x - centre, (x - centre) * (x - centre)}; });
+    const float error = sums.first * share, factor = rsqrtf(sums.second * share - error * error + n.eps);
+    return {centre, factor, -error * factor};
+  } else {
+    return {0.f, rsqrtf(row.sum([](float x) { return x * x; }) * share + n.eps), 0.f};
+  }
+}
+
+template <int pack>
+__device__ __forceinline__ void finish(const Normal& normal, const float (&weight)[pack], const float (&bias)[pack],
+                                       float offset, float (&x)[pack]) {
+#pragma unroll
+  for (int j = 0; j < pack; ++j) {
+    x[j] = ((x[j] - normal.centre) * normal.factor + normal.shift) * (weight[j] + offset) + bias[j];
+  }
+}
+
+// Rows that fit in registers, of one tensor. A team has one row after the other and loads the next one before it waits
+// for the sums of this one, so that the memory is busy all the time; weight and bias are read once.
 template <class Element, int pack, bool centred>
-__global__ void __launch_bounds__(kMaxRowThreads) norm_kernel(const NormRows n) {
-  const int64_t begin = static_cast<int64_t>(blockIdx.x) * n.columns;
-  const auto* input = static_cast<const Element*>(n.input) + begin;
-  const auto* residual = n.residual ? static_cast<const Element*>(n.residual) + begin : nullptr;
-  const auto* input_bias = static_cast<const Element*>(n.input_bias);
+__global__ void __launch_bounds__(kMaxRowThreads) norm_kernel(const NormRows n, const int team_size) {
+  Team team(team_size);
+  const float share = 1.f / static_cast<float>(n.columns);
+  const int64_t stride = team.stride();
+  const auto* input = row_of<Element>(n.input, team.row, n.columns);
+  auto* output = row_of<Element>(n.output, team.row, n.columns);
+  HeldWords<Element, pack> next;
+  if (team.row < n.rows) next.load_from(input, team, n.columns);
+  for (; team.block_has_row(n.rows); team.row += stride, output += stride * n.columns) {
+    Row<pack> row(team, team.row < n.rows ? n.columns : 0);
+    row.hold(next);
+    input += stride * n.columns;
+    if (team.row + stride < n.rows) next.load_from(input, team, n.columns);
+    const Normal normal = normal_of<centred>(row, n, share);
+    HeldWords<Element, pack> weight;
+    weight.load_from(static_cast<const Element*>(n.weight), team, n.columns);
+    row.for_each_held([&](int i, int64_t position, float(&x)[pack]) {
+      float w[pack], b[pack] = {};
+      weight.packs[i].widen_to(w);
+      add<Element>(n.bias, position, b);
+      finish(normal, w, b, n.weight_offset, x);
+      store<pack>(output + position, x);
+    });
+  }
+}
+
+// Rows of any length, which may be those of a sum.
+template <class Element, int pack, bool centred, bool fits>
+__global__ void __launch_bounds__(kMaxRowThreads) sum_norm_kernel(const NormRows n, const int team_size) {
+  const Team team(team_size);
+  const auto* input = row_of<Element>(n.input, team.row, n.columns);
+  const auto* residual = row_of<Element>(n.residual, team.row, n.columns);
   const auto gather = [=](int64_t i, float(&x)[pack]) {
-    float more[pack];
     load<pack>(input + i, x);
-    if (residual) {
-      load<pack>(residual + i, more);
-#pragma unroll
-      for (int j = 0; j < pack; ++j) x[j] += more[j];
-    }
-    if (input_bias) {
-      load<pack>(input_bias + i, more);
-#pragma unroll
-      for (int j = 0; j < pack; ++j) x[j] += more[j];
-    }
+    add<Element>(residual, i, x);
+    add<Element>(n.input_bias, i, x);
   };
-  Row<pack, decltype(gather)> row(n.columns, gather);
+  using Again = std::conditional_t<fits, Fits, decltype(gather)>;
+  Row<pack, Again> row(team, team.row < n.rows ? n.columns : 0, Again(gather));
+  row.hold(gather);
   if (n.sum) {
-    auto* sum = static_cast<Element*>(n.sum) + begin;
+    auto* sum = row_of<Element>(n.sum, team.row, n.columns);
     row.for_each([=](int64_t i, float(&x)[pack]) { store<pack>(sum + i, x); });
   }
-  const float count = static_cast<float>(n.columns);
-  float centre = 0, factor, shift = 0;
-  if (centred) {
-    centre = row.sum([](float x) { return x; }) / count;
-    const auto sums = row.sum([=](float x) { return Two<float>{x - centre, (x - centre) * (x - centre)}; });
-    const float error = sums.first / count;
-    factor = 1.f / sqrtf(sums.second / count - error * error + n.eps);
-    shift = -error * factor;
-  } else {
-    factor = 1.f / sqrtf(row.sum([](float x) { return x * x; }) / count + n.eps);
-  }
-  const auto* weight = static_cast<const Element*>(n.weight);
-  const auto* bias = static_cast<const Element*>(n.bias);
-  auto* output = static_cast<Element*>(n.output) + begin;
+  const Normal normal = normal_of<centred>(row, n, 1.f / static_cast<float>(n.columns));
+  auto* output = row_of<Element>(n.output, team.row, n.columns);
   row.for_each([=](int64_t i, float(&x)[pack]) {
-    float w[pack], b[pack] = {}, y[pack];
-    load<pack>(weight + i, w);
-    if (bias) load<pack>(bias + i, b);
-#pragma unroll
-    for (int j = 0; j < pack; ++j) y[j] = ((x[j] - centre) * factor + shift) * (w[j] + n.weight_offset) + b[j];
-    store<pack>(output + i, y);
+    float w[pack], b[pack] = {};
+    load<pack>(static_cast<const Element*>(n.weight) + i, w);
+    add<Element>(n.bias, i, b);
+    finish(normal, w, b, n.weight_offset, x);
+    store<pack>(output + i, x);
   });
 }
 
@@ -63,14 +99,20 @@ template <bool centred>
 void norm(const NormRows& n, Dtype dtype, const Stream& stream) {
   with_element(dtype, [&](auto element) {
     using Element = decltype(element);
-    const auto run = [&](auto pack) {
-      launch(stream, norm_kernel<Element, pack, centred>, grid(stream, n.rows), row_threads(n.columns / pack), n);
-    };
-    if (in_packs<Element>(n.columns, n.input, n.residual, n.input_bias, n.weight, n.bias, n.output, n.sum)) {
-      run(Constant<kPack<Element>>{});
-    } else {
-      run(Constant<1>{});
-    }
+    const bool packed =
+        in_packs<Element>(n.columns, n.input, n.residual, n.input_bias, n.weight, n.bias, n.output, n.sum);
+    const bool is_sum = n.residual || n.input_bias || n.sum;
+    with_row<Element>(n.columns, packed, [&](auto pack, auto fits) {
+      const Teams teams = row_teams(n.columns / pack);
+      if constexpr (fits) {
+        if (!is_sum) {
+          return launch(stream, norm_kernel<Element, pack, centred>, teams.resident_blocks(stream, n.rows),
+                        teams.threads, n, teams.size);
+        }
+      }
+      launch(stream, sum_norm_kernel<Element, pack, centred, fits>, teams.blocks(stream, n.rows), teams.threads, n,
+             teams.size);
+    });
   });
 }
 

@@ -119,6 +119,10 @@ struct Received {
 // ---- groups ------------------------------------------------------------------------------------------------------
 
 struct Smaller {
+  template <class T>
+  static __device__ __forceinline__ int32_t nothing() {
+    return INT32_MAX;
+  }
   static __device__ __forceinline__ int32_t combine(int32_t a, int32_t b) { return a < b ? a : b; }
 };
 

@@ -4,6 +4,7 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <limits>
 #include <type_traits>
 
 namespace ds_kernels::cuda {
@@ -37,19 +38,33 @@ __device__ __forceinline__ Two<T> of_other_lane(Two<T> x, int mask) {
   return {of_other_lane(x.first, mask), of_other_lane(x.second, mask)};
 }
 
+// Each with what changes nothing that it is combined with.
 struct Sum {
+  template <class T>
+  static __device__ __forceinline__ T nothing() {
+    return {};
+  }
   template <class T>
   static __device__ __forceinline__ T combine(T a, T b) {
     return a + b;
   }
 };
 
-// A NaN on either side may be lost: whoever needs it finds it in the sums that follow.
+// A NaN on either side is lost: whoever needs it finds it in the sums that follow.
 struct Maximum {
-  static __device__ __forceinline__ float combine(float a, float b) { return a > b ? a : b; }
+  template <class T>
+  static __device__ __forceinline__ float nothing() {
+    return -__builtin_huge_valf();
+  }
+  static __device__ __forceinline__ float combine(float a, float b) { return fmaxf(a, b); }
 };
 
 struct Larger {
+  template <class T>
+  static __device__ __forceinline__ T nothing() {
+    constexpr T least = std::numeric_limits<T>::lowest();
+    return least;
+  }
   template <class T>
   static __device__ __forceinline__ T combine(T a, T b) {
     return a > b ? a : b;
@@ -64,19 +79,42 @@ __device__ __forceinline__ T over_warp(T x) {
   return x;
 }
 
+namespace detail {
+
+template <class Operation, class T>
+__device__ __forceinline__ T over_block(T x, T* parts) {
+  const int thread = static_cast<int>(threadIdx.x), warps = static_cast<int>(blockDim.x) / kWarpThreads;
+  const int lane = thread % kWarpThreads;
+  x = over_warp<Operation>(x);
+  if (lane == 0) parts[thread / kWarpThreads] = x;
+  __syncthreads();
+  return over_warp<Operation>(lane < warps ? parts[lane] : Operation::template nothing<T>());
+}
+
+}  // namespace detail
+
 // `x` of all threads of a block, combined; every thread gets it. All threads must call it; blockDim.x is a multiple of
 // a warp.
 template <class Operation, class T>
 __device__ __forceinline__ T over_block(T x) {
   __shared__ T parts[kWarpThreads];
-  const int thread = static_cast<int>(threadIdx.x), warps = static_cast<int>(blockDim.x) / kWarpThreads;
-  x = over_warp<Operation>(x);
   __syncthreads();  // the parts of a call before this one have been read
-  if (thread % kWarpThreads == 0) parts[thread / kWarpThreads] = x;
-  __syncthreads();
-  x = parts[0];
-  for (int warp = 1; warp < warps; ++warp) x = Operation::combine(x, parts[warp]);
-  return x;
+  return detail::over_block<Operation>(x, parts);
 }
+
+// The same with one barrier a call. Two sets of parts take turns: who is past the barrier of a call has read the parts
+// of the one before.
+class OverBlock {
+ public:
+  template <class Operation, class T>
+  __device__ __forceinline__ T combine(T x) {
+    __shared__ T parts[2][kWarpThreads];
+    turn_ ^= 1;
+    return detail::over_block<Operation>(x, parts[turn_]);
+  }
+
+ private:
+  int turn_ = 0;
+};
 
 }  // namespace ds_kernels::cuda

@@ -1,4 +1,4 @@
-// A row of elements, shared by the threads of a block: a thread has every so many packs of neighbouring elements.
+// A row of elements, shared by threads: a thread has every so many packs of neighbouring elements.
 #pragma once
 
 #include <algorithm>
@@ -19,63 +19,6 @@ template <class Element>
 __device__ __forceinline__ Element* row_of(void* rows, int64_t row, int64_t columns) {
   return rows ? static_cast<Element*>(rows) + row * columns : nullptr;
 }
-
-constexpr int kMaxRowThreads = 1024;
-// A thread keeps so many in registers; those of rows beyond 32 KB are read again. With four, half as many blocks would
-// find room on a multiprocessor.
-constexpr int kHeldPacks = 2;
-
-// Threads for rows of `packs` packs: about two packs each.
-inline unsigned row_threads(int64_t packs) {
-  const int64_t warps = (packs + 2 * kWarpThreads - 1) / (2 * kWarpThreads);
-  return static_cast<unsigned>(std::min<int64_t>(std::max<int64_t>(warps * kWarpThreads, kWarpThreads), kMaxRowThreads));
-}
-
-// The calling thread's part of a row. `gather(position, values)` gives the values of a pack.
-template <int pack, class Gather>
-class Row {
- public:
-  __device__ __forceinline__ Row(int64_t columns, const Gather& gather) : packs_(columns / pack), gather_(gather) {
-#pragma unroll
-    for (int i = 0; i < kHeldPacks; ++i) {
-      if (index(i) < packs_) gather_(index(i) * pack, held_[i]);
-    }
-  }
-
-  // Calls `body(position, values)` for each pack; what it changes in the values is kept where they are.
-  template <class Body>
-  __device__ __forceinline__ void for_each(const Body& body) {
-#pragma unroll
-    for (int i = 0; i < kHeldPacks; ++i) {
-      if (index(i) < packs_) body(index(i) * pack, held_[i]);
-    }
-    for (int64_t k = index(kHeldPacks); k < packs_; k += blockDim.x) {
-      float values[pack];
-      gather_(k * pack, values);
-      body(k * pack, values);
-    }
-  }
-
-  // The sum over the row of `term(value)`.
-  template <class Term>
-  __device__ __forceinline__ auto sum(const Term& term) {
-    decltype(term(0.f)) total{};
-    for_each([&](int64_t, float(&values)[pack]) {
-#pragma unroll
-      for (int j = 0; j < pack; ++j) total = total + term(values[j]);
-    });
-    return over_block<Sum>(total);
-  }
-
- private:
-  __device__ __forceinline__ int64_t index(int i) const {
-    return static_cast<int64_t>(threadIdx.x) + static_cast<int64_t>(i) * blockDim.x;
-  }
-
-  int64_t packs_;
-  const Gather& gather_;
-  float held_[kHeldPacks][pack];
-};
 
 // ---- rows without reductions: a thread for each pack -------------------------------------------------------------
 
@@ -125,16 +68,28 @@ struct Team {
   __device__ __forceinline__ explicit Team(int size)
       : size(size),
         thread(static_cast<int>(threadIdx.x) % size),
-        row(static_cast<int64_t>(blockIdx.x) * (static_cast<int>(blockDim.x) / size) +
-            static_cast<int>(threadIdx.x) / size) {}
+        row(static_cast<int64_t>(blockIdx.x) * together() + static_cast<int>(threadIdx.x) / size) {}
 
-  // `x` of all its threads, combined; every thread gets it.
+  // Whether some team of the block has a row, so that all take part in its reductions.
+  __device__ __forceinline__ bool block_has_row(int64_t rows) const {
+    return row - static_cast<int>(threadIdx.x) / size < rows;
+  }
+  // From one row to the next in a grid that has fewer teams than there are rows.
+  __device__ __forceinline__ int64_t stride() const { return static_cast<int64_t>(gridDim.x) * together(); }
+
+  // `x` of all its threads, combined; every thread gets it. All of the block's threads must call it.
   template <class Operation, class T>
   __device__ __forceinline__ T over(T x) const {
-    if (size > kWarpThreads) return over_block<Operation>(x);
+    if (size > kWarpThreads) return block_.combine<Operation>(x);
     for (int mask = size / 2; mask > 0; mask /= 2) x = Operation::combine(x, of_other_lane(x, mask));
     return x;
   }
+
+ private:
+  // Teams of a block.
+  __device__ __forceinline__ int together() const { return static_cast<int>(blockDim.x) / size; }
+
+  mutable OverBlock block_;
 };
 
 // Teams for rows of so many units of work.
@@ -142,21 +97,139 @@ struct Teams {
   int size = 1;
   unsigned threads;
 
-  explicit Teams(int64_t units) {
+  explicit Teams(int64_t units, int most = kMaxTeam) {
     if (units > kWarpThreads) {
       const int64_t warps = (units + kWarpThreads - 1) / kWarpThreads;
-      size = static_cast<int>(warps * kWarpThreads < kMaxTeam ? warps * kWarpThreads : kMaxTeam);
+      size = static_cast<int>(std::min<int64_t>(warps * kWarpThreads, most));
     } else {
       while (size < units) size *= 2;
     }
     threads = size > kWarpThreads ? static_cast<unsigned>(size) : 128;
   }
 
-  dim3 blocks(const Stream& stream, int64_t rows) const {
+  dim3 blocks(const Stream& stream, int64_t rows) const { return grid(stream, blocks_of(rows)); }
+
+  // Blocks that are all on the device at once, at no more than 64 registers a thread: each loops over its rows.
+  dim3 resident_blocks(const Stream& stream, int64_t rows) const {
+    return grid(stream, std::min<int64_t>(blocks_of(rows), multiprocessors(stream) * (1024 / threads)));
+  }
+
+ private:
+  int64_t blocks_of(int64_t rows) const {
     const int64_t together = static_cast<int64_t>(threads) / size;
-    return grid(stream, (rows + together - 1) / together);
+    return (rows + together - 1) / together;
   }
 };
+
+// ---- rows that stay in registers ---------------------------------------------------------------------------------
+
+constexpr int kMaxRowThreads = 1024;
+// A thread keeps so many packs in registers; those of rows beyond 32 KB are read again. With four, half as many blocks
+// would find room on a multiprocessor.
+constexpr int kHeldPacks = 2;
+
+// Teams for rows of `packs` packs: about two packs for each thread.
+inline Teams row_teams(int64_t packs) { return Teams((packs + kHeldPacks - 1) / kHeldPacks, kMaxRowThreads); }
+
+// The packs of a row that a thread keeps, as they lie in memory.
+template <class Element, int pack>
+struct HeldWords {
+  Words<Element, pack> packs[kHeldPacks];
+
+  __device__ __forceinline__ void load_from(const Element* row, const Team& team, int64_t columns) {
+#pragma unroll
+    for (int i = 0; i < kHeldPacks; ++i) {
+      const int index = team.thread + i * team.size;
+      if (index < static_cast<int>(columns / pack)) packs[i].load_from(row + static_cast<int64_t>(index) * pack);
+    }
+  }
+};
+
+// In place of what gathers packs, for a row that fits in registers: what gathering needs does not have to stay there.
+struct Fits {
+  Fits() = default;
+  template <class Gather>
+  __device__ __forceinline__ explicit Fits(const Gather&) {}
+};
+
+// The calling thread's part of its team's row, which has no columns where the team has no row. `gather(position,
+// values)` reads the values of a pack that is not in registers.
+template <int pack, class Gather = Fits>
+class Row {
+ public:
+  __device__ __forceinline__ Row(const Team& team, int64_t columns, const Gather& gather = {})
+      : team_(team), packs_(static_cast<int>(columns / pack)), gather_(gather) {}
+
+  // Calls `body(i, position, values)` for the packs that stay in registers, i being their number in the thread.
+  template <class Body>
+  __device__ __forceinline__ void for_each_held(const Body& body) {
+#pragma unroll
+    for (int i = 0; i < kHeldPacks; ++i) {
+      if (index(i) < packs_) body(i, position(index(i)), held_[i]);
+    }
+  }
+
+  // Gives the packs that stay in registers their values, before all that follows: by `fill(position, values)`, or those
+  // of words.
+  template <class Fill>
+  __device__ __forceinline__ void hold(const Fill& fill) {
+    for_each_held([&](int, int64_t position, float(&values)[pack]) { fill(position, values); });
+  }
+  template <class Element>
+  __device__ __forceinline__ void hold(const HeldWords<Element, pack>& words) {
+    for_each_held([&](int i, int64_t, float(&values)[pack]) { words.packs[i].widen_to(values); });
+  }
+
+  // Calls `body(position, values)` for each pack. What it changes in the values is kept where they are in registers;
+  // others are gathered, and `again(values)` changes them as the bodies before this one did.
+  template <class Again, class Body>
+  __device__ __forceinline__ void for_each(const Again& again, const Body& body) {
+    for_each_held([&](int, int64_t position, float(&values)[pack]) { body(position, values); });
+    if constexpr (!std::is_same_v<Gather, Fits>) {
+#pragma unroll 1
+      for (int k = index(kHeldPacks); k < packs_; k += team_.size) {
+        float values[pack];
+        gather_(position(k), values);
+        again(values);
+        body(position(k), values);
+      }
+    }
+  }
+  template <class Body>
+  __device__ __forceinline__ void for_each(const Body& body) {
+    for_each([](float(&)[pack]) {}, body);
+  }
+
+  // The sum over the row of `term(value)`.
+  template <class Term>
+  __device__ __forceinline__ auto sum(const Term& term) {
+    decltype(term(0.f)) total{};
+    for_each([&](int64_t, float(&values)[pack]) {
+#pragma unroll
+      for (int j = 0; j < pack; ++j) total = total + term(values[j]);
+    });
+    return team_.template over<Sum>(total);
+  }
+
+ private:
+  __device__ __forceinline__ int index(int i) const { return team_.thread + i * team_.size; }
+  static __device__ __forceinline__ int64_t position(int index) { return static_cast<int64_t>(index) * pack; }
+
+  const Team& team_;
+  int packs_;  // no row has more than 2^31: one of 64 bits would take two registers, and so would what is compared to it
+  const Gather gather_;
+  float held_[kHeldPacks][pack];
+};
+
+// Calls `with(pack, fits)`, of whose arguments the types count, for rows of `columns`: in packs of more than one element
+// if these can be read so, and where they fit in registers without what rows need that do not.
+template <class Element, class With>
+void with_row(int64_t columns, bool in_packs, const With& with) {
+  constexpr int kMost = kPack<Element>;
+  if (!in_packs) return with(Constant<1>{}, std::false_type{});
+  if (columns / kMost > kHeldPacks * kMaxRowThreads) return with(Constant<kMost>{}, std::false_type{});
+  with(Constant<kMost>{}, std::true_type{});
+}
 
 // ---- on the host -------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-// Softmax of attention scores, a block for each row.
+// Softmax of attention scores, a team of threads for each row.
 #include <ds_kernels/softmax.h>
 
 #include "launch.cuh"
@@ -10,23 +10,42 @@ namespace {
 constexpr float kInfinity = __builtin_huge_valf();
 
 template <class Element>
-__device__ __forceinline__ const Element* row_of(const Added& added, int64_t batch, int64_t head, int64_t query) {
+__device__ __forceinline__ const Element* added_row(const Added& added, int64_t batch, int64_t head, int64_t query) {
   if (!added.data) return nullptr;
   return static_cast<const Element*>(added.data) + batch * added.batch + head * added.head + query * added.query;
 }
 
-template <class Element, class AddedElement, int pack>
-__global__ void __launch_bounds__(kMaxRowThreads) softmax_kernel(const Scores s) {
-  const int64_t index = blockIdx.x, query = index % s.queries;
-  const int64_t head = index / s.queries % s.heads, batch = index / s.queries / s.heads;
+struct ScoresRow {
+  int64_t batch, head, query;
+};
+
+template <class Index>
+__device__ __forceinline__ ScoresRow split(Index row, const Scores& s) {
+  const Index queries = static_cast<Index>(s.queries), heads = static_cast<Index>(s.heads);
+  const Index matrix = row / queries, batch = matrix / heads;
+  return {static_cast<int64_t>(batch), static_cast<int64_t>(matrix - batch * heads),
+          static_cast<int64_t>(row - matrix * queries)};
+}
+
+// Which row it is, if that matters. Divisions of 64 bits take longer than the work.
+__device__ __forceinline__ ScoresRow scores_row(int64_t row, const Scores& s) {
+  if (!s.causal && s.window == 0 && !s.mask.data && !s.alibi.data) return {};
+  return s.batch * s.heads * s.queries <= 0xffffffff ? split(static_cast<uint32_t>(row), s) : split(row, s);
+}
+
+template <class Element, class AddedElement, int pack, bool fits>
+__global__ void __launch_bounds__(kMaxRowThreads) softmax_kernel(const Scores s, const int team_size) {
+  const Team team(team_size);
+  const bool has_row = team.row < s.batch * s.heads * s.queries;
+  const auto [batch, head, query] = scores_row(has_row ? team.row : 0, s);
   const int64_t position = s.keys - s.queries + query;
   // Keys outside of [begin, end) take no part: their results are zero, unless the row has a NaN.
   const int64_t last = position + 1 < 0 ? 0 : position + 1 < s.keys ? position + 1 : s.keys;
   const int64_t end = s.causal ? last : s.keys, seen = position + 1 - s.window;
   const int64_t begin = s.window == 0 || seen < 0 ? 0 : seen < end ? seen : end;
-  const auto* input = static_cast<const Element*>(s.input) + index * s.keys;
-  const auto* mask = row_of<AddedElement>(s.mask, batch, head, query);
-  const auto* alibi = row_of<AddedElement>(s.alibi, batch, head, query);
+  const auto* input = row_of<Element>(s.input, team.row, s.keys);
+  const auto* mask = added_row<AddedElement>(s.mask, batch, head, query);
+  const auto* alibi = added_row<AddedElement>(s.alibi, batch, head, query);
   const float scale = s.scale;
   const auto gather = [=](int64_t i, float(&x)[pack]) {
     if (i >= end || i + pack <= begin) {
@@ -35,40 +54,42 @@ __global__ void __launch_bounds__(kMaxRowThreads) softmax_kernel(const Scores s)
       return;
     }
     load<pack>(input + i, x);
-    float more[pack];
 #pragma unroll
     for (int j = 0; j < pack; ++j) x[j] *= scale;
-    if (mask) {
-      load<pack>(mask + i, more);
-#pragma unroll
-      for (int j = 0; j < pack; ++j) x[j] += more[j];
-    }
-    if (alibi) {
-      load<pack>(alibi + i, more);
-#pragma unroll
-      for (int j = 0; j < pack; ++j) x[j] += more[j];
-    }
+    add<AddedElement>(mask, i, x);
+    add<AddedElement>(alibi, i, x);
+    if (i >= begin && i + pack <= end) return;
 #pragma unroll
     for (int j = 0; j < pack; ++j) x[j] = i + j < begin || i + j >= end ? -kInfinity : x[j];
   };
-  Row<pack, decltype(gather)> row(s.keys, gather);
-  float top = -kInfinity;
+  using Again = std::conditional_t<fits, Fits, decltype(gather)>;
+  Row<pack, Again> row(team, has_row ? s.keys : 0, Again(gather));
+  row.hold(gather);
+  float top = -kInfinity, sum = 0;
   row.for_each([&](int64_t, float(&x)[pack]) {
 #pragma unroll
     for (int j = 0; j < pack; ++j) top = Maximum::combine(top, x[j]);
   });
-  top = over_block<Maximum>(top);
+  top = team.over<Maximum>(top);
   // Where every score is -inf nothing takes part: the sum stays 0, and so do the results.
   const float shift = top == -kInfinity ? 0.f : top;
-  const float sum = row.sum([=](float x) { return __expf(x - shift); });
-  const float factor = sum == 0 ? 0.f : 1.f / sum;
-  const float outside = factor == factor ? 0.f : factor;  // a NaN reaches the whole row
-  auto* output = static_cast<Element*>(s.output) + index * s.keys;
-  row.for_each([=](int64_t i, float(&x)[pack]) {
-    float y[pack];
+  const auto exponentials = [=](float(&x)[pack]) {
 #pragma unroll
-    for (int j = 0; j < pack; ++j) y[j] = i + j < begin || i + j >= end ? outside : __expf(x[j] - shift) * factor;
-    store<pack>(output + i, y);
+    for (int j = 0; j < pack; ++j) x[j] = __expf(x[j] - shift);
+  };
+  row.for_each([&](int64_t, float(&x)[pack]) {
+    exponentials(x);
+#pragma unroll
+    for (int j = 0; j < pack; ++j) sum += x[j];
+  });
+  sum = team.over<Sum>(sum);
+  // If it is a NaN, so is the whole row: also the zeros of keys that take no part.
+  const float factor = sum == 0 ? 0.f : 1.f / sum;
+  auto* output = row_of<Element>(s.output, team.row, s.keys);
+  row.for_each(exponentials, [=](int64_t i, float(&x)[pack]) {
+#pragma unroll
+    for (int j = 0; j < pack; ++j) x[j] *= factor;
+    store<pack>(output + i, x);
   });
 }
 
@@ -81,15 +102,11 @@ bool in_packs(const Scores& s, int pack) {
 
 template <class Element, class AddedElement>
 void launch_softmax(const Scores& s, const Stream& stream) {
-  const auto run = [&](auto pack) {
-    launch(stream, softmax_kernel<Element, AddedElement, pack>, grid(stream, s.batch * s.heads * s.queries),
-           row_threads(s.keys / pack), s);
-  };
-  if (in_packs(s, kPack<Element>)) {
-    run(Constant<kPack<Element>>{});
-  } else {
-    run(Constant<1>{});
-  }
+  with_row<Element>(s.keys, in_packs(s, kPack<Element>), [&](auto pack, auto fits) {
+    const Teams teams = row_teams(s.keys / pack);
+    launch(stream, softmax_kernel<Element, AddedElement, pack, fits>,
+           teams.blocks(stream, s.batch * s.heads * s.queries), teams.threads, s, teams.size);
+  });
 }
 
 }  // namespace

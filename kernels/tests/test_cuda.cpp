@@ -215,9 +215,8 @@ void check_lamb(Dtype dtype) {
 
 // Rows of elements 0.5 ... 2.5, `halves` times as many as columns come out; `formula` changes a row in double.
 void check_rows(const char* op, Dtype dtype, int64_t columns, const std::function<void(void*, void*)>& launcher,
-                const std::function<void(std::vector<double>&)>& formula, int64_t halves = 1) {
-  constexpr int64_t kRows = 3;
-  Array input(dtype, kRows * halves * columns, 0), output(dtype, kRows * columns, 0);
+                const std::function<void(std::vector<double>&)>& formula, int64_t halves = 1, int64_t rows = 3) {
+  Array input(dtype, rows * halves * columns, 0), output(dtype, rows * columns, 0);
   std::mt19937 random(7);
   for (int64_t i = 0; i < input.count(); ++i) input.set(i, 0.5f + static_cast<float>(random() % 64) / 32);
   input.to_device();
@@ -225,7 +224,7 @@ void check_rows(const char* op, Dtype dtype, int64_t columns, const std::functio
   launcher(input.data(), output.data());
   CHECK(cudaDeviceSynchronize() == cudaSuccess, "%s", op);
   output.from_device();
-  for (int64_t row = 0; row < kRows; ++row) {
+  for (int64_t row = 0; row < rows; ++row) {
     std::vector<double> x(halves * columns);
     for (int64_t i = 0; i < halves * columns; ++i) x[i] = input[row * halves * columns + i];
     formula(x);
@@ -240,39 +239,74 @@ void check_rows(const char* op, Dtype dtype, int64_t columns, const std::functio
   CHECK(output.guards_hold(), "%s", op);
 }
 
-void check_layer_norm(Dtype dtype, int64_t columns) {
-  Array weight(dtype, columns, 0), bias(dtype, columns, 0);
-  for (int64_t i = 0; i < columns; ++i) weight.set(i, 1.5f), bias.set(i, 0.25f);
+void check_norm(Dtype dtype, int64_t rows, int64_t columns, bool centred, bool has_residual) {
+  Array weight(dtype, columns, 0), bias(dtype, columns, 0), sum(dtype, rows * columns, 0);
+  for (int64_t i = 0; i < columns; ++i) {
+    weight.set(i, 1.5f + static_cast<float>(i % 8) / 4), bias.set(i, 0.25f * static_cast<float>(i % 4));
+  }
   weight.to_device();
   bias.to_device();
+  sum.to_device();
   check_rows(
-      "layer_norm", dtype, columns,
+      centred ? "layer_norm" : "rms_norm", dtype, columns,
       [&](void* input, void* output) {
-        NormRows rows{};
-        rows.input = input, rows.output = output, rows.weight = weight.data(), rows.bias = bias.data();
-        rows.rows = 3, rows.columns = columns, rows.eps = 1e-5f, rows.centred = true, rows.weight_offset = 0.5f;
-        compute("layer_norm", rows, dtype);
+        NormRows work{};
+        work.input = input, work.output = output, work.weight = weight.data();
+        if (centred) work.bias = bias.data();
+        if (has_residual) work.residual = input, work.sum = sum.data();
+        work.rows = rows, work.columns = columns, work.eps = 1e-5f, work.centred = centred, work.weight_offset = 0.5f;
+        compute("norm", work, dtype);
       },
-      [](std::vector<double>& x) {
+      [&](std::vector<double>& x) {
         double mean = 0, variance = 0;
-        for (const double value : x) mean += value / static_cast<double>(x.size());
-        for (const double value : x) variance += (value - mean) * (value - mean) / static_cast<double>(x.size());
-        for (double& value : x) value = (value - mean) / std::sqrt(variance + 1e-5) * 2 + 0.25;
-      });
+        for (double& value : x) value *= has_residual ? 2 : 1;
+        for (const double value : x) mean += centred ? value / static_cast<double>(columns) : 0;
+        for (const double value : x) variance += (value - mean) * (value - mean) / static_cast<double>(columns);
+        for (int64_t i = 0; i < columns; ++i) {
+          x[i] = (x[i] - mean) / std::sqrt(variance + 1e-5) * (weight[i] + 0.5) + (centred ? bias[i] : 0);
+        }
+      },
+      1, rows);
 }
 
-void check_softmax(Dtype dtype, int64_t columns) {
+void check_softmax(Dtype dtype, int64_t rows, int64_t columns) {
   check_rows(
       "softmax", dtype, columns,
       [&](void* input, void* output) {
-        const Scores scores{input, output, {}, {}, 1, 1, 3, columns, 0, 0.5f, false, false};
+        const Scores scores{input, output, {}, {}, 1, 1, rows, columns, 0, 0.5f, false, false};
         compute("softmax", scores, dtype);
       },
       [](std::vector<double>& x) {
         double sum = 0;
         for (double& value : x) sum += value = std::exp(0.5 * value);
         for (double& value : x) value /= sum;
-      });
+      },
+      1, rows);
+}
+
+// The mask tells which batch, head and query a row is taken for: all of its scores but one are -inf.
+void check_softmax_places(Dtype dtype, int64_t batch, int64_t heads, int64_t queries, int64_t keys) {
+  const int64_t rows = batch * heads * queries;
+  Array scores(dtype, rows * keys, 0), mask(Dtype::Float32, rows * keys, 0);
+  for (int64_t row = 0; row < rows; ++row) {
+    for (int64_t key = 0; key < keys; ++key) {
+      scores.set(row * keys + key, 1.f);
+      mask.set(row * keys + key, key == row * 5 % keys ? 0.f : -INFINITY);
+    }
+  }
+  scores.to_device();
+  mask.to_device();
+  const Added added{mask.data(), heads * queries * keys, queries * keys, keys};
+  compute("softmax_", Scores{scores.data(), scores.data(), added, {}, batch, heads, queries, keys, 0, 1.f, false, true},
+          dtype);
+  scores.from_device();
+  for (int64_t row = 0; row < rows; ++row) {
+    for (int64_t key = 0; key < keys; ++key) {
+      CHECK(scores[row * keys + key] == (key == row * 5 % keys), "softmax_: row %lld, key %lld",
+            static_cast<long long>(row), static_cast<long long>(key));
+    }
+  }
+  CHECK(scores.guards_hold(), "softmax_");
 }
 
 // With smoothing and z-loss; the target is the last column.
@@ -311,6 +345,38 @@ void check_cross_entropy(Dtype dtype, int64_t columns, float softcap) {
     CHECK(std::abs(got[row] - expected[row]) <= allowed, "cross_entropy_ of %lld: %.9g, expected %.9g",
           static_cast<long long>(columns), got[row], expected[row]);
   }
+}
+
+// Logits that grow along the row, after many of -inf: sums are rescaled, and some threads have nothing but -inf first.
+void check_growing_cross_entropy(Dtype dtype, int64_t columns, float smoothing) {
+  Array logits(dtype, columns, 0);
+  double top = -INFINITY, sum = 0, mean = 0;
+  const int64_t target = columns - 1, masked = smoothing > 0 ? 0 : columns / 2;
+  for (int64_t i = 0; i < columns; ++i) {
+    logits.set(i, i < masked ? -INFINITY : -96.f + static_cast<float>(i * 64 / columns) + static_cast<float>(i % 3));
+    top = std::max(top, logits[i]);
+    mean += logits[i] / static_cast<double>(columns);
+  }
+  std::vector<double> before(columns);
+  for (int64_t i = 0; i < columns; ++i) sum += std::exp((before[i] = logits[i]) - top);
+  logits.to_device();
+  const Numbers<int64_t> targets({target});
+  Numbers<float> losses(std::vector<float>(1, -1.f));
+  compute("cross_entropy_",
+          CrossEntropyRows{logits.data(), targets.data(), losses.data(), 1, columns, -1, smoothing, 0, 0, true}, dtype);
+  logits.from_device();
+  const double l = top + std::log(sum), smooth = smoothing > 0 ? smoothing * mean : 0;
+  const double loss = l - (1 - smoothing) * before[target] - smooth, got = losses.values("cross_entropy_")[0];
+  CHECK(std::abs(got - loss) <= 1e-5 * (1 + std::abs(loss)), "cross_entropy_ of %lld: %.9g, expected %.9g",
+        static_cast<long long>(columns), got, loss);
+  for (int64_t i = 0; i < columns; ++i) {
+    const double there = i == target ? 1 - smoothing : 0;
+    const double want = std::exp(before[i] - l) - smoothing / static_cast<double>(columns) - there;
+    const double allowed = (dtype == Dtype::Float32 ? 0 : 0.5 * logits.unit(want)) + 4e-6 * (1 + std::abs(want));
+    CHECK(std::abs(logits[i] - want) <= allowed, "cross_entropy_ of %lld: column %lld: %.9g, expected %.9g",
+          static_cast<long long>(columns), static_cast<long long>(i), logits[i], want);
+  }
+  CHECK(logits.guards_hold(), "cross_entropy_");
 }
 
 // ---- ops on elements -------------------------------------------------------------------------------------------------
@@ -1114,11 +1180,9 @@ void check_too_many_rows(const char* op, const Work& work) {
 
 void check_errors() {
   constexpr int64_t kRows = int64_t{1} << 31;
-  NormRows norm{};
-  norm.rows = kRows, norm.columns = 1;
-  check_too_many_rows("pre_rms_norm", norm);
-  norm.centred = true;
-  check_too_many_rows("post_layer_norm", norm);
+  CrossEntropyRows entropy{};
+  entropy.rows = kRows, entropy.columns = 1;
+  check_too_many_rows("cross_entropy_", entropy);
   ActivationRows activation{};
   activation.rows = kRows, activation.columns = 1;
   check_too_many_rows("bias_activation_", activation);
@@ -1166,12 +1230,25 @@ int main(int argc, char**) {
       }
     }
     for (const int64_t columns : {1, 7, 32, 768, 1000, 1001, 20'000}) {  // the last: more than a block's registers hold
-      check_layer_norm(dtype, columns);
-      check_softmax(dtype, columns);
       for (const float softcap : {0.f, 2.f}) check_cross_entropy(dtype, columns, softcap);
       check_training_norm(dtype, columns);
       check_dropout(dtype, columns);
       check_masked_softmax(dtype, columns);
+    }
+    for (const int64_t columns : {1, 7, 8, 64, 128, 136, 1024, 4096, 5000, 8192, 16'384, 40'000}) {
+      for (const int64_t rows : {1, 2, 33, 1000}) {
+        if (rows > 2 && rows * columns > 200'000) continue;
+        for (const bool centred : {false, true}) {
+          for (const bool has_residual : {false, true}) check_norm(dtype, rows, columns, centred, has_residual);
+        }
+        check_softmax(dtype, rows, columns);
+      }
+    }
+    for (const int64_t keys : {8, 33, 128, 1024}) check_softmax_places(dtype, 2, 3, 5, keys);
+    for (const int64_t columns : {5000, 5001, 40'000}) {
+      // Half precision would not hold the infinities that are set.
+      if (dtype != Dtype::Float16) check_growing_cross_entropy(dtype, columns, 0.f);
+      check_growing_cross_entropy(dtype, columns, 0.25f);
     }
     for (const int64_t size : {2, 62, 64, 1000, 20'000}) {
       for (const int bits : {8, 4}) check_quantizer(dtype, size, bits, true), check_quantizer(dtype, size, bits, false);

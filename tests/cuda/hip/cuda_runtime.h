@@ -18,6 +18,11 @@ using cudaStream_t = hipStream_t;
 constexpr hipError_t cudaSuccess = hipSuccess;
 inline hipError_t cudaGetLastError() { return hipGetLastError(); }
 inline const char* cudaGetErrorString(hipError_t error) { return hipGetErrorString(error); }
+constexpr hipDeviceAttribute_t cudaDevAttrMultiProcessorCount = hipDeviceAttributeMultiprocessorCount;
+inline hipError_t cudaGetDevice(int* device) { return hipGetDevice(device); }
+inline hipError_t cudaDeviceGetAttribute(int* value, hipDeviceAttribute_t attribute, int device) {
+  return hipDeviceGetAttribute(value, attribute, device);
+}
 inline hipError_t cudaLaunchKernel(const void* kernel, dim3 blocks, dim3 threads, void** arguments, size_t shared,
                                    hipStream_t stream) {
   return hipLaunchKernel(kernel, blocks, threads, arguments, shared, stream);
