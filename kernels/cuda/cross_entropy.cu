@@ -2,8 +2,8 @@
 // on the device, as it does in torch's own cross entropy.
 //
 // A row is too long for registers. It is read once for the largest logit and the sum of exponentials, which is rescaled
-// where a larger one is found (Milakov & Gimelshein 2018), and once for the gradient: from its end, which is what the L2
-// cache still has.
+// where a larger one is found (Milakov & Gimelshein 2018), and once for the gradient: from its end, which the L2 cache
+// still has.
 #undef NDEBUG  // nothing else checks targets
 #include <cassert>
 

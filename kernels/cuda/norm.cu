@@ -66,9 +66,10 @@ __global__ void __launch_bounds__(kMaxRowThreads) norm_kernel(const NormRows n, 
   }
 }
 
-// Rows of any length, which may be those of a sum.
+// Rows of any length, which may be those of a sum. That a multiprocessor is to have one block keeps nvcc from spilling
+// registers so that it has two.
 template <class Element, int pack, bool centred, bool fits>
-__global__ void __launch_bounds__(kMaxRowThreads) sum_norm_kernel(const NormRows n, const int team_size) {
+__global__ void __launch_bounds__(kMaxRowThreads, 1) sum_norm_kernel(const NormRows n, const int team_size) {
   const Team team(team_size);
   const auto* input = row_of<Element>(n.input, team.row, n.columns);
   const auto* residual = row_of<Element>(n.residual, team.row, n.columns);

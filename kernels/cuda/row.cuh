@@ -65,17 +65,20 @@ struct Team {
   int size, thread;
   int64_t row;
 
-  __device__ __forceinline__ explicit Team(int size)
-      : size(size),
-        thread(static_cast<int>(threadIdx.x) % size),
-        row(static_cast<int64_t>(blockIdx.x) * together() + static_cast<int>(threadIdx.x) / size) {}
+  __device__ __forceinline__ explicit Team(int size) : size(size), thread(static_cast<int>(threadIdx.x)) {
+    if (size <= kWarpThreads) {  // without divisions, which would take as long as a short row
+      const int shift = __ffs(size) - 1;
+      first_ = thread >> shift;
+      together_ = static_cast<int>(blockDim.x) >> shift;
+      thread &= size - 1;
+    }
+    row = static_cast<int64_t>(blockIdx.x) * together_ + first_;
+  }
 
   // Whether some team of the block has a row, so that all take part in its reductions.
-  __device__ __forceinline__ bool block_has_row(int64_t rows) const {
-    return row - static_cast<int>(threadIdx.x) / size < rows;
-  }
+  __device__ __forceinline__ bool block_has_row(int64_t rows) const { return row - first_ < rows; }
   // From one row to the next in a grid that has fewer teams than there are rows.
-  __device__ __forceinline__ int64_t stride() const { return static_cast<int64_t>(gridDim.x) * together(); }
+  __device__ __forceinline__ int64_t stride() const { return static_cast<int64_t>(gridDim.x) * together_; }
 
   // `x` of all its threads, combined; every thread gets it. All of the block's threads must call it.
   template <class Operation, class T>
@@ -86,9 +89,7 @@ struct Team {
   }
 
  private:
-  // Teams of a block.
-  __device__ __forceinline__ int together() const { return static_cast<int>(blockDim.x) / size; }
-
+  int together_ = 1, first_ = 0;  // the block's teams, those before this one
   mutable OverBlock block_;
 };
 
@@ -216,19 +217,19 @@ class Row {
   static __device__ __forceinline__ int64_t position(int index) { return static_cast<int64_t>(index) * pack; }
 
   const Team& team_;
-  int packs_;  // no row has more than 2^31: one of 64 bits would take two registers, and so would what is compared to it
+  int packs_;  // no row has more than 2^31: 64 bits would take two registers, for what is compared to it too
   const Gather gather_;
   float held_[kHeldPacks][pack];
 };
 
-// Calls `with(pack, fits)`, of whose arguments the types count, for rows of `columns`: in packs of more than one element
-// if these can be read so, and where they fit in registers without what rows need that do not.
-template <class Element, class With>
+// Calls `with(pack, fits)`, of whose arguments the types count, for rows of `columns`: in packs of more than one
+// element if these can be read so, and where they fit in registers without what rows need that do not. Those may have
+// other packs.
+template <class Element, int long_pack = kPack<Element>, class With>
 void with_row(int64_t columns, bool in_packs, const With& with) {
-  constexpr int kMost = kPack<Element>;
   if (!in_packs) return with(Constant<1>{}, std::false_type{});
-  if (columns / kMost > kHeldPacks * kMaxRowThreads) return with(Constant<kMost>{}, std::false_type{});
-  with(Constant<kMost>{}, std::true_type{});
+  if (columns / kPack<Element> > kHeldPacks * kMaxRowThreads) return with(Constant<long_pack>{}, std::false_type{});
+  with(Constant<kPack<Element>>{}, std::true_type{});
 }
 
 // ---- on the host -------------------------------------------------------------------------------------------------

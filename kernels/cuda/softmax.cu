@@ -27,44 +27,57 @@ __device__ __forceinline__ ScoresRow split(Index row, const Scores& s) {
           static_cast<int64_t>(row - matrix * queries)};
 }
 
-// Which row it is, if that matters. Divisions of 64 bits take longer than the work.
-__device__ __forceinline__ ScoresRow scores_row(int64_t row, const Scores& s) {
-  if (!s.causal && s.window == 0 && !s.mask.data && !s.alibi.data) return {};
-  return s.batch * s.heads * s.queries <= 0xffffffff ? split(static_cast<uint32_t>(row), s) : split(row, s);
+// Divisions of 64 bits take longer than the work.
+__device__ __forceinline__ ScoresRow scores_row(int64_t row, int64_t rows, const Scores& s) {
+  return rows <= 0xffffffff ? split(static_cast<uint32_t>(row), s) : split(row, s);
 }
 
 template <class Element, class AddedElement, int pack, bool fits>
-__global__ void __launch_bounds__(kMaxRowThreads) softmax_kernel(const Scores s, const int team_size) {
+__global__ void __launch_bounds__(kMaxRowThreads) softmax_kernel(const Scores s, const int64_t rows,
+                                                                 const int team_size) {
   const Team team(team_size);
-  const bool has_row = team.row < s.batch * s.heads * s.queries;
-  const auto [batch, head, query] = scores_row(has_row ? team.row : 0, s);
-  const int64_t position = s.keys - s.queries + query;
+  const bool has_row = team.row < rows;
+  const AddedElement *mask = nullptr, *alibi = nullptr;
   // Keys outside of [begin, end) take no part: their results are zero, unless the row has a NaN.
-  const int64_t last = position + 1 < 0 ? 0 : position + 1 < s.keys ? position + 1 : s.keys;
-  const int64_t end = s.causal ? last : s.keys, seen = position + 1 - s.window;
-  const int64_t begin = s.window == 0 || seen < 0 ? 0 : seen < end ? seen : end;
+  int64_t begin = 0, end = s.keys;
+  if (s.causal || s.window != 0 || s.mask.data || s.alibi.data) {
+    const auto [batch, head, query] = scores_row(has_row ? team.row : 0, rows, s);
+    const int64_t position = s.keys - s.queries + query;
+    const int64_t last = position + 1 < 0 ? 0 : position + 1 < s.keys ? position + 1 : s.keys;
+    if (s.causal) end = last;
+    const int64_t seen = position + 1 - s.window;
+    if (s.window != 0 && seen >= 0) begin = seen < end ? seen : end;
+    mask = added_row<AddedElement>(s.mask, batch, head, query);
+    alibi = added_row<AddedElement>(s.alibi, batch, head, query);
+  }
   const auto* input = row_of<Element>(s.input, team.row, s.keys);
-  const auto* mask = added_row<AddedElement>(s.mask, batch, head, query);
-  const auto* alibi = added_row<AddedElement>(s.alibi, batch, head, query);
   const float scale = s.scale;
-  const auto gather = [=](int64_t i, float(&x)[pack]) {
-    if (i >= end || i + pack <= begin) {
+  const auto read = [=](int64_t i, Words<Element, pack>& words) {
+    if (i < end && i + pack > begin) words.load_from(input + i);
+  };
+  const auto prepare = [=](int64_t i, const Words<Element, pack>& words, float(&x)[pack]) {
+    const bool all = i >= begin && i + pack <= end, none = i >= end || i + pack <= begin;
+    if (!none) {
+      words.widen_to(x);
 #pragma unroll
-      for (int j = 0; j < pack; ++j) x[j] = -kInfinity;
-      return;
+      for (int j = 0; j < pack; ++j) x[j] *= scale;
+      add<AddedElement>(mask, i, x);
+      add<AddedElement>(alibi, i, x);
     }
-    load<pack>(input + i, x);
-#pragma unroll
-    for (int j = 0; j < pack; ++j) x[j] *= scale;
-    add<AddedElement>(mask, i, x);
-    add<AddedElement>(alibi, i, x);
-    if (i >= begin && i + pack <= end) return;
+    if (all) return;
 #pragma unroll
     for (int j = 0; j < pack; ++j) x[j] = i + j < begin || i + j >= end ? -kInfinity : x[j];
   };
+  const auto gather = [=](int64_t i, float(&x)[pack]) {
+    Words<Element, pack> words{};
+    read(i, words);
+    prepare(i, words, x);
+  };
   using Again = std::conditional_t<fits, Fits, decltype(gather)>;
   Row<pack, Again> row(team, has_row ? s.keys : 0, Again(gather));
-  row.hold(gather);
+  Words<Element, pack> words[kHeldPacks] = {};  // all are read before the first is waited for
+  row.for_each_held([&](int i, int64_t position, float(&)[pack]) { read(position, words[i]); });
+  row.for_each_held([&](int i, int64_t position, float(&x)[pack]) { prepare(position, words[i], x); });
   float top = -kInfinity, sum = 0;
   row.for_each([&](int64_t, float(&x)[pack]) {
 #pragma unroll
@@ -102,10 +115,12 @@ bool in_packs(const Scores& s, int pack) {
 
 template <class Element, class AddedElement>
 void launch_softmax(const Scores& s, const Stream& stream) {
-  with_row<Element>(s.keys, in_packs(s, kPack<Element>), [&](auto pack, auto fits) {
+  // Long rows in packs of the mask: eight of its floats at once would not find room in registers.
+  with_row<Element, kPack<AddedElement>>(s.keys, in_packs(s, kPack<Element>), [&](auto pack, auto fits) {
     const Teams teams = row_teams(s.keys / pack);
-    launch(stream, softmax_kernel<Element, AddedElement, pack, fits>,
-           teams.blocks(stream, s.batch * s.heads * s.queries), teams.threads, s, teams.size);
+    const int64_t rows = s.batch * s.heads * s.queries;
+    launch(stream, softmax_kernel<Element, AddedElement, pack, fits>, teams.blocks(stream, rows), teams.threads, s,
+           rows, teams.size);
   });
 }
 

@@ -378,6 +378,7 @@ T atomicMin(T* to, T value) {
   }
   return before;
 }
+inline int __ffs(int x) { return __builtin_ffs(x); }
 // Four bytes of eight: those of `a` are 0 to 3, those of `b` 4 to 7.
 inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
   const uint64_t bytes = a | uint64_t(b) << 32;
