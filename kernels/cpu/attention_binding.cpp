@@ -28,7 +28,9 @@ constexpr int64_t kMostHeadDim = 1024;
 struct CacheAttention : Device {
   using Device::Device;
 
-  bool takes(const Attention& a) const { return a.tokens < kManyTokens && a.head_dim <= kMostHeadDim; }
+  bool takes(const AttentionCall& call) const {
+    return call.work().tokens < kManyTokens && call.work().head_dim <= kMostHeadDim;
+  }
 
   void run(const char* op, const Attention& a, Dtype dtype) const {
     const AttentionLoops& loops = loops_for<AttentionLoops>(op);

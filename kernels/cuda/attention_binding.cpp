@@ -13,8 +13,12 @@ constexpr int64_t kManyTokens = 8;
 struct CacheAttention : Device {
   using Device::Device;
 
-  bool takes(const Attention& a) const {
-    return a.tokens < kManyTokens && a.head_dim <= kMostHeadDim;
+  // Without tensor cores torch's attention is faster, where it needs nothing but what the caches hold.
+  bool takes(const AttentionCall& call) const {
+    const Attention& a = call.work();
+    const bool by_torch = call.dtype() != Dtype::Float32 && !call.is_quantized() && call.needs_no_bias() &&
+                          !fits_mma(a, call.dtype());
+    return a.tokens < kManyTokens && a.head_dim <= kMostHeadDim && !by_torch;
   }
 
   // torch's attention with a bias takes that in the query's dtype alone: where it would lose digits of a mask or of

@@ -352,16 +352,6 @@ __global__ void __launch_bounds__(kThreads, 3) attend_mma_kernel(const Attention
 
 // ---- on the host -------------------------------------------------------------------------------------------------
 
-// Whether the tensor cores can do it, wherever they are.
-inline bool fits_mma(const Attention& t, Dtype dtype) {
-  const auto fits = [](const void* data, const HeadStrides& s, int64_t pack) {
-    return is_aligned(data) && s.batch % pack == 0 && s.head % pack == 0 && s.token % pack == 0;
-  };
-  const int64_t pack = t.key_scales ? 16 : 8;
-  return dtype != Dtype::Float32 && (t.head_dim == 64 || t.head_dim == 128) && fits(t.query, t.query_strides, 8) &&
-         fits(t.key_cache, t.key_cache_strides, pack) && fits(t.value_cache, t.value_cache_strides, pack);
-}
-
 // Calls `with(kernel)` with the kernel for a call that fits.
 template <class Element, class With>
 void with_mma_kernel(const Attention& t, const With& with) {

@@ -75,7 +75,7 @@ class AttentionCall {
   // we from the last.
   bool needs_no_bias() const {
     return work_.mask_kind == Mask::None && !work_.alibi && work_.window == 0 &&
-           (!work_.causal || work_.tokens == work_.total);
+           (!work_.causal || work_.tokens == 1 || work_.tokens == work_.total);
   }
 
   // Appends keys and values to caches of the query's dtype.
@@ -95,7 +95,7 @@ class AttentionCall {
     Tensor keys = aligned(held(key_cache_, key_scales_)), values = aligned(held(value_cache_, value_scales_));
     bool grouped = work_.heads != work_.kv_heads;
     if (grouped && repeat_heads) keys = repeated(keys), values = repeated(values), grouped = false;
-    const bool causal = !bias && work_.causal;
+    const bool causal = !bias && work_.causal && work_.tokens > 1;
     using torch::stable::detail::from;
     StableIValue stack[] = {from(query),  from(keys),   from(values),
                             from(bias),   from(0.0),    from(causal),
@@ -274,7 +274,7 @@ class AttentionCall {
 };
 
 // Asks its Device, see binding.h, for Attention. It also has
-//   bool takes(const Attention& attention) const;  // whether its own kernel is the way to do it
+//   bool takes(const AttentionCall& call) const;  // whether its own kernel is the way to do it
 //   Tensor attend_by_torch(AttentionCall& call) const;  // by means of the call; reference() is right for any
 template <class Device>
 struct AttentionOps {
@@ -317,7 +317,7 @@ struct AttentionOps {
 
   static Tensor run(const Device& device, AttentionCall& call) {
     if (call.is_empty()) return call.reference();
-    if (!device.takes(call.work())) return device.attend_by_torch(call);
+    if (!device.takes(call)) return device.attend_by_torch(call);
     Tensor output = call.new_output();
     device.run(call.op(), call.work(), call.dtype());
     return output;
