@@ -4,7 +4,6 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
-#include <limits>
 #include <type_traits>
 
 namespace ds_kernels::cuda {
@@ -61,9 +60,8 @@ struct Maximum {
 
 struct Larger {
   template <class T>
-  static __device__ __forceinline__ T nothing() {
-    constexpr T least = std::numeric_limits<T>::lowest();
-    return least;
+  static __device__ __forceinline__ int32_t nothing() {
+    return INT32_MIN;
   }
   template <class T>
   static __device__ __forceinline__ T combine(T a, T b) {
