@@ -137,42 +137,59 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Merges the parts of a query. A block for each: its threads have a part's weight each, then an element of some parts. A
-// thread that had all parts would wait for memory again and again.
+// Merges the parts of a query, a block for each. A warp has every so many parts, and adds up what they know of all
+// elements of the head; every warp finds the largest score by itself. Those that have few parts, as most have, load them
+// before they know it.
 template <class Element>
 __global__ void __launch_bounds__(kFinishThreads) finish_kernel(const Attention t, const Parts parts, float* partial) {
-  __shared__ float weights[kMostParts], results[kFinishThreads];
+  constexpr int kFinishWarps = kFinishThreads / kWarpThreads, kOfLane = kMostHeadDim / kWarpThreads, kAhead = 4;
+  __shared__ float results[kFinishWarps][kMostHeadDim];
   const auto queries = static_cast<unsigned>(t.group() * t.tokens), tokens = static_cast<unsigned>(t.tokens);
   const auto kv_heads = static_cast<unsigned>(t.kv_heads);
   const unsigned row = blockIdx.x / queries, index = blockIdx.x % queries;
   const int64_t batch = row / kv_heads, head = row % kv_heads * t.group() + index / tokens, token = index % tokens;
   const float* known = partial_of(t, partial, parts, row, 0, index);
   const int64_t distance = queries * (2 + t.head_dim);
-  const int thread = static_cast<int>(threadIdx.x), count = static_cast<int>(parts.count);
-  float top = kNever, sum = 0;
-  for (int part = thread; part < count; part += kFinishThreads) top = Maximum::combine(known[part * distance], top);
-  top = over_block<Maximum>(top);
-  for (int part = thread; part < count; part += kFinishThreads) {
-    weights[part] = relative(known[part * distance], top);
-    sum += known[part * distance + 1] * weights[part];
-  }
-  sum = over_block<Sum>(sum);  // and all weights are there
-  const int head_dim = static_cast<int>(t.head_dim);
-  const int width = (head_dim + kWarpThreads - 1) / kWarpThreads * kWarpThreads, shares = kFinishThreads / width;
-  const int share = thread / width, element = thread % width;
-  float result = 0;
-  if (share < shares && element < head_dim) {
-#pragma unroll 8
-    for (int part = share; part < count; part += shares) {
-      result += known[part * distance + 2 + element] * weights[part];
+  const int thread = static_cast<int>(threadIdx.x), lane = thread % kWarpThreads, warp = thread / kWarpThreads;
+  const int count = static_cast<int>(parts.count), head_dim = static_cast<int>(t.head_dim);
+  const auto load = [&](int part, float(&of_part)[kOfLane]) {
+#pragma unroll
+    for (int i = 0; i < kOfLane; ++i) {
+      const int element = lane + i * kWarpThreads;
+      of_part[i] = part < count && element < head_dim ? known[part * distance + 2 + element] : 0.f;
     }
+  };
+  float ahead[kAhead][kOfLane];
+#pragma unroll
+  for (int k = 0; k < kAhead; ++k) load(warp + k * kFinishWarps, ahead[k]);
+  float top = kNever, sum = 0, result[kOfLane] = {};
+  for (int part = lane; part < count; part += kWarpThreads) top = Maximum::combine(known[part * distance], top);
+  top = over_warp<Maximum>(top);
+  for (int part = lane; part < count; part += kWarpThreads) {
+    sum += known[part * distance + 1] * relative(known[part * distance], top);
   }
-  results[thread] = result;
+  sum = over_warp<Sum>(sum);
+  const auto add = [&](int part, const float(&of_part)[kOfLane]) {
+    if (part >= count) return;
+    const float weight = relative(known[part * distance], top);
+#pragma unroll
+    for (int i = 0; i < kOfLane; ++i) result[i] += of_part[i] * weight;
+  };
+#pragma unroll
+  for (int k = 0; k < kAhead; ++k) add(warp + k * kFinishWarps, ahead[k]);
+  for (int part = warp + kAhead * kFinishWarps; part < count; part += kFinishWarps) {
+    float of_part[kOfLane];
+    load(part, of_part);
+    add(part, of_part);
+  }
+#pragma unroll
+  for (int i = 0; i < kOfLane; ++i) results[warp][lane + i * kWarpThreads] = result[i];
   __syncthreads();
   if (thread >= head_dim) return;
-  for (int other = 1; other < shares; ++other) result += results[other * width + thread];
+  float total = 0;
+  for (int w = 0; w < kFinishWarps; ++w) total += results[w][thread];
   auto* output = static_cast<Element*>(t.output) + ((batch * t.tokens + token) * t.heads + head) * t.head_dim;
-  narrow(sum == 0 ? 0.f : result / sum, output[thread]);
+  narrow(sum == 0 ? 0.f : total / sum, output[thread]);
 }
 
 // ---- around torch's attention ------------------------------------------------------------------------------------

@@ -12,7 +12,8 @@ namespace {
 
 constexpr int kThreads = 128, kWarps = kThreads / kWarpThreads;
 constexpr int kSlice = 8;  // elements of a head that a thread has
-constexpr int kMostParts = 1024, kFinishThreads = 512;
+constexpr int kFinishThreads = 256;  // at least as many as a head has elements
+static_assert(kFinishThreads >= kMostHeadDim);
 constexpr float kNever = -__builtin_huge_valf();
 
 // e^(a - top), where nothing was seen yet 0. A NaN that was seen is in the sum, and stays one if it is multiplied by 0.
@@ -155,7 +156,7 @@ struct Parts {
   int64_t size, count;
 
   explicit Parts(const Attention& t) {
-    constexpr int64_t kLeast = 64, kBlocks = kMostParts;  // of a part; that keep a large GPU busy
+    constexpr int64_t kLeast = 64, kBlocks = 768;  // of a part; that keep a large GPU busy, twice what it runs at once
     const int64_t rows = t.batch * t.kv_heads, wanted = (kBlocks + rows - 1) / rows;
     const int64_t most = (t.total + kLeast - 1) / kLeast, parts = wanted < most ? wanted : most;
     const int64_t each = parts > 0 ? (t.total + parts - 1) / parts : 0;

@@ -9,6 +9,8 @@ namespace {
 
 // From this many queries of a head on torch's attention is faster.
 constexpr int64_t kManyTokens = 8;
+// Some of torch's kernels have a row of the grid for each head of each batch row, of which a launch can have no more.
+constexpr int64_t kMostRowsOfTorch = 65535;
 
 struct CacheAttention : Device {
   using Device::Device;
@@ -17,7 +19,7 @@ struct CacheAttention : Device {
   bool takes(const AttentionCall& call) const {
     const Attention& a = call.work();
     const bool by_torch = call.dtype() != Dtype::Float32 && !call.is_quantized() && call.needs_no_bias() &&
-                          !fits_mma(a, call.dtype());
+                          !fits_mma(a, call.dtype()) && a.batch * a.heads <= kMostRowsOfTorch;
     return a.tokens < kManyTokens && a.head_dim <= kMostHeadDim && !by_torch;
   }
 
@@ -26,6 +28,7 @@ struct CacheAttention : Device {
   Tensor attend_by_torch(AttentionCall& call) const {
     const Attention& a = call.work();
     if (call.is_quantized() && a.head_dim > kMostHeadDim) return call.reference();
+    if (a.batch * a.heads > kMostRowsOfTorch) return call.reference();
     if (call.needs_no_bias()) {
       append(call);
       return call.torch_attention({});

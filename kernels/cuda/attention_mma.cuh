@@ -81,6 +81,7 @@ struct Fragments {
 
   uint32_t key[2][kChunks][4];
   uint32_t value[4][kValueWords];
+  float key_step[2][2], value_step[2][2];  // of int8 ones: of the positions whose scores the thread has
 
   // Where column e of a value is whose thread has this g.
   static __device__ __forceinline__ int column_of(int e, int g) {
@@ -123,6 +124,19 @@ struct Fragments {
       if (row) load_words(reinterpret_cast<const uint32_t*>(row + column_of(w * kOfWord, g)), words);
 #pragma unroll
       for (int j = 0; j < kRun; ++j) value[i][w + j] = words[j];
+    }
+  }
+
+  // Of positions begin + place, the one after it, and the eighth after each; 0 from place `size` on.
+  static __device__ __forceinline__ void load_steps(const float* steps, int64_t stride, int64_t begin, int place, int size,
+                                                    float (&to)[2][2]) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const int own = place + 8 * i + j;
+        to[i][j] = own < size ? steps[(begin + own) * stride] : 0.f;
+      }
     }
   }
 
@@ -242,6 +256,7 @@ template <class Element, class Cached, int head_dim>
 __global__ void __launch_bounds__(kThreads, 3) attend_mma_kernel(const Attention t, const Parts parts, float* partial) {
   if constexpr (kCompilesMma) {
     using Held = Fragments<Element, Cached, head_dim>;
+    constexpr bool kQuantized = sizeof(Cached) == 1;
     __shared__ float known[kWarps][kTile][2 + head_dim];
     __shared__ typename Held::Query query_tile;
     const auto count = static_cast<unsigned>(parts.count), tokens = static_cast<unsigned>(t.tokens);
@@ -249,19 +264,44 @@ __global__ void __launch_bounds__(kThreads, 3) attend_mma_kernel(const Attention
     const int64_t batch = row / t.kv_heads, kv_head = row - batch * t.kv_heads, group = t.group();
     const int64_t begin = part * parts.size, end = begin + parts.size < t.total ? begin + parts.size : t.total;
     const int thread = static_cast<int>(threadIdx.x), warp = thread / kWarpThreads, lane = thread % kWarpThreads;
+    const auto size = static_cast<int>(end - begin);
     const int g = lane / 4, q = lane % 4, queries = static_cast<int>(group) * static_cast<int>(tokens);
-    append_to_caches<Element, Cached, head_dim>(t, batch, kv_head, begin, end);
+    if (end > t.past) append_to_caches<Element, Cached, head_dim>(t, batch, kv_head, begin, end);
 
     const auto* keys = static_cast<const Cached*>(t.key_cache) + t.key_cache_strides.at(batch, kv_head, 0);
     const auto* values = static_cast<const Cached*>(t.value_cache) + t.value_cache_strides.at(batch, kv_head, 0);
     const float *key_steps = nullptr, *value_steps = nullptr;
-    if constexpr (sizeof(Cached) == 1) {
+    if constexpr (kQuantized) {
       key_steps = t.key_scales + t.key_scales_strides.at(batch, kv_head, 0);
       value_steps = t.value_scales + t.value_scales_strides.at(batch, kv_head, 0);
     }
     // One token attends to all that is there: nothing is asked for each position.
     const bool has_bias = t.mask_kind != Mask::None || t.alibi || t.window || (t.causal && tokens > 1);
     for (int first = 0; first < queries; first += kTile) {
+      // The next keys are loaded once these have been multiplied, and the next values likewise: in the same registers, while
+      // the other half of the work goes on.
+      Held held;
+      const auto load_keys = [&](int place) {
+        const Cached* key = keys + (begin + place + g) * t.key_cache_strides.token;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          held.load_key(i, place + 8 * i + g < size ? key + 8 * i * t.key_cache_strides.token : nullptr, q);
+        }
+        if constexpr (kQuantized) held.load_steps(key_steps, t.key_scales_strides.token, begin, place + 2 * q, size, held.key_step);
+      };
+      const auto load_values = [&](int place) {
+        const Cached* value = values + (begin + place + 2 * q) * t.value_cache_strides.token;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int row = 8 * (i / 2) + i % 2;
+          held.load_value(i, place + row + 2 * q < size ? value + row * t.value_cache_strides.token : nullptr, g);
+        }
+        if constexpr (kQuantized) {
+          held.load_steps(value_steps, t.value_scales_strides.token, begin, place + 2 * q, size, held.value_step);
+        }
+      };
+      load_keys(warp * kTile);
+      load_values(warp * kTile);
       if (first > 0) __syncthreads();  // the queries before these have been read
       if (warp == 0) {
         const Element* query[2] = {};
@@ -274,47 +314,31 @@ __global__ void __launch_bounds__(kThreads, 3) attend_mma_kernel(const Attention
         Held::load_queries(query[0], query[1], lane, query_tile);
       }
       __syncthreads();
-      Held held;
       RunningPair<Held::kColumns> running;
-      const auto size = static_cast<int>(end - begin);
       for (int place = warp * kTile; place < size; place += kWarps * kTile) {
-        const Cached* key = keys + (begin + place + g) * t.key_cache_strides.token;
-        const Cached* value = values + (begin + place + 2 * q) * t.value_cache_strides.token;
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          held.load_key(i, place + 8 * i + g < size ? key + 8 * i * t.key_cache_strides.token : nullptr, q);
-        }
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int row = 8 * (i / 2) + i % 2;
-          held.load_value(i, place + row + 2 * q < size ? value + row * t.value_cache_strides.token : nullptr, g);
-        }
-        float scores[2][4] = {}, steps[2][2];
+        float scores[2][4] = {};
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           held.add_scores(i, query_tile, lane, scores[i]);
 #pragma unroll
-          for (int j = 0; j < 2; ++j) {
-            const int own = place + 8 * i + 2 * q + j;
+          for (int j = 0; j < 4; ++j) {
             float scale = t.scale;
-            if constexpr (sizeof(Cached) == 1) {
-              scale *= own < size ? key_steps[(begin + own) * t.key_scales_strides.token] : 0.f;
-              steps[i][j] = own < size ? value_steps[(begin + own) * t.value_scales_strides.token] : 0.f;
-            }
-#pragma unroll
-            for (int r = 0; r < 2; ++r) scores[i][2 * r + j] = own < size ? scores[i][2 * r + j] * scale : kNever;
+            if constexpr (kQuantized) scale *= held.key_step[i][j % 2];
+            scores[i][j] = place + 8 * i + 2 * q + j % 2 < size ? scores[i][j] * scale : kNever;
           }
         }
+        load_keys(place + kWarps * kTile);
         if (has_bias) add_bias<Element>(t, batch, kv_head, first + g, begin + place + 2 * q, end, scores);
         running.weigh(scores);
-        if constexpr (sizeof(Cached) == 1) {
+        if constexpr (kQuantized) {
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
 #pragma unroll
-            for (int j = 0; j < 4; ++j) scores[i][j] *= steps[i][j % 2];
+            for (int j = 0; j < 4; ++j) scores[i][j] *= held.value_step[i][j % 2];
           }
         }
         held.add_values(scores, running.result);
+        load_values(place + kWarps * kTile);
       }
       __syncthreads();  // the tile before this one has been read
 #pragma unroll
