@@ -1250,7 +1250,8 @@ int main(int argc, char**) {
       if (dtype != Dtype::Float16) check_growing_cross_entropy(dtype, columns, 0.f);
       check_growing_cross_entropy(dtype, columns, 0.25f);
     }
-    for (const int64_t size : {2, 62, 64, 1000, 20'000}) {
+    // In registers from one pack to a whole block of full threads, and beyond them.
+    for (const int64_t size : {2, 8, 62, 64, 264, 1000, 1032, 2048, 8192, 16'384, 16'392, 20'000}) {
       for (const int bits : {8, 4}) check_quantizer(dtype, size, bits, true), check_quantizer(dtype, size, bits, false);
     }
     check_quantized_weights(dtype);

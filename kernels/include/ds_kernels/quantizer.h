@@ -84,11 +84,16 @@ struct FakeQuantizeGroups {
 
 inline namespace DS_KERNELS_CPU_LEVEL {
 
-DS_KERNELS_INLINE int64_t place_of(const Swizzle& s, int64_t group) {
+struct Division {
+  DS_KERNELS_INLINE int64_t operator()(int64_t a, int64_t b) const { return a / b; }
+};
+
+template <class Divide = Division>
+DS_KERNELS_INLINE int64_t place_of(const Swizzle& s, int64_t group, const Divide& divide = {}) {
   if (s.run == 0) return group;
-  const int64_t slice = group / s.run % s.pipeline, rank = group / s.run / s.pipeline;
-  const int64_t device = rank % s.devices_per_node, node = rank / s.devices_per_node;
-  return ((slice * s.devices_per_node + device) * s.nodes + node) * s.run + group % s.run;
+  const int64_t run = divide(group, s.run), rank = divide(run, s.pipeline), node = divide(rank, s.devices_per_node);
+  const int64_t slice = run - rank * s.pipeline, device = rank - node * s.devices_per_node;
+  return ((slice * s.devices_per_node + device) * s.nodes + node) * s.run + group - run * s.run;
 }
 
 // A span of 0 needs no scale; a NaN stays one.
