@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from ds_plugin_sdk.conformance import suite
 from gpu_check import check as gpu_check
 from gpu_check import report
 
@@ -147,26 +146,37 @@ def test_a_step_that_breaks_stops_no_other_and_is_reported(run: gpu_check.Run, m
     for name in ("choice", "build", "deepspeed_ops", "deepspeed_runs", "warm_up", "benchmarks"):
         monkeypatch.setattr(gpu_check, name, lambda *arguments, name=name: ran.append(name))
     monkeypatch.setattr(gpu_check, "conformance", lambda run, part: ran.append(part))
+    monkeypatch.setattr(gpu_check, "share_out", lambda run: run.parts.update({"ops, share 1": (), "runtime": ()}))
     environment = {"gpu": "NVIDIA H200", "nvcc_path": "nvcc", "arch": "sm_90", "deepspeed": "0.19.8"}
     written = json.loads(gpu_check.check(run, environment).read_text())
-    assert ran[0] == "build" and ran[-2:] == ["runtime", "benchmarks"]
-    parts = ["ops, accuracy", "ops, front ends", "ops, others", "ops, surroundings", "training", "features"]
+    assert ran[0] == "build" and ran[-2:] == ["runtime, memory", "benchmarks"]
+    parts = ["ops, share 1", "runtime", "training", "features"]
     assert sorted(ran[1:-2]) == sorted(["choice", "deepspeed_ops", "deepspeed_runs", "warm_up", *parts])
     assert written["steps"]["install: broke"]["tail"][-1] == "OSError: no room"
     assert "native tests: broke" in written["steps"]
 
 
-def test_every_check_of_ops_is_in_one_part() -> None:
-    parts = (gpu_check.ACCURACY, gpu_check.FRONT_ENDS, gpu_check.OTHERS, gpu_check.SURROUNDINGS)
-    for check in (check.name for check in suite.checks() if check.name.startswith("ops.")):
-        assert sum(check.startswith(name) for part in parts for name in part) == 1, check
+def test_every_case_is_in_one_part(run: gpu_check.Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    ops, runtime = [f"ops.accuracy/op_{i}/float32" for i in range(20)], ["runtime.flags.fp16", "runtime.memory.peak"]
+
+    def list_cases(name: str, command: object, **more: object) -> bool:
+        run.log(name).parent.mkdir(parents=True)
+        run.log(name).write_text("Cases of cuda\n case  clause\n" + "".join(f" {c}   O1.1  x\n" for c in ops + runtime))
+        return True
+
+    monkeypatch.setattr(run, "step", list_cases)
+    gpu_check.share_out(run)
+    dealt = [word for part in run.parts.values() for word in part if word.startswith(("ops.", "runtime."))]
+    assert sorted(dealt) == sorted(ops + runtime)
+    assert run.parts["runtime"] == ("-k", "runtime.flags.fp16")
+    assert run.parts["runtime, memory"] == ("-k", "runtime.memory.peak")
 
 
 def test_results_that_were_not_written_to_their_end_stop_nothing(run: gpu_check.Run) -> None:
     gpu_check.WORK.mkdir(parents=True)
     (gpu_check.WORK / "cuda_ops.json").write_text('{"rows": [')
     written = json.loads(gpu_check.write_report(run, {"gpu": "NVIDIA H200"}).read_text())
-    assert written["benchmarks"] is None and written["conformance"] == dict.fromkeys(gpu_check.CONFORMANCE)
+    assert written["benchmarks"] is None and written["conformance"] == dict.fromkeys(run.parts)
 
 
 def test_benchmarks_go_on_in_another_process(run: gpu_check.Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ WORK = ROOT / "build" / "gpu-check"
 NATIVE_TESTS, DEEPSPEED_OPS = "test_cuda", "deepspeed_ops"
 PROJECTS = (ROOT, ROOT / "plugins" / "cpu", ROOT / "plugins" / "cuda")
 SECONDS = 520  # of the whole run
-RESERVE = 150  # of these, kept for the benchmarks and the runtime's conformance
+RESERVE = 80  # of these, kept for the benchmarks and what looks at the device's memory
 GRACE = 5  # for a command to write down what it knows, once its time is over
 
 
@@ -46,6 +46,8 @@ class Run:
         self.start = time.monotonic()
         self.date = datetime.datetime.now(datetime.timezone.utc)
         self.steps: dict[str, dict[str, Any]] = {}
+        # Parts of conformance, and their arguments of `sdk conformance`.
+        self.parts: dict[str, tuple[str, ...]] = {name: ("--level", name) for name in ("training", "features")}
         self.writing = threading.Lock()
         # A shell has its background jobs ignore SIGINT, and their children too unless these handle it.
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -56,9 +58,17 @@ class Run:
             "DS_PLUGIN_CACHE_DIR": str(WORK / "cache"),
             "DS_PLUGIN_FALLBACK": "0",
             "TORCHINDUCTOR_CACHE_DIR": str(WORK / "inductor"),
+            # Without what DeepSpeed cannot read: the "a" of 9.0a.
+            **(
+                {"TORCH_CUDA_ARCH_LIST": archs.replace("a", "")}
+                if (archs := os.environ.get("TORCH_CUDA_ARCH_LIST"))
+                else {}
+            ),
             "PYTHONUNBUFFERED": "1",
             "OMP_NUM_THREADS": "4",  # several steps at once
         }
+        if archs := os.environ.get("TORCH_CUDA_ARCH_LIST"):
+            self.environment["TORCH_CUDA_ARCH_LIST"] = archs.replace("a", "")  # DeepSpeed cannot read 9.0a
 
     def left(self, reserve: float = 0) -> float:
         return self.seconds - reserve - (time.monotonic() - self.start)
@@ -75,7 +85,7 @@ class Run:
             self.note(name, 124, begin, ["not begun: no time was left for it"])
             return False
         print(f"=== {name} ({self.left():.0f} s left): {' '.join(map(str, command))[:200]}", flush=True)
-        log = WORK / "logs" / f"{re.sub(r'[^a-z0-9]+', '-', name.lower())}.log"
+        log = self.log(name)
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("wb") as output:
             try:
@@ -95,6 +105,11 @@ class Run:
         lines = log.read_text(errors="replace").splitlines()
         self.note(name, status, begin, lines[-25 if status == 0 else -150 :])
         return status == 0
+
+    @staticmethod
+    def log(name: str) -> Path:
+        """The file with what a step prints."""
+        return WORK / "logs" / f"{re.sub(r'[^a-z0-9]+', '-', name.lower())}.log"
 
     def note(self, name: str, status: int, begin: float, tail: list[str]) -> None:
         """Put a step into the report."""
@@ -192,10 +207,8 @@ raise SystemExit(failed)
 
 
 def build(run: Run) -> None:
-    """Compile every family again, in parallel: the plugin's sources go before a wheel of it with binaries."""
-    sources = os.pathsep.join([str(PROJECTS[-1]), run.environment["PYTHONPATH"]])
-    command = ("nice", "-n", "5", sys.executable, "-c", BUILD)
-    run.step("build", command, limit=min(200, run.left(RESERVE)), PYTHONPATH=sources)
+    """Compile every family again, in parallel."""
+    run.python("build", "-c", BUILD, limit=min(200, run.left(RESERVE)))
 
 
 def has_binaries(run: Run) -> bool:
@@ -260,40 +273,34 @@ def deepspeed_ops(run: Run) -> None:
     run.step("DeepSpeed's own ops", command, limit=min(170, run.left(RESERVE)), **alone)
 
 
-# The checks of ops in four parts, side by side; front ends need a process with a CUDA context of its own each.
-ACCURACY, FRONT_ENDS = ("ops.accuracy", "ops.gradients", "ops.gradcheck"), ("ops.front_end",)
-OTHERS = (
-    *("ops.strided", "ops.empty", "ops.not_finite", "ops.rejects", "ops.read_only", "ops.opcheck"),
-    *("ops.deterministic", "ops.native", "ops.builder_name", "ops.in_place"),
-)
-SURROUNDINGS = (
-    *("ops.successive", "ops.large", "ops.guards", "ops.generators", "ops.stream", "ops.async", "ops.device"),
-    "ops.leaks",
-    "ops.threads",
-)
+# The cases of ops are dealt to so many processes: front ends start one each, with a CUDA context of its own.
+SHARES = 8
+# What looks at the device's memory as a whole has it to itself.
+ALONE = "runtime.memory."
 
 
-def only(checks: Sequence[str]) -> tuple[str, ...]:
-    return tuple(word for check in checks for word in ("-k", f"{check}*"))
+def share_out(run: Run) -> None:
+    """Decide which cases of ops and of the runtime run together."""
+    levels = ("--level", "ops", "--level", "runtime")
+    command = (sys.executable, "-m", "ds_plugin_sdk.cli", "conformance", "cuda", *levels, "--list")
+    run.step("cases", command, limit=60, COLUMNS="400")
+    listed = re.findall(r"^ ((?:ops|runtime)\.\S+)", run.log("cases").read_text(errors="replace"), re.MULTILINE)
+    of_ops = [case for case in listed if case.startswith("ops.")]
+    of_runtime = [case for case in listed if case.startswith("runtime.")]
+    for share in range(SHARES):
+        run.parts[f"ops, share {share + 1}"] = only(of_ops[share::SHARES])
+    run.parts["runtime"] = only([case for case in of_runtime if not case.startswith(ALONE)])
+    run.parts["runtime, memory"] = only([case for case in of_runtime if case.startswith(ALONE)])
 
 
-# Arguments of `sdk conformance`, and seconds at most.
-CONFORMANCE: dict[str, tuple[tuple[str, ...], float]] = {
-    "ops, accuracy": (only(ACCURACY), 200),
-    "ops, front ends": (only(FRONT_ENDS), 200),
-    "ops, others": (only(OTHERS), 200),
-    "ops, surroundings": (only(SURROUNDINGS), 200),
-    "training": (("--level", "training"), 120),
-    "features": (("--level", "features"), 200),
-    "runtime": (("--level", "runtime"), 100),
-}
+def only(cases: Sequence[str]) -> tuple[str, ...]:
+    return tuple(word for case in cases for word in ("-k", case))
 
 
 def conformance(run: Run, part: str) -> None:
     """A part of the contract, as `sdk conformance` checks it."""
-    selection, seconds = CONFORMANCE[part]
-    arguments = ("-m", "ds_plugin_sdk.cli", "conformance", "cuda", *selection, "--json", conformance_file(part))
-    run.python(f"conformance: {part}", *arguments, limit=min(seconds, run.left(RESERVE)))
+    arguments = ("-m", "ds_plugin_sdk.cli", "conformance", "cuda", *run.parts[part], "--json", conformance_file(part))
+    run.python(f"conformance: {part}", *arguments, limit=min(200, run.left(RESERVE)))
 
 
 def conformance_file(part: str) -> Path:
@@ -370,7 +377,7 @@ def _write_report(run: Run, environment: dict[str, Any]) -> Path:
         "environment": {name: value for name, value in environment.items() if name != "nvcc_path"},
         "sources": source_digests(),
         "steps": dict(run.steps),
-        "conformance": {part: conformance_result(_json(conformance_file(part))) for part in CONFORMANCE},
+        "conformance": {part: conformance_result(_json(conformance_file(part))) for part in run.parts},
         "benchmarks": _json(WORK / "cuda_ops.json"),
     }
     slug = re.sub(r"[^a-z0-9]+", "-", environment["gpu"].lower()).strip("-")
@@ -428,15 +435,14 @@ def check(run: Run, environment: dict[str, Any]) -> Path:
     """All steps. Those that need correct results alone run side by side; then those that look at the device's memory
     and clocks, each with the machine to itself.
     """
-    carried = has_binaries(run)
-    do(run, environment, {"install": lambda: install(run), **({} if carried else {"build": lambda: build(run)})})
+    compiled = {} if has_binaries(run) else {"build": lambda: build(run)}
+    do(run, environment, {"install": lambda: install(run), **compiled, "cases": lambda: share_out(run)})
     native = environment["nvcc_path"], environment["arch"]
-    of_ops = [part for part in CONFORMANCE if part.startswith("ops")]
+    side_by_side = [part for part in run.parts if part.startswith("ops") or part == "runtime"]
     lanes: list[Steps] = [
-        *({f"conformance, {part}": lambda part=part: conformance(run, part)} for part in of_ops),
+        *({f"conformance, {part}": lambda part=part: conformance(run, part)} for part in side_by_side),
         {"native tests": lambda: native_tests(run, *native)},
         {"compiling by torch": lambda: warm_up(run)},
-        *([{"build": lambda: build(run)}] if carried else []),
     ]
     if environment["deepspeed"]:
         lanes += [
@@ -451,7 +457,7 @@ def check(run: Run, environment: dict[str, Any]) -> Path:
         run,
         environment,
         {
-            "conformance, runtime": lambda: conformance(run, "runtime"),
+            "conformance, runtime": lambda: conformance(run, "runtime, memory"),
             "benchmarks": lambda: benchmarks(run),
         },
     )
