@@ -219,7 +219,7 @@ struct Bytes {  // elements themselves
 
 // The same number in both elements of a pair.
 template <class Element>
-constexpr uint32_t twice(uint32_t brain, uint32_t half) {
+__host__ __device__ constexpr uint32_t twice(uint32_t brain, uint32_t half) {
   return (std::is_same_v<Element, BFloat16> ? brain : half) * 0x10001u;
 }
 
