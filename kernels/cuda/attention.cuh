@@ -156,8 +156,9 @@ struct Parts {
   int64_t size, count;
 
   explicit Parts(const Attention& t) {
-    constexpr int64_t kLeast = 64, kBlocks = 768;  // of a part; that keep a large GPU busy, twice what it runs at once
-    const int64_t rows = t.batch * t.kv_heads, wanted = (kBlocks + rows - 1) / rows;
+    constexpr int64_t kLeast = 64;                         // positions of a part
+    const int64_t blocks = t.key_scales ? 768 : 1024;  // that keep a large GPU busy
+    const int64_t rows = t.batch * t.kv_heads, wanted = (blocks + rows - 1) / rows;
     const int64_t most = (t.total + kLeast - 1) / kLeast, parts = wanted < most ? wanted : most;
     const int64_t each = parts > 0 ? (t.total + parts - 1) / parts : 0;
     size = (each + kLeast - 1) / kLeast * kLeast;
