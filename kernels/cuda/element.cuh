@@ -155,6 +155,17 @@ struct Words {
       for (int i = 0; i < count; ++i) to[i] = __uint_as_float(words[i]);
     }
   }
+
+  // Of several elements: the words that hold these values, rounded.
+  __device__ __forceinline__ void narrow_from(const float (&from)[count]) {
+    if constexpr (sizeof(T) == 2) {
+#pragma unroll
+      for (int i = 0; i < count / 2; ++i) words[i] = narrow_two<T>(from[2 * i], from[2 * i + 1]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < count; ++i) words[i] = __float_as_uint(from[i]);
+    }
+  }
 };
 
 // Reads `count` elements; addresses as for Words.

@@ -137,6 +137,78 @@ __global__ void __launch_bounds__(kMaxTeam) norm_kernel(const TrainingNormRows n
   });
 }
 
+// The norm of rows that fit in registers and have nothing dropped. A team has one row after the other and loads the next
+// one before it waits for the sums of this one, so that the memory is busy all the time.
+template <class Element, int pack, bool is_sum>
+__global__ void __launch_bounds__(kMaxRowThreads) held_norm_kernel(const TrainingNormRows n, const int team_size) {
+  Team team(team_size);
+  const int64_t rows = n.sum.rows, columns = n.sum.columns, stride = team.stride();
+  const float share = 1.f / static_cast<float>(columns);
+  const bool has_residual = is_sum && n.sum.residual;
+  HeldWords<Element, pack> next, next_residual;
+  const auto load_next = [&](int64_t of) {
+    if (of >= rows) return;
+    next.load_from(row_of<Element>(n.sum.input, of, columns), team, columns);
+    if (has_residual) next_residual.load_from(row_of<Element>(n.sum.residual, of, columns), team, columns);
+  };
+  load_next(team.row);
+  for (; team.block_has_row(rows); team.row += stride) {
+    const int packs = team.row < rows ? static_cast<int>(columns / pack) : 0;
+    // As memory holds them: half the registers that floats take.
+    HeldWords<Element, pack> held = next;
+    // Calls `body(i, position, values)` for the thread's packs.
+    const auto for_each_pack = [&](const auto& body) {
+#pragma unroll
+      for (int i = 0; i < kHeldPacks; ++i) {
+        const int index = team.thread + i * team.size;
+        if (index >= packs) continue;
+        float x[pack];
+        held.packs[i].widen_to(x);
+        body(i, static_cast<int64_t>(index) * pack, x);
+      }
+    };
+    const auto total = [&](const auto& term) {
+      float part = 0;
+      for_each_pack([&](int, int64_t, float(&x)[pack]) {
+#pragma unroll
+        for (int j = 0; j < pack; ++j) part += term(x[j]);
+      });
+      return team.over<Sum>(part);
+    };
+    if constexpr (is_sum) {
+      auto* sum = row_of<Element>(n.sum.sum, team.row, columns);
+      for_each_pack([&](int i, int64_t position, float(&x)[pack]) {
+        add<Element>(n.sum.bias, position, x);
+        if (has_residual) {
+          float residual[pack];
+          next_residual.packs[i].widen_to(residual);
+#pragma unroll
+          for (int j = 0; j < pack; ++j) x[j] += residual[j];
+        }
+        held.packs[i].narrow_from(x);
+        store_words(reinterpret_cast<uint32_t*>(sum + position), held.packs[i].words);
+      });
+    }
+    load_next(team.row + stride);
+    const float mean = n.rms ? 0.f : total([](float x) { return x; }) * share;
+    const float variance = total([=](float x) { return (x - mean) * (x - mean); }) * share;
+    const float rstd = rsqrtf(variance + n.eps);
+    if (packs > 0 && team.thread == 0) {
+      n.rstd[team.row] = rstd;
+      if (!n.rms) n.mean[team.row] = mean;
+    }
+    auto* output = row_of<Element>(n.output, team.row, columns);
+    for_each_pack([&](int, int64_t position, float(&x)[pack]) {
+      float weight[pack], bias[pack] = {};
+      load<pack>(static_cast<const Element*>(n.weight) + position, weight);
+      add<Element>(n.bias, position, bias);
+#pragma unroll
+      for (int j = 0; j < pack; ++j) x[j] = (x[j] - mean) * rstd * weight[j] + bias[j];
+      store<pack>(output + position, x);
+    });
+  }
+}
+
 // Elements as the norm had them before weight and bias.
 template <class Element, int pack>
 __device__ __forceinline__ void gather_normal(const NormGradRows& g, int64_t row, const Quad<pack>& quad,
@@ -242,6 +314,98 @@ __global__ void __launch_bounds__(kStripThreads) norm_gradient_kernel(const Norm
   });
 }
 
+// The whole gradient of a norm whose rows fit in registers, with nothing dropped and statistics that are known: each row
+// is read once, and the next one before this one's means are waited for, if registers suffice. A thread has the same
+// columns of all its team's rows and keeps their sums, `arrays` of the three in their order; each team makes a part of
+// them.
+constexpr int kGradientThreads = 512;
+
+template <class Element, int pack, int arrays>
+__global__ void __launch_bounds__(kGradientThreads) held_norm_gradient_kernel(const NormGradRows g, float* parts,
+                                                                              const int team_size) {
+  Team team(team_size);
+  constexpr bool ahead = arrays < kNormSums;
+  const int packs = static_cast<int>(g.columns / pack);
+  const int64_t stride = team.stride(), part = team.row;
+  const float share = 1.f / static_cast<float>(g.columns);
+  float sums[arrays][kHeldPacks][pack] = {};
+  HeldWords<Element, pack> next_grad, next_in, weight;
+  float next_mean = 0, next_rstd = 0;
+  const auto load_next = [&](int64_t of) {
+    if (of >= g.rows) return;
+    next_grad.load_from(row_of<Element>(g.grad_output, of, g.columns), team, g.columns);
+    next_in.load_from(row_of<Element>(g.rows_in, of, g.columns), team, g.columns);
+    next_rstd = g.rstd[of];
+    if (!g.rms) next_mean = g.mean[of];
+  };
+  if constexpr (ahead) {
+    weight.load_from(static_cast<const Element*>(g.weight), team, g.columns);
+    load_next(team.row);
+  }
+  for (; team.block_has_row(g.rows); team.row += stride) {
+    const int here = team.row < g.rows ? packs : 0;
+    if constexpr (!ahead) load_next(team.row);
+    const HeldWords<Element, pack> grad = next_grad, in = next_in;
+    const float mean = next_mean, rstd = next_rstd;
+    HeldWords<Element, pack> more;
+    if (g.grad_sum && here > 0) more.load_from(row_of<Element>(g.grad_sum, team.row, g.columns), team, g.columns);
+    if constexpr (ahead) load_next(team.row + stride);
+    // Calls `body(i, pack's index, gradient, weight, normalised element)` for the thread's packs.
+    const auto for_each_pack = [&](const auto& body) {
+#pragma unroll
+      for (int i = 0; i < kHeldPacks; ++i) {
+        const int index = team.thread + i * team.size;
+        if (index >= here) continue;
+        float value[pack], w[pack], normal[pack];
+        grad.packs[i].widen_to(value);
+        if constexpr (ahead) {
+          weight.packs[i].widen_to(w);
+        } else {
+          load<pack>(static_cast<const Element*>(g.weight) + static_cast<int64_t>(index) * pack, w);
+        }
+        in.packs[i].widen_to(normal);
+#pragma unroll
+        for (int j = 0; j < pack; ++j) normal[j] = (normal[j] - mean) * rstd;
+        body(i, index, value, w, normal);
+      }
+    };
+    Two<float> means{};
+    for_each_pack([&](int, int, float(&value)[pack], float(&w)[pack], float(&normal)[pack]) {
+#pragma unroll
+      for (int j = 0; j < pack; ++j) {
+        const float weighted = value[j] * w[j];
+        means.first += weighted;
+        means.second += weighted * normal[j];
+      }
+    });
+    means = team.over<Sum>(means);
+    const float mean_g = g.rms ? 0.f : means.first * share, mean_gn = means.second * share;
+    auto* total = row_of<Element>(g.grad_total, team.row, g.columns);
+    for_each_pack([&](int i, int index, float(&value)[pack], float(&w)[pack], float(&normal)[pack]) {
+      float from[pack] = {};
+      if (g.grad_sum) more.packs[i].widen_to(from);
+#pragma unroll
+      for (int j = 0; j < pack; ++j) {
+        sums[0][i][j] += value[j] * normal[j];
+        if constexpr (arrays > 1) sums[1][i][j] += value[j];
+        value[j] = layer_norm_slope(value[j] * w[j], normal[j], mean_g, mean_gn, rstd) + from[j];
+        if constexpr (arrays > 2) sums[2][i][j] += value[j];
+      }
+      store<pack>(total + static_cast<int64_t>(index) * pack, value);
+    });
+  }
+#pragma unroll
+  for (int array = 0; array < arrays; ++array) {
+#pragma unroll
+    for (int i = 0; i < kHeldPacks; ++i) {
+      const int index = team.thread + i * team.size;
+      if (index < packs) {
+        store<pack>(parts + (part * arrays + array) * g.columns + static_cast<int64_t>(index) * pack, sums[array][i]);
+      }
+    }
+  }
+}
+
 template <class Element, int pack>
 __global__ void __launch_bounds__(kStripThreads) drop_gradient_sums_kernel(const DropoutGradRows g, float* parts) {
   over_strip<1, pack>(g.rows, g.columns, parts, [&](int64_t row, const Quad<pack>& quad, auto& sums) {
@@ -281,8 +445,10 @@ __global__ void __launch_bounds__(kStripThreads) total_kernel(const Totals total
   const int thread = static_cast<int>(threadIdx.x), lane = thread % kWarpThreads, warp = thread / kWarpThreads;
   const int array = static_cast<int>(blockIdx.y);
   const int64_t column = static_cast<int64_t>(blockIdx.x) * kWarpThreads + lane;
+  if (!totals.rows[array]) return;
   float total = 0;
   if (column < columns) {
+#pragma unroll 8
     for (int64_t part = warp; part < parts; part += kStripWarps) {
       total += sums[(part * arrays + array) * columns + column];
     }
@@ -290,7 +456,7 @@ __global__ void __launch_bounds__(kStripThreads) total_kernel(const Totals total
   shared[warp][lane] = total;
   __syncthreads();
   auto* row = static_cast<Element*>(totals.rows[array]);
-  if (warp > 0 || column >= columns || !row) return;
+  if (warp > 0 || column >= columns) return;
   for (int w = 1; w < kStripWarps; ++w) total += shared[w][lane];
   narrow(total, row[column]);
 }
@@ -496,10 +662,59 @@ dim3 strips(const Stream& stream, int64_t rows, int64_t columns) {
 }
 
 template <class Element>
-void add_up(const Stream& stream, const Totals& totals, const float* parts, int arrays, int64_t rows, int64_t columns) {
+void add_up(const Stream& stream, const Totals& totals, const float* parts, int arrays, int64_t count, int64_t columns) {
   dim3 blocks = grid(stream, (columns + kWarpThreads - 1) / kWarpThreads);
   blocks.y = static_cast<unsigned>(arrays);
-  launch(stream, total_kernel<Element>, blocks, kStripThreads, totals, parts, column_parts(rows), arrays, columns);
+  launch(stream, total_kernel<Element>, blocks, kStripThreads, totals, parts, count, arrays, columns);
+}
+
+// The norm by the kernel for rows that fit in registers, if it can be.
+template <class Element>
+bool held_norm(const TrainingNormRows& n, const Stream& stream) {
+  constexpr int pack = kPack<Element>;
+  const SumRows& s = n.sum;
+  const bool packed = in_packs<Element>(s.columns, s.input, s.bias, s.residual, s.sum, n.weight, n.bias, n.output);
+  const int64_t packs = s.columns / pack;
+  if (!packed || packs == 0 || packs > kHeldPacks * kMaxRowThreads || (s.sum && s.dropout.seed)) return false;
+  const Teams teams = row_teams(packs);
+  const auto run = [&](auto kernel) {
+    launch(stream, kernel, teams.resident_blocks(stream, s.rows), teams.threads, n, teams.size);
+  };
+  s.sum ? run(held_norm_kernel<Element, pack, true>) : run(held_norm_kernel<Element, pack, false>);
+  return true;
+}
+
+// The gradient of a norm by one kernel that reads each row once, if it can be.
+template <class Element>
+bool held_gradient(const NormGradRows& g, const Stream& stream) {
+  constexpr int pack = kPack<Element>;
+  const bool packed = in_packs<Element>(g.columns, g.grad_output, g.grad_sum, g.rows_in, g.weight, g.grad_total);
+  const int64_t packs = g.columns / pack;
+  if (!packed || packs > kHeldPacks * kGradientThreads || g.grad_input || !(g.mean || g.rms)) return false;
+  const Teams teams = row_teams(packs);
+  // Sums of columns by parts of a warp would be too many: one for each few columns of a row.
+  if (teams.size < kWarpThreads) return false;
+  // How many parts there are depends on shapes alone, so that sums have the same bits on every GPU: so many threads as
+  // 132 multiprocessors have, if each takes at least four rows.
+  constexpr int64_t kRows = 4, kThreads = 132 * kGradientThreads;
+  const int64_t together = teams.threads / teams.size, most = kThreads / teams.threads;
+  const int64_t blocks = std::max<int64_t>(std::min((g.rows + kRows * together - 1) / (kRows * together), most), 1);
+  const int64_t count = blocks * together;
+  const auto run = [&](auto arrays) {
+    auto* const parts = stream.room<float>(count * arrays * g.columns);
+    launch(stream, held_norm_gradient_kernel<Element, pack, decltype(arrays){}>, grid(stream, blocks), teams.threads, g,
+           parts, teams.size);
+    const Totals totals{{g.weight_sums, g.bias_sums, g.input_sums}};
+    add_up<Element>(stream, totals, parts, arrays, count, g.columns);
+  };
+  if (g.input_sums) {
+    run(Constant<3>{});
+  } else if (g.bias_sums) {
+    run(Constant<2>{});
+  } else {
+    run(Constant<1>{});
+  }
+  return true;
 }
 
 }  // namespace
@@ -517,6 +732,9 @@ void compute(const SumRows& s, Dtype dtype, const Stream& stream) {
 
 template <>
 void compute(const TrainingNormRows& n, Dtype dtype, const Stream& stream) {
+  bool done = false;
+  with_element(dtype, [&](auto element) { done = held_norm<decltype(element)>(n, stream); });
+  if (done) return;
   const auto run = [&](auto element, auto pack) {
     const Teams teams(quads_of<pack>(n.sum.columns));
     launch(stream, norm_kernel<decltype(element), pack>, teams.blocks(stream, n.sum.rows), teams.threads, n, teams.size);
@@ -528,6 +746,9 @@ void compute(const TrainingNormRows& n, Dtype dtype, const Stream& stream) {
 template <>
 void compute(const NormGradRows& g, Dtype dtype, const Stream& stream) {
   if (g.columns == 0) return;
+  bool done = false;
+  with_element(dtype, [&](auto element) { done = held_gradient<decltype(element)>(g, stream); });
+  if (done) return;
   // Two means for each row.
   auto* const means = stream.room<float>(2 * g.rows);
   float* const parts = new_parts(stream, kNormSums, g.rows, g.columns);
@@ -541,7 +762,7 @@ void compute(const NormGradRows& g, Dtype dtype, const Stream& stream) {
     launch(stream, norm_gradient_kernel<decltype(element), pack>, strips<pack>(stream, g.rows, g.columns), kStripThreads,
            g, means, parts);
     const Totals totals{{g.weight_sums, g.bias_sums, g.input_sums}};
-    add_up<decltype(element)>(stream, totals, parts, kNormSums, g.rows, g.columns);
+    add_up<decltype(element)>(stream, totals, parts, kNormSums, column_parts(g.rows), g.columns);
   };
   const bool packed =
       fit_packs(g.columns, g.grad_output, g.grad_sum, g.rows_in, g.weight, g.bias, g.grad_total, g.grad_input);
@@ -563,7 +784,7 @@ void compute(const DropoutGradRows& g, Dtype dtype, const Stream& stream) {
   const auto run = [&](auto element, auto pack) {
     launch(stream, drop_gradient_sums_kernel<decltype(element), pack>, strips<pack>(stream, g.rows, g.columns),
            kStripThreads, g, parts);
-    add_up<decltype(element)>(stream, {{g.sums}}, parts, 1, g.rows, g.columns);
+    add_up<decltype(element)>(stream, {{g.sums}}, parts, 1, column_parts(g.rows), g.columns);
   };
   with_quads(dtype, fit_packs(g.columns, g.grad_output, g.grad_input), run);
 }
@@ -592,7 +813,7 @@ void compute(const GeluGradRows& g, Dtype dtype, const Stream& stream) {
   const auto run = [&](auto element, auto pack) {
     launch(stream, gelu_gradient_kernel<decltype(element), pack>, strips<pack>(stream, g.rows, g.columns), kStripThreads,
            g, parts);
-    if (parts) add_up<decltype(element)>(stream, {{g.sums}}, parts, 1, g.rows, g.columns);
+    if (parts) add_up<decltype(element)>(stream, {{g.sums}}, parts, 1, column_parts(g.rows), g.columns);
   };
   with_quads(dtype, fit_packs(g.columns, g.grad_output, g.input, g.bias, g.grad_input), run);
 }
