@@ -544,6 +544,76 @@ void check_training_norm(Dtype dtype, int64_t columns) {
   CHECK(statistics.guards_hold(), "dropout_add_layer_norm");
 }
 
+// The norm of a sum, and its gradient, without dropout. With `everything` there are a bias of the input, a gradient of
+// the sum and all sums of columns.
+void check_norm_gradient(Dtype dtype, int64_t rows, int64_t columns, bool rms, bool everything) {
+  const char* op = rms ? "add_rms_norm" : "dropout_add_layer_norm";
+  const int64_t count = rows * columns;
+  Array input(dtype, count, 0), residual(dtype, count, 0), grad(dtype, count, 0), grad_sum(dtype, count, 0);
+  Array sum(dtype, count, 0), output(dtype, count, 0), total(dtype, count, 0);
+  Array weight(dtype, columns, 0), bias(dtype, columns, 0), input_bias(dtype, columns, 0);
+  Array weight_sums(dtype, columns, 0), bias_sums(dtype, columns, 0), input_sums(dtype, columns, 0);
+  Array mean(Dtype::Float32, rows, 0), rstd(Dtype::Float32, rows, 0);
+  unsigned seed = 0;
+  for (Array* array : {&input, &residual, &grad, &grad_sum, &weight, &bias, &input_bias}) fill(*array, ++seed);
+  const std::vector<Array*> results{&sum, &output, &total, &weight_sums, &bias_sums, &input_sums, &mean, &rstd};
+  for (Array* array : results) array->to_device();
+  TrainingNormRows n{};
+  n.sum.input = input.data(), n.sum.residual = residual.data(), n.sum.sum = sum.data();
+  n.sum.rows = rows, n.sum.columns = columns;
+  if (everything) n.sum.bias = input_bias.data();
+  n.weight = weight.data(), n.output = output.data(), n.rstd = static_cast<float*>(rstd.data());
+  n.eps = 1e-2f, n.rms = rms;
+  if (!rms) n.bias = bias.data(), n.mean = static_cast<float*>(mean.data());
+  compute(op, n, dtype);
+  NormGradRows g{};
+  g.grad_output = grad.data(), g.rows_in = sum.data(), g.rstd = n.rstd, g.mean = n.mean, g.weight = weight.data();
+  g.grad_total = total.data(), g.weight_sums = weight_sums.data(), g.rows = rows, g.columns = columns, g.rms = rms;
+  if (!rms) g.bias = bias.data(), g.bias_sums = bias_sums.data();
+  if (everything) g.grad_sum = grad_sum.data(), g.input_sums = input_sums.data();
+  compute(op, g, dtype);
+  CHECK(cudaDeviceSynchronize() == cudaSuccess, "%s", op);
+  for (Array* array : results) array->from_device();
+  std::vector<double> of_weight(columns), of_bias(columns), of_input(columns);
+  const auto size = static_cast<double>(columns);
+  for (int64_t row = 0; row < rows; ++row) {
+    const int64_t first = row * columns;
+    double average = 0, variance = 0, mean_g = 0, mean_gn = 0;
+    for (int64_t i = 0; i < columns; ++i) {
+      check_element(op, dtype, sum, first + i, input[first + i] + residual[first + i] + (everything ? input_bias[i] : 0));
+      average += rms ? 0 : sum[first + i] / size;
+    }
+    for (int64_t i = 0; i < columns; ++i) variance += (sum[first + i] - average) * (sum[first + i] - average) / size;
+    const double factor = 1 / std::sqrt(variance + 1e-2);
+    if (!rms) check_element(op, Dtype::Float32, mean, row, average);
+    check_element(op, Dtype::Float32, rstd, row, factor);
+    const auto normal = [&](int64_t i) { return (sum[first + i] - average) * factor; };
+    for (int64_t i = 0; i < columns; ++i) {
+      check_element(op, dtype, output, first + i, normal(i) * weight[i] + (rms ? 0 : bias[i]));
+      mean_g += rms ? 0 : grad[first + i] * weight[i] / size;
+      mean_gn += grad[first + i] * weight[i] * normal(i) / size;
+    }
+    for (int64_t i = 0; i < columns; ++i) {
+      const double slope = factor * (grad[first + i] * weight[i] - mean_g - normal(i) * mean_gn);
+      const double expected = slope + (everything ? grad_sum[first + i] : 0);
+      check_element(op, dtype, total, first + i, expected);
+      of_weight[i] += grad[first + i] * normal(i), of_bias[i] += grad[first + i], of_input[i] += expected;
+    }
+  }
+  const auto check_sums = [&](const Array& sums, const std::vector<double>& expected) {
+    for (int64_t i = 0; i < columns; ++i) {
+      const double allowed = (dtype == Dtype::Float32 ? 0 : 0.5 * sums.unit(expected[i])) + 1e-5 * (1 + std::sqrt(rows));
+      CHECK(std::abs(sums[i] - expected[i]) <= allowed, "%s %s, %lld rows of %lld: sum of column %lld: %.9g, expected %.9g",
+            op, name_of(dtype), static_cast<long long>(rows), static_cast<long long>(columns), static_cast<long long>(i),
+            sums[i], expected[i]);
+    }
+  };
+  check_sums(weight_sums, of_weight);
+  if (!rms) check_sums(bias_sums, of_bias);
+  if (everything) check_sums(input_sums, of_input);
+  for (const Array* array : results) CHECK(array->guards_hold(), "%s", op);
+}
+
 // The same seed drops the same elements as on the CPU.
 void check_dropout(Dtype dtype, int64_t columns) {
   constexpr int64_t kSeed = 0x123456789abcdef;
@@ -1242,6 +1312,14 @@ int main(int argc, char**) {
           for (const bool has_residual : {false, true}) check_norm(dtype, rows, columns, centred, has_residual);
         }
         check_softmax(dtype, rows, columns);
+      }
+    }
+    for (const int64_t columns : {7, 8, 128, 136, 520, 777, 1032, 4096, 8192, 16'392}) {
+      for (const int64_t rows : {0, 1, 3, 35, 600}) {
+        if (rows > 3 && rows * columns > 350'000) continue;
+        for (const bool rms : {false, true}) {
+          for (const bool everything : {false, true}) check_norm_gradient(dtype, rows, columns, rms, everything);
+        }
       }
     }
     for (const int64_t keys : {8, 33, 128, 1024}) check_softmax_places(dtype, 2, 3, 5, keys);
