@@ -135,7 +135,8 @@ def test_pips_cuda_libraries_are_found_by_a_linker(tmp_path: Path, monkeypatch: 
     spec = importlib.machinery.ModuleSpec("torch", None, origin=str(site / "torch" / "__init__.py"))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: spec)
     for _ in range(2):
-        found = deepspeed_cuda_ops.with_pips_cuda({"LIBRARY_PATH": "/mine"}, tmp_path / "links")
+        given = {"LIBRARY_PATH": "/mine", "CUDA_HOME": "/toolkit"}
+        found = deepspeed_cuda_ops.with_pips_cuda(given, tmp_path / "links")
     assert found["LIBRARY_PATH"] == f"/mine:{tmp_path / 'links'}"
-    assert found["CPLUS_INCLUDE_PATH"] == str(site / "nvidia" / "cu13" / "include")
+    assert found["CPLUS_INCLUDE_PATH"] == f"/toolkit/include:{site / 'nvidia' / 'cu13' / 'include'}"
     assert (tmp_path / "links" / "libcurand.so").resolve() == library

@@ -102,7 +102,7 @@ class Run:
                 self.note(name, 127, begin, [str(error)])
                 return False
         status = _end_of(process, min(limit, self.left()))
-        lines = log.read_text(errors="replace").splitlines()
+        lines = log.read_text(errors="replace").replace(f"{ROOT}/", "").splitlines()
         self.note(name, status, begin, lines[-25 if status == 0 else -150 :])
         return status == 0
 
