@@ -8,6 +8,7 @@
 
 #include "attention.cuh"
 #include "mma.cuh"
+#include "pairs.cuh"
 
 namespace ds_kernels::cuda {
 namespace {
@@ -17,25 +18,6 @@ constexpr int kTile = 16;  // queries, and positions, that a warp multiplies at 
 #ifndef __HIPCC__
 
 // ---- pairs of elements -------------------------------------------------------------------------------------------
-
-// Two levels as elements. Bytes 0 and 2 of `bytes` have them, the others do not matter. Exact: no level has more digits.
-template <class Element>
-__device__ __forceinline__ uint32_t pair_of_levels(uint32_t bytes) {
-#ifdef DS_KERNELS_CUDA_ON_HOST
-  return narrow_two<Element>(static_cast<int8_t>(bytes), static_cast<int8_t>(bytes >> 16));
-#else
-  uint32_t pair;
-  if constexpr (std::is_same_v<Element, BFloat16>) {
-    // 128 + the seven low bits, minus 128, or minus 256 where the sign is set.
-    const uint32_t low = 0x43004300u | (bytes & 0x007f007fu), sign = 0xc300c300u | (bytes & 0x00800080u);
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(pair) : "r"(low), "r"(0x3f803f80u), "r"(sign));
-  } else {
-    const uint32_t above = 0x64006400u | ((bytes & 0x00ff00ffu) ^ 0x00800080u);  // 1024 + 128 + the level
-    asm("sub.f16x2 %0, %1, %2;" : "=r"(pair) : "r"(above), "r"(0x64806480u));
-  }
-  return pair;
-#endif
-}
 
 // Elements 2 i and 2 i + 1 of those that words hold.
 template <class Element, class Cached, int count>
