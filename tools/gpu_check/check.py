@@ -58,12 +58,6 @@ class Run:
             "DS_PLUGIN_CACHE_DIR": str(WORK / "cache"),
             "DS_PLUGIN_FALLBACK": "0",
             "TORCHINDUCTOR_CACHE_DIR": str(WORK / "inductor"),
-            # Without what DeepSpeed cannot read: the "a" of 9.0a.
-            **(
-                {"TORCH_CUDA_ARCH_LIST": archs.replace("a", "")}
-                if (archs := os.environ.get("TORCH_CUDA_ARCH_LIST"))
-                else {}
-            ),
             "PYTHONUNBUFFERED": "1",
             "OMP_NUM_THREADS": "4",  # several steps at once
         }

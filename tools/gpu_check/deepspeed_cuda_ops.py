@@ -62,9 +62,8 @@ def with_pips_cuda(environment: Mapping[str, str], links: Path) -> dict[str, str
         link = link.with_name(f"{link.name}.so")
         if not link.exists():
             link.symlink_to(library)
-    toolkit = environment.get(
-        "CUDA_HOME", "/usr/local/cuda"
-    )  # first: pip's headers lack some of those that they include
+    # The toolkit's first: pip's headers lack some of those that they include.
+    toolkit = environment.get("CUDA_HOME", "/usr/local/cuda")
     includes = [Path(toolkit, "include"), *(home / "include" for home in homes)]
     more = {"CPLUS_INCLUDE_PATH": includes, "LIBRARY_PATH": [links]}
     return {**environment} | {
