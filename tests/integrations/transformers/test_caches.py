@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import warnings
@@ -21,6 +22,7 @@ with warnings.catch_warnings():
     from transformers import cache_utils
 
 from ds_plugin_sdk.integrations.transformers import accelerate
+from ds_plugin_sdk.integrations.transformers.kv_cache import GrowingLayer
 
 pytestmark = [pytest.mark.compiler, pytest.mark.usefixtures("kernels")]
 
@@ -150,3 +152,38 @@ def test_a_forward_that_another_wrapper_is_around_stays_the_models() -> None:
         with accelerate(model) as accelerated:
             assert not accelerated.layers
             torch.testing.assert_close(logits(model), expected)
+
+
+@pytest.mark.parametrize(("name", "quantized"), [("gpt2", None), ("llama", None), ("gemma2", None), ("llama", "int8")])
+def test_a_cache_of_another_dtype_than_the_model_goes_on(name: str, quantized: Any) -> None:
+    """transformers' layers promote to the wider dtype: a bfloat16 cache becomes a float32 one."""
+
+    def run(model: Any) -> torch.Tensor:
+        cache = transformers.DynamicCache(config=model.config)
+        with torch.no_grad():
+            model.bfloat16()(tokens(), past_key_values=cache)
+            model.float()
+            steps = [model(tokens(count=1), past_key_values=cache).logits for _ in range(3)]
+        return torch.cat(steps, 1)
+
+    model = make(name)
+    expected = run(copy.deepcopy(model))
+    with accelerate(model, cache=quantized):
+        torch.testing.assert_close(run(model), expected, rtol=0.1, atol=0.1)
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 1, 8), (2, 1, 1, 8), (2, 2, 1, 1)])
+def test_keys_of_another_shape_are_an_error_as_in_transformers(shape: tuple[int, ...]) -> None:
+    layer = GrowingLayer()
+    layer.update(torch.randn(2, 2, 3, 8), torch.randn(2, 2, 3, 8))
+    with pytest.raises(RuntimeError, match="Sizes of tensors must match"):
+        layer.update(torch.randn(shape), torch.randn(shape))
+
+
+def test_another_batch_than_the_cache_has_is_an_error_as_in_transformers() -> None:
+    model = make("llama")
+    with accelerate(model), torch.no_grad():
+        cache = transformers.DynamicCache(config=model.config)
+        model(tokens(rows=2), past_key_values=cache)
+        with pytest.raises(RuntimeError, match="Sizes of tensors must match"):
+            model(tokens(rows=1, count=1), past_key_values=cache)

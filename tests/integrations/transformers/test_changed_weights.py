@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 import subprocess
 import sys
@@ -157,8 +158,53 @@ def test_a_copy_is_a_plain_model_with_weights_of_its_own(duplicate: Callable[[An
             other.model.layers[0].mlp.down_proj.weight.mul_(3)
         assert torch.equal(logits(model), expected)
         assert not torch.allclose(logits(other), expected, atol=1e-2)
+        assert not any(vars(module).keys() & _PUT_ON for module in other.modules())
         with accelerate(other):
             assert_as_plain(other)
+
+
+_PUT_ON = {"forward", "__getstate__", "_replicate_for_data_parallel"}
+
+
+def test_replicas_of_data_parallel_compute_with_their_own_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`nn.DataParallel`, which transformers' Trainer uses where there are two GPUs, copies modules' dictionaries."""
+
+    def on_devices(tensors: list[torch.Tensor], devices: list[int], detach: bool = False) -> list[list[torch.Tensor]]:
+        scales = [1 + device if all(isinstance(each, nn.Parameter) for each in tensors) else 1 for device in devices]
+        return [[scale * tensor for tensor in tensors] for scale in scales]
+
+    replicate = sys.modules["torch.nn.parallel.replicate"]
+    monkeypatch.setattr(replicate, "_broadcast_coalesced_reshape", on_devices)
+    model = make("llama")
+    doubled = copy.deepcopy(model)
+    doubled.load_state_dict({name: 2 * value for name, value in model.state_dict().items()})
+    expected = logits(model)
+    with accelerate(model, loss="chunked"):
+        first, second = nn.parallel.replicate(model, [0, 1], detach=True)
+        torch.testing.assert_close(logits(first), expected)
+        torch.testing.assert_close(logits(second), logits(doubled))
+        assert_as_plain(model)
+
+
+def test_a_shallow_copy_is_a_plain_module() -> None:
+    model = make("llama")
+    with accelerate(model):
+        for name in ("lm_head", "model.norm", "model.layers.0"):
+            assert not vars(copy.copy(model.get_submodule(name))).keys() & _PUT_ON
+
+
+def test_a_copy_of_a_module_that_is_wrapped_computes_by_its_class() -> None:
+    """As hooks of accelerate wrap forwards."""
+    model = make("llama")
+    with accelerate(model):
+        head = model.lm_head
+        head.forward = functools.partial(head.forward)
+        copied = copy.deepcopy(head)
+        with torch.no_grad():
+            copied.weight.zero_()
+            assert not copied(torch.ones(2, copied.in_features)).any()
+            assert head(torch.ones(2, copied.in_features)).any()
+        del head.forward
 
 
 def test_saved_and_loaded(tmp_path: Path) -> None:

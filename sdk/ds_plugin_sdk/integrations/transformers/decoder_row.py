@@ -250,7 +250,7 @@ def _rooms_of(run: Sequence[DecoderReplacement], hidden: Tensor, given: Given) -
     """Where layers append to, the first ones of a run that one call can be made for; none that is not made yet."""
     if given.cache is None or not given.grows:
         return []
-    rooms, mask = kv_cache.alike(given.cache, map(_layer_index, run)), given.mask
+    rooms, mask = kv_cache.alike(given.cache, map(_layer_index, run), hidden), given.mask
     fits = mask is None or all(each.fits(room, hidden, mask) for each, room in zip(run, rooms, strict=False))
     return rooms if fits else []
 

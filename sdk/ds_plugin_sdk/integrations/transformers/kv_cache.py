@@ -101,6 +101,15 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not t
         """Whether `make_room` and `advance` do what `update` would."""
         return self.is_plain and (not self._of_inference or torch.is_inference_mode_enabled())
 
+    def takes(self, states: Tensor) -> bool:
+        """Whether those of a batch are appended as they are, ``[batch, ...]``: transformers' layer promotes dtypes, or
+        raises an error.
+        """
+        return all(
+            room.shape[0] == states.shape[0] and room.dtype == states.dtype and room.device == states.device
+            for room in self._rooms.values()
+        )
+
     def make_room(self, tokens: int) -> Room:
         """Tensors with room for so many positions behind those held, for a layer that is initialized: the same ones as
         long as there is. `advance` says that they were written.
@@ -138,12 +147,18 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not t
         for name in self._lengths:
             self._lengths[name] += tokens
 
-    def _appends_in_place(self, *states: Tensor) -> bool:
+    def _appends_in_place(self, **states: Tensor) -> bool:
         """Whether nobody can tell: no gradients, and no tensors that torch lets nobody write to here."""
-        return self.grows and all(type(each) is Tensor and not each.requires_grad for each in states)
+        return self.grows and all(
+            type(each) is Tensor
+            and not each.requires_grad
+            and self.takes(each)
+            and (name not in self._rooms or _one_position(each) == _one_position(self._rooms[name]))
+            for name, each in states.items()
+        )
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        if not self._appends_in_place(key_states, value_states):
+        if not self._appends_in_place(keys=key_states, values=value_states):
             appended: tuple[Tensor, Tensor] = super().update(key_states, value_states, *args, **kwargs)
             return appended
         if not self.is_initialized:
@@ -225,6 +240,11 @@ class Int8Layer(DynamicLayer):  # type: ignore[misc]  # transformers is not type
     @property
     def grows(self) -> bool:
         return self.levels.grows and self.scales.grows
+
+    def takes(self, states: Tensor) -> bool:
+        """As `GrowingLayer.takes`; the op reads 8 bits for queries of any dtype."""
+        levels = self.levels.keys
+        return levels is None or (levels.shape[0] == states.shape[0] and levels.device == states.device)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_made": ()}  # as of GrowingLayer
@@ -318,6 +338,10 @@ class Int8Layer(DynamicLayer):  # type: ignore[misc]  # transformers is not type
         self.is_initialized = self.levels.is_initialized
 
 
+def _one_position(states: Tensor) -> tuple[int, ...]:
+    return (*states.shape[:2], *states.shape[3:])
+
+
 def _quantized(states: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     return (None, None) if states is None else quantize_rows(states)
 
@@ -349,15 +373,15 @@ def _appends(layer: Any) -> bool:
     return type(layer) in _KINDS and layer.grows and "update" not in vars(layer)
 
 
-def alike(cache: Cache, indexes: Iterable[int]) -> list[AppendingLayer]:
-    """Layers of a cache that one call appends a position to: the first ones, as many as are initialized, have the same
-    number of bits, and hold as many positions; none if one of them comes twice.
+def alike(cache: Cache, indexes: Iterable[int], states: Tensor) -> list[AppendingLayer]:
+    """Layers of a cache that one call appends a position of `states` to: the first ones, as many as are initialized and
+    take them, have the same number of bits, and hold as many positions; none if one of them comes twice.
     """
     found: list[AppendingLayer] = []
     kinds, layers = set(), cache.layers
     for index in indexes:
         layer: Any = layers[index] if index < len(layers) else None
-        if not _appends(layer) or not layer.is_initialized:
+        if not _appends(layer) or not layer.is_initialized or not layer.takes(states):
             break
         kinds.add((type(layer) is Int8Layer, layer.held))
         if len(kinds) > 1:

@@ -11,9 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
+# What is on an instance next to its forward. They are asked for by copy and pickle, and by nn.DataParallel.
+_COPIES = ("__getstate__", "_replicate_for_data_parallel")
+
 
 class Replacement:
-    """A forward on an instance. A copy of the module, or one that was pickled, has its class's again."""
+    """A forward on an instance. Copies of the module have their class's: copied, pickled or made by nn.DataParallel."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -38,18 +41,38 @@ class Replacement:
         return inspect.signature(types.MethodType(self.__func__, self.module))
 
     def put_on(self) -> None:
-        self.module.forward = self  # type: ignore[assignment]  # on the instance: its class stays
+        names = ("forward", *_COPIES)
+        vars(self.module).update(zip(names, (self, self._state, self._replica), strict=True))  # its class stays
 
     def take_off(self) -> None:
         """Give the module its forward back, unless somebody has given it another one since."""
-        if vars(self.module).get("forward") is self:
-            del self.module.forward
+        self._remove_from(vars(self.module))
+
+    def _remove_from(self, attributes: dict[str, Any]) -> None:
+        if attributes.get("forward") is self:
+            del attributes["forward"]
+        for name in _COPIES:
+            attributes.pop(name, None)
+
+    def _state(self) -> Any:
+        own = getattr(type(self.module), "__getstate__", vars)  # Python 3.10 has none for all objects
+        state = own(self.module)
+        if isinstance(state, dict):
+            state = {**state}
+            self._remove_from(state)
+        return state
+
+    def _replica(self) -> nn.Module:
+        replica: nn.Module = type(self.module)._replicate_for_data_parallel(self.module)  # type: ignore[no-untyped-call]  # torch's
+        self._remove_from(vars(replica))
+        return replica
 
     def holds(self) -> bool:
         """Whether the module is still what it was found to be."""
         raise NotImplementedError
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[nn.Module]]:
+        """Where a wrapper of it is copied, what its class does."""
         return _own_forward, (self.module,)
 
 

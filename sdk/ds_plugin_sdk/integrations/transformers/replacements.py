@@ -240,6 +240,8 @@ class DecoderReplacement(Replacement):
         if not room.is_initialized:
             none = hidden.new_empty((batch, layer.kv_heads, 0, layer.head_dim))
             room.lazy_initialization(none, none)
+        if not room.takes(hidden):
+            return False
         past = room.held
         if mask is not None:
             return mask_fits(mask, hidden.dtype, (batch, layer.heads, tokens), past + tokens)
