@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import types
 import warnings
 from collections.abc import Callable
@@ -161,8 +163,11 @@ def test_with_checkpointing(calls: list[torch.Size]) -> None:
     assert len(calls) == 1
 
 
-def test_the_trainer_and_generation_know_the_arguments(calls: list[torch.Size], tmp_path: Path) -> None:
-    """The one drops what a model does not take from batches, the other rejects it."""
+@pytest.mark.parametrize("mixed", [False, True], ids=["float32", "mixed"])
+def test_the_trainer_and_generation_know_the_arguments(mixed: bool, calls: list[torch.Size], tmp_path: Path) -> None:
+    """The one drops what a model does not take from batches, the other rejects it. With mixed precision accelerate
+    wraps the model's forward.
+    """
     data = [{name: value[row] for name, value in batch().items()} for row in range(3)]
 
     def losses(model: transformers.PreTrainedModel) -> list[float]:
@@ -176,6 +181,7 @@ def test_the_trainer_and_generation_know_the_arguments(calls: list[torch.Size], 
             save_strategy="no",
             use_cpu=True,
             disable_tqdm=True,
+            bf16=mixed,
         )
         trainer = transformers.Trainer(model=model, args=arguments, train_dataset=data)
         trainer.train()
@@ -183,12 +189,29 @@ def test_the_trainer_and_generation_know_the_arguments(calls: list[torch.Size], 
 
     expected = losses(make())
     model = make()
-    accelerate(model, loss="chunked")
-    assert losses(model) == pytest.approx(expected, rel=1e-3) and len(expected) == 3
+    handle = accelerate(model, loss="chunked")
+    assert losses(model) == pytest.approx(expected, rel=2e-2 if mixed else 1e-3) and len(expected) == 3
     assert len(calls) == 5  # two for each step, but one for the third batch's
+    assert handle.loss == [""] and "loss" not in handle.left
     model.eval()
     ids = batch()["input_ids"]
     assert model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=2, min_new_tokens=2).shape == (3, 11)
+
+
+def test_a_forward_that_was_wrapped_is_the_models_own_once_it_is_removed(calls: list[torch.Size]) -> None:
+    """As accelerate does for mixed precision, and leaves it."""
+    model, plain = make(), make()
+    handle = accelerate(model, loss="chunked")
+    wrapped = functools.wraps(model.forward.__func__)(functools.partial(model.forward.__func__))
+    model.forward = types.MethodType(wrapped, model)
+    assert_same(step(model), step(plain))
+    copied = copy.deepcopy(model)
+    assert len(calls) == 1 and handle.loss == [""]
+    assert_same(step(copied), step(plain))
+    handle.remove()
+    assert_same(step(model), step(plain))
+    assert len(calls) == 1
+    assert accelerate(model, loss="chunked").left["loss"].endswith("has another forward")
 
 
 # ---- the model's own code --------------------------------------------------------------------------------------------

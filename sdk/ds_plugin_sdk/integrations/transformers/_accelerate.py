@@ -122,9 +122,7 @@ class Accelerated:
         found = {name: f"{kind}: {why}" for name, (kind, why) in self._found.left.items()}
         for name, replacement in self._found.replacements.items():
             if self._undo and not (is_replaced(replacement.module) and replacement.holds()):
-                module = replacement.module
-                why = "it is in training mode" if module.training else "it was changed after accelerate()"
-                found[name or "loss"] = f"{name_of(module)}: {why}"
+                found[name or "loss"] = f"{name_of(replacement.module)}: {replacement.why_not}"
         return found
 
     def _replaced(self, kind: type[Replacement]) -> list[str]:

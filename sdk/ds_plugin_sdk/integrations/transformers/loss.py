@@ -6,7 +6,9 @@ on. So the layer's parameters are used within its own forward, where ZeRO 3 has 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import inspect
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,7 +21,7 @@ from transformers.models.llama.modeling_llama import LlamaForCausalLM
 from transformers.models.opt.modeling_opt import OPTForCausalLM
 from transformers.utils import ModelOutput
 
-from ds_plugin_sdk.integrations.transformers.replacement import Replacement, is_replaced
+from ds_plugin_sdk.integrations.transformers.replacement import IS_OURS, Replacement, is_replaced
 from ds_plugin_sdk.integrations.transformers.understood import (
     NotUnderstoodError,
     check_no_other_forward,
@@ -39,20 +41,42 @@ class LossReplacement(Replacement):
     def __init__(self, model: transformers.PreTrainedModel) -> None:
         super().__init__(model)
         self._model = model
+        self._is_on = True
+        check_no_other_forward(model)
         self._check()
 
+    @functools.cached_property
+    def __func__(self) -> Callable[..., Any]:
+        """For accelerate, which wraps a model's function for mixed precision: the wrapped one still runs this."""
+
+        def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return self(*args, **kwargs) if model is self.module else type(model).forward(model, *args, **kwargs)
+
+        forward.__signature__ = inspect.signature(type(self.module).forward)  # type: ignore[attr-defined]  # inspect's
+        setattr(forward, IS_OURS, lambda: self._is_on)
+        return forward
+
+    def take_off(self) -> None:
+        super().take_off()
+        self._is_on = False
+
     def holds(self) -> bool:
+        return self._why_not() is None
+
+    @property
+    def why_not(self) -> str:
+        return self._why_not() or "it was changed after accelerate()"
+
+    def _why_not(self) -> str | None:
         try:
             self._check()
-        except NotUnderstoodError:
-            return False
-        return True
+        except NotUnderstoodError as why:
+            return str(why)
+        return None
 
     def _check(self) -> None:
         """Raise `NotUnderstoodError` unless the model's code and its loss are known, and nobody looks at logits."""
         model = self._model
-        if not is_replaced(model):
-            check_no_other_forward(model)
         if not any(same_code(type(model).forward, known.forward) for known in _KNOWN):
             raise NotUnderstoodError(f"the code of {name_of(model)} is not known")
         if model.loss_function is not ForCausalLMLoss:
@@ -77,7 +101,9 @@ class LossReplacement(Replacement):
     def _given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
         """What the loss depends on next to hidden states; None if the model's own code is to run."""
         model = self._model
-        if not model.training or not torch.is_grad_enabled() or torch.compiler.is_compiling() or torch._C._is_tracing():
+        if not self._is_on or not model.training or not torch.is_grad_enabled():
+            return None
+        if torch.compiler.is_compiling() or torch._C._is_tracing():
             return None
         try:
             named = self.__signature__.bind(*args, **kwargs).arguments

@@ -32,13 +32,13 @@ class Replacement:
 
     @property
     def __code__(self) -> Any:
-        """As `__func__`, for torch.export."""
-        return getattr(self.__func__, "__code__", None)
+        """For torch.export, which asks for arguments."""
+        return getattr(type(self.module).forward, "__code__", None)
 
     @functools.cached_property
     def __signature__(self) -> inspect.Signature:
         """transformers asks which arguments a model takes."""
-        return inspect.signature(types.MethodType(self.__func__, self.module))
+        return inspect.signature(types.MethodType(type(self.module).forward, self.module))
 
     def put_on(self) -> None:
         names = ("forward", *_COPIES)
@@ -70,6 +70,11 @@ class Replacement:
     def holds(self) -> bool:
         """Whether the module is still what it was found to be."""
         raise NotImplementedError
+
+    @property
+    def why_not(self) -> str:
+        """Why it does not hold, or is not its module's forward any more."""
+        return "it is in training mode" if self.module.training else "it was changed after accelerate()"
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[nn.Module]]:
         """Where a wrapper of it is copied, what its class does."""
@@ -108,7 +113,21 @@ def _own_forward(module: nn.Module) -> Callable[..., Any]:
 
 
 def is_replaced(module: nn.Module) -> bool:
-    return isinstance(vars(module).get("forward"), Replacement)
+    """Whether its forward is one of ours, or a wrapper around the function of one."""
+    forward = vars(module).get("forward")
+    return isinstance(forward, Replacement) or _is_ours_wrapped(forward)
+
+
+def _is_ours_wrapped(forward: object) -> bool:
+    return callable(forward) and getattr(inspect.unwrap(forward), IS_OURS, _never)()
+
+
+def _never() -> bool:
+    return False
+
+
+# An attribute of functions that run a replacement: tells whether they still do.
+IS_OURS = "runs_ds_plugin"
 
 
 __all__ = ["Replacement", "TrainingReplacement", "is_replaced"]
