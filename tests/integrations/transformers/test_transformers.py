@@ -313,6 +313,25 @@ def test_int4() -> None:
     assert 0.02 < float(error) < 0.3, float(error)
 
 
+def test_int4_heads_that_make_scores_have_8_bits() -> None:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 96, "hidden_size": 128, "num_attention_heads": 4, "intermediate_size": 128}
+    classifier = transformers.LlamaForSequenceClassification(
+        transformers.LlamaConfig(**sizes, num_hidden_layers=1, num_labels=3, pad_token_id=0)
+    ).eval()
+    questions = transformers.BertForQuestionAnswering(transformers.BertConfig(**sizes, num_hidden_layers=1)).eval()
+    for model, head in ((classifier, "score"), (questions, "qa_outputs")):
+        with accelerate(model, weights="int4") as handle, torch.no_grad():
+            model(torch.arange(1, 13)[None])
+            dtypes = {
+                name: matrix.contents.weight.dtype
+                for name, replacement in handle._found.replacements.items()
+                for _, matrix in _matrices(replacement)
+            }
+        assert dtypes.pop(head) == torch.int8
+        assert set(dtypes.values()) == {torch.uint8}
+
+
 def _matrices(replacement: Any) -> Iterator[tuple[str, Any]]:
     if hasattr(replacement, "layer"):
         for name in ("qkv", "output", "mlp_in", "mlp_out"):

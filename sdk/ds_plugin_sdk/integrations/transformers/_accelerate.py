@@ -184,8 +184,8 @@ def accelerate(
     Args:
         model: on its device or devices, in float32, bfloat16 or float16, in eval mode.
         weights: ``"int8"`` to read weights of linear layers and experts in 8 bits with a scale for each 128 of a row,
-            or fewer; ``"int4"`` for 4 bits, but 8 for the layer that makes logits, and for rows that are no multiple
-            of 64. The model's own parameters stay as they are, so that `Accelerated.remove` can bring them back: memory
+            or fewer; ``"int4"`` for 4 bits, but 8 for layers behind the base model, which make logits or scores, and
+            for rows that are no multiple of 64. The model's own parameters stay as they are, so that `Accelerated.remove` can bring them back: memory
             grows by half (bfloat16), or a quarter. None keeps their dtype; parameters are moved into one block of
             memory. Layers that came in 4 bits (GPTQ, AWQ, torchao) keep them in any case, as copies in the layout of
             our op, or in 8 bits where groups are no multiples of 64.
@@ -278,7 +278,7 @@ def _check_served(
 
 # ---------------------------------------------------------------------- layers
 def _find_layers(model: transformers.PreTrainedModel, packer: Packer, found: _Found, weights: Weights) -> None:
-    head = model.get_output_embeddings()
+    heads = {*model.modules()} - {*model.base_model.modules()} | {model.get_output_embeddings()}
     matrix_of = functools.partial(int4.matrix_of, dtype=model.dtype)
     done: set[nn.Module] = set()
     rows: dict[str, Row] = defaultdict(Row)  # by what they are in
@@ -294,7 +294,7 @@ def _find_layers(model: transformers.PreTrainedModel, packer: Packer, found: _Fo
                 for inner, each in list(module.named_modules())[1:]:
                     _in_training(f"{name}.{inner}", each, found)
             elif isinstance(module, nn.Linear | Conv1D) or is_int4(module):
-                matrix = matrix_of(module, sensitive=module is head)
+                matrix = matrix_of(module, sensitive=module in heads)
                 packer.add(matrix)
                 found.replacements[name] = LinearReplacement(module, matrix)
             elif is_experts(module):
