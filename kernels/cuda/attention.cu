@@ -120,20 +120,9 @@ __global__ void __launch_bounds__(kThreads)
       }
     }
     __syncthreads();
-    for (int i = thread; i < tile * head_dim; i += kThreads) {
-      const int q = i / head_dim, element = i - q * head_dim;
-      if (first + q >= queries) continue;
-      float top = kNever, sum = 0, result = 0;
-      for (int w = 0; w < kWarps; ++w) top = Maximum::combine(known[w][q][0], top);
-      for (int w = 0; w < kWarps; ++w) {
-        const float weight = relative(known[w][q][0], top);
-        sum += known[w][q][1] * weight;
-        result += known[w][q][2 + element] * weight;
-      }
-      float* to = partial_of(t, partial, parts, row, part, first + q);
-      if (element == 0) to[0] = top, to[1] = sum;
-      to[2 + element] = result;
-    }
+    const int64_t left = queries - first;
+    store_merged(known, left < tile ? static_cast<int>(left) : tile, head_dim,
+                 partial_of(t, partial, parts, row, part, first));
   }
 }
 

@@ -173,5 +173,23 @@ __device__ __forceinline__ float* partial_of(const Attention& t, float* partial,
   return partial + ((row * parts.count + part) * queries + query) * (2 + t.head_dim);
 }
 
+// Merges what the warps of a block know of `rows` queries, each top, sum and result, and stores it as `partial_of` says.
+template <int tile, int width>
+__device__ __forceinline__ void store_merged(const float (&known)[kWarps][tile][width], int rows, int head_dim, float* to) {
+  for (int i = static_cast<int>(threadIdx.x); i < rows * head_dim; i += kThreads) {
+    const int query = i / head_dim, element = i - query * head_dim;
+    float top = kNever, sum = 0, result = 0;
+    for (int w = 0; w < kWarps; ++w) top = Maximum::combine(known[w][query][0], top);
+    for (int w = 0; w < kWarps; ++w) {
+      const float weight = relative(known[w][query][0], top);
+      sum += known[w][query][1] * weight;
+      result += known[w][query][2 + element] * weight;
+    }
+    float* own = to + query * (2 + head_dim);
+    if (element == 0) own[0] = top, own[1] = sum;
+    own[2 + element] = result;
+  }
+}
+
 }  // namespace
 }  // namespace ds_kernels::cuda

@@ -220,7 +220,7 @@ __device__ __forceinline__ void append_to_caches(const Attention& t, int64_t bat
 // on, in the places that `mma` gives them.
 template <class Element>
 __device__ __forceinline__ void add_bias(const Attention& t, int64_t batch, int64_t kv_head, int query, int64_t position,
-                                      int64_t end, float (&scores)[2][4]) {
+                                         int64_t end, float (&scores)[2][4]) {
   const auto tokens = static_cast<unsigned>(t.tokens);
   const int queries = static_cast<int>(t.group() * t.tokens);
 #pragma unroll
@@ -337,19 +337,7 @@ __global__ void __launch_bounds__(kThreads, 3) attend_mma_kernel(const Attention
       }
       __syncthreads();
       const int rows = queries - first < kTile ? queries - first : kTile;
-      for (int i = thread; i < rows * head_dim; i += kThreads) {
-        const int query = i / head_dim, element = i % head_dim;
-        float top = kNever, sum = 0, result = 0;
-        for (int w = 0; w < kWarps; ++w) top = Maximum::combine(known[w][query][0], top);
-        for (int w = 0; w < kWarps; ++w) {
-          const float weight = relative(known[w][query][0], top);
-          sum += known[w][query][1] * weight;
-          result += known[w][query][2 + element] * weight;
-        }
-        float* to = partial_of(t, partial, parts, row, part, first + query);
-        if (element == 0) to[0] = top, to[1] = sum;
-        to[2 + element] = result;
-      }
+      store_merged(known, rows, head_dim, partial_of(t, partial, parts, row, part, first));
     }
   }
 }
