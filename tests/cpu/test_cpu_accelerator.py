@@ -324,6 +324,32 @@ def test_the_user_decides_about_threads(monkeypatch: pytest.MonkeyPatch) -> None
     assert threads.choose() == (5, "DS_PLUGIN_CPU_THREADS")
 
 
+_ONE_THREAD = """
+import torch
+torch.set_num_threads(1)
+import deepspeed
+assert type(deepspeed.get_accelerator()).__module__ == "ds_plugin_cpu.accelerator"
+print(torch.get_num_threads())
+"""
+
+
+def test_threads_that_were_set_before_stay(no_launcher: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By hand, by MKL_NUM_THREADS, or by a DataLoader in its workers: a share that is smaller still counts."""
+    before = torch.get_num_threads()
+    monkeypatch.setattr(threads, "fair_threads", lambda: before + 1)
+    threads.apply()
+    assert torch.get_num_threads() == before
+    assert threads.choose() == (before, "torch, with fewer than a fair share")
+    monkeypatch.setattr(threads, "fair_threads", lambda: before)
+    assert threads.choose() == (before, "a fair share of the cores")
+
+
+@pytest.mark.deepspeed
+def test_importing_deepspeed_leaves_one_thread_one(no_launcher: None) -> None:
+    done = subprocess.run([sys.executable, "-c", _ONE_THREAD], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "1"
+
+
 FAULTS = """
 import resource, torch
 from ds_plugin_cpu import memory

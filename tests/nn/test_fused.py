@@ -63,6 +63,7 @@ FUNCTIONS = {
         ((5, 33), (5, 33)),
     ),
     "rotary": Function(lambda x: rotary(x, *ANGLES), lambda x: turn(x, False), HEADS),
+    "rotary, whole heads": Function(lambda x: rotary(x, *ANGLES), lambda x: turn(x, False), ((2, 3, 7, 20),)),
     "rotary, interleaved": Function(lambda x: rotary(x, *ANGLES, interleaved=True), lambda x: turn(x, True), HEADS),
 }
 functions = pytest.mark.parametrize("name", FUNCTIONS)

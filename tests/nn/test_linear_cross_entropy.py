@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -211,6 +212,53 @@ def test_batched_gradients_are_those_one_by_one() -> None:
     one_by_one = [torch.autograd.grad(loss, weight, factor, retain_graph=True)[0] for factor in factors]
     (batched,) = torch.autograd.grad(loss, weight, factors, is_grads_batched=True)
     assert torch.equal(batched, torch.stack(one_by_one))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch.func's own
+@pytest.mark.parametrize(
+    "options", [{}, {"reduction": "sum", "label_smoothing": 0.2, "z_loss": 1e-3, "softcap": 30.0}], ids=str
+)
+def test_transforms_of_torch_derive_all_logits(options: dict[str, Any]) -> None:
+    """`torch.func` and forward-mode derivatives: tangents would be lost without a word."""
+    leaves, target = tensors()
+    input, weight, bias = (leaf.detach() for leaf in leaves)
+    tangent = torch.randn_like(input)
+
+    def ours(input: Tensor) -> Tensor:
+        return linear_cross_entropy(input, weight, target, linear_bias=bias, **options)
+
+    def torchs(input: Tensor) -> Tensor:
+        return plain(input, weight, target, bias, **options)
+
+    for transform in (torch.func.grad, torch.func.jacrev, torch.func.jacfwd, torch.func.hessian):
+        torch.testing.assert_close(transform(ours)(input), transform(torchs)(input))
+    torch.testing.assert_close(torch.func.jvp(ours, (input,), (tangent,)), torch.func.jvp(torchs, (input,), (tangent,)))
+    expected = torch.func.jvp(torchs, (input,), (tangent,))[1]
+    for wants in (False, True):
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(input.clone().requires_grad_(wants), tangent)
+            torch.testing.assert_close(forward_ad.unpack_dual(ours(dual)).tangent, expected)
+    batch = torch.stack([input, 2 * input])
+    one_by_one = torch.stack([*map(torch.func.grad(torchs), batch)])
+    torch.testing.assert_close(torch.func.vmap(torch.func.grad(ours))(batch), one_by_one)
+
+
+def test_within_a_transform_what_does_not_fit_is_rejected() -> None:
+    (input, weight), target = tensors(bias=False)
+    with pytest.raises(InvalidTensorError, match="target has shape"):
+        torch.func.grad(lambda input: linear_cross_entropy(input, weight, target[1:]))(input)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch.func's own
+def test_an_op_drops_no_tangent() -> None:
+    (input, weight), target = tensors(bias=False)
+    with pytest.raises(SdkError, match="no forward-mode derivative"):
+        torch.func.jvp(lambda input: ops.linear_cross_entropy(input, weight, target), (input,), (input,))
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(input.detach(), input.detach())
+        with pytest.raises(SdkError, match="no forward-mode derivative"):
+            ops.linear_cross_entropy(dual, weight, target)
+        ops.linear_cross_entropy(input, weight, target)
 
 
 def test_a_compiled_program_has_it_whole() -> None:

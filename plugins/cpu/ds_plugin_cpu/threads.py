@@ -14,7 +14,9 @@ def choose() -> tuple[int, str]:
         return settings.cpu_threads, "DS_PLUGIN_CPU_THREADS"
     if settings.omp_threads is not None:
         return torch.get_num_threads(), "OMP_NUM_THREADS"
-    return fair_threads(), "a fair share of the cores"
+    # Fewer than a share was somebody's choice: torch.set_num_threads, MKL_NUM_THREADS, a DataLoader's in its workers.
+    share, now = fair_threads(), torch.get_num_threads()
+    return (share, "a fair share of the cores") if share <= now else (now, "torch, with fewer than a fair share")
 
 
 def apply() -> None:

@@ -115,14 +115,18 @@ def is_watched(*, operators: bool = True) -> bool:
     return (
         torch.compiler.is_compiling()
         or torch._C._is_tracing()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or forward_ad._current_level >= 0
+        or is_transformed()
         or (operators and torch._C._len_torch_dispatch_stack() > 0)
         or any(
             type(torch._C._get_function_stack_at(index)).__module__ != _DEFAULT_DEVICE
             for index in range(torch._C._len_torch_function_stack())
         )
     )
+
+
+def is_transformed() -> bool:
+    """Whether `torch.func` or forward-mode derivatives are at work."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
 class _Linear(torch.autograd.Function):
@@ -156,6 +160,7 @@ __all__ = [
     "autocast_to",
     "is_autocast",
     "is_plain",
+    "is_transformed",
     "is_watched",
     "linear",
     "multiplies",

@@ -13,8 +13,10 @@ from torch.distributed import ProcessGroup, ReduceOp
 
 from ds_plugin_sdk import comm
 from ds_plugin_sdk.errors import InvalidTensorError
-from ds_plugin_sdk.nn.linear import autocast_to
+from ds_plugin_sdk.nn.linear import autocast_to, is_transformed
+from ds_plugin_sdk.ops import _library
 from ds_plugin_sdk.ops import linear_cross_entropy as ops
+from ds_plugin_sdk.ops._checks import CheckError
 
 _REDUCTIONS = ("mean", "sum")
 
@@ -37,7 +39,8 @@ def linear_cross_entropy(
     The arguments are those of `torch.nn.functional.linear_cross_entropy`; the formula is that of
     `ds_plugin_sdk.ops.cross_entropy.cross_entropy_`. Gradients are computed in the forward pass already, of those that
     need one, and kept until the backward pass: weights need not be there any more then. Where gradients are not
-    recorded, the loss alone is computed. Differentiable once.
+    recorded, the loss alone is computed. Differentiable once. Within `torch.func` and forward-mode derivatives it is
+    torch's own functions, with all logits at once.
 
     Under `torch.autocast` products are in its dtype, as torch's linear has it. The loss is float32.
 
@@ -77,7 +80,9 @@ def linear_cross_entropy(
         "z_loss": z_loss,
         "softcap": softcap,
     }
-    if group is None:
+    if group is None and not torch.compiler.is_compiling() and is_transformed():
+        loss = _of_all_logits(x, weight, targets, bias, **options)
+    elif group is None:
         loss = ops.linear_cross_entropy(x, weight, targets, bias, **options)
     else:
         loss = ops.divided_linear_cross_entropy(x, weight, targets, bias, _columns(x, weight, group), **options)
@@ -85,6 +90,33 @@ def linear_cross_entropy(
         return loss
     counted = (target != ignore_index).sum()
     return torch.where(counted == 0, torch.nan, loss / counted.clamp(min=1))
+
+
+def _of_all_logits(
+    input: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float,
+) -> Tensor:
+    """`ops.linear_cross_entropy` by torch's own functions, which all of torch's transforms know."""
+    try:
+        ops.check_arguments(input, weight, target, bias, label_smoothing, softcap)
+    except CheckError as error:
+        raise _library.invalid("linear_cross_entropy", str(error)) from None
+    exact = torch.promote_types(input.dtype, torch.float32)
+    logits = nn.functional.linear(input.to(exact), weight.to(exact), None if bias is None else bias.to(exact))
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
+    loss = nn.functional.cross_entropy(
+        logits, target, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="sum"
+    )
+    if z_loss:
+        loss = loss + z_loss * torch.where(target != ignore_index, logits.logsumexp(dim=-1) ** 2, 0).sum()
+    return loss
 
 
 def _columns(input: Tensor, weight: Tensor, group: ProcessGroup) -> ops.Columns:

@@ -56,13 +56,14 @@ def _plain_backward(grad: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -
 
 def _plain(input: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     size = 2 * cos.shape[-1]
-    turned, rest = input[..., :size], input[..., size:]
+    has_rest = size < input.shape[-1]
+    turned = input[..., :size] if has_rest else input  # batches of gradients take no slice of all
     first, second = (turned[..., ::2], turned[..., 1::2]) if interleaved else turned.chunk(2, dim=-1)
     c, s = cos.unsqueeze(1), sin.unsqueeze(1)
     pairs = first * c - second * s, second * c + first * s
     both = torch.stack(pairs, dim=-1).reshape(turned.shape) if interleaved else torch.cat(pairs, dim=-1)
     both = both.to(input.dtype)
-    return both if size == input.shape[-1] else torch.cat([both, rest], dim=-1)
+    return torch.cat([both, input[..., size:]], dim=-1) if has_rest else both
 
 
 ROTARY = Fused("rotary", "rotary", _fits, _forward, _backward, _plain, _plain_backward)

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 
-from ds_plugin_sdk.errors import InvalidTensorError
+from ds_plugin_sdk.errors import InvalidTensorError, SdkError
 from ds_plugin_sdk.ops import _first_call
 from ds_plugin_sdk.ops._checks import CheckError
 
@@ -177,7 +178,10 @@ def call(name: str, *args: Any) -> Any:
 
     Raises:
         InvalidTensorError: the arguments do not fit; nothing was modified.
+        SdkError: an argument has a tangent, which torch would drop.
     """
+    if forward_ad._current_level >= 0:
+        _check_no_tangents(name, args)
     first = args[0] if isinstance(args[0], Tensor) else next(iter(args[0]), None)
     exact = first is not None and first.dtype == torch.float64
     op = getattr(torch.ops.ds_plugin_reference if exact else torch.ops.ds_plugin, name).default
@@ -189,6 +193,19 @@ def call(name: str, *args: Any) -> Any:
         if not message.startswith(prefix):
             raise
         raise invalid(name, message.removeprefix(prefix)) from error
+
+
+def _check_no_tangents(name: str, args: tuple[Any, ...]) -> None:
+    flat = [each for arg in args for each in (arg if isinstance(arg, list | tuple) else (arg,))]
+    tensors = [each for each in flat if isinstance(each, Tensor)]
+    unpacked = [forward_ad.unpack_dual(each) for each in tensors]  # type: ignore[no-untyped-call]  # torch gives it no type
+    if any(each.tangent is not None for each in unpacked):
+        raise SdkError(
+            "no forward-mode derivative",
+            op=name,
+            why="an argument has a tangent (torch.func.jvp, or torch.autograd.forward_ad)",
+            hint="torch's own functions, and those of ds_plugin_sdk.nn, have forward-mode derivatives",
+        )
 
 
 def mark_modified(*lists: Sequence[Tensor]) -> None:

@@ -68,9 +68,14 @@ def linear_cross_entropy(
     return loss
 
 
-def _check(
+def check_arguments(
     input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, label_smoothing: float, softcap: float
 ) -> None:
+    """Check all but whether targets are columns.
+
+    Raises:
+        CheckError: something does not fit.
+    """
     check_first("input", input)
     if input.dim() != 2:
         raise CheckError(f"input has shape {list(input.shape)}; expected [rows, H]")
@@ -146,7 +151,7 @@ def is_batched(tensor: Tensor | None) -> bool:
     "linear_cross_entropy(Tensor input, Tensor weight, Tensor target, Tensor? bias, int ignore_index, "
     "float label_smoothing, float z_loss, float softcap, bool input_gradient, bool weight_gradient, "
     "bool bias_gradient) -> (Tensor, Tensor, Tensor, Tensor)",
-    check=_check,
+    check=check_arguments,
     outputs=_new_results,
     autograd=_library.Autograd(_derive, _save),
 )
@@ -297,7 +302,7 @@ def divided_linear_cross_entropy(
     tensors = (input, weight, bias)
     wanted = tuple(torch.is_grad_enabled() and each is not None and each.requires_grad for each in tensors)
     try:
-        _check(input, weight, target, bias, label_smoothing, softcap)
+        check_arguments(input, weight, target, bias, label_smoothing, softcap)
         check_range(target, sum(columns.sizes), ignore_index)
     except CheckError as error:
         raise _library.invalid("linear_cross_entropy", str(error)) from None
@@ -351,4 +356,4 @@ class _Divided(torch.autograd.Function):
         return *_scaled(ctx, grads[0]), None, None, None, None
 
 
-__all__ = ["Columns", "divided_linear_cross_entropy", "is_batched", "linear_cross_entropy"]
+__all__ = ["Columns", "check_arguments", "divided_linear_cross_entropy", "is_batched", "linear_cross_entropy"]

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 with warnings.catch_warnings():
     # transformers' own dependencies warn of each other's releases.
@@ -72,7 +73,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
 
 def make(name: str = "llama", dtype: torch.dtype = torch.float32) -> transformers.PreTrainedModel:
     torch.manual_seed(0)
-    return transformers.AutoModelForCausalLM.from_config(MODELS[name]).to(dtype).train()
+    return transformers.AutoModelForCausalLM.from_config(copy.deepcopy(MODELS[name])).to(dtype).train()
 
 
 def batch() -> dict[str, Tensor]:
@@ -212,6 +213,30 @@ def test_a_forward_that_was_wrapped_is_the_models_own_once_it_is_removed(calls: 
     assert_same(step(model), step(plain))
     assert len(calls) == 1
     assert accelerate(model, loss="chunked").left["loss"].endswith("has another forward")
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch.func's own
+def test_transforms_of_torch_run_the_models_own_code(calls: list[torch.Size]) -> None:
+    """Tangents of forward-mode derivatives would be lost without a word, and `torch.func` knows no chunks."""
+    model = make().requires_grad_(False)
+    model.set_attn_implementation("eager")  # torch's fast one has no forward-mode derivative
+    embeddings = torch.randn(3, 9, 32, generator=torch.Generator().manual_seed(2))
+
+    def loss_of(embeddings: Tensor) -> Tensor:
+        found: Tensor = model(inputs_embeds=embeddings, labels=batch()["labels"]).loss
+        return found
+
+    def derived() -> tuple[Tensor, ...]:
+        jvp = torch.func.jvp(loss_of, (embeddings,), (embeddings,))[1]
+        with forward_ad.dual_level():
+            dual = forward_ad.unpack_dual(loss_of(forward_ad.make_dual(embeddings, embeddings))).tangent
+        return jvp, dual, torch.func.grad(loss_of)(embeddings)
+
+    expected = derived()
+    accelerate(model, loss="chunked")
+    for found, plain in zip(derived(), expected, strict=True):
+        torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-5)
+    assert not calls
 
 
 # ---- the model's own code --------------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ from ds_plugin_sdk.integrations.transformers.understood import (
     same_code,
 )
 from ds_plugin_sdk.nn import linear_cross_entropy
+from ds_plugin_sdk.nn.linear import is_watched
 
 _KNOWN = (LlamaForCausalLM, GPT2LMHeadModel, OPTForCausalLM)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -103,7 +104,7 @@ class LossReplacement(Replacement):
         model = self._model
         if not self._is_on or not model.training or not torch.is_grad_enabled():
             return None
-        if torch.compiler.is_compiling() or torch._C._is_tracing():
+        if is_watched(operators=False):
             return None
         try:
             named = self.__signature__.bind(*args, **kwargs).arguments
