@@ -88,6 +88,19 @@ def test_a_user_without_a_home_builds_into_the_temporary_folder(
     assert finish(spawn(as_number)) == "cache 42"
 
 
+def test_a_home_that_nobody_can_make_is_not_used(
+    for_everybody: Path, spawn_in: SpawnIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Root may write everywhere, but in /proc, and where automatic mounts are, nobody makes a folder."""
+    _, spawn = spawn_in(for_everybody)
+    monkeypatch.setenv("DS_PLUGIN_CACHE_DIR", "/proc/nohome/cache")
+    process = spawn()
+    out, err = process.communicate(timeout=200)
+    assert out == "compiled 42\n", err
+    assert f"/proc/nohome cannot be made: No such file or directory; using {for_everybody / 'tmp'}" in err
+    assert finish(spawn()) == "cache 42"
+
+
 @pytest.mark.parametrize("closed", ["", "v1"])
 def test_a_cache_that_cannot_be_entered_is_not_used(for_everybody: Path, spawn_in: SpawnIn, closed: str) -> None:
     _, spawn = spawn_in(for_everybody)

@@ -178,7 +178,7 @@ def _take_cached(choice: _Choice) -> bool:
         return False
     if choice.take("cache", choice.store.lookup(plan), "the key matches"):
         return True
-    why_not = choice.store.unusable(choice.store.home(plan))
+    why_not = choice.store.unusable(choice.store.home(plan)) or (choice.store.unmade() if settings.compile else "")
     if not why_not:
         return False
     choice.store = Store(store.private_root())

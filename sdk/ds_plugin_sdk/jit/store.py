@@ -68,6 +68,17 @@ class Store:
             return f"{home} cannot be written"
         return self.distrust(home) if home.is_relative_to(self.root) else exposed(self.root)
 
+    def unmade(self) -> str:
+        """Why the store's folder cannot be made, though its parent can be written: that lies in /proc, or is autofs's.
+
+        Empty if it can: then it is there from now on.
+        """
+        try:
+            self.make_folder(self.base)
+        except OSError as error:
+            return f"{error.filename} cannot be made: {error.strerror}"
+        return ""
+
     def unreadable(self) -> str:
         """Why this user cannot see what is in the store; empty if they can."""
         try:
