@@ -278,7 +278,8 @@ def _check_served(
 
 # ---------------------------------------------------------------------- layers
 def _find_layers(model: transformers.PreTrainedModel, packer: Packer, found: _Found, weights: Weights) -> None:
-    heads = {*model.modules()} - {*model.base_model.modules()} | {model.get_output_embeddings()}
+    base = getattr(model, "base_model", model)
+    heads = {*model.modules()} - {*base.modules()} | {model.get_output_embeddings()}
     matrix_of = functools.partial(int4.matrix_of, dtype=model.dtype)
     done: set[nn.Module] = set()
     rows: dict[str, Row] = defaultdict(Row)  # by what they are in

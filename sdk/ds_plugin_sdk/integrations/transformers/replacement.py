@@ -11,6 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
+# An attribute of functions that run a replacement: tells whether they still do.
+IS_OURS = "runs_ds_plugin"
+
 # What is on an instance next to its forward. They are asked for by copy and pickle, and by nn.DataParallel.
 _COPIES = ("__getstate__", "_replicate_for_data_parallel")
 
@@ -126,8 +129,4 @@ def _never() -> bool:
     return False
 
 
-# An attribute of functions that run a replacement: tells whether they still do.
-IS_OURS = "runs_ds_plugin"
-
-
-__all__ = ["Replacement", "TrainingReplacement", "is_replaced"]
+__all__ = ["IS_OURS", "Replacement", "TrainingReplacement", "is_replaced"]
