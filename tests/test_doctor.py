@@ -268,3 +268,9 @@ def test_a_machine_without_any_network() -> None:
     found = {entry["check"]: entry for entry in json.loads(done.stdout)}
     assert (done.returncode, found["loopback"]["verdict"]) == (1, "fails"), done.stderr
     assert found["loopback"]["found"].startswith("127.0.0.1 cannot be reached: ")
+
+
+def test_a_port_that_is_none_is_wrong_use(sdk: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "equal to 65535" in sdk("doctor", "--port", "99999", status=2)
+    monkeypatch.setenv("MASTER_PORT", "99999")
+    assert "expected a port, from 1 to 65535" in sdk("doctor", status=1)

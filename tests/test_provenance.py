@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,9 +19,29 @@ def test_a_run_is_collected_from_its_ranks(tmp_path: Path, monkeypatch: pytest.M
         monkeypatch.setenv("LOCAL_RANK", rank)
         provenance.record("fused_adam", plugin="ds-plugin-sdk", version="0.1", origin=origin, seconds=1.26)  # type: ignore[arg-type]  # parametrized over the literals
         provenance.record("cpu", plugin="cpu", version="0.1", origin="accelerator", detail="CPU_Accelerator")
-    accelerator, adam = summarise(provenance.read(file))
+    accelerator, adam = summarise(provenance.read(file)[0])
     assert (accelerator.name, accelerator.ranks, accelerator.detail) == ("cpu", [0, 1], "CPU_Accelerator")
     assert (adam.name, adam.origin, adam.ranks) == ("fused_adam", "compiled in 1.3 s, cache", [0, 1])
+
+
+def test_lines_that_are_no_records_are_named(
+    tmp_path: Path, sdk: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "run.jsonl"
+    monkeypatch.setenv("DS_PLUGIN_PROVENANCE", str(file))
+    provenance.record("fused_adam", plugin="p", version="1", origin="cache")
+    with file.open("ab") as more:
+        more.write(b'{"name": "x"}\n\xff\n{"name": "fused_lamb", "pl')
+    said = sdk("report", "--run", str(file))
+    assert "fused_adam" in said
+    assert [number for number in (1, 2, 3, 4) if f"line {number}, is cut off or no record" in said] == [2, 3, 4]
+
+
+@pytest.mark.parametrize("text", ["", "root:x:0:0\n", "[1]\n"])
+def test_a_file_without_records_is_an_error(text: str, tmp_path: Path, sdk: Callable[..., str]) -> None:
+    file = tmp_path / "other"
+    file.write_text(text, encoding="utf-8")
+    assert "has no record of a run" in sdk("report", "--run", str(file), status=1)
 
 
 def test_ranks_of_two_nodes_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:

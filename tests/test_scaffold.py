@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -10,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from ds_plugin_sdk import scaffold, simulator
 from ds_plugin_sdk.cli.new_plugin import new_plugin
 from ds_plugin_sdk.errors import ScaffoldError
 from ds_plugin_sdk.scaffold import LICENSES, Project, generate, template_folder
@@ -83,7 +86,7 @@ def test_a_name_that_an_installed_plugin_has(install: Install, tmp_path: Path) -
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("vendor", ["", "  ", 'a"b', "a\\b", "a\nb", "{{ 7 * 7 }}"])
+@pytest.mark.parametrize("vendor", ["", "  ", 'a"b', "a\\b", "a\nb", "{{ 7 * 7 }}", "bell\a", "\x7f", "\udcff"])
 def test_bad_vendors(vendor: str, tmp_path: Path) -> None:
     with pytest.raises(ScaffoldError, match="cannot be a vendor's name"):
         generate(Project("zap", vendor=vendor, output=tmp_path))
@@ -135,9 +138,9 @@ def test_nothing_is_left_of_a_rendering_that_fails(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("runtime", ["simulated", "torch"])
-def test_style_and_types_of_the_project_are_clean(runtime: str, tmp_path: Path) -> None:
-    folder = generate(Project("zap", runtime=runtime, output=tmp_path))  # type: ignore[arg-type]  # parametrized over the literals
+@pytest.mark.parametrize(("name", "runtime"), [("zap", "simulated"), ("z" * 30, "simulated"), ("zap", "torch")])
+def test_style_and_types_of_the_project_are_clean(name: str, runtime: str, tmp_path: Path) -> None:
+    folder = generate(Project(name, runtime=runtime, output=tmp_path))  # type: ignore[arg-type]  # parametrized over the literals
     for command in (["ruff", "check", "."], ["mypy"]):
         done = subprocess.run([sys.executable, "-m", *command], cwd=folder, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
@@ -160,6 +163,45 @@ def test_the_command_says_what_to_do_next(
     assert says in said
     assert f"pip install --no-build-isolation -e {folder}" in said
     assert f"DS_ACCELERATOR={name} python {folder}/examples/train.py" in said
+
+
+def test_what_is_printed_can_be_typed_where_folders_have_spaces(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    new_plugin("zap", vendor="Zap", runtime="simulated", license="MIT", into=tmp_path / "my out")
+    said = capsys.readouterr().out
+    install = next(line for line in said.splitlines() if "pip install" in line)
+    assert shlex.split(install)[-1] == str(tmp_path / "my out" / "ds-plugin-zap")
+    train = next(line for line in said.splitlines() if "DS_ACCELERATOR" in line)
+    assert Path(shlex.split(train)[-1]).is_file()
+
+
+@pytest.mark.parametrize("runtime", ["simulated", "torch"])
+def test_a_project_of_an_sdk_that_nobody_can_write_can_be_edited(
+    runtime: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In Nix's store, or images that were made read-only."""
+    folders = {"template": scaffold.template_folder(), "runtime": simulator.sources_dir()}
+    for name, folder in folders.items():
+        shutil.copytree(folder, tmp_path / name)
+        for path in (tmp_path / name, *(tmp_path / name).rglob("*")):
+            path.chmod(path.stat().st_mode & ~0o222)
+    monkeypatch.setattr(scaffold, "template_folder", lambda: tmp_path / "template")
+    monkeypatch.setattr(simulator, "sources_dir", lambda: tmp_path / "runtime")
+    folder = generate(Project("zap", runtime=runtime, output=tmp_path / "out"))  # type: ignore[arg-type]  # parametrized over the literals
+    assert not [path for path in (folder, *folder.rglob("*")) if not path.stat().st_mode & 0o200]
+
+
+@pytest.mark.parametrize("home", ["home", "file/home"])
+def test_no_home_is_needed_and_nothing_is_left_in_one(home: str, tmp_path: Path) -> None:
+    """As of `docker run --user 1000`, whose home cannot be made."""
+    (tmp_path / "home").mkdir()
+    (tmp_path / "file").touch()
+    command = [sys.executable, "-m", "ds_plugin_sdk", "new-plugin", "zap", "--output", str(tmp_path / "out")]
+    environment = {**os.environ, "HOME": str(tmp_path / home)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert not list((tmp_path / "home").iterdir())
 
 
 def test_no_compiled_python_comes_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,11 +11,11 @@ import functools
 import json
 import threading
 import warnings
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+from ds_plugin_sdk.errors import SdkError
 from ds_plugin_sdk.settings import settings
 
 Origin = Literal["prebuilt", "cache", "compiled", "reference", "lent", "accelerator"]
@@ -76,7 +76,26 @@ def records() -> tuple[Record, ...]:
         return tuple(_records)
 
 
-def read(file: Path) -> Iterable[Record]:
-    """The records of a whole run, as ``DS_PLUGIN_PROVENANCE`` collected them."""
-    for line in file.read_text(encoding="utf-8").splitlines():
-        yield Record(**json.loads(line))
+def read(file: Path) -> tuple[list[Record], list[int]]:
+    """The records of a whole run, as ``DS_PLUGIN_PROVENANCE`` collected them.
+
+    Returns:
+        The records, and the numbers, from 1, of lines that are none: the last one of a rank that was killed, or of a
+        disk that was full.
+
+    Raises:
+        SdkError: no line of the file is a record.
+    """
+    found, others = [], []
+    for number, line in enumerate(file.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+        try:
+            found.append(Record(**json.loads(line)))
+        except (ValueError, TypeError):
+            others.append(number)
+    if not found:
+        raise SdkError(
+            f"{file} has no record of a run",
+            why=f"it has {len(others)} lines, and none is one",
+            hint="set DS_PLUGIN_PROVENANCE=FILE for a run, and give that file",
+        )
+    return found, others

@@ -5,6 +5,7 @@ from __future__ import annotations
 import keyword
 import re
 import shutil
+import stat
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,10 +136,10 @@ def _check(project: Project) -> None:
             why=f"it has {', '.join(LICENSES)}",
             hint="choose one of them, and replace the file LICENSE later",
         )
-    if re.search(r"[\"\\\n\r{}]", project.vendor) or not project.vendor.strip():
+    if re.search(r"[\"\\{}]", project.vendor) or not project.vendor.isprintable() or not project.vendor.strip():
         raise ScaffoldError(
             f"{project.vendor!r} cannot be a vendor's name",
-            why="it is written into pyproject.toml: no quotes, backslashes, braces or line breaks",
+            why="it is written into pyproject.toml: no quotes, backslashes, braces, line breaks, control characters",
             hint="for example: --vendor 'Zap Devices Ltd.'",
         )
     if project.folder.exists():
@@ -184,7 +185,8 @@ def _render(project: Project, scratch: Path) -> Path:
         str(template),
         no_input=True,
         output_dir=str(scratch),
-        default_config=True,  # nobody's ~/.cookiecutterrc changes what is generated
+        # Nobody's ~/.cookiecutterrc changes what is generated, and nothing is written into their home, if there is one.
+        default_config={"replay_dir": str(scratch / "replay"), "cookiecutters_dir": str(scratch / "cookiecutters")},
         extra_context={
             "name": project.name,
             "vendor": project.vendor,
@@ -195,6 +197,8 @@ def _render(project: Project, scratch: Path) -> Path:
         },
     )
     _finish(project, Path(made) / f"ds_plugin_{project.name}")
+    for path in (Path(made), *Path(made).rglob("*")):  # the SDK may be installed where nobody can write
+        path.chmod(path.stat().st_mode | stat.S_IWUSR)
     return Path(made)
 
 

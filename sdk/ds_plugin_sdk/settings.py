@@ -42,6 +42,12 @@ def _positive(text: str) -> int:
     return number
 
 
+def _port(text: str) -> int:
+    if not 1 <= int(text) <= 65535:
+        raise ValueError("expected a port, from 1 to 65535")
+    return int(text)
+
+
 def _positive_or_none(text: str) -> int | None:
     return None if int(text) == 0 else _positive(text)
 
@@ -213,7 +219,7 @@ class Settings:
     # What launchers say
     rank = Setting[int | None]("RANK", int, None, "index of this process among all of a run")
     local_rank = Setting[int]("LOCAL_RANK", int, 0, "index of this process among those of the machine")
-    master_port = Setting[int]("MASTER_PORT", _positive, 29500, "port at which the ranks of a run meet")
+    master_port = Setting[int]("MASTER_PORT", _port, 29500, "port at which the ranks of a run meet")
 
     def build_op(self, build_var: str) -> bool | None:
         """``DS_BUILD_<OP>``: whether this op goes into the wheel; None when the variable is unset."""

@@ -189,8 +189,11 @@ def test_what_the_reference_rejects() -> None:
 
 
 def test_no_such_op() -> None:
-    with Fuzzer("cpu") as fuzzer, pytest.raises(ConformanceError, match="no op is left"):
-        fuzzer.campaign(0, ops=["nonsense"], tell=lambda case, found: None)
+    with Fuzzer("cpu") as fuzzer:
+        with pytest.raises(ConformanceError, match="there is no op 'nonsense'"):
+            fuzzer.campaign(0, ops=["nonsense"], tell=lambda case, found: None)
+        with pytest.raises(ConformanceError, match="no op is left"):
+            fuzzer.campaign(0, dtypes=["nonsense"], tell=lambda case, found: None)
 
 
 def test_a_tensor_without_elements_is_not_cut_into_billions_of_groups() -> None:

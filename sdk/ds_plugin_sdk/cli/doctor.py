@@ -19,9 +19,11 @@ def doctor(
     hosts: Path | None = typer.Option(
         None, help="Hostfile as DeepSpeed reads it; each of its hosts is asked by ssh. Not given: this machine alone."
     ),
-    port: int | None = typer.Option(None, help="Port at which the ranks meet; MASTER_PORT, else 29500."),
+    port: int | None = typer.Option(
+        None, min=1, max=65535, help="Port at which the ranks meet; MASTER_PORT, else 29500."
+    ),
     ssh: str = typer.Option("ssh", help="Command that reaches a host, with its options: 'ssh -p 2222'."),
-    timeout: float = typer.Option(60, help="Seconds for each host to answer."),
+    timeout: float = typer.Option(60, min=0, help="Seconds for each host to answer."),
     as_json: bool = typer.Option(False, "--json", help="Print JSON."),
     facts: bool = typer.Option(False, "--facts", hidden=True, help="Print this machine's facts alone, as JSON."),
 ) -> None:

@@ -16,7 +16,7 @@ from ds_plugin_sdk.errors import ConformanceError
 
 def fuzz(
     name: str = typer.Argument(help="An installed plugin, such as cpu, or a class: package.module:Class."),
-    seconds: float = typer.Option(60.0, help="How long."),
+    seconds: float = typer.Option(60.0, min=0, help="How long."),
     seed: int = typer.Option(0, help="Of the first case; the next ones count on."),
     op: list[str] = typer.Option([], help="Only this op. Repeatable."),
     dtype: list[str] = typer.Option([], help="This dtype, instead of those the plugin declares. Repeatable."),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Literal
 
@@ -32,6 +33,6 @@ def new_plugin(
     elif project.device_type != name:
         say("torch takes no digits in a device's name.")
     say("Next:")
-    say(f"  pip install --no-build-isolation -e {folder}")
+    say(f"  pip install --no-build-isolation -e {shlex.quote(str(folder))}")
     say("  sdk list")
-    say(f"  DS_ACCELERATOR={name} python {folder / 'examples' / 'train.py'}")
+    say(f"  DS_ACCELERATOR={name} python {shlex.quote(str(folder / 'examples' / 'train.py'))}")

@@ -10,7 +10,7 @@ import typer
 
 from ds_plugin_sdk import provenance
 from ds_plugin_sdk import report as reporting
-from ds_plugin_sdk.cli.console import output, table
+from ds_plugin_sdk.cli.console import errors, output, table
 
 
 def report(
@@ -46,7 +46,10 @@ def report(
 
 
 def _report_run(run: Path, as_json: bool) -> None:
-    rows = reporting.summarise(provenance.read(run))
+    records, others = provenance.read(run)
+    rows = reporting.summarise(records)
+    for number in others:
+        errors.print(f"{run}, line {number}, is cut off or no record", markup=False, highlight=False, soft_wrap=True)
     if as_json:
         output.print_json(json.dumps([asdict(row) for row in rows]))
         return

@@ -108,6 +108,8 @@ class Fuzzer:
         Raises:
             ConformanceError: the target cannot be had, or no op is left.
         """
+        if unknown := {*ops} - {op.name for op in op_info.infos()}:
+            raise ConformanceError(f"there is no op {min(unknown)!r}", hint="sdk conformance --list has ops and dtypes")
         known = self._start()
         chosen = [
             (op.name, dtype)

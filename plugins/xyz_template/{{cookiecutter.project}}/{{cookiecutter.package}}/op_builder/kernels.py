@@ -8,7 +8,10 @@ from ds_plugin_sdk import CppOpBuilder{% if cookiecutter.runtime == "simulated" 
 
 
 class {{ cookiecutter.prefix }}OpBuilder(CppOpBuilder):
-    """Builds an op of {{ cookiecutter.prefix }} devices. For the vendor's own compiler, name its toolchain in TOOLCHAIN."""
+    """Builds an op of {{ cookiecutter.prefix }} devices.
+
+    For the vendor's own compiler, name its toolchain in TOOLCHAIN.
+    """
 
     def {{ cookiecutter.name }}_kernel_path(self, path: str) -> str:
         """A source file of this package."""
