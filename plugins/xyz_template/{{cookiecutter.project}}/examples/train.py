@@ -85,9 +85,7 @@ def main() -> None:
     be_the_only_rank()
     torch.manual_seed(0)
     model = Model()
-    engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=model.parameters(), config=configuration(args)
-    )
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=configuration(args))
     done = 0
     if args.resume is not None:
         _, state = engine.load_checkpoint(str(args.resume))
