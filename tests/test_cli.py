@@ -216,6 +216,7 @@ def test_report_prints_no_secrets(sdk: Run, monkeypatch: pytest.MonkeyPatch) -> 
 def test_build_of_an_unknown_plugin_or_op_says_what_there_is(sdk: Run) -> None:
     assert "installed: cpu" in sdk("build", "zap", status=1)
     assert "its native ops are" in sdk("build", "cpu", "--ops", "nonsense", status=1)
+    assert "no op is named" in sdk("build", "cpu", "--ops", "", status=2)
 
 
 def test_build_goes_on_after_an_op_that_fails(sdk: Run, install: Install, tmp_path: Path) -> None:

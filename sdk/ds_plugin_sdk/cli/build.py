@@ -15,7 +15,7 @@ from ds_plugin_sdk.errors import BuildError
 
 def build(
     plugin: str = typer.Argument(help="Name of an installed plugin, such as cpu."),
-    ops: str = typer.Option("", help="Comma-separated op names; all ops of the plugin if not given."),
+    ops: str | None = typer.Option(None, help="Comma-separated op names; all ops of the plugin if not given."),
     into: Path | None = typer.Option(
         None,
         help="Put the binaries into this folder, portable across machines of this architecture, "
@@ -23,7 +23,9 @@ def build(
     ),
 ) -> None:
     """Compile a plugin's ops now, so that no job has to: on a login node, or for nodes without a compiler."""
-    wanted = tuple(filter(None, (name.strip() for name in ops.split(","))))
+    wanted = tuple(filter(None, (name.strip() for name in (ops or "").split(","))))
+    if ops is not None and not wanted:
+        raise typer.BadParameter("no op is named; without --ops all are built")
     builders = prebuild.builders_of(plugin, wanted)
     rows: list[tuple[str, str, str, str]] = []
     failed: list[BuildError] = []
