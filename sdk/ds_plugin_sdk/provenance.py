@@ -87,11 +87,13 @@ def read(file: Path) -> tuple[list[Record], list[int]]:
         SdkError: no line of the file is a record.
     """
     found, others = [], []
-    for number, line in enumerate(file.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
-        try:
-            found.append(Record(**json.loads(line)))
-        except (ValueError, TypeError):
+    for number, line in enumerate(file.read_text(encoding="utf-8", errors="replace").split("\n"), 1):
+        record = _parsed(line)
+        if record is None and line:
             others.append(number)
+            record = _parsed(line[line.rfind(_BEGIN) :])  # the next rank has gone on in the line that was cut off
+        if record is not None:
+            found.append(record)
     if not found:
         raise SdkError(
             f"{file} has no record of a run",
@@ -99,3 +101,13 @@ def read(file: Path) -> tuple[list[Record], list[int]]:
             hint="set DS_PLUGIN_PROVENANCE=FILE for a run, and give that file",
         )
     return found, others
+
+
+_BEGIN = '{"name":'  # of a record's line
+
+
+def _parsed(line: str) -> Record | None:
+    try:
+        return Record(**json.loads(line))
+    except (ValueError, TypeError):
+        return None

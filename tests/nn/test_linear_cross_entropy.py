@@ -243,6 +243,35 @@ def test_transforms_of_torch_derive_all_logits(options: dict[str, Any]) -> None:
     torch.testing.assert_close(torch.func.vmap(torch.func.grad(ours))(batch), one_by_one)
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch.func's own
+@pytest.mark.parametrize("cast", [False, True], ids=["float32", "autocast"])
+def test_within_a_transform_dtypes_are_those_without(cast: bool) -> None:
+    (input, weight), target = tensors(torch.float32, bias=False)
+    input = input.detach()
+
+    def loss(input: Tensor) -> Tensor:
+        return linear_cross_entropy(input, weight, target, z_loss=0.1, reduction="sum")
+
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=cast):
+        expected = loss(input)
+        found = torch.vmap(loss)(input[None])
+        value, tangent = torch.func.jvp(loss, (input,), (input,))
+    assert found.dtype == value.dtype == tangent.dtype == torch.float32
+    torch.testing.assert_close(found[0], expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_program_keeps_tangents(backend: str) -> None:
+    (input, weight), target = tensors(torch.float32, bias=False)
+    input, weight = input.detach(), weight.detach()
+    compiled = torch.compile(lambda input: linear_cross_entropy(input, weight, target), backend=backend)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(input, input)
+        expected = forward_ad.unpack_dual(plain(dual, weight, target, None)).tangent
+        torch.testing.assert_close(forward_ad.unpack_dual(compiled(dual)).tangent, expected)
+
+
 def test_within_a_transform_what_does_not_fit_is_rejected() -> None:
     (input, weight), target = tensors(bias=False)
     with pytest.raises(InvalidTensorError, match="target has shape"):
@@ -258,7 +287,11 @@ def test_an_op_drops_no_tangent() -> None:
         dual = forward_ad.make_dual(input.detach(), input.detach())
         with pytest.raises(SdkError, match="no forward-mode derivative"):
             ops.linear_cross_entropy(dual, weight, target)
-        ops.linear_cross_entropy(input, weight, target)
+        expected = ops.linear_cross_entropy(input, weight, target)
+        each = torch.vmap(lambda input: ops.linear_cross_entropy(input, weight.detach(), target))
+        torch.testing.assert_close(each(input.detach()[None])[0], expected.detach())
+        with pytest.raises(SdkError, match="no forward-mode derivative"):
+            each(dual[None])
 
 
 def test_a_compiled_program_has_it_whole() -> None:

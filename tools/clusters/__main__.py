@@ -195,7 +195,7 @@ def judge(case: Case, environment: dict[str, str], job: Job, ranks: list[dict[st
         lost = {name for name, value in ours.items() if each["environment"].get(name) != value}
         if lost:
             yield "settings", f"{', '.join(sorted(lost))} did not reach rank {each['rank']}"
-    loads = provenance.read(Path(environment["DS_PLUGIN_PROVENANCE"]))
+    loads = provenance.read(Path(environment["DS_PLUGIN_PROVENANCE"]))[0]
     compiled = collections.Counter(record.name for record in loads if record.origin == "compiled")
     if set(compiled.values()) != {1}:
         yield "compiled once", f"were {dict(compiled)}"

@@ -39,11 +39,14 @@ def acquire(spec: BuildSpec) -> Artifact:
     start = time.perf_counter()
     with _as_build_errors(spec):
         choice = _choose(spec)
+        plan = _permitted(choice) if choice.origin == "compiled" else None
+        if plan is not None and (why_not := choice.store.make()):
+            _use_private(choice, plan, why_not)
         if choice.origin == "cache":
             store.touch(choice.found)
-        if choice.origin != "compiled":
-            return _artifact(choice.request, choice.found, choice.origin, choice.trail[-1], start)
-        return _build(_permitted(choice), choice, start)
+        if choice.origin == "compiled" and plan is not None:
+            return _build(plan, choice, start)
+        return _artifact(choice.request, choice.found, choice.origin, choice.trail[-1], start)
 
 
 def obtain(spec: BuildSpec) -> tuple[Artifact, ModuleType | ctypes.CDLL]:
@@ -178,9 +181,12 @@ def _take_cached(choice: _Choice) -> bool:
         return False
     if choice.take("cache", choice.store.lookup(plan), "the key matches"):
         return True
-    why_not = choice.store.unusable(choice.store.home(plan)) or (choice.store.unmade() if settings.compile else "")
-    if not why_not:
-        return False
+    why_not = choice.store.unusable(choice.store.home(plan))
+    return bool(why_not) and _use_private(choice, plan, why_not)
+
+
+def _use_private(choice: _Choice, plan: Plan, why_not: str) -> bool:
+    """Use the private cache in the place of one that cannot be written; true if the build is there."""
     choice.store = Store(store.private_root())
     choice.trail.append(f"cache: {why_not}; using {choice.store.root}")
     return choice.take("cache", choice.store.lookup(plan), "the key matches")

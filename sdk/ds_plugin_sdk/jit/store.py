@@ -68,10 +68,10 @@ class Store:
             return f"{home} cannot be written"
         return self.distrust(home) if home.is_relative_to(self.root) else exposed(self.root)
 
-    def unmade(self) -> str:
-        """Why the store's folder cannot be made, though its parent can be written: that lies in /proc, or is autofs's.
+    def make(self) -> str:
+        """Make the store's folder. Returns why that failed; empty if it did not.
 
-        Empty if it can: then it is there from now on.
+        `unusable` cannot tell: root may write in /proc, says the system, and where folders are mounted when asked for.
         """
         try:
             self.make_folder(self.base)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.distributed import ProcessGroup, ReduceOp
 
 from ds_plugin_sdk import comm
@@ -40,7 +41,7 @@ def linear_cross_entropy(
     `ds_plugin_sdk.ops.cross_entropy.cross_entropy_`. Gradients are computed in the forward pass already, of those that
     need one, and kept until the backward pass: weights need not be there any more then. Where gradients are not
     recorded, the loss alone is computed. Differentiable once. Within `torch.func` and forward-mode derivatives it is
-    torch's own functions, with all logits at once.
+    torch's own functions, with all logits at once, without a group, and but for `torch.func` within `torch.compile`.
 
     Under `torch.autocast` products are in its dtype, as torch's linear has it. The loss is float32.
 
@@ -63,7 +64,8 @@ def linear_cross_entropy(
         One number, float32 (float64 for float64 tensors).
 
     Raises:
-        InvalidTensorError: shapes, dtypes, devices or options do not fit, or a target is no column; or the ranks of the
+        InvalidTensorError: shapes, dtypes, devices or options do not fit, or a target is no column (there torch's own
+            error within `torch.func`); or the ranks of the
             group have other rows, dtypes or gradients.
         ValueError: another reduction.
     """
@@ -80,7 +82,7 @@ def linear_cross_entropy(
         "z_loss": z_loss,
         "softcap": softcap,
     }
-    if group is None and not torch.compiler.is_compiling() and is_transformed():
+    if group is None and _is_transformed():
         loss = _of_all_logits(x, weight, targets, bias, **options)
     elif group is None:
         loss = ops.linear_cross_entropy(x, weight, targets, bias, **options)
@@ -90,6 +92,11 @@ def linear_cross_entropy(
         return loss
     counted = (target != ignore_index).sum()
     return torch.where(counted == 0, torch.nan, loss / counted.clamp(min=1))
+
+
+def _is_transformed() -> bool:
+    # torch.compile follows torch.func by itself, and what it compiles depends on this number.
+    return forward_ad._current_level >= 0 if torch.compiler.is_compiling() else is_transformed()
 
 
 def _of_all_logits(
@@ -108,14 +115,16 @@ def _of_all_logits(
     except CheckError as error:
         raise _library.invalid("linear_cross_entropy", str(error)) from None
     exact = torch.promote_types(input.dtype, torch.float32)
-    logits = nn.functional.linear(input.to(exact), weight.to(exact), None if bias is None else bias.to(exact))
-    if softcap:
-        logits = softcap * torch.tanh(logits / softcap)
-    loss = nn.functional.cross_entropy(
-        logits, target, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="sum"
-    )
-    if z_loss:
-        loss = loss + z_loss * torch.where(target != ignore_index, logits.logsumexp(dim=-1) ** 2, 0).sum()
+    with torch.autocast(input.device.type, enabled=False):  # what it casts was cast
+        logits = nn.functional.linear(input.to(exact), weight.to(exact), None if bias is None else bias.to(exact))
+        if softcap:
+            logits = softcap * torch.tanh(logits / softcap)
+        loss = nn.functional.cross_entropy(
+            logits, target, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="sum"
+        )
+        if z_loss:
+            total = logits.logsumexp(dim=-1).masked_fill(target == ignore_index, 0)
+            loss = loss + (z_loss * total * total).sum()
     return loss
 
 

@@ -57,7 +57,7 @@ def _plain_backward(grad: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -
 def _plain(input: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     size = 2 * cos.shape[-1]
     has_rest = size < input.shape[-1]
-    turned = input[..., :size] if has_rest else input  # batches of gradients take no slice of all
+    turned = input[..., :size] if has_rest else input  # is_grads_batched fails at a slice of everything
     first, second = (turned[..., ::2], turned[..., 1::2]) if interleaved else turned.chunk(2, dim=-1)
     c, s = cos.unsqueeze(1), sin.unsqueeze(1)
     pairs = first * c - second * s, second * c + first * s

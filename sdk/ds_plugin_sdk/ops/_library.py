@@ -197,15 +197,22 @@ def call(name: str, *args: Any) -> Any:
 
 def _check_no_tangents(name: str, args: tuple[Any, ...]) -> None:
     flat = [each for arg in args for each in (arg if isinstance(arg, list | tuple) else (arg,))]
-    tensors = [each for each in flat if isinstance(each, Tensor)]
+    tensors = [_one_of_batch(each) for each in flat if isinstance(each, Tensor)]
     unpacked = [forward_ad.unpack_dual(each) for each in tensors]  # type: ignore[no-untyped-call]  # torch gives it no type
     if any(each.tangent is not None for each in unpacked):
         raise SdkError(
             "no forward-mode derivative",
             op=name,
             why="an argument has a tangent (torch.func.jvp, or torch.autograd.forward_ad)",
-            hint="torch's own functions, and those of ds_plugin_sdk.nn, have forward-mode derivatives",
+            hint="torch's own functions have forward-mode derivatives, and so have the functions of ds_plugin_sdk.nn",
         )
+
+
+def _one_of_batch(tensor: Tensor) -> Tensor:
+    """What `torch.vmap` hides, which knows of no tangents."""
+    while torch._C._functorch.is_batchedtensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
 
 
 def mark_modified(*lists: Sequence[Tensor]) -> None:

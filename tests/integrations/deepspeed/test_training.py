@@ -74,7 +74,7 @@ def test_deepspeeds_launcher_trains_on_the_plugin(tmp_path: Path, kernel_cache: 
     assert all(float(last) < 0.5 * float(first) for _, _, first, last in found), found
 
     loaded = collections.defaultdict(list)
-    for record in provenance.read(loads):
+    for record in provenance.read(loads)[0]:
         loaded[record.name].append(record)
     assert [record.origin for record in loaded["cpu"]] == ["accelerator"] * 4
     for name in ("fused_adam", "cpu_adam"):

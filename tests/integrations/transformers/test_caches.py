@@ -172,6 +172,25 @@ def test_a_cache_of_another_dtype_than_the_model_goes_on(name: str, quantized: A
         torch.testing.assert_close(run(model), expected, rtol=0.1, atol=0.1)
 
 
+def test_an_int8_cache_of_another_dtype_serves_the_plain_model() -> None:
+    model = make("llama").bfloat16()
+    cache = transformers.DynamicCache(config=model.config)
+    with torch.no_grad():
+        with accelerate(model, cache="int8"):
+            model(tokens(), past_key_values=cache)
+        model.float()
+        assert model(tokens(count=1), past_key_values=cache).logits.dtype == torch.float32
+
+
+def test_positions_are_not_repeated() -> None:
+    ours, transformers_own = GrowingLayer(), cache_utils.DynamicLayer()
+    for layer in (ours, transformers_own):
+        layer.update(torch.zeros(1, 2, 3, 8), torch.zeros(1, 2, 3, 8))
+        layer.update(torch.ones(1, 2, 3, 8), torch.ones(1, 2, 1, 8))
+    assert ours.values is not None
+    assert torch.equal(ours.values, transformers_own.values)
+
+
 @pytest.mark.parametrize("shape", [(1, 2, 1, 8), (2, 1, 1, 8), (2, 2, 1, 1)])
 def test_keys_of_another_shape_are_an_error_as_in_transformers(shape: tuple[int, ...]) -> None:
     layer = GrowingLayer()

@@ -193,6 +193,17 @@ def test_a_shallow_copy_is_a_plain_module() -> None:
             assert not vars(copy.copy(model.get_submodule(name))).keys() & _PUT_ON
 
 
+def test_an_old_handle_takes_nothing_of_a_newer_one() -> None:
+    model = make("llama")
+    old = accelerate(model)
+    for module in model.modules():
+        vars(module).pop("forward", None)
+    with accelerate(model):
+        old.remove()
+        assert not vars(copy.copy(model.lm_head)).keys() & _PUT_ON
+        assert vars(model.lm_head).keys() >= _PUT_ON
+
+
 def test_a_copy_of_a_module_that_is_wrapped_computes_by_its_class() -> None:
     """As hooks of accelerate wrap forwards."""
     model = make("llama")

@@ -18,6 +18,7 @@ from torch.autograd import forward_ad
 with warnings.catch_warnings():
     # transformers' own dependencies warn of each other's releases.
     warnings.simplefilter("ignore")
+    import accelerate as hugging_face
     import transformers
 
 from ds_plugin_sdk.errors import SdkError
@@ -209,6 +210,8 @@ def test_a_forward_that_was_wrapped_is_the_models_own_once_it_is_removed(calls: 
     copied = copy.deepcopy(model)
     assert len(calls) == 1 and handle.loss == [""]
     assert_same(step(copied), step(plain))
+    with accelerate(copied):  # a plain model with a wrapped forward
+        assert_same(step(copied), step(plain))
     handle.remove()
     assert_same(step(model), step(plain))
     assert len(calls) == 1
@@ -237,6 +240,29 @@ def test_transforms_of_torch_run_the_models_own_code(calls: list[torch.Size]) ->
     for found, plain in zip(derived(), expected, strict=True):
         torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-5)
     assert not calls
+
+
+def test_once_mixed_precision_is_taken_off_nothing_of_ours_is_left() -> None:
+    model = make()
+    handle = accelerate(model, loss="chunked")
+    accelerator = hugging_face.Accelerator(cpu=True, mixed_precision="bf16")
+    prepared = accelerator.prepare_model(model)
+    assert handle.loss == [""]
+    assert accelerator.unwrap_model(prepared, keep_fp32_wrapper=False) is model
+    assert handle.loss == [""]
+    handle.remove()
+    assert "forward" not in vars(model)
+    with accelerate(model, loss="chunked") as again:
+        assert again.loss == [""]
+
+
+def test_a_forward_that_somebody_wraps_in_their_own_way_is_given_logits(calls: list[torch.Size]) -> None:
+    model = make()
+    handle = accelerate(model, loss="chunked")
+    ours = model.forward
+    model.forward = functools.partial(ours)  # type: ignore[method-assign]  # on the instance
+    assert step(model)[0].logits is not None and not calls
+    assert handle.loss == [] and handle.left["loss"].endswith("has another forward")
 
 
 # ---- the model's own code --------------------------------------------------------------------------------------------

@@ -184,8 +184,8 @@ def accelerate(
     Args:
         model: on its device or devices, in float32, bfloat16 or float16, in eval mode.
         weights: ``"int8"`` to read weights of linear layers and experts in 8 bits with a scale for each 128 of a row,
-            or fewer; ``"int4"`` for 4 bits, but 8 for layers behind the base model, which make logits or scores, and
-            for rows that are no multiple of 64. The model's own parameters stay as they are, so that
+            or fewer; ``"int4"`` for 4 bits, but 8 for layers outside `model.base_model`, which make logits or scores,
+            and for rows that are no multiple of 64. The model's own parameters stay as they are, so that
             `Accelerated.remove` can bring them back: memory grows by half (bfloat16), or a quarter. None keeps their
             dtype; parameters are moved into one block of memory. Layers that came in 4 bits (GPTQ, AWQ, torchao) keep
             them in any case, as copies in the layout of our op, or in 8 bits where groups are no multiples of 64.

@@ -36,6 +36,7 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not t
         self._lengths = {"keys": 0, "values": 0}
         self._made: Room | None = None  # as long as nobody has changed it
         self._left = 0  # positions that can still be written to it
+        self.kind: tuple[int, torch.dtype, torch.device] | None = None  # batch, dtype and device of keys and values
         self.is_plain = True  # none of another class of tensors, which may mean something, or with gradients
         self._of_inference = False  # made in inference mode, outside of which torch lets nobody write to them
         super().__init__(*args, **kwargs)
@@ -69,6 +70,8 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not t
         else:
             self._rooms[name] = value
             self._lengths[name] = value.shape[2]
+        kinds = {(room.shape[0], room.dtype, room.device) for room in self._rooms.values()}
+        self.kind = kinds.pop() if len(kinds) == 1 else None
         self.is_plain = all(type(room) is Tensor and not room.requires_grad for room in self._rooms.values())
         self._of_inference = any(room.is_inference() for room in self._rooms.values())
 
@@ -102,13 +105,10 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not t
         return self.is_plain and (not self._of_inference or torch.is_inference_mode_enabled())
 
     def takes(self, states: Tensor) -> bool:
-        """Whether those of a batch are appended as they are, ``[batch, ...]``: transformers' layer promotes dtypes, or
-        raises an error.
+        """Whether keys and values like `states`, ``[batch, ...]``, can be written without a cast. If not, `update` does
+        what transformers' layer does: it promotes dtypes, or raises an error.
         """
-        return all(
-            room.shape[0] == states.shape[0] and room.dtype == states.dtype and room.device == states.device
-            for room in self._rooms.values()
-        )
+        return not self._rooms or self.kind == (states.shape[0], states.dtype, states.device)
 
     def make_room(self, tokens: int) -> Room:
         """Tensors with room for so many positions behind those held, for a layer that is initialized: the same ones as
@@ -148,13 +148,19 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not t
             self._lengths[name] += tokens
 
     def _appends_in_place(self, **states: Tensor) -> bool:
-        """Whether nobody can tell: no gradients, and no tensors that torch lets nobody write to here."""
-        return self.grows and all(
-            type(each) is Tensor
-            and not each.requires_grad
-            and self.takes(each)
-            and (name not in self._rooms or _one_position(each) == _one_position(self._rooms[name]))
-            for name, each in states.items()
+        """Whether writing gives what concatenating would: no gradients, tensors that torch lets one write to here, and
+        as many positions of each, of the shape of those that are held.
+        """
+        return (
+            self.grows
+            and len({each.shape[2] for each in states.values()}) == 1
+            and all(
+                type(each) is Tensor
+                and not each.requires_grad
+                and self.takes(each)
+                and (name not in self._rooms or _one_position(each) == _one_position(self._rooms[name]))
+                for name, each in states.items()
+            )
         )
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -243,8 +249,8 @@ class Int8Layer(DynamicLayer):  # type: ignore[misc]  # transformers is not type
 
     def takes(self, states: Tensor) -> bool:
         """As `GrowingLayer.takes`; the op reads 8 bits for queries of any dtype."""
-        levels = self.levels.keys
-        return levels is None or (levels.shape[0] == states.shape[0] and levels.device == states.device)
+        kind = self.levels.kind
+        return kind is None or (kind[0] == states.shape[0] and kind[2] == states.device)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_made": ()}  # as of GrowingLayer
@@ -303,6 +309,7 @@ class Int8Layer(DynamicLayer):  # type: ignore[misc]  # transformers is not type
             )
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        self.dtype = torch.promote_types(self.dtype, key_states.dtype)  # as concatenating does
         levels, scales = zip(quantize_rows(key_states), quantize_rows(value_states), strict=True)
         self.levels.update(*levels)
         self.scales.update(*scales)

@@ -21,7 +21,7 @@ from transformers.models.llama.modeling_llama import LlamaForCausalLM
 from transformers.models.opt.modeling_opt import OPTForCausalLM
 from transformers.utils import ModelOutput
 
-from ds_plugin_sdk.integrations.transformers.replacement import IS_OURS, Replacement, is_replaced
+from ds_plugin_sdk.integrations.transformers.replacement import REPLACEMENT, Replacement, is_replaced
 from ds_plugin_sdk.integrations.transformers.understood import (
     NotUnderstoodError,
     check_no_other_forward,
@@ -42,8 +42,6 @@ class LossReplacement(Replacement):
     def __init__(self, model: transformers.PreTrainedModel) -> None:
         super().__init__(model)
         self._model = model
-        self._is_on = True
-        check_no_other_forward(model)
         self._check()
 
     @functools.cached_property
@@ -54,12 +52,11 @@ class LossReplacement(Replacement):
             return self(*args, **kwargs) if model is self.module else type(model).forward(model, *args, **kwargs)
 
         forward.__signature__ = inspect.signature(type(self.module).forward)  # type: ignore[attr-defined]  # inspect's
-        setattr(forward, IS_OURS, lambda: self._is_on)
+        setattr(forward, REPLACEMENT, self)
         return forward
 
-    def take_off(self) -> None:
-        super().take_off()
-        self._is_on = False
+    def _is_own(self, attribute: object) -> bool:
+        return super()._is_own(attribute) or getattr(attribute, "__func__", None) is self.__func__
 
     def holds(self) -> bool:
         return self._why_not() is None
@@ -78,6 +75,8 @@ class LossReplacement(Replacement):
     def _check(self) -> None:
         """Raise `NotUnderstoodError` unless the model's code and its loss are known, and nobody looks at logits."""
         model = self._model
+        if not is_replaced(model):
+            check_no_other_forward(model)
         if not any(same_code(type(model).forward, known.forward) for known in _KNOWN):
             raise NotUnderstoodError(f"the code of {name_of(model)} is not known")
         if model.loss_function is not ForCausalLMLoss:
@@ -102,7 +101,7 @@ class LossReplacement(Replacement):
     def _given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
         """What the loss depends on next to hidden states; None if the model's own code is to run."""
         model = self._model
-        if not self._is_on or not model.training or not torch.is_grad_enabled():
+        if not self.is_on or not model.training or not torch.is_grad_enabled():
             return None
         if is_watched(operators=False):
             return None

@@ -11,15 +11,18 @@ from typing import Any
 import torch
 from torch import nn
 
-# An attribute of functions that run a replacement: tells whether they still do.
-IS_OURS = "runs_ds_plugin"
-
-# What is on an instance next to its forward. They are asked for by copy and pickle, and by nn.DataParallel.
-_COPIES = ("__getstate__", "_replicate_for_data_parallel")
+# An attribute of a function that runs a replacement: which one.
+REPLACEMENT = "ds_plugin_replacement"
 
 
 class Replacement:
-    """A forward on an instance. Copies of the module have their class's: copied, pickled or made by nn.DataParallel."""
+    """A forward on an instance. Copies of the module have their class's: copied, pickled or made by nn.DataParallel.
+
+    Attributes:
+        is_on: whether it was put on, and not taken off since.
+    """
+
+    is_on = False
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -44,18 +47,22 @@ class Replacement:
         return inspect.signature(types.MethodType(type(self.module).forward, self.module))
 
     def put_on(self) -> None:
-        names = ("forward", *_COPIES)
-        vars(self.module).update(zip(names, (self, self._state, self._replica), strict=True))  # its class stays
+        # On the instance: its class stays. copy and pickle ask for the second, nn.DataParallel for the third.
+        vars(self.module).update(forward=self, __getstate__=self._state, _replicate_for_data_parallel=self._replica)
+        self.is_on = True
 
     def take_off(self) -> None:
         """Give the module its forward back, unless somebody has given it another one since."""
         self._remove_from(vars(self.module))
+        self.is_on = False
 
     def _remove_from(self, attributes: dict[str, Any]) -> None:
-        if attributes.get("forward") is self:
-            del attributes["forward"]
-        for name in _COPIES:
-            attributes.pop(name, None)
+        for name in ("forward", "__getstate__", "_replicate_for_data_parallel"):
+            if name in attributes and self._is_own(attributes[name]):
+                del attributes[name]
+
+    def _is_own(self, attribute: object) -> bool:
+        return attribute is self or getattr(attribute, "__self__", None) is self
 
     def _state(self) -> Any:
         own = getattr(type(self.module), "__getstate__", vars)  # Python 3.10 has none for all objects
@@ -118,15 +125,9 @@ def _own_forward(module: nn.Module) -> Callable[..., Any]:
 def is_replaced(module: nn.Module) -> bool:
     """Whether its forward is one of ours, or a wrapper around the function of one."""
     forward = vars(module).get("forward")
-    return isinstance(forward, Replacement) or _is_ours_wrapped(forward)
+    if callable(forward) and not isinstance(forward, Replacement):
+        forward = getattr(inspect.unwrap(forward), REPLACEMENT, None)
+    return isinstance(forward, Replacement) and forward.is_on and forward.module is module
 
 
-def _is_ours_wrapped(forward: object) -> bool:
-    return callable(forward) and getattr(inspect.unwrap(forward), IS_OURS, _never)()
-
-
-def _never() -> bool:
-    return False
-
-
-__all__ = ["IS_OURS", "Replacement", "TrainingReplacement", "is_replaced"]
+__all__ = ["REPLACEMENT", "Replacement", "TrainingReplacement", "is_replaced"]
