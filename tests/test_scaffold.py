@@ -141,8 +141,9 @@ def test_nothing_is_left_of_a_rendering_that_fails(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize(("name", "runtime"), [("zap", "simulated"), ("z" * 30, "simulated"), ("zap", "torch")])
 def test_style_and_types_of_the_project_are_clean(name: str, runtime: str, tmp_path: Path) -> None:
     folder = generate(Project(name, runtime=runtime, output=tmp_path))  # type: ignore[arg-type]  # parametrized over the literals
-    formatted = [["ruff", "format", "--check", "."]] if name == "zap" else []  # longer names break other lines
-    for command in (["ruff", "check", "."], *formatted, ["mypy"]):
+    # Longer names break other lines, and have the same types.
+    others = [["ruff", "format", "--check", "."], ["mypy"]] if name == "zap" else []
+    for command in (["ruff", "check", "."], *others):
         done = subprocess.run([sys.executable, "-m", *command], cwd=folder, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
 
