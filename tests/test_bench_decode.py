@@ -54,7 +54,7 @@ def tiny(shape: str, **more: int) -> Any:
 
 def tensors(file: Path) -> dict[str, Tensor]:
     """What a file of matrices in bfloat16 and vectors in float32 has."""
-    gguf = pytest.importorskip("gguf", reason="reads and writes GGUF files")
+    gguf = pytest.importorskip("gguf", reason="gguf, which reads and writes the files, is not installed")
     found = {}
     for each in gguf.GGUFReader(file).tensors:
         data = torch.from_numpy(each.data.copy())
@@ -64,7 +64,7 @@ def tensors(file: Path) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_file_has_every_weight_once(tmp_path: Path, shape: str) -> None:
-    pytest.importorskip("gguf", reason="reads and writes GGUF files")
+    pytest.importorskip("gguf", reason="gguf, which reads and writes the files, is not installed")
     model = tiny(shape)
     gguf_model.write(model, tmp_path / "model.gguf")
     found = tensors(tmp_path / "model.gguf")
@@ -88,7 +88,7 @@ def test_a_file_has_every_weight_once(tmp_path: Path, shape: str) -> None:
 
 def test_queries_and_keys_turned_as_llama_cpp_does_have_the_scores_of_transformers(tmp_path: Path) -> None:
     """llama.cpp turns channel 2 i with 2 i + 1, transformers i with i + half a head."""
-    pytest.importorskip("gguf", reason="reads and writes GGUF files")
+    pytest.importorskip("gguf", reason="gguf, which reads and writes the files, is not installed")
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
     model = tiny("llama")
@@ -130,7 +130,7 @@ def test_llama_cpp_computes_what_transformers_computes(
 ) -> None:
     """Logits after a prompt and after each token that follows, in a second sequence too, against float64."""
     for name, package in (("gguf", "gguf"), ("llama_cpp", "llama-cpp-python")):
-        pytest.importorskip(name, reason=f"{package} is what runs the model")
+        pytest.importorskip(name, reason=f"{package}, which runs the model, is not installed")
     model = tiny(shape)
     file = tmp_path / "model.gguf"
     gguf_model.write(model, file)
@@ -149,7 +149,7 @@ def test_llama_cpp_computes_what_transformers_computes(
 
 
 def test_a_file_that_is_no_model_is_an_error(tmp_path: Path) -> None:
-    pytest.importorskip("llama_cpp", reason="llama-cpp-python is what loads it")
+    pytest.importorskip("llama_cpp", reason="llama-cpp-python, which loads the file, is not installed")
     (tmp_path / "model.gguf").write_bytes(b"no model")
     with (
         pytest.raises(RuntimeError, match=r"llama\.cpp cannot load .*model\.gguf"),

@@ -15,7 +15,7 @@ import pytest
 from ds_plugin_sdk import scaffold, simulator
 from ds_plugin_sdk.cli.new_plugin import new_plugin
 from ds_plugin_sdk.errors import ScaffoldError
-from ds_plugin_sdk.scaffold import LICENSES, Project, generate, template_folder
+from ds_plugin_sdk.scaffold import LICENSES, Project, Runtime, generate, template_folder
 from plugin_site import Install
 
 
@@ -25,8 +25,8 @@ def python_files(folder: Path) -> list[Path]:
 
 @pytest.mark.parametrize("runtime", ["simulated", "torch"])
 @pytest.mark.parametrize("name", ["zap", "xpu", "mi400", "two_words"])
-def test_a_project_is_whole_and_has_no_leftovers(name: str, runtime: str, tmp_path: Path) -> None:
-    folder = generate(Project(name, runtime=runtime, output=tmp_path))  # type: ignore[arg-type]  # parametrized over the literals
+def test_a_project_is_whole_and_has_no_leftovers(name: str, runtime: Runtime, tmp_path: Path) -> None:
+    folder = generate(Project(name, runtime=runtime, output=tmp_path))
     assert list(tmp_path.iterdir()) == [folder]
     for file in filter(Path.is_file, folder.rglob("*")):
         text = re.sub(r"\$\{\{ (matrix|github)\.\w+ \}\}", "", file.read_text(encoding="utf-8"))  # GitHub's own
@@ -139,8 +139,8 @@ def test_nothing_is_left_of_a_rendering_that_fails(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "runtime"), [("zap", "simulated"), ("z" * 30, "simulated"), ("zap", "torch")])
-def test_style_and_types_of_the_project_are_clean(name: str, runtime: str, tmp_path: Path) -> None:
-    folder = generate(Project(name, runtime=runtime, output=tmp_path))  # type: ignore[arg-type]  # parametrized over the literals
+def test_style_and_types_of_the_project_are_clean(name: str, runtime: Runtime, tmp_path: Path) -> None:
+    folder = generate(Project(name, runtime=runtime, output=tmp_path))
     # Longer names break other lines, and have the same types.
     others = [["ruff", "format", "--check", "."], ["mypy"]] if name == "zap" else []
     for command in (["ruff", "check", "."], *others):
@@ -180,7 +180,7 @@ def test_what_is_printed_can_be_typed_where_folders_have_spaces(
 
 @pytest.mark.parametrize("runtime", ["simulated", "torch"])
 def test_a_project_of_an_sdk_that_nobody_can_write_can_be_edited(
-    runtime: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    runtime: Runtime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In Nix's store, or images that were made read-only."""
     folders = {"template": scaffold.template_folder(), "runtime": simulator.sources_dir()}
@@ -190,7 +190,7 @@ def test_a_project_of_an_sdk_that_nobody_can_write_can_be_edited(
             path.chmod(path.stat().st_mode & ~0o222)
     monkeypatch.setattr(scaffold, "template_folder", lambda: tmp_path / "template")
     monkeypatch.setattr(simulator, "sources_dir", lambda: tmp_path / "runtime")
-    folder = generate(Project("zap", runtime=runtime, output=tmp_path / "out"))  # type: ignore[arg-type]  # parametrized over the literals
+    folder = generate(Project("zap", runtime=runtime, output=tmp_path / "out"))
     assert not [path for path in (folder, *folder.rglob("*")) if not path.stat().st_mode & 0o200]
 
 

@@ -51,7 +51,7 @@ class LossReplacement(Replacement):
         def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return self(*args, **kwargs) if model is self.module else type(model).forward(model, *args, **kwargs)
 
-        forward.__signature__ = inspect.signature(type(self.module).forward)  # type: ignore[attr-defined]  # inspect's
+        forward.__signature__ = inspect.signature(type(self.module).forward)  # type: ignore[attr-defined]  # inspect asks for it
         setattr(forward, REPLACEMENT, self)
         return forward
 

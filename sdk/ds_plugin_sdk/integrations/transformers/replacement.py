@@ -73,7 +73,7 @@ class Replacement:
         return state
 
     def _replica(self) -> nn.Module:
-        replica: nn.Module = type(self.module)._replicate_for_data_parallel(self.module)  # type: ignore[no-untyped-call]  # torch's
+        replica: nn.Module = type(self.module)._replicate_for_data_parallel(self.module)  # type: ignore[no-untyped-call]  # torch gives it no type
         self._remove_from(vars(replica))
         return replica
 
