@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpu_check import cuda_cases, cuda_ops, deepspeed_cuda_ops
+from gpu_check import cases, cuda_cases, cuda_ops, deepspeed_cuda_ops, optimizer_cases
 
 
 @pytest.fixture
 def no_data(monkeypatch: pytest.MonkeyPatch) -> None:
     """The meta device for the GPU, with an L2 cache of 50 MB, and nothing compiled."""
-    monkeypatch.setattr(cuda_cases, "DEVICE", "meta")
+    monkeypatch.setattr(cases, "DEVICE", "meta")
     monkeypatch.setattr(torch, "compile", lambda function: function)
     properties = types.SimpleNamespace(L2_cache_size=50 << 20)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
@@ -38,10 +38,10 @@ def test_every_case_can_be_called(no_data: None, group: str) -> None:
 @pytest.mark.compiler
 @pytest.mark.usefixtures("compiled_once")
 def test_every_optimizer_can_be_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_cases, "DEVICE", "cpu")
-    monkeypatch.setattr(cuda_cases, "MODELS", {"small": (lambda: [(3, 4), (5,)], torch.float32)})
+    monkeypatch.setattr(cases, "DEVICE", "cpu")
+    monkeypatch.setattr(optimizer_cases, "MODELS", {"small": (lambda: [(3, 4), (5,)], torch.float32)})
     names = []
-    for case in cuda_cases.optimizer_cases(None):
+    for case in optimizer_cases.optimizer_cases(None):
         names.append(case.name)
         for (call,) in case.calls.values():
             call()
@@ -54,7 +54,7 @@ def test_an_implementation_that_fails_leaves_the_others(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
     monkeypatch.setattr(cuda_ops, "take_turns", lambda runs, turns: dict.fromkeys(runs, 2.0))
-    case = cuda_cases.Case("c", 8_000_000, {"ours": [lambda: None], "theirs": [fails]}, in_graph=False)
+    case = cases.Case("c", 8_000_000, {"ours": [lambda: None], "theirs": [fails]}, in_graph=False)
     errors: dict[str, str] = {}
     (row,) = cuda_ops.rows_of(case, copy_rate=8.0, turns=1, errors=errors)
     assert (row.implementation, row.gigabytes_per_second, row.times_copy) == ("ours", 4.0, 0.5)
@@ -70,7 +70,7 @@ def test_it_is_noted_where_ours_waits_for_the_device(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
     monkeypatch.setattr(cuda_ops, "take_turns", lambda runs, turns: dict.fromkeys(runs, 2.0))
-    case = cuda_cases.Case("c", 0, {"ours": [waits], "theirs": [waits]}, in_graph=False)
+    case = cases.Case("c", 0, {"ours": [waits], "theirs": [waits]}, in_graph=False)
     errors: dict[str, str] = {}
     assert len(list(cuda_ops.rows_of(case, copy_rate=8.0, turns=1, errors=errors))) == 2
     assert errors == {"c, ours waits for the device": "RuntimeError: called a synchronizing CUDA operation"}
@@ -82,7 +82,7 @@ def test_what_ours_is_compared_with_stays_if_ours_fails(monkeypatch: pytest.Monk
         raise ValueError("no such kernel")
 
     monkeypatch.setattr(cuda_ops, "take_turns", lambda runs, turns: dict.fromkeys(runs, 2.0))
-    case = cuda_cases.Case("c", 0, {"ours": [fails], "theirs": [lambda: None]}, in_graph=False)
+    case = cases.Case("c", 0, {"ours": [fails], "theirs": [lambda: None]}, in_graph=False)
     (row,) = cuda_ops.rows_of(case, copy_rate=8.0, turns=1, errors={})
     assert (row.implementation, row.speed_of_ours, row.times_copy) == ("theirs", None, None)
 
@@ -93,8 +93,8 @@ def test_ops_that_have_no_kernels_are_named() -> None:
 
 
 def test_another_process_goes_on_where_a_gpu_was_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def one(name: str) -> Callable[[], Iterator[cuda_cases.Case]]:
-        return lambda: iter([cuda_cases.Case(name, 0, {"ours": [lambda: None]}, in_graph=False)])
+    def one(name: str) -> Callable[[], Iterator[cases.Case]]:
+        return lambda: iter([cases.Case(name, 0, {"ours": [lambda: None]}, in_graph=False)])
 
     monkeypatch.setattr(cuda_ops, "groups_of_cases", lambda own: {"first": one("a"), "second": one("b")})
     monkeypatch.setattr(cuda_ops, "take_turns", lambda runs, turns: dict.fromkeys(runs, 2.0))

@@ -27,7 +27,8 @@ import torch
 
 from ds_plugin_sdk.bench.timing import in_turns
 from ds_plugin_sdk.registry import load_kernels
-from gpu_check.cuda_cases import DEVICE, Call, Case, groups_of_cases
+from gpu_check.cases import DEVICE, Call, Case
+from gpu_check.cuda_cases import groups_of_cases
 from gpu_check.report import shown
 
 COPY_BYTES = 2 << 30
