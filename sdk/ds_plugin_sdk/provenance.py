@@ -44,6 +44,7 @@ class Record:
     rank: int
 
 
+_BEGIN = '{"name":'  # of a record's line
 _records: list[Record] = []
 _lock = threading.Lock()
 
@@ -88,12 +89,12 @@ def read(file: Path) -> tuple[list[Record], list[int]]:
     """
     found, others = [], []
     for number, line in enumerate(file.read_text(encoding="utf-8", errors="replace").split("\n"), 1):
-        record = _parsed(line)
-        if record is None and line:
+        entry = _parsed(line)
+        if entry is None and line:
             others.append(number)
-            record = _parsed(line[line.rfind(_BEGIN) :])  # the next rank has gone on in the line that was cut off
-        if record is not None:
-            found.append(record)
+            entry = _parsed(line[line.rfind(_BEGIN) :])  # the next rank has gone on in the line that was cut off
+        if entry is not None:
+            found.append(entry)
     if not found:
         raise SdkError(
             f"{file} has no record of a run",
@@ -101,9 +102,6 @@ def read(file: Path) -> tuple[list[Record], list[int]]:
             hint="set DS_PLUGIN_PROVENANCE=FILE for a run, and give that file",
         )
     return found, others
-
-
-_BEGIN = '{"name":'  # of a record's line
 
 
 def _parsed(line: str) -> Record | None:

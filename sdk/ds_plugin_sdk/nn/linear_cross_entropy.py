@@ -64,9 +64,8 @@ def linear_cross_entropy(
         One number, float32 (float64 for float64 tensors).
 
     Raises:
-        InvalidTensorError: shapes, dtypes, devices or options do not fit, or a target is no column (there torch's own
-            error within `torch.func`); or the ranks of the
-            group have other rows, dtypes or gradients.
+        InvalidTensorError: shapes, dtypes, devices or options do not fit, or a target is no column (within
+            `torch.func` that is torch's own error); or the ranks of the group have other rows, dtypes or gradients.
         ValueError: another reduction.
     """
     _check_reduction("linear_cross_entropy", reduction)
