@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from clusters import __main__ as program
 from clusters.cases import CASES, Case, Defect
+from ds_plugin_sdk.provenance import Record
 
 
 @pytest.mark.parametrize(
@@ -48,14 +50,14 @@ def said(**changes: Any) -> list[dict[str, Any]]:
 @pytest.fixture
 def wrong(tmp_path: Path) -> Any:
     """``wrong(ranks, ...)``: the checks that a job which ran to its end fails."""
-    (tmp_path / "loads").write_text("")
+    load = Record("cpu_adam", "cpu", "1.0", "compiled", 1.0, "", 0)
+    (tmp_path / "loads").write_text(json.dumps(dataclasses.asdict(load)) + "\n")
 
     def judge(ranks: list[dict[str, Any]], left: tuple[str, ...] = ()) -> list[str]:
         environment = {"DS_PLUGIN_NOTE": "a b", "DS_PLUGIN_PROVENANCE": str(tmp_path / "loads")}
         for rank in ranks:
             rank["environment"]["DS_PLUGIN_PROVENANCE"] = str(tmp_path / "loads")
-        found = dict(program.judge(CASE, environment, program.Job(0, 1.0, "", list(left)), ranks))
-        return sorted(found.keys() - {"compiled once"})  # nothing was loaded here
+        return sorted(dict(program.judge(CASE, environment, program.Job(0, 1.0, "", list(left)), ranks)))
 
     return judge
 
