@@ -348,6 +348,7 @@ REPORT ?= docs/performance.json
 performance: .venv/peers.stamp build/mpi/ready.stamp
 	rm -rf build/performance-wheels
 	DS_BUILD_OPS=0 $(PIP) wheel --no-deps --no-build-isolation --wheel-dir build/performance-wheels . plugins/cpu
+	shopt -s nullglob; \
 	$(BIN)/sdk bench all --report $(REPORT) --example examples/tiny_gpt --wheels build/performance-wheels --disk build \
 	    $$(for mpi in build/mpi/*/; do echo --mpi $$mpi; done) --minutes 150 $(ARGS)
 
