@@ -6,6 +6,7 @@ import pytest
 
 from ds_plugin_sdk.conformance.outcome import Item
 from ds_plugin_sdk.conformance.selection import Selection, matches
+from ds_plugin_sdk.errors import ConformanceError
 
 
 def item(case: str, **parameters: str) -> Item:
@@ -57,3 +58,14 @@ def test_a_pattern_is_an_id_with_stars(pattern: str, case: str, holds: bool) -> 
 )
 def test_a_selection_picks_in_order(selection: Selection, cases: list[int]) -> None:
     assert selection.of(ITEMS) == [ITEMS[i] for i in cases]
+
+
+@pytest.mark.parametrize("selection", [Selection(ops=["adam_", "adm_"]), Selection(ops=["adm_"], levels=["runtime"])])
+def test_an_op_of_no_case_is_an_error_beside_others_too(selection: Selection) -> None:
+    with pytest.raises(ConformanceError, match="no case has the op 'adm_'"):
+        selection.of(ITEMS)
+
+
+def test_a_dtype_of_no_case_is_an_error() -> None:
+    with pytest.raises(ConformanceError, match="no case has the dtype 'bf16'"):
+        Selection(dtypes=["bf16"]).of(ITEMS)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ds_plugin_sdk.conformance.outcome import Item
+from ds_plugin_sdk.errors import ConformanceError
 
 
 def matches(pattern: str, case: str) -> bool:
@@ -31,7 +32,17 @@ class Selection:
     patterns: Sequence[str] = ()
 
     def of(self, items: Sequence[Item]) -> list[Item]:
-        """The selected ones, in their order."""
+        """The selected ones, in their order.
+
+        Raises:
+            ConformanceError: no case has an op or a dtype that is asked for.
+        """
+        for parameter, wanted in (("op", self.ops), ("dtype", self.dtypes)):
+            there = {item.parameters.get(parameter) for item in items}
+            if unknown := [each for each in wanted if each not in there]:
+                raise ConformanceError(
+                    f"no case has the {parameter} {unknown[0]!r}", hint="sdk conformance --list has ops and dtypes"
+                )
         named = {item.id for pattern in self.patterns for item in _named(pattern, items)}
         return [
             item
