@@ -124,6 +124,23 @@ def test_list_says_that_other_libraries_are_left_alone(sdk: Run, monkeypatch: py
     assert re.search(r"accelerate \d[\d.]* +left alone +DS_PLUGIN_AUTOLOAD=0", sdk("list", "--explain"))
 
 
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"DS_PLUGIN_AUTOLOAD": "0", "DS_ACCELERATOR": "cpu"}, "cpu +left to DeepSpeed +DS_PLUGIN_AUTOLOAD=0"),
+        ({"DS_ACCELERATOR": "npu"}, "npu +left to DeepSpeed +DS_ACCELERATOR=npu, and no plugin has that name"),
+    ],
+)
+def test_list_chooses_no_plugin_where_deepspeed_uses_its_own(
+    sdk: Run, monkeypatch: pytest.MonkeyPatch, settings: dict[str, str], reason: str
+) -> None:
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    text = sdk("list", "--explain")
+    assert "<- chosen" not in text
+    assert re.search(reason, text)
+
+
 def test_list_as_json(sdk: Run, install: Install) -> None:
     install("zap", body="raise RuntimeError('bad wheel')")
     with pytest.warns(RuntimeWarning, match="bad wheel"):

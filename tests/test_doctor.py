@@ -25,6 +25,7 @@ WELL = Facts(
     versions={"python": "3.11.7", "torch": "2.13.0", "deepspeed": "0.19.8"},
     plugin="zap",
     plugin_why="the best available",
+    deepspeeds_own=False,
     deepspeed_why="",
     kernels={"cache": ["cpu_adam"]},
     kernels_why={"cache": "same sources"},
@@ -69,6 +70,7 @@ def test_hosts_that_are_well_and_alike_have_one_line_a_check() -> None:
         ({"deepspeed_why": "ImportError: no 'log'"}, "deepspeed", "fails", "releases that fit each other"),
         ({"plugin": "cpu"}, "plugin", "fails", "the first host uses 'zap': `sdk list --explain` on both"),
         ({"plugin": "", "plugin_why": "no /dev/zap"}, "plugin", "fails", "`sdk list --explain` on both"),
+        ({"plugin": "", "deepspeeds_own": True}, "plugin", "fails", "`sdk list --explain` on both"),
         ({"kernels": {"compiles": ["cpu_adam"]}}, "kernels", "warning", "`sdk build zap` there before the run"),
         ({"kernels": {"reference": ["cpu_adam"]}}, "kernels", "warning", "on a host with a compiler"),
         ({"kernels": {"reference": ["a"]}, "fallback": False}, "kernels", "fails", "on a host with a compiler"),
@@ -92,6 +94,13 @@ def test_what_is_wrong_on_a_host_is_found_with_what_to_do(
     assert todo in wrong.next
     if check == "kernels":
         assert "(no compiler)" in wrong.found
+
+
+def test_a_machine_that_needs_no_plugin_is_no_failure() -> None:
+    why = "cpu: not used, 'cuda' was found, which needs no plugin"
+    hosts = {"first": Heard(replace(WELL, plugin="", plugin_why=why, deepspeeds_own=True))}
+    (found,) = (each for each in compare(hosts, {"first": 1}) if each.verdict != "ok")
+    assert (found.check, found.verdict, found.found) == ("plugin", "warning", f"none: {why}")
 
 
 def test_a_cache_that_cannot_be_written_matters_where_something_is_to_be_built() -> None:

@@ -379,6 +379,19 @@ def test_autoload_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     assert decide(no_hardware).chosen is None
 
 
+def test_without_autoload_a_plugin_has_a_name_that_deepspeed_lacks(
+    install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install("zap")
+    monkeypatch.setenv("DS_PLUGIN_AUTOLOAD", "0")
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    left = decide(no_hardware, ("cuda", "cpu"))
+    assert left.is_deepspeeds
+    monkeypatch.setenv("DS_ACCELERATOR", "zap")
+    chosen = decide(no_hardware, ("cuda", "cpu"))
+    assert chosen.chosen is not None and chosen.chosen.name == "zap"
+
+
 def test_probe_reads_as_a_sentence() -> None:
     assert str(Probe.available(1)) == "available: 1 device"
     assert str(Probe.available(2, "simulated")) == "available: 2 devices (simulated)"

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from ds_plugin_sdk import jit, op_builder, registry
 from ds_plugin_sdk.accelerator import DeepSpeedAccelerator, installed
 from ds_plugin_sdk.errors import BuildError, SdkError, SettingError, ToolchainError
+from ds_plugin_sdk.integrations.deepspeed.builtin_names import builtin_names
 from ds_plugin_sdk.op_builder import CombinedOpBuilder, NotImplementedBuilder, OpBuilder, ReferenceOpBuilder, op_table
 from ds_plugin_sdk.provenance import Record
 from ds_plugin_sdk.settings import child_environment, settings
@@ -54,7 +55,7 @@ def collect() -> Facts:
     """The facts of this machine and environment; a part that fails says so in its own place."""
     facts = Facts(versions=versions(), compilers=_compilers(), settings=_settings())
     try:
-        decision = registry.preview()
+        decision = registry.preview(builtin_names())
     except SdkError as error:
         facts.accelerator.append(("problem", str(error)))
         return facts

@@ -131,7 +131,7 @@ class Settings:
         "DS_PLUGIN_AUTOLOAD",
         _flag,
         True,
-        "0: no plugin is used, unless DS_ACCELERATOR names one or set_accelerator() is called",
+        "0: no plugin is used, unless DS_ACCELERATOR has a name that DeepSpeed lacks, or set_accelerator() is called",
     )
     probe_timeout = Setting[int](
         "DS_PLUGIN_PROBE_TIMEOUT", _positive, 10, "seconds for a plugin's manifest to be imported, and for its probe"

@@ -9,6 +9,7 @@ import typer
 from ds_plugin_sdk import integrations, registry
 from ds_plugin_sdk.cli.console import output, table
 from ds_plugin_sdk.errors import PluginConflictError, SdkError
+from ds_plugin_sdk.integrations.deepspeed.builtin_names import builtin_names
 from ds_plugin_sdk.registry import Candidate, Step
 from ds_plugin_sdk.settings import settings
 
@@ -21,7 +22,7 @@ def list_plugins(
     rows = [_row(candidates) for candidates in registry.scan().values()]
     problem: SdkError | None = None
     try:
-        decision = registry.preview()
+        decision = registry.preview(builtin_names())
     except SdkError as error:
         decision, problem = registry.Decision(), error
     chosen = decision.chosen.name if decision.chosen is not None else None

@@ -17,6 +17,7 @@ from pathlib import Path
 from ds_plugin_sdk import jit, op_builder, registry, report
 from ds_plugin_sdk.accelerator import installed
 from ds_plugin_sdk.errors import SdkError
+from ds_plugin_sdk.integrations.deepspeed.builtin_names import builtin_names
 from ds_plugin_sdk.op_builder import CombinedOpBuilder, LentOpBuilder, OpBuilder, ReferenceOpBuilder
 from ds_plugin_sdk.settings import child_environment, settings
 
@@ -33,6 +34,8 @@ class Facts:
         versions: of Python and of the packages that matter, ``not installed`` among them.
         plugin: name of the plugin that DeepSpeed would use; empty if none.
         plugin_why: the last step of that choice, or the error.
+        deepspeeds_own: whether no plugin is to be used: DeepSpeed has an accelerator of its own for this machine, or
+            was told to use it.
         deepspeed_why: why ``import deepspeed`` fails; empty if it does not, or if there is no plugin or no DeepSpeed.
         kernels: names of the plugin's native ops by where each would come from, as `report.OpStatus.origin` has it.
         kernels_why: of each origin the first op's reason.
@@ -52,6 +55,7 @@ class Facts:
     versions: dict[str, str]
     plugin: str
     plugin_why: str
+    deepspeeds_own: bool
     deepspeed_why: str
     kernels: dict[str, list[str]]
     kernels_why: dict[str, str]
@@ -71,7 +75,8 @@ class Facts:
 def examine(port: int) -> Facts:
     """This machine's facts; `port` is where the ranks of the run are to meet."""
     began = time.time()
-    plugin, why = _chosen()
+    decision, why = _chosen()
+    plugin = decision.chosen
     native = list(_native(plugin)) if plugin is not None else []
     kernels: dict[str, list[str]] = {}
     reasons: dict[str, str] = {}
@@ -82,6 +87,7 @@ def examine(port: int) -> Facts:
         versions=report.versions(),
         plugin=plugin.name if plugin is not None else "",
         plugin_why=why,
+        deepspeeds_own=decision.is_deepspeeds,
         deepspeed_why=_deepspeed_why() if plugin is not None and installed("deepspeed") else "",
         kernels=kernels,
         kernels_why=reasons,
@@ -99,13 +105,12 @@ def examine(port: int) -> Facts:
     )
 
 
-def _chosen() -> tuple[registry.Candidate | None, str]:
+def _chosen() -> tuple[registry.Decision, str]:
     try:
-        decision = registry.preview()
+        decision = registry.preview(builtin_names())
     except SdkError as error:
-        return None, str(error)
-    reason = str(decision.steps[-1]) if decision.steps else "no plugin is installed"
-    return decision.chosen, reason
+        return registry.Decision(), str(error)
+    return decision, str(decision.steps[-1]) if decision.steps else "no plugin is installed"
 
 
 def _deepspeed_why() -> str:

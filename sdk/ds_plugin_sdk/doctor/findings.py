@@ -108,6 +108,9 @@ def _plugin(facts: Facts, first: Facts) -> _Row:
     if facts.plugin != first.plugin:
         todo = f"the first host uses '{first.plugin or 'none'}': `sdk list --explain` on both, or DS_ACCELERATOR on all"
         return "plugin", "fails", facts.plugin or f"none: {facts.plugin_why}", todo
+    if facts.deepspeeds_own:
+        todo = "no plugin is needed: DeepSpeed uses an accelerator of its own; `sdk list --explain` says why"
+        return "plugin", "warning", f"none: {facts.plugin_why}", todo
     if not facts.plugin:
         return "plugin", "fails", f"none: {facts.plugin_why}", "`sdk list --explain` there"
     return "plugin", "ok", facts.plugin, ""

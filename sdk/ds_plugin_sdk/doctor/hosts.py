@@ -18,6 +18,7 @@ from pathlib import Path
 from ds_plugin_sdk import registry
 from ds_plugin_sdk.doctor.facts import Facts
 from ds_plugin_sdk.errors import HostfileError, SdkError
+from ds_plugin_sdk.integrations.deepspeed.builtin_names import builtin_names
 from ds_plugin_sdk.settings import child_environment, for_other_nodes
 
 _AT_ONCE = 32
@@ -85,7 +86,7 @@ def _command(port: int) -> str:
 
 def _exported_by_plugin() -> list[str]:
     try:
-        chosen = registry.preview().chosen
+        chosen = registry.preview(builtin_names()).chosen
     except SdkError:
         chosen = None
     return [] if chosen is None else registry.load(chosen).export_envs()

@@ -189,6 +189,6 @@ def _how_to_get_one(decision: Decision | None) -> str:
     return f"{install}call set_accelerator(...); `sdk list --explain` says what each plugin lacks"
 
 
-def preview() -> Decision:
-    """The choice that a new process would make, without loading anything. Raises as `decide`."""
-    return decide(_torch_hardware, deepspeed_installed=_deepspeed_installed())
+def preview(builtin_names: tuple[str, ...] = ()) -> Decision:
+    """The choice that a new process would make, without loading anything. Takes and raises what `decide` does."""
+    return decide(_torch_hardware, builtin_names, deepspeed_installed=_deepspeed_installed())

@@ -10,6 +10,9 @@ from ds_plugin_sdk.errors import PluginConflictError, PluginError, SdkError, Unk
 from ds_plugin_sdk.registry.scan import Candidate, how_to_have, only, scan
 from ds_plugin_sdk.settings import settings
 
+_LEFT = "left to DeepSpeed"
+_NOT_USED = "not used"
+
 
 @dataclass(frozen=True)
 class Step:
@@ -33,6 +36,11 @@ class Decision:
     def note(self, subject: str, verdict: str, reason: str) -> None:
         self.steps.append(Step(subject, verdict, reason))
 
+    @property
+    def is_deepspeeds(self) -> bool:
+        """Whether no plugin is to be used: DeepSpeed was asked for by name, or has hardware of its own."""
+        return self.chosen is None and bool(self.steps) and self.steps[-1].verdict in (_LEFT, _NOT_USED)
+
     def __str__(self) -> str:
         return "\n".join(map(str, self.steps))
 
@@ -45,6 +53,8 @@ def decide(
 ) -> Decision:
     """Choose a plugin: ``DS_ACCELERATOR`` first, else the highest priority among those available.
 
+    With ``DS_PLUGIN_AUTOLOAD=0`` it is none, unless ``DS_ACCELERATOR`` is a name that DeepSpeed does not have.
+
     Args:
         other_hardware: gives what hardware DeepSpeed would use without plugins, or None for a CPU alone. Called only
             when the best plugin has a negative priority.
@@ -54,19 +64,19 @@ def decide(
     Raises:
         PluginError: a plugin was requested by name, and it is unknown, not allowed, absent or broken.
     """
-    installed = scan()
     requested = settings.accelerator
+    decision = Decision()
+    if not settings.autoload and requested in (None, *builtin_names):
+        decision.note(requested or "every plugin", _LEFT, "DS_PLUGIN_AUTOLOAD=0")
+        return decision
+    installed = scan()
     if requested is not None:
         return _explicit(requested, installed, builtin_names)
-    decision = Decision()
-    if not settings.autoload:
-        decision.note("every plugin", "skipped", "DS_PLUGIN_AUTOLOAD=0")
-        return decision
     best = _best_available(installed, decision)
     if best is not None and best.manifest.priority < 0:
         hardware = other_hardware()
         if hardware is not None and deepspeed_installed:
-            decision.note(best.name, "not used", f"'{hardware}' was found, which needs no plugin")
+            decision.note(best.name, _NOT_USED, f"'{hardware}' was found, which needs no plugin")
             return decision
         if hardware is not None:
             why = f"'{hardware}' was found, but DeepSpeed, which could use it, is not installed"
@@ -86,7 +96,7 @@ def _explicit(name: str, installed: Mapping[str, list[Candidate]], builtin_names
     decision = Decision()
     if name not in installed:
         if name in builtin_names:
-            decision.note(name, "left to DeepSpeed", f"DS_ACCELERATOR={name}, and no plugin has that name")
+            decision.note(name, _LEFT, f"DS_ACCELERATOR={name}, and no plugin has that name")
             return decision
         raise UnknownAcceleratorError(
             f"DS_ACCELERATOR={name} names nothing that is installed",

@@ -2,6 +2,7 @@
 
 import_hook     sees DeepSpeed being imported; all that runs at `import torch`
 adopt           makes DeepSpeed use the registry's accelerator
+builtin_names   the accelerators that DeepSpeed brings along
 rebind          lets what DeepSpeed froze at import follow a later change
 launcher        the SDK's settings on every node of a job
 op_table        every op in DeepSpeed's table of ops

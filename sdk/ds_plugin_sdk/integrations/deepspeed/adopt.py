@@ -95,11 +95,9 @@ def _join(real_accelerator: Any, detect: Callable[[], str | None]) -> None:
     pinned.serve()
     registry.use_fallback(real_accelerator.get_accelerator)
     registry.on_change(functools.partial(_use, real_accelerator))
-    # Without autoload a plugin is used only if it was set, or asked for by a name that DeepSpeed does not have.
-    if settings.autoload or settings.accelerator not in (None, *builtin_names) or registry.current() is not None:
-        accelerator = registry.choose(detect, builtin_names)
-        if accelerator is not None:
-            _use(real_accelerator, accelerator)
+    accelerator = registry.choose(detect, builtin_names)
+    if accelerator is not None:
+        _use(real_accelerator, accelerator)
 
 
 def _share_set_accelerator(real_accelerator: Any) -> None:
