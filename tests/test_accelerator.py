@@ -233,6 +233,21 @@ def test_a_torch_accelerator_answers_from_torch() -> None:
     assert not device.on_accelerator(torch.ones(1))
 
 
+def test_a_device_is_one_by_its_index_its_name_or_itself() -> None:
+    class XPU_Accelerator(TorchAccelerator):
+        device_type = "xpu"
+
+        def current_device(self) -> int:
+            return 2
+
+    device = XPU_Accelerator().device
+    assert {device(2), device("xpu:2"), device(torch.device("xpu", 2))} == {torch.device("xpu:2")}
+    assert {device(), device(None), device("xpu"), device(torch.device("xpu"))} == {torch.device("xpu:2")}
+    assert device(torch.device("xpu", 0)) == torch.device("xpu:0")
+    with pytest.raises(ValueError, match="cpu is no device of 'xpu'"):
+        device(torch.device("cpu"))
+
+
 def test_fork_rng_keeps_the_device_s_generator() -> None:
     device = Minimal()
     device.manual_seed(1)

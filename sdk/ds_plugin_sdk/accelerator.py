@@ -130,8 +130,19 @@ class DeepSpeedAccelerator(abc.ABC):
     def synchronize(self, device_index: int | None = None) -> None:
         """Return when all work submitted to the device is done. None: the current device."""
 
-    def device(self, device_index: int | None = None) -> torch.device:
-        """The `torch.device` of an index. None: the current device."""
+    def device(self, device_index: int | str | torch.device | None = None) -> torch.device:
+        """The `torch.device` of an index, or of what DeepSpeed passes in its place: a tensor's device, or a string.
+
+        None, or a device without an index, is the current one.
+
+        Raises:
+            ValueError: it is a device of another kind.
+        """
+        if isinstance(device_index, (str, torch.device)):
+            device = torch.device(device_index)
+            if device.type != torch.device(self.device_name()).type:
+                raise ValueError(f"{device} is no device of '{self.device_name()}'")
+            device_index = device.index
         return torch.device(self.device_name(self.current_device() if device_index is None else device_index))
 
     def current_device_name(self) -> str:

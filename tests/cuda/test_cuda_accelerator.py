@@ -56,6 +56,22 @@ def test_dtypes_are_those_of_the_hardware(
     assert torch.float32 in cuda.supported_dtypes()
 
 
+@pytest.mark.parametrize(("capability", "prefers"), [((7, 5), False), ((8, 6), True), ((8, 9), True), ((9, 0), False)])
+def test_tritons_grouped_product_serves_where_torch_has_none(
+    monkeypatch: pytest.MonkeyPatch, cuda: CUDA_Accelerator, capability: tuple[int, int], prefers: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    for there in (True, False):
+        monkeypatch.setattr("ds_plugin_cuda.accelerator.installed", lambda module, there=there: there)
+        assert cuda.prefer_triton_grouped_mm() is (prefers and there)
+
+
+def test_the_drivers_number_of_a_visible_device(monkeypatch: pytest.MonkeyPatch, cuda: CUDA_Accelerator) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
+    assert [cuda._get_nvml_gpu_id(index) for index in (0, 1)] == [3, 1]
+
+
 def test_every_op_has_a_builder(cuda: CUDA_Accelerator) -> None:
     names = ("FusedAdamBuilder", "FusedLionBuilder", "FusedLambBuilder", "TransformerBuilder", "QuantizerBuilder")
     for name in (*names, "StochasticTransformerBuilder", "SpatialInferenceBuilder"):

@@ -9,9 +9,11 @@ import torch
 
 from ds_plugin_cuda import nvtx
 from ds_plugin_sdk import TorchAccelerator
+from ds_plugin_sdk.accelerator import installed
 
 # Compute capabilities from which the hardware computes in a type: IEEE half at full rate, bfloat16.
 _HALF, _BFLOAT16 = (7, 0), (8, 0)
+_HOPPER = (9, 0)
 
 
 class CUDA_Accelerator(TorchAccelerator):
@@ -35,6 +37,16 @@ class CUDA_Accelerator(TorchAccelerator):
         """From Ampere on, where DeepSpeed's Triton kernels were written for."""
         return self.is_available() and torch.cuda.get_device_capability() >= _BFLOAT16
 
+    def prefer_triton_grouped_mm(self) -> bool:
+        """On Ampere and Ada, where torch's grouped product is a loop over the groups; later ones have a kernel."""
+        return self.is_triton_supported() and torch.cuda.get_device_capability() < _HOPPER and installed("triton")
+
+    # ------------------------------------------------------------------ communication
+    def communication_backend_version(self) -> tuple[int, ...]:
+        """NCCL's version, such as (2, 27, 3)."""
+        version: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]  # torch gives it no type
+        return version
+
     # ------------------------------------------------------------------ graphs
     def is_current_stream_capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
@@ -51,6 +63,10 @@ class CUDA_Accelerator(TorchAccelerator):
     # ------------------------------------------------------------------ memory
     def total_memory(self, device_index: int | None = None) -> int:
         return int(torch.cuda.get_device_properties(self.device(device_index)).total_memory)
+
+    def _get_nvml_gpu_id(self, torch_gpu_id: int) -> int:
+        """The number that the driver has for a device of ``CUDA_VISIBLE_DEVICES``. DeepSpeed's profiler asks for it."""
+        return torch.cuda._get_nvml_device_index(torch_gpu_id)
 
     # ------------------------------------------------------------------ profiling
     def range_push(self, msg: str, domain: str | None = None, category: str | None = None) -> int:

@@ -67,6 +67,13 @@ def _events(wrong: str) -> Any:
 
 member("streams.number", "R4.1", "`Event` is a number.", target=SIMULATED, Event=5)
 member("streams.none_rejected", "R4.2", "`stream(None)` is no context.", target=SIMULATED, stream=lambda self, s: s)
+member(
+    "streams.no_device",
+    "R4.2",
+    "`current_stream` takes no tensor's device.",
+    target=SIMULATED,
+    current_stream=lambda self, index=None: original(self).current_stream(index if index is None else index + 0),
+)
 _ONE: list[Any] = []
 
 

@@ -60,8 +60,9 @@ def stream_property(target: Target, member: str) -> None:
     Clause(
         "R4.2",
         "`stream(None)` is a context that changes nothing; `current_stream()` and `default_stream()`, with an index or "
-        "without, give a stream, or None where there are no streams.",
-        reason="ZeRO enters the context of its side stream, which is None on a synchronous device.",
+        "without, and `current_stream()` with a tensor's device give a stream, or None where there are no streams.",
+        reason="ZeRO enters the context of its side stream, which is None on a synchronous device; quantized "
+        "parameters pass a tensor's device.",
     ),
 )
 def stream_none(target: Target) -> None:
@@ -71,8 +72,9 @@ def stream_none(target: Target) -> None:
         expect_equal(accelerator.current_stream(), before, "current_stream() inside stream(None)")
         made = torch.ones(2, device=target.device)
     expect_equal(_seen(made), {1.0}, "values computed inside stream(None)")
-    for member in ("current_stream", "default_stream"):
-        for arguments in ((), (None,), *((index,) for index in indices(target))):
+    numbers: list[tuple[Any, ...]] = [(), (None,), *((index,) for index in indices(target))]
+    for member, calls in (("current_stream", [*numbers, (made.device,)]), ("default_stream", numbers)):
+        for arguments in calls:
             given = getattr(accelerator, member)(*arguments)
             what = f"{member}({', '.join(map(str, arguments))}) is {given!r}"
             expect((given is None) == (accelerator.Stream is None), what, why=f"Stream is {accelerator.Stream!r}")
