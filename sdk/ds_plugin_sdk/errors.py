@@ -35,6 +35,9 @@ from __future__ import annotations
 
 from typing import Any
 
+# Where hints send the reader: packages carry no pages.
+DOCUMENTATION = "https://github.com/ds-plugin-sdk/ds-plugin-sdk/blob/main/docs"
+
 
 class SdkError(Exception):
     """Root of the SDK's errors.

@@ -20,10 +20,18 @@ from clusters.cases import REPOSITORY
 FOLDER = REPOSITORY / "build" / "jobs"
 PAGE = REPOSITORY / "examples" / "slurm" / "README.md"
 PATH = f"{sys.base_exec_prefix}/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-# What a job's log says, for each script that the page submits, if all went well.
+# How each script that the page submits shares the two cores of a node, and what its log says if all went well. A mask is that
+# of a rank's cores.
+OPTIONS = {"train": ("--ntasks-per-node=1", "--cpus-per-task=2"), "train_deepspeed": ("--cpus-per-task=1",)}
 SAID = {
-    "train": (r"Nothing will fail\.", r"4 ranks on CPU_Accelerator", r"5 steps on 4 ranks", r"fused_adam.* cache"),
-    "train_deepspeed": (r"4 ranks on CPU_Accelerator", r"5 steps on 4 ranks"),
+    "train": (
+        r"Nothing will fail\.",
+        r"2 ranks on CPU_Accelerator",
+        r"node2, task  1  0 .*mask 0x3 set",
+        r"5 steps on 2 ranks",
+        r"fused_adam.* cache",
+    ),
+    "train_deepspeed": (r"4 ranks on CPU_Accelerator", r"node2, task  3  1 .*mask 0x2 set", r"5 steps on 4 ranks"),
 }
 FEW = ("--steps", "5", "--eval-every", "5", "--eval-windows", "8", "--sample-bytes", "20")
 
@@ -45,7 +53,7 @@ def submitted() -> list[str]:
 def train(script: str, environment: dict[str, str]) -> bool:
     """Submit a script, wait for its end, and look for what its log should say."""
     log = FOLDER / f"{script}.log"
-    options = ["--wait", "--cpus-per-task=1", f"--output={log}"]
+    options = ["--wait", *OPTIONS[script], f"--output={log}"]
     command = ["sbatch", *options, f"examples/slurm/{script}.sbatch", *FEW]
     status = subprocess.run(command, env=environment, cwd=REPOSITORY, check=False).returncode
     text = log.read_text(encoding="utf-8") if log.exists() else ""

@@ -23,7 +23,7 @@ from typing import Any
 from ds_plugin_sdk import registry
 from ds_plugin_sdk.conformance.outcome import Item, Outcome, Verdict
 from ds_plugin_sdk.conformance.selection import matches
-from ds_plugin_sdk.errors import ConformanceError
+from ds_plugin_sdk.errors import DOCUMENTATION, ConformanceError
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -121,7 +121,9 @@ def _entry(path: Path, data: Any) -> Expectation:
 
 def _wrong(path: Path, why: str) -> ConformanceError:
     return ConformanceError(
-        "the expectations are not as they must be", why=f"{path}: {why}", hint="docs/conformance.md describes the file"
+        "the expectations are not as they must be",
+        why=f"{path}: {why}",
+        hint=f"{DOCUMENTATION}/conformance.md describes the file",
     )
 
 

@@ -8,6 +8,7 @@ from typing import Literal
 
 from ds_plugin_sdk.doctor.facts import Facts
 from ds_plugin_sdk.doctor.hosts import Heard, Silent
+from ds_plugin_sdk.errors import DOCUMENTATION
 
 Verdict = Literal["ok", "warning", "fails"]
 
@@ -98,7 +99,7 @@ def _versions(facts: Facts, first: Facts) -> Iterator[_Row]:
         elif here == "not installed":
             yield package, "fails", here, f"pip install {package}"
         elif package == "deepspeed" and facts.deepspeed_why:
-            todo = "releases that fit each other: docs/faq.md has those of DeepSpeed and torch"
+            todo = f"releases that fit each other: {DOCUMENTATION}/faq.md has those of DeepSpeed and torch"
             yield package, "fails", f"{here} cannot be imported: {facts.deepspeed_why}", todo
         else:
             yield package, "ok", here, ""

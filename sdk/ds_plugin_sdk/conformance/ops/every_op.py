@@ -48,7 +48,7 @@ from ds_plugin_sdk.conformance.ops.support import (
 )
 from ds_plugin_sdk.conformance.placed import same_bits
 from ds_plugin_sdk.conformance.target import Target
-from ds_plugin_sdk.errors import InvalidTensorError
+from ds_plugin_sdk.errors import DOCUMENTATION, InvalidTensorError
 from ds_plugin_sdk.op_builder import op_table
 
 
@@ -427,4 +427,4 @@ def _own_builders(target: Target) -> Iterator[Parameters]:
 )
 def builder_name(target: Target, builder: str) -> None:
     problem = op_builder.name_problem(op_builder.builders_in(target.accelerator.op_builders)[builder])
-    expect(problem is None, f"{builder}: {problem}", hint="docs/writing-a-plugin.md has the table of names")
+    expect(problem is None, f"{builder}: {problem}", hint=f"{DOCUMENTATION}/writing-a-plugin.md has the table of names")
