@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,6 +29,7 @@ from ds_plugin_sdk.jit import (
 from ds_plugin_sdk.jit.machine import Torch
 from ds_plugin_sdk.jit.target import CpuTarget
 from ds_plugin_sdk.jit.toolchains import cxx_sibling, gencode
+from pages import ROOT
 
 SUMMIT = CpuTarget("ppc64le", "power9")
 GRAVITON = CpuTarget("aarch64", "armv8.2-a+fp16+dotprod")
@@ -313,6 +316,30 @@ class VendorToolchain(Toolchain):
 
     def link_command(self, spec: BuildSpec, machine: Machine) -> list[str]:
         return ["c++", "-shared", "-o", spec.library, *(f"{source.stem}.o" for source in spec.sources)]
+
+
+@pytest.mark.compiler
+def test_the_documented_toolchain_compiles_with_the_vendors_compiler(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (ROOT / "docs" / "writing-a-plugin.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(# ds_plugin_zap/toolchain.py\n.*?)```", page, re.DOTALL)
+    monkeypatch.setattr(toolchains, "_toolchains", dict(toolchains._toolchains))
+    kernel = (project.root / "answer.cpp").rename(project.root / "answer.zap")
+    host = project.root / "host.cpp"
+    host.write_text("int host() { return 1; }\n")
+    spec = project.spec(toolchain="zap", sources=(Source(kernel), Source(host)))
+    exec(code, {"__name__": "toolchain"})
+    with pytest.raises(ToolchainError, match="compiler 'zapcc' was not found"):
+        acquire(spec)
+    compiled = tmp_path / "compiled"
+    body = '[ "$1" = --version ] && echo zapcc 1.0 && exit\n' + f'echo "$@" >> {compiled}\nexec c++ "$@"\n'
+    script(tmp_path / "zapcc", body)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert answer(acquire(spec).path) == 42
+    assert [line.rpartition(" -o ")[2] for line in compiled.read_text().splitlines()] == ["answer.zap.o"]
+    (project.root / "answer.h").write_text("#define ANSWER 41\n")
+    assert answer(acquire(spec).path) == 43
 
 
 @pytest.mark.compiler

@@ -20,8 +20,8 @@ from clusters.cases import REPOSITORY
 FOLDER = REPOSITORY / "build" / "jobs"
 PAGE = REPOSITORY / "examples" / "slurm" / "README.md"
 PATH = f"{sys.base_exec_prefix}/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-# How each script that the page submits shares the two cores of a node, and what its log says if all went well. A mask is that
-# of a rank's cores.
+# How each script that the page submits shares the two cores of a node, and what its log says if all went well. A mask
+# is that of a rank's cores.
 OPTIONS = {"train": ("--ntasks-per-node=1", "--cpus-per-task=2"), "train_deepspeed": ("--cpus-per-task=1",)}
 SAID = {
     "train": (

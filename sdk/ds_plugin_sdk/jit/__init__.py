@@ -10,7 +10,7 @@ Nothing here knows accelerators, plugins or DeepSpeed, and only `load` imports t
 
 from ds_plugin_sdk.jit import cache
 from ds_plugin_sdk.jit.acquire import acquire, build_into, explain, failure, find, obtain, refusal
-from ds_plugin_sdk.jit.compiler import Compiler
+from ds_plugin_sdk.jit.compiler import Compiler, identify
 from ds_plugin_sdk.jit.load import load
 from ds_plugin_sdk.jit.machine import Machine
 from ds_plugin_sdk.jit.spec import Artifact, BuildSpec, Source
@@ -41,6 +41,7 @@ __all__ = [
     "failure",
     "find",
     "get_toolchain",
+    "identify",
     "load",
     "obtain",
     "refusal",

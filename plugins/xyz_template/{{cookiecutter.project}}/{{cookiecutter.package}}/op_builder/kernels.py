@@ -10,7 +10,7 @@ from ds_plugin_sdk import CppOpBuilder{% if cookiecutter.runtime == "simulated" 
 class {{ cookiecutter.prefix }}OpBuilder(CppOpBuilder):
     """Builds an op of {{ cookiecutter.prefix }} devices.
 
-    For the vendor's own compiler, name its toolchain in TOOLCHAIN.
+    For the vendor's own compiler, name its toolchain in TOOLCHAIN: docs/writing-a-plugin.md of the SDK has one whole.
     """
 
     def {{ cookiecutter.name }}_kernel_path(self, path: str) -> str:
