@@ -134,7 +134,7 @@ class Settings:
         "0: no plugin is used, unless DS_ACCELERATOR has a name that DeepSpeed lacks, or set_accelerator() is called",
     )
     probe_timeout = Setting[int](
-        "DS_PLUGIN_PROBE_TIMEOUT", _positive, 10, "seconds for a plugin's manifest to be imported, and for its probe"
+        "DS_PLUGIN_PROBE_TIMEOUT", _positive, 10, "seconds for a plugin's manifest to be imported, and for its probe; unset: 10"
     )
 
     # Building kernels
@@ -155,7 +155,7 @@ class Settings:
         "DS_PLUGIN_LOCK_TIMEOUT",
         _positive,
         600,
-        "seconds that a compiler may take for a file, and to wait for another process that compiles the same op",
+        "seconds for a compiler and a file, and to wait for a process that compiles the same op; unset: 600",
     )
     provenance_file = Setting[Path | None](
         "DS_PLUGIN_PROVENANCE", _path, None, "file to which each process appends a line for each op it loads"
@@ -182,8 +182,8 @@ class Settings:
     build_ops = Setting[bool]("DS_BUILD_OPS", _flag, False, "1: put compiled kernels inside the wheel being built")
 
     # The simulated device
-    simulator_devices = Setting[int]("DS_SIMULATOR_DEVICES", _positive, 2, "how many devices to simulate")
-    simulator_memory_mb = Setting[int]("DS_SIMULATOR_MEMORY_MB", _positive, 8192, "MiB of each simulated device")
+    simulator_devices = Setting[int]("DS_SIMULATOR_DEVICES", _positive, 2, "how many devices to simulate; unset: 2")
+    simulator_memory_mb = Setting[int]("DS_SIMULATOR_MEMORY_MB", _positive, 8192, "MiB of each simulated device; unset: 8192")
     simulator_delay_us = Setting[int](
         "DS_SIMULATOR_DELAY_US", int, 0, "microseconds by which a simulated device begins each piece of work later"
     )
