@@ -134,7 +134,10 @@ class Settings:
         "0: no plugin is used, unless DS_ACCELERATOR has a name that DeepSpeed lacks, or set_accelerator() is called",
     )
     probe_timeout = Setting[int](
-        "DS_PLUGIN_PROBE_TIMEOUT", _positive, 10, "seconds for a plugin's manifest to be imported, and for its probe; unset: 10"
+        "DS_PLUGIN_PROBE_TIMEOUT",
+        _positive,
+        10,
+        "seconds for a plugin's manifest to be imported, and its probe; unset: 10",
     )
 
     # Building kernels
@@ -183,7 +186,9 @@ class Settings:
 
     # The simulated device
     simulator_devices = Setting[int]("DS_SIMULATOR_DEVICES", _positive, 2, "how many devices to simulate; unset: 2")
-    simulator_memory_mb = Setting[int]("DS_SIMULATOR_MEMORY_MB", _positive, 8192, "MiB of each simulated device; unset: 8192")
+    simulator_memory_mb = Setting[int](
+        "DS_SIMULATOR_MEMORY_MB", _positive, 8192, "MiB of each simulated device; unset: 8192"
+    )
     simulator_delay_us = Setting[int](
         "DS_SIMULATOR_DELAY_US", int, 0, "microseconds by which a simulated device begins each piece of work later"
     )

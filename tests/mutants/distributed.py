@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -209,6 +210,60 @@ _function(
     target=SIMULATED,
 )
 _function("stream_ignored", "D6.3", "Nor for a side stream.", "all_reduce", _elsewhere, target=SIMULATED)
+
+
+def _gathers_elsewhere(original: Function, output: Any, source: torch.Tensor, *rest: Any, **keywords: Any) -> Any:
+    with torch.Stream(device=source.device):
+        return original(output, source, *rest, **keywords)
+
+
+for _name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single"):
+    _function(
+        f"not_ordered_{_name}",
+        "D6.2",
+        f"`{_name}` does not wait for the current stream.",
+        _name,
+        _gathers_elsewhere,
+        target=SIMULATED,
+        only=f"distributed.collectives.ordered/{_name}/*",
+    )
+
+
+class _Later(dist.Work):  # type: ignore[misc]  # torch gives it no type
+    """A collective that begins when it is waited for."""
+
+    def __init__(self, begin: Callable[[], Any]) -> None:
+        super().__init__()
+        self.wait = begin
+
+
+def _reads_late(original: Function, output: torch.Tensor, source: torch.Tensor, async_op: bool = False) -> Any:
+    """The input's memory is read at `wait()`, whatever holds it then."""
+    if not async_op:
+        return original(output, source)
+    alive, kept = weakref.ref(source), source.detach().clone()
+
+    def begin() -> None:
+        if alive() is None:
+            kept.fill_(float("nan"))
+        original(output, kept)
+
+    return _Later(begin)
+
+
+_function("input_given_away", "D6.10", "A dropped input is read.", "all_gather_into_tensor", _reads_late)
+
+
+def _narrow(original: Function, tensor: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
+    if tensor.dtype != torch.int64:
+        return original(tensor, *arguments, **keywords)
+    as_float = tensor.float()
+    work = original(as_float, *arguments, **keywords)
+    tensor.copy_(as_float.long())
+    return work
+
+
+_function("integers_as_floats", "D1.11", "`broadcast` of int64 goes by float32.", "broadcast", _narrow)
 
 
 def _whole_world(original: Function, tensor: torch.Tensor, *, group: Any = None, **keywords: Any) -> Any:

@@ -154,6 +154,13 @@ _collective(
     ),
 )
 
+_collective(
+    "integers",
+    "D1.11",
+    "int64 is exact beyond 32 bits and beyond what a float holds.",
+    "DeepSpeed exchanges sizes, offsets and indices of samples.",
+)
+
 # --------------------------------------------------------------------------------- D2: broadcast, gather and scatter
 _collective(
     "broadcast",
@@ -229,6 +236,15 @@ _collective(
 )
 
 # ----------------------------------------------------------------------------------------- D6: order, groups, life span
+_ORDERED = (
+    "all_reduce",
+    "broadcast",
+    "all_gather_into_tensor",
+    "reduce_scatter_tensor",
+    "all_to_all_single",
+    "batch_isend_irecv",
+)
+
 _collective(
     "barrier",
     "D6.1",
@@ -238,16 +254,35 @@ _collective(
 _collective(
     "ordered",
     "D6.2",
-    "A collective sees what was submitted to the current stream before it, and what is submitted after it sees its "
-    "result.",
+    "A collective sees what was submitted to the current stream before it, and what is submitted after it, or with "
+    "`async_op=True` after `wait()`, sees its result.",
     "No wait stands between the backward pass and the reduction.",
+    cases=lambda target: (
+        {"collective": name, "by": by}
+        for name in _ORDERED
+        for by in ("the call", "wait")
+        if (name, by) != ("batch_isend_irecv", "the call")  # it always gives what is to be waited for
+    ),
 )
 _collective(
     "on_a_side_stream",
     "D6.3",
     "The same holds for a collective inside `stream(s)`, with `wait_stream` before and after.",
     "ZeRO's `overlap_comm`.",
+    cases=lambda target: ({"collective": name} for name in _ORDERED),
     needs=needs_streams,
+)
+_collective(
+    "input_reused",
+    "D6.10",
+    "The input of a collective may be written after the call, and dropped before `wait()`: other ranks get what it "
+    "held.",
+    "Buckets are filled again, and gradients freed, as soon as their reduction was submitted.",
+    cases=lambda target: (
+        {"collective": name, "how": how}
+        for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
+        for how in ("written", "dropped")
+    ),
 )
 _collective(
     "groups",

@@ -41,6 +41,31 @@ def _compiles_wrongly(target: Target) -> Target:
 
 
 mutant("communication.wrong_code", "R8.5", "runtime")(_compiles_wrongly)
+
+
+def _specializing() -> None:
+    def specializing(graph: Any, inputs: Any) -> Any:
+        first: list[Any] = []
+
+        def run(*arguments: Any) -> Any:
+            shapes = [each.shape for each in arguments if isinstance(each, torch.Tensor)]
+            first.extend([] if first else [shapes])
+            return tuple(value if shapes == first[0] else 2 * value for value in graph(*arguments))
+
+        return run
+
+    torch._dynamo.register_backend(specializing, name="specializing")
+
+
+def _first_shape(target: Target) -> Target:
+    """Compiled code is right of the batch that it was compiled for."""
+    _specializing()
+    torch._dynamo.config.automatic_dynamic_shapes = True
+    torch._dynamo.config.assume_static_by_default = False
+    return override(target, get_compile_backend=always("specializing"))
+
+
+mutant("communication.first_shape", "R8.5", "runtime")(_first_shape)
 member(
     "communication.any_compiler",
     "R8.6",

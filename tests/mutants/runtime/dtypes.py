@@ -31,6 +31,18 @@ def _all_finite() -> None:
     torch.isfinite = lambda tensor: torch.ones_like(tensor, dtype=torch.bool)  # type: ignore[assignment]  # the defect of this mutant
 
 
+def _largest_number() -> None:
+    original = torch.Tensor.amax
+
+    def amax(self: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
+        there = self.device.type == DEVICE
+        numbers = self.nan_to_num(nan=0.0, posinf=float("inf"), neginf=float("-inf")) if there else self
+        return original(numbers, *arguments, **options)
+
+    torch.Tensor.amax = amax  # type: ignore[method-assign, assignment]  # the defect of this mutant
+
+
+below("dtypes.largest_number", "R6.8", "`amax` passes over NaN, as fmax does.", _largest_number)
 below("dtypes.all_finite", "R6.6", "Infinity counts as finite.", _all_finite)
 
 

@@ -167,4 +167,33 @@ def _staged_badly() -> None:
     torch.Tensor.to, torch.Tensor.copy_ = wrapped, copy_  # type: ignore[method-assign, assignment]  # the defect
 
 
+def _copy(how: Any) -> Any:
+    """Replace ``copy_`` between pinned memory and the device by `how(copy_, self, source, non_blocking)`."""
+
+    def patch() -> None:
+        copy = torch.Tensor.copy_
+
+        def copy_(self: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+            if {self.device.type, source.device.type} != {"cpu", DEVICE}:
+                return copy(self, source, non_blocking)
+            return how(copy, self, source, non_blocking)
+
+        torch.Tensor.copy_ = copy_  # type: ignore[method-assign, assignment]  # the defect of this mutant
+
+    return patch
+
+
+def _by_an_engine(copy: Any, self: Tensor, source: Tensor, non_blocking: bool) -> Tensor:
+    with torch.Stream(device=DEVICE):
+        copied: Tensor = copy(self, source, non_blocking)
+    return copied
+
+
+below(
+    "copies.never_blocking",
+    "R7.14",
+    "A blocking copy of pinned memory does not wait.",
+    _copy(lambda copy, self, source, non_blocking: copy(self, source, True)),
+)
+below("copies.by_an_engine", "R7.15", "Copies of pinned memory are ordered with nothing.", _copy(_by_an_engine))
 below("copies.staged_badly", "R7.13", "The buffer by which a copy converts is not kept for it.", _staged_badly)

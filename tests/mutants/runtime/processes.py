@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
+import weakref
 from typing import Any
 
 import torch
@@ -46,4 +48,22 @@ member(
 )
 member("processes.dies_in_fork", "R11.7", "Using the device in a child ends it.", synchronize=_dies_in_child)
 member("processes.no_spawn", "R11.8", "A spawned child cannot use the device.", synchronize=_raises_in_child)
+
+
+def _dies_at_exit() -> None:
+    """What the library tears down a living tensor still needs."""
+    alive: list[Any] = []
+    ones = torch.ones
+
+    def made(*arguments: Any, **options: Any) -> torch.Tensor:
+        tensor = ones(*arguments, **options)
+        if tensor.device.type == DEVICE:
+            alive.append(weakref.ref(tensor))
+        return tensor
+
+    torch.ones = made  # type: ignore[assignment]  # the defect of this mutant
+    atexit.register(lambda: os._exit(134) if any(each() is not None for each in alive) else None)
+
+
+below("processes.dies_at_exit", "R11.10", "A tensor that lives at exit ends the process badly.", _dies_at_exit)
 member("processes.one_device", "R11.9", "Every rank stays on device 0.", target=SIMULATED, set_device=nothing)

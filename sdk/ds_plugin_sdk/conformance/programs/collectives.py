@@ -158,6 +158,21 @@ def more_ranks(it: _Rank) -> None:
 
 
 @_task
+def integers(it: _Rank) -> None:
+    large, small = 2**40 + 3, -(2**33) - 1
+    mine = torch.tensor([large + it.rank, small], device=it.device)
+    for op, expected in ((dist.ReduceOp.SUM, [2 * large + 1, 2 * small]), (dist.ReduceOp.MAX, [large + 1, small])):
+        reduced = mine.clone()
+        dist.all_reduce(reduced, op=op)
+        expect_equal(reduced.tolist(), expected, f"all_reduce({op}) of int64")
+    named, gathered = mine.clone(), torch.zeros(4, dtype=torch.int64, device=it.device)
+    dist.broadcast(named, 1)
+    expect_equal(named.tolist(), [large + 1, small], "broadcast of int64")
+    dist.all_gather_into_tensor(gathered, mine)
+    expect_equal(gathered.tolist(), [large, small, large + 1, small], "all_gather_into_tensor of int64")
+
+
+@_task
 def all_reduce_empty(it: _Rank) -> None:
     dist.all_reduce(torch.empty(0, device=it.device))
     values = it.mine
@@ -376,33 +391,104 @@ def groups(it: _Rank) -> None:
             dist.destroy_process_group(group)
 
 
+_PART = 1 << 10
+
+
+class _Call:
+    """A collective whose input is as many times `_PART` numbers as there are ranks, 1 on rank 0 and 2 on rank 1.
+
+    Attributes:
+        source: its input.
+        result: its output, which of some is the input.
+        expected: what the output is to be, on the host.
+    """
+
+    def __init__(self, it: _Rank, collective: str) -> None:
+        self.collective, self.other = collective, it.other
+        self.source = torch.zeros(2 * _PART, device=it.device)
+        numbers: dict[str, list[float]] = {
+            "all_reduce": [3, 3],
+            "broadcast": [2, 2],
+            "all_gather_into_tensor": [1, 1, 2, 2],
+            "reduce_scatter_tensor": [3],
+            "all_to_all_single": [1, 2],
+            "batch_isend_irecv": [1.0 + it.other] * 2,
+        }
+        self.expected = torch.tensor(numbers[collective]).repeat_interleave(_PART)
+        in_place = collective in ("all_reduce", "broadcast")
+        self.result = self.source if in_place else torch.zeros(len(self.expected), device=it.device)
+
+    def start(self, asynchronous: bool) -> list[Any]:
+        """Make the call; what is to be waited for."""
+        function = getattr(dist, self.collective)
+        if self.collective == "batch_isend_irecv":
+            tensors = ((dist.isend, self.source), (dist.irecv, self.result))
+            works: list[Any] = function([dist.P2POp(operation, tensor, self.other) for operation, tensor in tensors])
+            return works
+        arguments = {"all_reduce": (self.source,), "broadcast": (self.source, 1)}
+        work = function(*arguments.get(self.collective, (self.result, self.source)), async_op=asynchronous)
+        return [work] if asynchronous else []
+
+    def __call__(self, asynchronous: bool) -> None:
+        for work in self.start(asynchronous):
+            work.wait()
+
+    def expect(self, right: torch.Tensor, how: str) -> None:
+        """Expect these numbers of the result, and name the worst of each part if they are others."""
+        seen = self.result.cpu()
+        worst = (seen - right).abs().nan_to_num(float("inf")).view(-1, _PART).argmax(1)
+        found, wanted = (
+            tensor.view(-1, _PART).gather(1, worst[:, None]).flatten().tolist() for tensor in (seen, right)
+        )
+        expect(torch.equal(seen, right), f"{self.collective} {how}: {found}", why=f"expected {wanted}")
+
+
 @_task
-def ordered(it: _Rank) -> None:
-    values = torch.zeros(1 << 10, device=it.device)
+def ordered(it: _Rank, collective: str, by: str) -> None:
+    call = _Call(it, collective)
     it.target.accelerator.synchronize()
     with slow_work(it.target) as keep_busy:
         keep_busy()
-        values.fill_(1.0 + it.rank)
-        dist.all_reduce(values)
-        values.mul_(2)
-        seen = set(_values(values))
-    expect_equal(seen, {6.0}, "values filled, reduced and doubled on the current stream")
+        call.source.fill_(1.0 + it.rank)
+        call(by == "wait")
+        call.result.mul_(2)
+        call.expect(2 * call.expected, "of values filled on the current stream, doubled there")
 
 
 @_task
-def on_a_side_stream(it: _Rank) -> None:
+def on_a_side_stream(it: _Rank, collective: str) -> None:
     accelerator = it.target.accelerator
-    values, side = torch.zeros(1 << 10, device=it.device), accelerator.Stream()
+    call, side = _Call(it, collective), accelerator.Stream()
     accelerator.synchronize()
     with slow_work(it.target) as keep_busy:
         keep_busy()
-        values.fill_(1.0 + it.rank)
+        call.source.fill_(1.0 + it.rank)
         side.wait_stream(accelerator.current_stream())
         with accelerator.stream(side):
-            dist.all_reduce(values)
+            call(False)
         accelerator.current_stream().wait_stream(side)
-        seen = set(_values(values))
-    expect_equal(seen, {3.0}, "values reduced on a side stream, as ZeRO overlaps")
+        call.expect(call.expected, "on a side stream, as ZeRO overlaps")
+
+
+@_task
+def input_reused(it: _Rank, collective: str, how: str) -> None:
+    call = _Call(it, collective)
+    call.source.fill_(1.0 + it.rank)
+    it.target.accelerator.synchronize()
+    dist.barrier()
+    if it.rank == 1:
+        time.sleep(0.3)  # the other has begun, and may have read none of it
+    if how == "written":
+        call(False)
+        call.source.fill_(float("nan"))
+    else:
+        works = call.start(True)
+        del call.source
+        others = [torch.full((2 * _PART,), float("nan"), device=it.device) for _ in range(3)]
+        for work in works:
+            work.wait()
+        del others
+    call.expect(call.expected, f"whose input was {how} after the call")
 
 
 @_task

@@ -94,12 +94,37 @@ def _spawn(target: Target) -> dict[str, Any]:
     return {"child": _in_child("spawn", target.name, None), "sum": _use(target), "first": first}
 
 
+# What a script has in its globals when it ends.
+_held: list[Any] = []
+
+
+def _held_at_exit(target: Target) -> dict[str, Any]:
+    """End while a script's globals have what a device gives, with work that is not done."""
+    accelerator = target.accelerator
+    device = accelerator.current_device_name()
+    layer = torch.nn.Linear(256, 256).to(device)
+    values = torch.ones(256, 256, device=device, requires_grad=True)
+    loss = layer(values).square().sum()
+    torch.autograd.backward(loss)
+    _held.extend([layer, values, values[3:, 5:], loss, accelerator.pin_memory(torch.ones(1024))])
+    if accelerator.Stream is not None:
+        stream, event = accelerator.Stream(), accelerator.Event()
+        stream.wait_stream(accelerator.current_stream())
+        with accelerator.stream(stream):
+            for _ in range(20):
+                _held.append(values.detach() @ values.detach())
+            event.record()
+        _held.extend([stream, event])
+    return {}
+
+
 _TASKS: dict[str, Callable[[Target], dict[str, Any]]] = {
     "rank": _rank,
     "rank_device": _rank_device,
     "fork_before_use": _fork_before_use,
     "fork_after_use": _fork_after_use,
     "spawn": _spawn,
+    "held_at_exit": _held_at_exit,
 }
 
 

@@ -169,6 +169,39 @@ def loss_scaling(target: Target) -> None:
 
 
 @check(
+    "runtime.dtypes.not_finite",
+    Clause(
+        "R6.8",
+        "One NaN or infinity among thousands of numbers is seen on the device, wherever it lies: by `isnan`, `isinf`, "
+        "`isfinite`, `amax`, `amin` and the norm.",
+        reason="DeepSpeed finds an overflow by the largest and the smallest gradient, which must be NaN if one is.",
+    ),
+    cases=lambda target: (
+        {"dtype": str(dtype).removeprefix("torch."), "value": value}
+        for dtype in target.dtypes
+        for value in ("nan", "inf", "-inf")
+    ),
+)
+def not_finite(target: Target, dtype: str, value: str) -> None:
+    functions = {
+        "isnan().any()": lambda tensor: tensor.isnan().any(),
+        "isinf().any()": lambda tensor: tensor.isinf().any(),
+        "isfinite().all()": lambda tensor: tensor.isfinite().all(),
+        "amax()": lambda tensor: tensor.amax(),
+        "amin()": lambda tensor: tensor.amin(),
+        "norm()": lambda tensor: tensor.norm(),
+    }
+    count = 5001
+    for position in (0, count // 2, count - 1):
+        host = torch.linspace(-1, 1, count).to(getattr(torch, dtype))
+        host[position] = float(value)
+        there = host.to(target.device)
+        for name, function in functions.items():
+            seen, right = repr(function(there).item()), repr(function(host).item())
+            expect_equal(seen, right, f"{name} of {count} numbers of {dtype}, {value} at {position},")
+
+
+@check(
     "runtime.dtypes.accumulation",
     Clause(
         "R6.7",

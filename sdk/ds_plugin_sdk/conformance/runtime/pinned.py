@@ -238,9 +238,9 @@ def registration(target: Target) -> None:
     alignment = target.accelerator.pin_memory_alignment()
     expect_type(alignment, int, "pin_memory_alignment()")
     expect(alignment > 0 and alignment & (alignment - 1) == 0, f"pin_memory_alignment() is {alignment}")
-    page = torch.empty(1 << 14, dtype=torch.uint8)
-    address = -(-page.data_ptr() // 4096) * 4096
-    registered = target.accelerator.register_host_memory(address, 4096)
+    page = torch.empty(2 * alignment, dtype=torch.uint8)
+    address = -(-page.data_ptr() // alignment) * alignment
+    registered = target.accelerator.register_host_memory(address, alignment)
     expect_type(registered, bool, "register_host_memory()")
     if registered:
         target.accelerator.unregister_host_memory(address)
@@ -325,3 +325,65 @@ def converted_copies(target: Target, how: str) -> None:
     expect(
         torch.equal(seen, expected), f"what was copied begins {seen[0, :4].tolist()}", why=f"{expected[0, :4].tolist()}"
     )
+
+
+@check(
+    "runtime.pinned.blocking_copies",
+    Clause(
+        "R7.14",
+        "A blocking copy from or to pinned memory is done when it returns.",
+        reason="The host fills the memory again, or reads it, at once: only by `non_blocking=True` it says otherwise.",
+    ),
+    needs=_needs_pinning,
+    cases=lambda target: ({"to": to} for to in ("the device", "the host")),
+)
+def blocking_copies(target: Target, to: str) -> None:
+    accelerator, expected = target.accelerator, _host((1024,))
+    there = expected.to(target.device) if to == "the host" else torch.zeros(1024, device=target.device)
+    pinned = accelerator.pin_memory(torch.full((1024,), -1.0) if to == "the host" else expected)
+    accelerator.synchronize()
+    with slow_work(target) as keep_busy:
+        keep_busy()
+        if to == "the host":
+            seen = pinned.copy_(there).clone()
+        else:
+            there.copy_(pinned)
+            pinned.fill_(-1.0)
+            seen = there.cpu()
+    expect(torch.equal(seen, expected), f"what was copied begins {seen[:4].tolist()}", why="expected 0, 1, 2, 3")
+
+
+@check(
+    "runtime.pinned.copies_in_order",
+    Clause(
+        "R7.15",
+        "Non-blocking copies from and to pinned memory keep their place among the work of their stream: they write "
+        "after what was submitted before has read, and are read after they have written.",
+        reason="Devices copy by engines of their own, and offload uses parameters right after it has copied them.",
+    ),
+    needs=_needs_pinning,
+    cases=lambda target: ({"to": to} for to in ("the device", "the host")),
+)
+def copies_in_order(target: Target, to: str) -> None:
+    accelerator, new = target.accelerator, _host((1024,))
+    there = torch.full((1024,), -1.0, device=target.device)
+    pinned = accelerator.pin_memory(new if to == "the device" else torch.zeros(1024))
+    accelerator.synchronize()
+    with slow_work(target) as keep_busy:
+        keep_busy()
+        before = there.clone()
+        if to == "the device":
+            there.copy_(pinned, non_blocking=True)
+        else:
+            there.add_(1.0)
+            pinned.copy_(there, non_blocking=True)
+            there.fill_(-2.0)
+        after = there.clone()
+        accelerator.synchronize()
+    early = before.cpu()
+    expect(bool((early == -1).all()), f"values read before the copy begin {early[:4].tolist()}", why="expected -1")
+    if to == "the device":
+        begin = after[:4].tolist()
+        expect(torch.equal(after.cpu(), new), f"values read after the copy begin {begin}", why="expected 0, 1, 2, 3")
+    else:
+        expect(not pinned.any(), f"what was copied to the host begins {pinned[:4].tolist()}", why="expected 0")

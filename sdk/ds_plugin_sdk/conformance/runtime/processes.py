@@ -178,3 +178,21 @@ def all_ranks(target: Target) -> None:
     told = programs.run("process", target, "rank_device", timeout=240.0, ranks=min(ranks, 2))
     expect_equal([one[0]["current_device"] for one in told], [str(r) for r in range(len(told))], "each rank's device")
     expect_equal([one[0]["sum"] for one in told], [_SUM] * len(told), "sums computed by the ranks")
+
+
+@check(
+    "runtime.processes.held_at_exit",
+    Clause(
+        "R11.10",
+        "A process ends with status 0 while its globals still have tensors, views, pinned memory, streams with pending "
+        "work, events, and a graph of gradients.",
+        reason="Most scripts never drop their model; a launcher takes any other status for a failed job.",
+    ),
+    timeout=250.0,
+)
+def held_at_exit(target: Target) -> None:
+    (outcome,) = programs.run_to_the_end("process", target, "held_at_exit", timeout=120.0)
+    code, results, printed = outcome
+    ended = "was killed after 120 s" if code is None else f"ended with status {code}"
+    failed = next((result["failure"] for result in results if "failure" in result), "")
+    expect(code == 0, f"a process that held objects of the device {ended}", why=f"{failed} It printed last:\n{printed}")
