@@ -94,6 +94,62 @@ def past_of_sixteen_bits(target: Target) -> Target:
     return kernel(target, "cached_attention", function)
 
 
+@mutant("sizes.last_block_of_keys", "O1.7", "ops", only="/cached_attention")
+def last_block_of_keys(target: Target) -> Target:
+    """Of 16 bits, keys of a last block that is not whole are forgotten after a long past: a hundredth of a mean."""
+
+    def function(original: Kernel, *a: Any) -> Tensor:
+        past = a[5]
+        if a[0].dtype == torch.float32 or past < 4096 or not past % 64:
+            return original(*a)
+        cut, cache = past // 64 * 64, a[3].clone()
+        cache[:, :, cut:past] = 0
+        result: Tensor = original(*a[:3], cache, *a[4:])
+        a[3][:, :, past:] = cache[:, :, past:]
+        return result
+
+    return kernel(target, "cached_attention", function)
+
+
+@mutant("sizes.row_in_shared_memory", "O1.7", "ops", only="/rms_norm")
+def row_in_shared_memory(target: Target) -> Target:
+    """A row is kept in 48 KiB of shared memory; what does not fit is as it was there."""
+
+    def function(original: Kernel, x: Tensor, *rest: Any) -> Tensor:
+        result: Tensor = original(x, *rest)
+        if x.shape[-1] > 12_288:
+            result[..., 12_288:] = 0
+        return result
+
+    return kernel(target, "rms_norm", function)
+
+
+@mutant("sizes.blocks_of_queries", "O1.1", "ops", only="/cached_attention/float32")
+def blocks_of_queries(target: Target) -> Target:
+    """Queries of the second block of 128 see what is later."""
+
+    def function(original: Kernel, *a: Any) -> Tensor:
+        result: Tensor = original(*a)
+        if a[0].shape[2] > 128:
+            result[:, :, 128:] = a[2].repeat_interleave(a[0].shape[1] // a[2].shape[1], 1)[:, :, 128:]
+        return result
+
+    return kernel(target, "cached_attention", function)
+
+
+@mutant("numbers.squares_of_float16", "O1.1", "ops", target=SIMULATED, only="/adam_/float16")
+def squares_of_float16(target: Target) -> Target:
+    """Gradients of float16 are squared in float16."""
+
+    def function(original: Kernel, params: list[Tensor], grads: list[Tensor], *rest: Any) -> None:
+        half = torch.float16
+        original(
+            params, [g.square().float().sqrt().copysign(g).to(half) if g.dtype == half else g for g in grads], *rest
+        )
+
+    return kernel(target, "adam_", function)
+
+
 # ---- ops: how tensors lie --------------------------------------------------------------------------------------------
 @mutant("layout.alignment_of_params", "O1.2", "ops", only="/adam_/")
 def alignment_of_params(target: Target) -> Target:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_plugin_sdk.conformance.op_info.op_info import MANY_COLUMNS, MANY_ROWS, Kind, Make, OpInfo, Sample
+from ds_plugin_sdk.conformance.op_info.op_info import LONG_ROW, MANY_COLUMNS, MANY_ROWS, Kind, Make, OpInfo, Sample
 from ds_plugin_sdk.ops.attention import cached_attention, cached_attention_int8
 
 # Rows, heads, heads of keys, new tokens, past ones, size of a head.
@@ -22,7 +22,14 @@ _SHAPES = (
     (1, 4, 2, 8, 5, 16),
     (1, 4, 2, 4, 510, 8),
 )
-_REAL = ((4, 16, 16, 1, 130, 64), (1, 16, 4, 40, 0, 64), (1, 8, 2, 1, 700, 128))
+# Those of more than 128 tokens, or positions, are several blocks of queries and keys.
+_REAL = (
+    (4, 16, 16, 1, 130, 64),
+    (1, 16, 4, 40, 0, 64),
+    (1, 8, 2, 1, 700, 128),
+    (1, 4, 2, 150, 0, 128),
+    (1, 4, 2, 100, 150, 64),
+)
 
 
 def _formula(
@@ -155,6 +162,18 @@ def _large(make: Make) -> Iterator[Sample]:
         shape = (1, 2, 1, tokens, MANY_COLUMNS, 8)
         yield _sample(make, f"{tokens} tokens after {MANY_COLUMNS}", "adversarial", shape)
     yield _sample(make, "1100 tokens", "adversarial", (1, 1, 1, 1100, 0, 8))
+    for position in (0, LONG_ROW // 2, LONG_ROW - 1, LONG_ROW):
+        yield _found(
+            _sample(make, f"one key counts, at {position}", "adversarial", (1, 1, 1, 1, LONG_ROW, 8)), position
+        )
+
+
+def _found(sample: Sample, position: int) -> Sample:
+    """One key is like the query: the result is its value, where a mean of many would hide what is lost."""
+    past, query = sample.arguments["past"], sample.arguments["query"]
+    key = sample.arguments["key_cache"][:, :, position] if position < past else sample.arguments["key"][:, :, 0]
+    key.copy_(8 * query[:, :, 0])
+    return sample
 
 
 def _others(make: Make) -> Iterator[Sample]:

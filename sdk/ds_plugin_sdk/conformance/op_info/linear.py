@@ -16,7 +16,7 @@ from ds_plugin_sdk.ops.linear import ACTIVATIONS, Activation, linear, quantize_w
 # Inputs, columns, rows: vector tails; one input and few, and as many as go to a matrix product.
 _SHAPES = ((1, 16, 2), (2, 33, 18), (3, 100, 130), (7, 64, 66), (130, 96, 34))
 _INT4_SHAPES = ((1, 128, 2), (3, 192, 130), (7, 64, 66), (130, 256, 34))
-_REAL = ((1, 1024, 3072), (4, 1024, 1024))
+_REAL = ((1, 1024, 3072), (4, 1024, 1024), (150, 1024, 256))
 
 
 def _formula(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_plugin_sdk.conformance.op_info.op_info import MANY_COLUMNS, MANY_ROWS, Kind, Make, OpInfo, Sample
+from ds_plugin_sdk.conformance.op_info.op_info import LONG_ROW, MANY_COLUMNS, MANY_ROWS, Kind, Make, OpInfo, Sample
 from ds_plugin_sdk.ops import norm
 
 _EPS = 1e-5
@@ -60,7 +60,7 @@ def _sample(
 
 def _large(names: Sequence[str]) -> Callable[[Make], Iterator[Sample]]:
     def large(make: Make) -> Iterator[Sample]:
-        for shape in ((MANY_ROWS, 17), (3, MANY_COLUMNS)):
+        for shape in ((MANY_ROWS, 17), (3, MANY_COLUMNS), (2, LONG_ROW)):
             yield _sample(make, names, f"{list(shape)}", "adversarial", make.normal(*shape))
 
     return large

@@ -18,6 +18,8 @@ Kind = Literal["random", "adversarial", "real", "empty"]
 
 # More rows than the second and third dimension of a grid have blocks; more columns than a block has threads.
 MANY_ROWS, MANY_COLUMNS = 65_541, 5_001
+# More numbers than a block's shared memory has room for.
+LONG_ROW = 33_000
 Choice = TypeVar("Choice")
 
 # A unit in the last place of each dtype, and one more for what float32 arithmetic loses before the rounding.

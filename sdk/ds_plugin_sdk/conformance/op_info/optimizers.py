@@ -148,6 +148,11 @@ def _samples(lists: Sequence[str], variants: Sequence[Options], make: Make) -> I
     yield _resting(sample(own, _TAILS, variants[0], 0, "zero gradients and states", "adversarial"), lists)
     for mix in mixed:
         yield sample(mix, _TAILS, variants[-1], 0, f"tails, {_mix(mix)}", "adversarial")
+    for mix in (own, *mixed):
+        if mix[1:] == (torch.float16, torch.float32):
+            yield _far_apart(
+                sample(mix, _TAILS, variants[-1], 0, f"small and large, {_mix(mix)}", "adversarial"), lists
+            )
     yield sample(own, _GPT2_ATTENTION, variants[-1], 1, "gpt2 attention", "real")
 
 
@@ -179,6 +184,14 @@ def _random(lists: Sequence[str], variants: Sequence[Options], make: Make) -> Ma
     options["lr"] = make.pick(1e-2, 1e-4, 0.0)
     tensors = random_lists(lists, shapes, mix, int(make.integers(0, 2**31)))
     return {**dict(zip(lists, tensors, strict=True)), **options}
+
+
+def _far_apart(sample: Sample, lists: Sequence[str]) -> Sample:
+    """Gradients whose squares float16 does not hold, and states that begin."""
+    changed = {name: [torch.zeros_like(t) for t in sample.arguments[name]] for name in lists if name != "params"}
+    for grad in changed["grads"]:
+        grad.view(-1)[::2], grad.view(-1)[1::2] = 2.0**-17, 300.0
+    return Sample(sample.label, {**sample.arguments, **changed}, sample.kind)
 
 
 def _resting(sample: Sample, lists: Sequence[str]) -> Sample:

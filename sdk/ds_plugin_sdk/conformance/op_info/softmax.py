@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_plugin_sdk.conformance.op_info.op_info import MANY_COLUMNS, MANY_ROWS, Kind, Make, OpInfo, Sample
+from ds_plugin_sdk.conformance.op_info.op_info import LONG_ROW, MANY_COLUMNS, MANY_ROWS, Kind, Make, OpInfo, Sample
 from ds_plugin_sdk.ops import softmax as ops
 
 _TAILS = (1, 3, 15, 16, 17, 33, 100)
@@ -52,6 +52,7 @@ def _samples(make: Make) -> Iterator[Sample]:
 def _large(make: Make) -> Iterator[Sample]:
     yield _sample(f"{MANY_ROWS} rows", "adversarial", make.normal(3, MANY_ROWS // 9, 3, 2), make.normal(3, 1, 3, 2))
     yield _sample(f"{MANY_COLUMNS} keys", "adversarial", make.normal(1, 2, 3, MANY_COLUMNS, scale=3.0))
+    yield _sample(f"{LONG_ROW} keys", "adversarial", make.normal(1, 1, 2, LONG_ROW, scale=3.0))
 
 
 def _sample(
