@@ -12,7 +12,7 @@ A small model is trained for a few steps by two ranks, or by one where there is 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -254,8 +254,8 @@ _planned.append(_plan("resumed", _STAGES))
     "training.checkpoints.resumed",
     Clause(
         "T4.1",
-        "A run that is resumed from a checkpoint, by another engine or by the one that wrote it, has exactly the "
-        "losses of an uninterrupted one.",
+        "A run that is resumed from a checkpoint, by another engine or by the one that wrote it, has the losses of an "
+        "uninterrupted one, to 1e-5: a device need not add up in one order.",
         reason="Long runs are interrupted; what is not restored shows as a jump.",
     ),
     cases=_stage_cases(*_STAGES),
@@ -263,8 +263,14 @@ _planned.append(_plan("resumed", _STAGES))
 )
 def resumed(target: Target, stage: str) -> None:
     told = _result(target, "resumed", {"stage": int(stage)})
+    _expect_losses_of_one_run(told)
+
+
+def _expect_losses_of_one_run(told: Mapping[str, list[float]]) -> None:
     for run in ("resumed", "gone back"):
-        expect_equal(told[run], told["went on"], f"losses of the run that has {run}")
+        worst = max(abs(a - b) / max(1.0, abs(b)) for a, b in zip(told[run], told["went on"], strict=True))
+        wrong = f"losses of the run that has {run} are {told[run]}"
+        expect(worst <= 1e-5, wrong, why=f"without an interruption they are {told['went on']}")
 
 
 _planned.append(_plan("resumed", ("2", "3"), offload="optimizer"))
@@ -282,8 +288,7 @@ _planned.append(_plan("resumed", ("2", "3"), offload="optimizer"))
 )
 def offloaded(target: Target, stage: str) -> None:
     told = _result(target, "resumed", {"stage": int(stage), "offload": "optimizer"})
-    for run in ("resumed", "gone back"):
-        expect_equal(told[run], told["went on"], f"losses of the run that has {run}")
+    _expect_losses_of_one_run(told)
 
 
 _planned.append(lambda target: [("recomputed", {})])

@@ -23,7 +23,19 @@ def _other_gelu() -> None:
 
 
 below("dtypes.other_gelu", "R6.3", "The device computes another GELU.", _other_gelu)
-member("dtypes.no_fp64", "R6.4", "`is_fp64_supported()` is False, and float64 works.", is_fp64_supported=always(False))
+
+
+def _sums_in_float32() -> None:
+    original = torch.Tensor.sum
+
+    def sum_(self: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
+        numbers = self.float() if self.dtype == torch.float64 and self.device.type == DEVICE else self
+        return original(numbers, *arguments, **options).to(self.dtype)
+
+    torch.Tensor.sum = sum_  # type: ignore[method-assign, assignment]  # the defect of this mutant
+
+
+below("dtypes.no_fp64", "R6.4", "float64 is declared, and computed in float32.", _sums_in_float32)
 member("dtypes.host_factories", "R6.5", "`FloatTensor` is on the CPU.", target=SIMULATED, FloatTensor=torch.FloatTensor)
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from ds_plugin_sdk.conformance.check import Clause, check, expect, expect_equal
-from ds_plugin_sdk.conformance.runtime.support import expect_raises, expect_type
+from ds_plugin_sdk.conformance.runtime.support import expect_type
 from ds_plugin_sdk.conformance.target import Target
 
 _TRAINABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -114,17 +114,14 @@ def trains(target: Target, dtype: str) -> None:
     "runtime.dtypes.fp64",
     Clause(
         "R6.4",
-        "`is_fp64_supported()` is a bool; where it is True the device computes in float64, where it is False a float64 "
-        "tensor of the device raises.",
-        reason="ZeRO accumulates gradient norms in float64 where it may.",
+        "`is_fp64_supported()` is a bool; where it is True the device computes in float64.",
+        reason="ZeRO accumulates gradient norms in float64 where it may. A device that emulates it may say False.",
     ),
 )
 def fp64(target: Target) -> None:
     given = target.accelerator.is_fp64_supported()
     expect_type(given, bool, "is_fp64_supported()")
     if not given:
-        kinds = (RuntimeError, TypeError)
-        expect_raises(lambda: torch.ones(2, dtype=torch.float64, device=target.device) * 2, kinds, "float64 arithmetic")
         return
     values = torch.tensor([1.0, 2.0**-40], dtype=torch.float64).to(target.device)
     expect_equal(values.sum().item(), 1.0 + 2.0**-40, "1 + 2**-40 in float64 on the device")
