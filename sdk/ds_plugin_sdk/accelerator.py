@@ -130,7 +130,8 @@ class DeepSpeedAccelerator(abc.ABC):
     def synchronize(self, device_index: int | None = None) -> None:
         """Return when all work submitted to the device is done. None: the current device."""
 
-    def device(self, device_index: int | str | torch.device | None = None) -> torch.device:
+    # Any, so that a class which takes an index alone still overrides it.
+    def device(self, device_index: Any = None) -> torch.device:
         """The `torch.device` of an index, or of what DeepSpeed passes in its place: a tensor's device, or a string.
 
         None, or a device without an index, is the current one.

@@ -101,7 +101,8 @@ def last_block_of_keys(target: Target) -> Target:
     def function(original: Kernel, *a: Any) -> Tensor:
         past = a[5]
         if a[0].dtype == torch.float32 or past < 4096 or not past % 64:
-            return original(*a)
+            whole: Tensor = original(*a)
+            return whole
         cut, cache = past // 64 * 64, a[3].clone()
         cache[:, :, cut:past] = 0
         result: Tensor = original(*a[:3], cache, *a[4:])

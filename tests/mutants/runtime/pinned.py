@@ -176,7 +176,8 @@ def _copy(how: Any) -> Any:
         def copy_(self: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
             if {self.device.type, source.device.type} != {"cpu", DEVICE}:
                 return copy(self, source, non_blocking)
-            return how(copy, self, source, non_blocking)
+            copied: Tensor = how(copy, self, source, non_blocking)
+            return copied
 
         torch.Tensor.copy_ = copy_  # type: ignore[method-assign, assignment]  # the defect of this mutant
 

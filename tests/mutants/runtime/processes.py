@@ -61,7 +61,7 @@ def _dies_at_exit() -> None:
             alive.append(weakref.ref(tensor))
         return tensor
 
-    torch.ones = made  # type: ignore[assignment]  # the defect of this mutant
+    torch.ones = made
     atexit.register(lambda: os._exit(134) if any(each() is not None for each in alive) else None)
 
 

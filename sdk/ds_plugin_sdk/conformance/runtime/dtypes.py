@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -180,13 +182,13 @@ def loss_scaling(target: Target) -> None:
     ),
 )
 def not_finite(target: Target, dtype: str, value: str) -> None:
-    functions = {
+    functions: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         "isnan().any()": lambda tensor: tensor.isnan().any(),
         "isinf().any()": lambda tensor: tensor.isinf().any(),
         "isfinite().all()": lambda tensor: tensor.isfinite().all(),
         "amax()": lambda tensor: tensor.amax(),
         "amin()": lambda tensor: tensor.amin(),
-        "norm()": lambda tensor: tensor.norm(),
+        "norm()": torch.linalg.vector_norm,
     }
     count = 5001
     for position in (0, count // 2, count - 1):

@@ -332,7 +332,8 @@ def recomputation(target: Target) -> None:
             target.accelerator.manual_seed(71)
             (gradient,) = torch.autograd.grad(call(x).square().sum(), x)
             gradients.append(gradient.cpu())
-        same = torch.allclose(*gradients, rtol=1e-4, atol=1e-5)  # a device need not add up in one order
+        first, again = gradients
+        same = torch.allclose(first, again, rtol=1e-4, atol=1e-5)  # a device need not add up in one order
         expect(same, "gradients of a recomputed block differ", why="it dropped other elements")
 
 
