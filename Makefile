@@ -190,23 +190,23 @@ build/mpi/ready.stamp: $(READY)
 CLUSTER_PACKAGES := iproute2 munge numactl openssh-client openssh-server pdsh slurm-wlm
 POLICY := /usr/sbin/policy-rc.d
 
-.PHONY: cluster-packages
-cluster-packages:
+build/cluster-packages.stamp:
 	@if ! dpkg -s $(CLUSTER_PACKAGES) > /dev/null 2>&1; then \
 	    if ! [ -e $(POLICY) ]; then \
 	        trap 'rm $(POLICY)' EXIT; printf '#!/bin/sh\nexit 101\n' > $(POLICY); chmod +x $(POLICY); \
 	    fi; \
 	    DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends $(CLUSTER_PACKAGES); \
 	fi
+	@mkdir -p build && touch $@
 
 .PHONY: test-clusters
-test-clusters: build/mpi/ready.stamp cluster-packages
+test-clusters: build/mpi/ready.stamp build/cluster-packages.stamp
 	PYTHONPATH=tools unshare --mount --pid --fork --kill-child --mount-proc --net --uts --ipc \
 	    $(BIN)/python -m clusters $(ARGS)
 
 # The job scripts of examples/slurm: the login node's part with a network, the nodes' without.
 .PHONY: test-jobs
-test-jobs: build/mpi/ready.stamp cluster-packages
+test-jobs: build/mpi/ready.stamp build/cluster-packages.stamp
 	PLUGIN=cpu WHEELS=1 TORCH='$(TORCH)' DS_HOME=$(CURDIR)/build/jobs examples/slurm/prepare.sh
 	PYTHONPATH=tools unshare --mount --pid --fork --kill-child --mount-proc --net --uts --ipc \
 	    $(BIN)/python -m clusters.jobs
