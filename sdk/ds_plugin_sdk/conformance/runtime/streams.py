@@ -592,3 +592,42 @@ def many_events(target: Target) -> None:
             event.synchronize()
     event.synchronize()
     expect(bool(event.query()), f"the last of {count} events is not done after it was waited for")
+
+
+@check(
+    "runtime.streams.backward",
+    Clause(
+        "R4.24",
+        "The backward pass of what was computed inside `stream(s)` is on `s`, and gradients are there for the stream "
+        "on which `backward()` was called.",
+        reason="Parts of a step are computed on side streams; the reduction and the optimizer wait for nothing.",
+    ),
+    needs=needs_streams,
+)
+def backward(target: Target) -> None:
+    accelerator, side = target.accelerator, target.accelerator.Stream()
+    streams: list[Any] = []
+
+    class Slow(torch.autograd.Function):
+        """Its derivative takes long, and is 3."""
+
+        @staticmethod
+        def forward(ctx: Any, input: torch.Tensor) -> torch.Tensor:
+            return input.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+            streams.append(accelerator.current_stream())
+            keep_busy()
+            return torch.zeros_like(gradients[0]).fill_(3.0)
+
+    leaf = torch.ones(1 << 10, device=target.device, requires_grad=True)
+    accelerator.synchronize()
+    with slow_work(target) as keep_busy:
+        with accelerator.stream(side):
+            result: torch.Tensor = Slow.apply(leaf)  # type: ignore[no-untyped-call]  # torch gives it no type
+        torch.autograd.backward(result, torch.ones_like(leaf))
+        assert leaf.grad is not None
+        seen = _seen(leaf.grad * 2)
+    expect_equal(streams, [side], "the stream of the backward pass")
+    expect_equal(seen, {6.0}, "twice the gradients of what was computed inside stream(s)")
