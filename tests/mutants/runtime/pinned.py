@@ -167,6 +167,17 @@ def _staged_badly() -> None:
     torch.Tensor.to, torch.Tensor.copy_ = wrapped, copy_  # type: ignore[method-assign, assignment]  # the defect
 
 
+_kept: list[Tensor] = []
+
+
+def _keeps(self: Any, tensor: Tensor, **options: Any) -> Tensor:
+    _kept.append(original(self).pin_memory(tensor, **options))
+    return _kept[-1]
+
+
+member("pinned.kept", "R7.16", "Pinned memory stays locked.", target=SIMULATED, pin_memory=_keeps)
+
+
 def _copy(how: Any) -> Any:
     """Replace ``copy_`` between pinned memory and the device by `how(copy_, self, source, non_blocking)`."""
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -387,3 +389,41 @@ def copies_in_order(target: Target, to: str) -> None:
         expect(torch.equal(after.cpu(), new), f"values read after the copy begin {begin}", why="expected 0, 1, 2, 3")
     else:
         expect(not pinned.any(), f"what was copied to the host begins {pinned[:4].tolist()}", why="expected 0")
+
+
+def _resident_bytes() -> int:
+    """Of this process, those that are locked among them."""
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+@check(
+    "runtime.pinned.given_back",
+    Clause(
+        "R7.16",
+        "Pinned memory that is dropped after a copy from it is used again, or given back.",
+        reason="A data loader pins a batch in each step; a host that keeps them all is full after hours.",
+    ),
+    needs=_needs_pinning,
+)
+def given_back(target: Target) -> None:
+    accelerator, piece, times = target.accelerator, 8 << 20, 60
+    side = accelerator.Stream() if accelerator.Stream is not None else None
+    there = torch.zeros(piece, dtype=torch.uint8, device=target.device)
+    accelerator.synchronize()
+
+    def step() -> None:
+        batch = accelerator.pin_memory(torch.ones(piece, dtype=torch.uint8))
+        with accelerator.stream(side):
+            there.copy_(batch, non_blocking=True)
+        del batch
+        accelerator.synchronize()
+
+    for _ in range(4):  # a pool may grow first
+        step()
+    before = _resident_bytes()
+    for _ in range(times):
+        step()
+    grown = _resident_bytes() - before
+    what = f"after {times} pinned tensors of {piece >> 20} MiB, each dropped, the process has {grown >> 20} MiB more"
+    expect(grown < times * piece // 4, what, why="they are neither used again nor given back")
