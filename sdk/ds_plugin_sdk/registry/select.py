@@ -53,7 +53,7 @@ def decide(
 ) -> Decision:
     """Choose a plugin: ``DS_ACCELERATOR`` first, else the highest priority among those available.
 
-    With ``DS_PLUGIN_AUTOLOAD=0`` it is none, unless ``DS_ACCELERATOR`` is a name that DeepSpeed does not have.
+    With ``DS_PLUGIN_AUTOLOAD=0`` it is none, unless ``DS_ACCELERATOR`` has a name that is not in `builtin_names`.
 
     Args:
         other_hardware: gives what hardware DeepSpeed would use without plugins, or None for a CPU alone. Called only

@@ -162,18 +162,26 @@ def _large(make: Make) -> Iterator[Sample]:
         shape = (1, 2, 1, tokens, MANY_COLUMNS, 8)
         yield _sample(make, f"{tokens} tokens after {MANY_COLUMNS}", "adversarial", shape)
     yield _sample(make, "1100 tokens", "adversarial", (1, 1, 1, 1100, 0, 8))
-    for position in (0, LONG_ROW // 2, LONG_ROW - 1, LONG_ROW):
-        yield _found(
-            _sample(make, f"one key counts, at {position}", "adversarial", (1, 1, 1, 1, LONG_ROW, 8)), position
-        )
 
 
-def _found(sample: Sample, position: int) -> Sample:
+def _one_key(make: Make) -> Iterator[Sample]:
     """One key is like the query: the result is its value, where a mean of many would hide what is lost."""
-    past, query = sample.arguments["past"], sample.arguments["query"]
-    key = sample.arguments["key_cache"][:, :, position] if position < past else sample.arguments["key"][:, :, 0]
-    key.copy_(8 * query[:, :, 0])
-    return sample
+    for position in (0, LONG_ROW // 2, LONG_ROW - 1, LONG_ROW):
+        sample = _sample(make, f"one key counts, at {position}", "adversarial", (1, 1, 1, 1, LONG_ROW, 8))
+        keys = sample.arguments["key_cache"] if position < LONG_ROW else sample.arguments["key"]
+        keys[:, :, position % LONG_ROW] = 8 * sample.arguments["query"][:, :, 0]
+        yield sample
+
+
+def _one_key_of_int8(make: Make) -> Iterator[Sample]:
+    for position in (0, LONG_ROW // 2, LONG_ROW - 1):
+        label = f"one key counts, at {position}"
+        sample = _int8(make, _sample(make, label, "adversarial", (1, 1, 1, 1, LONG_ROW, 8)))
+        query = sample.arguments["query"][:, :, 0].float()
+        largest = query.abs().amax(-1, keepdim=True)
+        sample.arguments["key_cache"][:, :, position] = (query / largest * 127).round().to(torch.int8)
+        sample.arguments["key_scales"][:, :, position] = 8 * largest / 127
+        yield sample
 
 
 def _others(make: Make) -> Iterator[Sample]:
@@ -264,7 +272,7 @@ OPS = (
         random=_random,
         written=("key_cache", "value_cache"),
         schema_arguments=_schema_arguments,
-        large=_large,
+        large=lambda make: (*_large(make), *_one_key(make)),
         # An infinite slope times the distance 0 is NaN, as is what torch makes of a later key: its score plus -inf.
         finite=("alibi", "query", "key", "value", "key_cache", "value_cache"),
         # Means of values of size one; torch's attention for prompts rounds the weights, too.
@@ -280,7 +288,7 @@ OPS = (
         random=_random_int8,
         written=("key_cache", "value_cache", "key_scales", "value_scales"),
         schema_arguments=_schema_arguments,
-        large=lambda make: (_int8(make, sample) for sample in _large(make)),
+        large=lambda make: (*(_int8(make, sample) for sample in _large(make)), *_one_key_of_int8(make)),
         finite=("alibi", "query", "key", "value", "key_scales", "value_scales"),
         levels=True,
         # As above; keys and values that prompts attend to are rounded to the query's dtype.

@@ -190,7 +190,7 @@ def _far_apart(sample: Sample, lists: Sequence[str]) -> Sample:
     """Gradients whose squares float16 does not hold, and states that begin."""
     changed = {name: [torch.zeros_like(t) for t in sample.arguments[name]] for name in lists if name != "params"}
     for grad in changed["grads"]:
-        grad.view(-1)[::2], grad.view(-1)[1::2] = 2.0**-17, 300.0
+        grad.view(-1)[::2], grad.view(-1)[1::2] = 2.0**-13, 300.0
     return Sample(sample.label, {**sample.arguments, **changed}, sample.kind)
 
 

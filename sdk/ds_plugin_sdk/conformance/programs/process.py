@@ -108,13 +108,13 @@ def _held_at_exit(target: Target) -> dict[str, Any]:
     torch.autograd.backward(loss)
     _held.extend([layer, values, values[3:, 5:], loss, accelerator.pin_memory(torch.ones(1024))])
     if accelerator.Stream is not None:
-        stream, event = accelerator.Stream(), accelerator.Event()
+        stream = accelerator.Stream()
         stream.wait_stream(accelerator.current_stream())
         with accelerator.stream(stream):
             for _ in range(20):
                 _held.append(values.detach() @ values.detach())
-            event.record()
-        _held.extend([stream, event])
+            _held.append(accelerator.current_stream().record_event())
+        _held.append(stream)
     return {}
 
 

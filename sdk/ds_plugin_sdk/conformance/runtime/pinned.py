@@ -369,7 +369,7 @@ def blocking_copies(target: Target, to: str) -> None:
 def copies_in_order(target: Target, to: str) -> None:
     accelerator, new = target.accelerator, _host((1024,))
     there = torch.full((1024,), -1.0, device=target.device)
-    pinned = accelerator.pin_memory(new if to == "the device" else torch.zeros(1024))
+    pinned = accelerator.pin_memory(new if to == "the device" else torch.full((1024,), -3.0))
     accelerator.synchronize()
     with slow_work(target) as keep_busy:
         keep_busy()

@@ -14,10 +14,9 @@ def builtin_names() -> tuple[str, ...]:
         if spec is None or spec.origin is None:
             return ()
         source = Path(spec.origin).with_name("accelerator") / "real_accelerator.py"
-        tree = ast.parse(source.read_text(encoding="utf-8"))
+        for node in ast.parse(source.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "SUPPORTED_ACCELERATOR_LIST":
+                return tuple(ast.literal_eval(node.value))
     except (ImportError, OSError, SyntaxError, ValueError):
-        return ()
-    for node in tree.body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "SUPPORTED_ACCELERATOR_LIST":
-            return tuple(ast.literal_eval(node.value))
+        pass
     return ()
