@@ -268,6 +268,15 @@ def test_a_deepspeed_that_cannot_be_imported_is_not_well(
 
 
 @pytest.mark.usefixtures("compiled_once")
+def test_a_name_of_deepspeeds_that_it_cannot_use_here(sdk: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "npu")
+    found = {entry["check"]: entry for entry in json.loads(sdk("doctor", "--port", free_port(), "--json", status=1))}
+    assert found["plugin"]["found"] == "none: npu: left to DeepSpeed, DS_ACCELERATOR=npu, and no plugin has that name"
+    assert found["deepspeed"]["verdict"] == "fails"
+    assert "NPU_Accelerator requires torch_npu" in found["deepspeed"]["found"]
+
+
+@pytest.mark.usefixtures("compiled_once")
 def test_a_machine_without_any_network() -> None:
     prefix = ["unshare", "-n", *([] if os.geteuid() == 0 else ["-r"])]
     if subprocess.run([*prefix, "true"], capture_output=True, check=False).returncode:
