@@ -3,7 +3,8 @@
 device         R1   names, indices, the current device
 flags          R2   the four behaviour flags against what the device does
 random         R3   seeds, states, generators
-streams        R4   streams and events
+streams        R4   streams, what they order and what they leave
+events         R4   events, as they are asked and timed
 memory         R5   statistics, in bytes
 dtypes         R6   the types one can train in, tensor factories
 pinned         R7   page-locked host memory
@@ -21,6 +22,7 @@ for _module in (
     "flags",
     "random",
     "streams",
+    "events",
     "memory",
     "dtypes",
     "pinned",
