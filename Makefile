@@ -95,6 +95,7 @@ demo: $(READY)
 # Every example at its full size, here and on DeepSpeed's own accelerator; the table of examples/README.md. Kernel injection is
 # made for the transformers of its time.
 build/transformers-4.43.4/ready.stamp: $(READY)
+	@$(BIN)/python -c 'import sys; sys.version_info < (3, 13) or sys.exit("transformers 4.43.4 insists on tokenizers 0.19, which exists for Python up to 3.12: in a clone without .venv, make PYTHON=python3.12 examples")'
 	$(PIP) install --no-deps --target build/transformers-4.43.4 \
 	    transformers==4.43.4 'tokenizers>=0.19,<0.20' 'huggingface-hub>=0.23.2,<1'
 	@touch $@
