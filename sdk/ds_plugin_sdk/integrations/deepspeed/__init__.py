@@ -8,6 +8,7 @@ launcher        the SDK's settings on every node of a job
 op_table        every op in DeepSpeed's table of ops
 deepspeed_builders  DeepSpeed's own builders for what the SDK has no native code for
 pinned          page-locked memory by DeepSpeed's own allocator
+zero            the SDK's optimizers under ZeRO
 drift           the SDK's contract against the installed DeepSpeed's
 modules         the functions DeepSpeed calls on each op
 """
