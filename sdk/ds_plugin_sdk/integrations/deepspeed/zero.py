@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import functools
 import warnings
-from types import ModuleType
 from typing import Any
 
 _OPTIMIZERS = "ds_plugin_sdk.optim"  # not imported here: whoever has one of its optimizers has done so
 
 
-def admit_optimizers(utils: ModuleType) -> None:
+def admit_optimizers(utils: Any) -> None:
     """Let ZeRO take those that update each element by itself, and say what becomes of the others.
 
     Args:
