@@ -162,6 +162,17 @@ def test_a_generated_plugin_puts_its_ops_into_its_wheel(tmp_path: Path) -> None:
         assert "ds_plugin_zap/prebuilt/zap_hello/zap_hello.so" in archive.namelist()
 
 
+@pytest.mark.parametrize("ops", ["0", "1"])
+def test_the_folder_of_wheels_keeps_what_is_in_it(ops: str, tmp_path: Path) -> None:
+    """Another wheel may be built there at the same time, and any folder is somebody's."""
+    mine = tmp_path / "dist" / "prebuilt" / "zap_hello" / "mine"
+    mine.parent.mkdir(parents=True)
+    mine.touch()
+    done = build(small_project(tmp_path), tmp_path / "dist", DS_BUILD_OPS=ops)
+    assert done.returncode == 0, done.stderr
+    assert [file for file in (tmp_path / "dist").rglob("*") if file.is_file() and file.suffix != ".whl"] == [mine]
+
+
 def test_an_editable_install_compiles_at_first_use(tmp_path: Path) -> None:
     done = build(small_project(tmp_path), tmp_path / "dist", "editable", DS_BUILD_OPS="1")
     assert done.returncode == 0, done.stderr

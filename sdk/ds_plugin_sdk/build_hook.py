@@ -15,9 +15,9 @@ The binaries go into the folder ``prebuilt`` of the wheel's first package, which
 
 from __future__ import annotations
 
-import shutil
 import sys
 import sysconfig
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,8 @@ class OpsBuildHook(BuildHookInterface[Any]):
         BuildError: the project does not say what to compile, or that cannot be compiled.
     """
 
+    _binaries: tempfile.TemporaryDirectory[str] | None = None
+
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         if self.target_name != "wheel" or version == "editable":
             return
@@ -44,12 +46,12 @@ class OpsBuildHook(BuildHookInterface[Any]):
         builders = prebuild.distinct(filter(prebuild.wanted_in_wheel, found))
         if not builders:
             return
-        folder = self._folder()
-        shutil.rmtree(folder, ignore_errors=True)
+        # dist/ is for what is published, and other wheels may be built into it at the same time.
+        self._binaries = tempfile.TemporaryDirectory(prefix="ds-plugin-sdk-wheel-")
         for builder in builders:
-            artifact = prebuild.build(builder, folder)
+            artifact = prebuild.build(builder, Path(self._binaries.name))
             self.app.display_info(f"compiled {builder.name} in {artifact.seconds:.1f} s")
-        build_data["force_include"][str(folder)] = f"{package.name}/prebuilt"
+        build_data["force_include"][self._binaries.name] = f"{package.name}/prebuilt"
         build_data["pure_python"] = False
         # Most binaries use torch's stable ABI and no Python. One that does not (a pybind11 module, a torch backend) is
         # used where Python and torch are those it was built with, and compiled elsewhere.
@@ -57,10 +59,8 @@ class OpsBuildHook(BuildHookInterface[Any]):
         build_data["tag"] = f"py3-none-{platform}"
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
-        shutil.rmtree(self._folder(), ignore_errors=True)  # dist/ is for what is published
-
-    def _folder(self) -> Path:
-        return Path(self.directory) / "prebuilt"
+        if self._binaries is not None:
+            self._binaries.cleanup()
 
     def _stated(self, name: str, value: list[str] | None) -> list[str]:
         if not value:

@@ -319,9 +319,10 @@ def compiler_environment() -> dict[str, str]:
 def child_environment(**changes: str) -> dict[str, str]:
     """A copy of the environment for a child process, with `changes` applied.
 
-    The folders of PYTHONPATH are absolute: the child may run in another folder.
+    The folders of PYTHONPATH are absolute: the child may run in another folder. PATH is set: without it programs are
+    found in the system's folders, but do not find each other.
     """
-    environment = {**os.environ, **changes}
+    environment = {"PATH": os.defpath, **os.environ, **changes}
     if environment.get("PYTHONPATH"):
         folders = environment["PYTHONPATH"].split(os.pathsep)
         environment["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, folders))

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+
+from ds_plugin_sdk.conformance import pytest_plugin
 
 pytest_plugins = ["pytester"]
 pytestmark = pytest.mark.slow
@@ -14,6 +18,12 @@ ONLY = ["-k", "misfit"]
 
 def run(pytester: pytest.Pytester, *arguments: str) -> pytest.RunResult:
     return pytester.runpytest_subprocess("-p", "no:cacheprovider", *arguments, timeout=280)
+
+
+def test_it_does_nothing_in_the_pytest_of_others() -> None:
+    """Every pytest of an environment loads it; before 7.2 a Config had no `args_source`."""
+    old: Any = SimpleNamespace(getoption=lambda name: None, getini=lambda name: "")
+    pytest_plugin.pytest_configure(old)
 
 
 def test_each_case_is_an_item_and_a_crash_costs_one(pytester: pytest.Pytester) -> None:

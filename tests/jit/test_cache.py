@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 from small_op import EXPORT, CountingCompiler, Project, answer, entry_folder, make_project, other_torch, script
+from typer.testing import CliRunner
 
+from ds_plugin_sdk.cli import app
 from ds_plugin_sdk.jit import BuildSpec, Source, acquire, cache, explain, machine, plan, target
 
 pytestmark = pytest.mark.compiler
@@ -297,12 +299,26 @@ def test_prune_takes_the_least_recently_used(project: Project) -> None:
         paths.append(acquire(project.spec()).path.parent)
         os.utime(paths[-1] / "key.json", (1000 + number, 1000 + number))
     size = cache.entries()[0].bytes
-    assert {entry.path for entry in cache.prune(max_bytes=int(2.5 * size))} == {paths[0]}
-    assert {entry.path for entry in cache.prune(older_than=time.time() - 1001.5)} == {paths[1]}
+    assert {entry.path for entry in cache.prune(max_bytes=int(2.5 * size)).removed} == {paths[0]}
+    assert {entry.path for entry in cache.prune(older_than=time.time() - 1001.5).removed} == {paths[1]}
     assert [entry.path for entry in cache.entries()] == [paths[2]]
-    assert cache.prune() == []
-    assert len(cache.prune(everything=True)) == 1
+    assert cache.prune() == ([], [])
+    assert len(cache.prune(everything=True).removed) == 1
     assert cache.entries() == []
+
+
+def test_prune_says_what_it_could_not_remove(project: Project) -> None:
+    """As another user's cache is to those who may only read it; root may write everywhere, but in no file."""
+    path = acquire(project.spec()).path.parent
+    workplaces = cache.root() / "v1" / ".build"
+    workplaces.rmdir()
+    workplaces.touch()
+    removed, ((kept, why_not),) = cache.prune(everything=True)
+    assert (removed, kept.path) == ([], path)
+    assert "Not a directory" in why_not
+    done = CliRunner().invoke(app, ["cache", "prune", "--all"])
+    assert done.exit_code == 1
+    assert "0 binaries removed" in done.stdout and "1 cannot be removed: [Errno 20] Not a directory" in done.stdout
 
 
 def test_why_without_a_build() -> None:

@@ -16,6 +16,7 @@ from small_op import (
     CountingCompiler,
     Project,
     Spawn,
+    SpawnIn,
     answer,
     entry_folder,
     finish,
@@ -181,6 +182,10 @@ def test_a_compiler_that_is_not_there(project: Project, monkeypatch: pytest.Monk
         acquire(project.spec())
 
 
+STRING = "#include <iostream>\nvoid say() { std::cout << 1; }"
+OF_17 = "#include <type_traits>\nbool b = std::is_same_v<int, int>;"
+
+
 @pytest.mark.parametrize(
     ("source", "spec", "first_line", "hint"),
     [
@@ -190,6 +195,9 @@ def test_a_compiler_that_is_not_there(project: Project, monkeypatch: pytest.Monk
         ("", {"cxx_args": ("--no-such-option",)}, "no-such-option", "does not know an argument"),
         ("", {"link_args": ("-lnosuchlibrary",)}, "cannot find -lnosuchlibrary", "extra_ldflags"),
         ("void nobody(); void f() { nobody(); }", {}, "undefined reference", "extra_ldflags"),
+        (STRING, {"link_args": ("-nodefaultlibs",)}, "undefined reference", "is CXX a C compiler"),
+        (OF_17, {"cxx_args": ("-std=c++14",)}, "is_same_v", "older -std="),
+        ("", {"link_args": ("-static", "-lnosuchlibrary")}, "cannot find -lnosuchlibrary", ""),
     ],
 )
 def test_what_the_compiler_says(
@@ -370,3 +378,27 @@ def test_remains_of_killed_builds_are_removed_after_a_day(project: Project) -> N
     (project.root / "answer.h").write_text("#define ANSWER 1\n")
     acquire(project.spec())
     assert [folder.name for folder in parent.iterdir()] == ["fresh"]
+
+
+def test_arguments_may_be_of_any_bytes(project: Project, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A folder that an old system named in Latin-1."""
+    folder = Path(os.fsdecode(bytes(tmp_path) + b"/M\xfcller"))
+    folder.mkdir()
+    monkeypatch.setenv("CFLAGS", f"-I{folder}")
+    artifact = acquire(project.spec())
+    assert answer(artifact.path) == 42
+    assert "M\\udcfcller" in (artifact.path.parent / "build.log").read_text()
+
+
+def test_folders_have_names_in_the_encoding_of_the_file_system(spawn_in: SpawnIn, tmp_path: Path) -> None:
+    """The compiler writes the names of headers as the system has them."""
+    folder = tmp_path / "v\xe4v"
+    folder.mkdir()
+    _, spawn = spawn_in(folder)
+    process = spawn(prefix=["env", "LC_ALL=C", "PYTHONUTF8=0", "PYTHONCOERCECLOCALE=0"])
+    assert finish(process) == "compiled 42"
+
+
+def test_programs_are_found_where_the_system_has_them(spawn: Spawn) -> None:
+    """Without PATH Python finds the compiler, which is to find its assembler and its linker."""
+    assert finish(spawn(prefix=["env", "-u", "PATH", "HOME=/nonexistent"])) == "compiled 42"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from small_op import CountingCompiler, Project, answer, make_project, other_torch
 
-from ds_plugin_sdk.errors import ToolchainError
+from ds_plugin_sdk.errors import CompileError, CompileForbiddenError, ToolchainError
 from ds_plugin_sdk.jit import BuildSpec, CxxToolchain, Source, acquire, build_into, cache, explain, machine, target
 
 pytestmark = pytest.mark.compiler
@@ -101,7 +101,7 @@ def edit_key(wheel: Path, **changes: object) -> None:
     ("changes", "told"),
     [
         ({"arch": "s390x"}, "it is for s390x, not for"),
-        ({"cpu": "x86-64-v9"}, "it is for x86-64-v9 CPUs"),
+        ({"cpu": "x86-64-v9"}, "it is for CPUs of x86-64-v9"),
         ({"abi": {"torch": "2.0.0", "cxx11_abi": True}}, "torch 2.0.0 -> stable"),
         ({"schema": 99}, "has schema 99"),
     ],
@@ -193,6 +193,60 @@ def test_code_for_a_lesser_cpu_may_be_used(project: Project, wheel: Path, monkey
     on("x86-64-v4")
     assert acquire(with_prebuilt(project, wheel, **native)).origin == "prebuilt"
     on("x86-64-v2")
-    assert "it is for x86-64-v3 CPUs, and this one is x86-64-v2" in " ".join(
+    assert "it is for CPUs of x86-64-v3, and this one is x86-64-v2" in " ".join(
         explain(with_prebuilt(project, wheel, **native))
     )
+
+
+CONDAS = "-march=nocona -mtune=haswell -ftree-vectorize -fstack-protector-strong -O2"
+
+
+@pytest.mark.skipif(machine.here().target.arch != "x86_64", reason="the names are those of x86-64's CPUs")
+def test_the_users_arguments_may_name_any_cpu_or_a_level(
+    project: Project, wheel: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wheel that was made for one model of CPU would end programs on others: it is not made."""
+    for flags in (CONDAS, "-march=x86-64-v2"):
+        monkeypatch.setenv("CFLAGS", flags)
+        build_into(project.spec(portable=True), wheel)
+        monkeypatch.delenv("CFLAGS")
+        assert acquire(with_prebuilt(project, wheel)).origin == "prebuilt"
+    monkeypatch.setenv("CFLAGS", "-march=skylake-avx512")
+    with pytest.raises(CompileError, match="CFLAGS, CXXFLAGS or CXX has -march=skylake-avx512"):
+        build_into(project.spec(portable=True), wheel)
+
+
+@pytest.mark.skipif(machine.here().target.arch != "x86_64", reason="the names are those of x86-64's CPUs")
+@pytest.mark.parametrize("variable", ["CFLAGS", "CXXFLAGS", "CXX"])
+def test_code_for_one_model_of_cpu_serves_those_who_ask_for_it(
+    variable: str, project: Project, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It may be newer than one that fits, and stop at an illegal instruction."""
+    fitting = acquire(project.spec()).path
+    monkeypatch.setenv(variable, f"{'c++ ' if variable == 'CXX' else ''}-march=skylake-avx512")
+    special = acquire(project.spec()).path
+    assert special != fitting
+    monkeypatch.setenv("DS_PLUGIN_COMPILE", "0")
+    assert acquire(project.spec()).path == special
+    monkeypatch.delenv(variable)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert acquire(project.spec()).path == fitting
+    cache.prune(everything=True)
+    with pytest.raises(CompileForbiddenError):
+        acquire(project.spec())
+
+
+def test_without_a_compiler_the_binary_with_the_users_arguments_is_taken(
+    project: Project, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Else the newest, which says what it was made with."""
+    plain = acquire(project.spec()).path
+    monkeypatch.setenv("CFLAGS", "-O0 -ffast-math")
+    fast = acquire(project.spec()).path
+    monkeypatch.delenv("CFLAGS")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert acquire(project.spec()).path == plain
+    shutil.rmtree(plain.parent)
+    other = acquire(project.spec())
+    assert other.path == fast
+    assert other.reason.endswith("with other arguments: -O0 -ffast-math")

@@ -92,6 +92,25 @@ def test_native_is_made_definite(here: CpuTarget, args: list[str], resolved: lis
 
 
 @pytest.mark.parametrize(
+    ("arch", "args", "cpu"),
+    [
+        ("x86_64", "-O2 -g -m64 -mtune=native -mno-omit-leaf-frame-pointer", ""),
+        ("x86_64", "-march=nocona -mtune=haswell", ""),
+        ("x86_64", "-march=native", ""),
+        ("x86_64", "-march=x86-64-v2 -mtune=generic", "x86-64-v2"),
+        ("x86_64", "-march=haswell -O2", "-march=haswell"),
+        ("x86_64", "-march=x86-64-v2 -mavx512f", "-march=x86-64-v2 -mavx512f"),
+        ("aarch64", "-mbranch-protection=standard", ""),
+        ("aarch64", "-mcpu=neoverse-v1", "-mcpu=neoverse-v1"),
+        ("ppc64le", "-mcpu=power8 -mtune=power8", "power8"),
+        ("ppc64le", "-mcpu=power9", "power9"),
+    ],
+)
+def test_arguments_that_name_a_cpu(arch: str, args: str, cpu: str) -> None:
+    assert target.named(arch, args.split()) == cpu
+
+
+@pytest.mark.parametrize(
     ("found", "level", "taken"),
     [
         ("x86-64-v4", None, "x86-64-v4"),

@@ -76,15 +76,18 @@ def prune(
     older_than: float | None = typer.Option(None, help="Remove what was not used for so many days."),
     everything: bool = typer.Option(False, "--all", help="Remove everything."),
 ) -> None:
-    """Remove compiled kernels; whatever is needed again is compiled again."""
+    """Remove compiled kernels; whatever is needed again is compiled again. Exit status 1 if any cannot be removed."""
     if not (max_size or older_than is not None or everything):
         raise typer.BadParameter("say what to remove: --max-size, --older-than or --all")
-    removed = store.prune(
+    removed, kept = store.prune(
         max_bytes=_bytes(max_size) if max_size else None,
         older_than=None if older_than is None else older_than * 86400,
         everything=everything,
     )
     output.print(f"{len(removed)} binaries removed, {_size(sum(entry.bytes for entry in removed))}")
+    if kept:
+        output.print(f"{len(kept)} cannot be removed: {kept[0][1]}", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(1)
 
 
 def _bytes(text: str) -> int:

@@ -55,9 +55,10 @@ def pytest_configure(config: pytest.Config) -> None:
 def _name(config: pytest.Config) -> str | None:
     """The plugin to check: as the command line says, or as the ini file says where no files are named."""
     given: str | None = config.getoption("--ds-conformance")
-    if given or config.args_source == config.ArgsSource.ARGS:
+    stated: str | None = config.getini("ds_conformance") or None
+    if given or stated is None or config.args_source == config.ArgsSource.ARGS:
         return given
-    return config.getini("ds_conformance") or None
+    return stated
 
 
 def _levels(config: pytest.Config) -> Sequence[str]:

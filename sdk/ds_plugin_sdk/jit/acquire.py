@@ -20,6 +20,7 @@ from ds_plugin_sdk.jit.load import load
 from ds_plugin_sdk.jit.plan import Plan, Request, differences, make_plan, make_request
 from ds_plugin_sdk.jit.spec import Artifact, BuildSpec, Origin
 from ds_plugin_sdk.jit.store import Store
+from ds_plugin_sdk.jit.target import LEVELS
 from ds_plugin_sdk.settings import settings
 
 _AHEAD = "built ahead of time"
@@ -117,6 +118,7 @@ def build_into(spec: BuildSpec, directory: Path) -> Artifact:
     start = time.perf_counter()
     with _as_build_errors(spec):
         plan = make_plan(make_request(spec))
+        _expect_level(plan)
         target = directory.absolute() / spec.name
         target.parent.mkdir(parents=True, exist_ok=True)
         with store.private_folder(target.parent, ".build-") as work:
@@ -126,6 +128,20 @@ def build_into(spec: BuildSpec, directory: Path) -> Artifact:
                 target.rename(work / "replaced")
             made.rename(target)
         return _artifact(plan.request, target, "compiled", _AHEAD, start)
+
+
+def _expect_level(plan: Plan) -> None:
+    """That it is known which machines will run what is built for others."""
+    cpu, here = plan.request.cpu, plan.request.machine.target
+    if plan.spec.portable and cpu and cpu not in dict(LEVELS.get(here.arch, ())):
+        raise CompileError(
+            "the binary would stop on other CPUs than it is made for, at an illegal instruction",
+            plugin=plan.spec.owner,
+            op=plan.spec.name,
+            why=f"CFLAGS, CXXFLAGS or CXX has {cpu}",
+            hint="leave that out: the SDK's kernels have code for every level of CPU; or name a level, as in "
+            + " or ".join(f"-march={level}" for level, _ in LEVELS.get(here.arch, ())[-2:]),
+        )
 
 
 @dataclass
@@ -195,7 +211,10 @@ def _use_private(choice: _Choice, plan: Plan, why_not: str) -> bool:
 def _take_alike(choice: _Choice) -> bool:
     """Where nothing can be compiled, a binary of the same sources is used, whichever compiler made it."""
     search = Store(store.root()).lookup_alike(choice.request)
-    return choice.take("cache", search, "made of these sources, and nothing can be compiled here")
+    why = "made of these sources, and nothing can be compiled here"
+    if search.path is not None and (args := entry.user_args(search.record)) != choice.request.user_args:
+        why += f"; with other arguments: {' '.join(args) or 'none'}"
+    return choice.take("cache", search, why)
 
 
 def _permitted(choice: _Choice) -> Plan:

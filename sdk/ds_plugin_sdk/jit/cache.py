@@ -6,13 +6,14 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from ds_plugin_sdk.jit import entry, objects
 from ds_plugin_sdk.jit.entry import KEY_FILE, DamagedError, Record
 from ds_plugin_sdk.jit.plan import differences
 from ds_plugin_sdk.jit.store import Store, root
 
-__all__ = ["Entry", "entries", "prune", "root", "unreadable", "unusable", "verify", "why"]
+__all__ = ["Entry", "Pruned", "entries", "prune", "root", "unreadable", "unusable", "verify", "why"]
 
 
 @dataclass(frozen=True)
@@ -69,30 +70,43 @@ def verify() -> list[str]:
     return problems
 
 
-def prune(*, max_bytes: int | None = None, older_than: float | None = None, everything: bool = False) -> list[Entry]:
+class Pruned(NamedTuple):
+    """What `prune` has done.
+
+    Attributes:
+        removed: the entries that are gone.
+        kept: those that should be, and why each is not.
+    """
+
+    removed: list[Entry]
+    kept: list[tuple[Entry, str]]
+
+
+def prune(*, max_bytes: int | None = None, older_than: float | None = None, everything: bool = False) -> Pruned:
     """Remove entries, and all object files; processes that use them are not disturbed.
 
     Args:
         max_bytes: remove the least recently used until the cache is no larger than this.
         older_than: remove those unused for so many seconds.
         everything: remove all.
-
-    Returns:
-        The entries removed.
     """
     store = Store(root())
     objects.remove(store)
     now = time.time()
-    kept = 0
-    removed = []
+    total = 0
+    pruned = Pruned([], [])
     for item in sorted(entries(), key=lambda item: item.last_used, reverse=True):
-        kept += item.bytes
+        total += item.bytes
         old = older_than is not None and now - item.last_used > older_than
-        excess = max_bytes is not None and kept > max_bytes
-        if (everything or old or excess) and store.discard(item.path):
-            removed.append(item)
-            kept -= item.bytes
-    return removed
+        excess = max_bytes is not None and total > max_bytes
+        if not (everything or old or excess):
+            continue
+        if why_not := store.discard(item.path):
+            pruned.kept.append((item, why_not))
+        else:
+            pruned.removed.append(item)
+            total -= item.bytes
+    return pruned
 
 
 def why(op: str) -> list[str]:

@@ -69,6 +69,14 @@ HINTS = (
     ),
     (r"Resource temporarily unavailable", "no more processes may be started: see `ulimit -u`, and try MAX_JOBS=1"),
     (
+        r"undefined reference to .(std::|operator new|__cxa_|__gxx_personality)",
+        "the C++ library is not linked: is CXX a C compiler? Name its C++ sibling, as in CXX=g++",
+    ),
+    (
+        r"is not a member of 'std'|no (template|member) named '\w+' in namespace 'std'",
+        "the C++ library lacks what C++17 has: is there an older -std= in CFLAGS or CXXFLAGS, or an old compiler?",
+    ),
+    (
         r"undefined reference|cannot find -l",
         "a library is missing at the link: check the builder's libraries_args and extra_ldflags",
     ),
@@ -107,7 +115,7 @@ def run(plan: Plan, work: Path, log: Path) -> list[Path]:
 
 def relink(plan: Plan, work: Path, log: Path) -> None:
     """Run the last command of `plan` alone, in the folder `work`, where the objects are. Raises as `run`."""
-    with log.open("w", encoding="utf-8") as transcript:
+    with log.open("w", encoding="utf-8", errors="backslashreplace") as transcript:
         transcript.write("The objects are those of an earlier build.\n")
         _run(plan, [plan.link], work, transcript)
     _check_library(plan, work / plan.spec.library)
@@ -127,7 +135,7 @@ def _hint(said: str) -> str:
 
 def _run_once(plan: Plan, work: Path, log: Path) -> list[Path]:
     (work / _BEGIN).touch()
-    with log.open("w", encoding="utf-8") as transcript:
+    with log.open("w", encoding="utf-8", errors="backslashreplace") as transcript:
         _run(plan, plan.compile, work, transcript)
         _run(plan, [plan.link], work, transcript)
     _check_library(plan, work / plan.spec.library)
@@ -274,6 +282,7 @@ class _Running:
 
 def _first_error(output: str) -> str:
     lines = [line.strip() for line in output.splitlines() if line.strip()]
+    lines.sort(key=lambda line: line.startswith("collect2:"))  # it says that the linker failed, which has said why
     return next((line for line in lines if _ERROR.search(line)), lines[0] if lines else "")
 
 
@@ -295,7 +304,7 @@ def _headers(plan: Plan, work: Path) -> list[Path]:
     found: set[Path] = set()
     for source, command in zip(plan.spec.sources, plan.compile, strict=True):
         try:
-            found |= {work / name for name in dependencies((work / f"{source.stem}.d").read_text(encoding="utf-8"))}
+            found |= {work / name for name in dependencies(os.fsdecode((work / f"{source.stem}.d").read_bytes()))}
         except OSError as error:
             why = f"{command[0]} made no list of headers ({source.stem}.d), as -MD asks"
             raise failure(plan, why, command=command) from error

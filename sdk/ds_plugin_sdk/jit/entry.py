@@ -184,14 +184,20 @@ def misfit(record: Record, request: Request) -> str:
         return f"it is for {key['arch']}, not for {here.target.arch}"
     if lines := lacking(key["request"], request.facts):
         return "it was built from something else: " + "; ".join(lines)
-    if not here.target.runs(key["cpu"]):
-        return f"it is for {key['cpu']} CPUs, and this one is {here.target.level or 'unknown'}"
+    # What the user asks for by name now, as when it was made, is taken to be this CPU.
+    if key["cpu"] != request.cpu and not here.target.runs(key["cpu"]):
+        return f"it is for CPUs of {key['cpu']}, and this one is {here.target.level or 'unknown'}"
     on_devices = toolchains.get_toolchain(spec.toolchain).misfit(key["toolchain"])
     if reason := on_devices or "; ".join(differences(key["abi"], here.abi(spec))):
         return reason
     if spec.stable and here.torch.release < STABLE_TORCH:
         return f"it needs torch {'.'.join(map(str, STABLE_TORCH))} or later, not {here.torch.version}"
     return stale_header(record, request.tokens, own_only=True)
+
+
+def user_args(record: Record) -> tuple[str, ...]:
+    """What the user added to the commands of a build, as `plan.Request` has it."""
+    return tuple(record["key"].get("user_args", ()))
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,8 @@ class Request:
     Attributes:
         digests: SHA-256 of each source.
         facts: the spec in a form that is the same on every machine: sources, arguments, kind.
+        user_args: what the user adds to the compiler's, by CFLAGS, CXXFLAGS and in CXX, in such a form.
+        cpu: the CPU that code is made for, as `CpuTarget.runs` takes it.
     """
 
     spec: BuildSpec
@@ -70,6 +72,8 @@ class Request:
     tokens: Tokens
     digests: tuple[str, ...]
     facts: Mapping[str, object]
+    user_args: tuple[str, ...]
+    cpu: str
 
 
 @dataclass(frozen=True)
@@ -126,7 +130,11 @@ def make_request(spec: BuildSpec) -> Request:
             for source, sha256 in zip(spec.sources, digests, strict=True)
         ],
     }
-    return Request(spec, here, tokens, digests, facts)
+    of_user = (*(word for word in settings.cxx if word.startswith("-")), *settings.cflags, *settings.cxxflags)
+    cpu = target.named(here.target.arch, of_user)
+    if not cpu and _wants_native(spec, of_user):
+        cpu = here.target.level
+    return Request(spec, here, tokens, digests, facts, tuple(plain(of_user)), cpu)
 
 
 def make_plan(request: Request) -> Plan:
@@ -143,10 +151,11 @@ def make_plan(request: Request) -> Plan:
         "schema": SCHEMA,
         "request": request.facts,
         "arch": here.target.arch,
-        "cpu": here.target.level if _wants_native(spec) else "",
+        "cpu": request.cpu,
         "abi": here.abi(spec),
         "toolchain": toolchain.identity(spec),
         "environment": compiler_environment(),
+        **({"user_args": request.user_args} if request.user_args else {}),
         "commands": [[request.tokens.write(word) for word in command] for command in (*compiling, link)],
     }
     return Plan(request, compiling, link, key, digest(key))
@@ -221,9 +230,8 @@ def _source_differences(old: Sequence[Mapping[str, Any]], new: Sequence[Mapping[
     return lines
 
 
-def _wants_native(spec: BuildSpec) -> bool:
+def _wants_native(spec: BuildSpec, of_user: Sequence[str]) -> bool:
     of_sources = (arg for source in spec.sources for arg in source.args)
-    of_user = (*settings.cflags, *settings.cxxflags)
     return target.wants_native((*spec.cxx_args, *spec.nvcc_args, *of_sources, *of_user))
 
 

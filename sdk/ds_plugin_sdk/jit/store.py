@@ -109,13 +109,22 @@ class Store:
         return entry.search(folders, lambda record: entry.outdated(record, plan), self.distrust_entry)
 
     def lookup_alike(self, request: Request) -> Search:
-        """An entry that was made of the same sources and runs here, whichever compiler made it; the newest first."""
+        """An entry that was made of the same sources and runs here, whichever compiler made it.
+
+        The newest of those with the user's arguments of now, else the newest.
+        """
         if reason := self.noexec():
             return Search(None, {}, (reason,))
-        folders = self.entries(request.spec.owner, request.spec.name)
-        return entry.search(
-            sorted(folders, key=_made, reverse=True), lambda record: entry.misfit(record, request), self.distrust_entry
-        )
+        folders = sorted(self.entries(request.spec.owner, request.spec.name), key=_made, reverse=True)
+
+        def unfit(record: Record) -> str:
+            return entry.misfit(record, request)
+
+        def otherwise_made(record: Record) -> str:
+            return "" if entry.user_args(record) == request.user_args else "it was made with other arguments"
+
+        alike = entry.search(folders, lambda record: otherwise_made(record) or unfit(record), self.distrust_entry)
+        return alike if alike.path else entry.search(folders, unfit, self.distrust_entry)
 
     def newest(self, owner: str, op: str) -> Record | None:
         """The ``key.json`` of the latest build of an op, whatever it was made of."""
@@ -152,16 +161,16 @@ class Store:
                 raise
         return place
 
-    def discard(self, folder: Path) -> bool:
-        """Take an entry out, whole at once, then delete it. False if that is not possible here."""
+    def discard(self, folder: Path) -> str:
+        """Take an entry out, whole at once, then delete it. Returns why that is not possible here; empty if it was."""
         try:
             with self.workplace("discarded") as trash:
                 folder.rename(trash / folder.name)
-        except OSError:
-            return False
+        except OSError as error:
+            return str(error) if os.path.lexists(folder) else ""  # another process may have been faster
         with contextlib.suppress(OSError):
             folder.parent.rmdir()  # unless other builds of the same plan are left
-        return True
+        return ""
 
 
 def root() -> Path:

@@ -43,6 +43,15 @@ LEVELS: dict[str, tuple[tuple[str, frozenset[str]], ...]] = {
     "riscv64": (("rv64gc", _NONE), ("rv64gcv", frozenset({"v"}))),
 }
 
+# Arguments that begin with -m and let the compiler use no more of a CPU than it has anyway.
+_HARMLESS = (
+    *("-m64", "-mabi=", "-mbranch-protection", "-mcmodel=", "-mfpmath=", "-mfunction-return", "-mindirect-branch"),
+    *("-mno-", "-mprefer-", "-msse2", "-mstack", "-mtls-dialect", "-mtune="),
+)
+# CPUs by whose names distributions and conda mean all of an architecture: what they can do beyond its first level, all
+# have had since 2004.
+_ANY_CPU = frozenset({"generic", "k8", "nocona"})
+
 _NATIVE = re.compile(r"-m(?:arch|cpu|tune)=native\b")
 
 
@@ -84,6 +93,18 @@ class CpuTarget:
 def wants_native(args: Iterable[str]) -> bool:
     """Whether any argument asks for the CPU of this machine."""
     return any(_NATIVE.search(arg) for arg in args)
+
+
+def named(arch: str, args: Iterable[str]) -> str:
+    """The CPU that arguments ask for by name, as `CpuTarget.runs` takes it: a level, or, where they name another, the
+    arguments themselves, which no machine is known to run. Empty where they name none.
+    """
+    words = [arg for arg in args if arg.startswith("-m") and not arg.startswith(_HARMLESS) and not _NATIVE.search(arg)]
+    names = [word.partition("=")[2] for word in words]
+    levels = {"", *_ANY_CPU, *(level for level, _ in LEVELS.get(arch, ()))}
+    if not all(names) or not levels.issuperset(names):
+        return " ".join(words)
+    return next((name for name in reversed(names) if name not in _ANY_CPU), "")
 
 
 def without_native(args: Iterable[str]) -> list[str]:
