@@ -236,6 +236,16 @@ def test_code_for_one_model_of_cpu_serves_those_who_ask_for_it(
         acquire(project.spec())
 
 
+@pytest.mark.skipif(machine.here().target.arch != "x86_64", reason="the names are those of x86-64's CPUs")
+def test_a_lesser_level_of_the_user_takes_nothing_from_native(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which of both the compiler follows depends on where they stand."""
+    monkeypatch.setenv("CFLAGS", "-march=x86-64")
+    artifact = acquire(project.spec(cxx_args=("-march=native",)))
+    assert artifact.key["key"]["cpu"] == machine.here().target.level
+
+
 def test_without_a_compiler_the_binary_with_the_users_arguments_is_taken(
     project: Project, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

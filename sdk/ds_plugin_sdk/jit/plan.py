@@ -132,7 +132,7 @@ def make_request(spec: BuildSpec) -> Request:
     }
     of_user = (*(word for word in settings.cxx if word.startswith("-")), *settings.cflags, *settings.cxxflags)
     cpu = target.named(here.target.arch, of_user)
-    if not cpu and _wants_native(spec, of_user):
+    if here.target.runs(cpu) and _wants_native(spec, of_user):
         cpu = here.target.level
     return Request(spec, here, tokens, digests, facts, tuple(plain(of_user)), cpu)
 
