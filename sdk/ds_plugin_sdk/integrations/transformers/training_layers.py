@@ -26,6 +26,7 @@ from ds_plugin_sdk.integrations.transformers.understood import (
     as_written,
     check_as_written,
     check_no_other_forward,
+    has_hooks,
     has_its_forward,
     has_other_hooks,
     same_code,
@@ -94,7 +95,9 @@ class TrainedGelu(TrainingReplacement):
 
 
 class TrainedMlp(TrainingReplacement):
-    """A feed-forward layer with LLaMA's code. Its linear layers are called as it calls them."""
+    """A feed-forward layer with LLaMA's code. Its modules are called in that one's order, whatever ops do: ZeRO 3 puts
+    hooks on all of them, and gathers parameters by it, which must be the same on all ranks.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
@@ -106,9 +109,25 @@ class TrainedMlp(TrainingReplacement):
         mlp: Any = self.module
         if mlp.act_fn is not self._act or not self._acts_alone():
             return None
-        gate, up = mlp.gate_proj(input), mlp.up_proj(input)
-        served = GATE.serves(gate, up)
-        return mlp.down_proj(GATE.call(gate, up, activation=self._activation) if served else mlp.act_fn(gate) * up)
+        gate = self._through_hooks(mlp.gate_proj(input))
+        up = mlp.up_proj(input)
+        if GATE.serves(gate, up):
+            return mlp.down_proj(GATE.call(gate, up, activation=self._activation))
+        return mlp.down_proj(self._act.forward(gate) * up)
+
+    def _through_hooks(self, gate: Any) -> Any:
+        """What the hooks of the activation make of its input, and of that as its output."""
+        act = self._act
+        if not has_hooks(act):
+            return gate
+        before = vars(act).get("forward")
+        act.forward = _same
+        try:
+            return act(gate)
+        finally:
+            del act.forward
+            if before is not None:
+                act.forward = before
 
     def _acts_alone(self) -> bool:
         """Whether a call of the activation would be a call of the code that is known."""
@@ -119,6 +138,10 @@ class TrainedMlp(TrainingReplacement):
             and not has_other_hooks(act)
             and all(getattr(functional, name) is function for name, function in _FUNCTIONS.items())
         )
+
+
+def _same(input: Any) -> Any:
+    return input
 
 
 class TrainedAttention(TrainingReplacement):

@@ -259,10 +259,19 @@ def are_idle(hooks: Iterable[dict[int, Any]]) -> bool:
 
 def has_other_hooks(module: nn.Module) -> bool:
     """Whether a call of a module calls hooks, but for those that gather and free its parameters."""
+    return any(not moves_parameters_alone(hook) for hooks in _called(module) for hook in hooks.values())
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a call of a module calls any hooks."""
+    return any(_called(module))
+
+
+def _called(module: nn.Module) -> Iterable[dict[int, Any]]:
+    """The hooks that a call of a module calls, by number: its own, and those of all modules."""
     backward = (module._backward_hooks, module._backward_pre_hooks)
     everywhere = (*GLOBAL_HOOKS, nn_module._global_backward_hooks, nn_module._global_backward_pre_hooks)
-    found = (*hooks_of(module), *backward, *everywhere)
-    return any(not moves_parameters_alone(hook) for hooks in found for hook in hooks.values())
+    return (*hooks_of(module), *backward, *everywhere)
 
 
 def has_its_forward(module: nn.Module) -> bool:
