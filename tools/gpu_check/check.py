@@ -162,7 +162,10 @@ def choice(run: Run) -> None:
 
 def write_entry_points(site: Path, pyproject: str) -> None:
     """What installing a project would leave for those who look for its entry points."""
-    import tomllib
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
 
     project = tomllib.loads(pyproject)["project"]
     groups = {"console_scripts": project.get("scripts", {}), **project.get("entry-points", {})}
