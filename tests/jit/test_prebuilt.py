@@ -246,6 +246,18 @@ def test_a_lesser_level_of_the_user_takes_nothing_from_native(
     assert artifact.key["key"]["cpu"] == machine.here().target.level
 
 
+@pytest.mark.skipif(machine.here().target.arch != "x86_64", reason="the names are those of x86-64's CPUs")
+def test_a_level_that_the_user_names_is_no_proof_of_it(
+    project: Project, wheel: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unlike a model's, what a level needs is known, and whether this CPU has it."""
+    monkeypatch.setenv("CFLAGS", "-march=x86-64-v4")
+    build_into(project.spec(portable=True), wheel)
+    here = replace(machine.here(), target=target.CpuTarget("x86_64", "x86-64-v3"))
+    monkeypatch.setattr(machine, "here", lambda: here)
+    assert "it is for CPUs of x86-64-v4" in " ".join(explain(with_prebuilt(project, wheel)))
+
+
 def test_without_a_compiler_the_binary_with_the_users_arguments_is_taken(
     project: Project, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

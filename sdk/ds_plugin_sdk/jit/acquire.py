@@ -20,7 +20,7 @@ from ds_plugin_sdk.jit.load import load
 from ds_plugin_sdk.jit.plan import Plan, Request, differences, make_plan, make_request
 from ds_plugin_sdk.jit.spec import Artifact, BuildSpec, Origin
 from ds_plugin_sdk.jit.store import Store
-from ds_plugin_sdk.jit.target import LEVELS
+from ds_plugin_sdk.jit.target import LEVELS, CpuTarget, is_level
 from ds_plugin_sdk.settings import settings
 
 _AHEAD = "built ahead of time"
@@ -132,15 +132,16 @@ def build_into(spec: BuildSpec, directory: Path) -> Artifact:
 
 def _expect_level(plan: Plan) -> None:
     """That it is known which machines will run what is built for others."""
-    cpu, here = plan.request.cpu, plan.request.machine.target
-    if plan.spec.portable and cpu and cpu not in dict(LEVELS.get(here.arch, ())):
+    cpu, arch = plan.request.cpu, plan.request.machine.target.arch
+    if plan.spec.portable and not is_level(arch, cpu):
+        levels = [str(CpuTarget(arch, level).flag) for level, _ in LEVELS.get(arch, ())]
         raise CompileError(
             "the binary would stop on other CPUs than it is made for, at an illegal instruction",
             plugin=plan.spec.owner,
             op=plan.spec.name,
             why=f"CFLAGS, CXXFLAGS or CXX has {cpu}",
-            hint="leave that out: the SDK's kernels have code for every level of CPU; or name a level, as in "
-            + " or ".join(f"-march={level}" for level, _ in LEVELS.get(here.arch, ())[-2:]),
+            hint="leave that out: the SDK's kernels have code for every level of CPU"
+            + (f"; or name a level: {', '.join(levels)}" if levels else ""),
         )
 
 

@@ -12,7 +12,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ds_plugin_sdk.jit import toolchains
+from ds_plugin_sdk.jit import target, toolchains
 from ds_plugin_sdk.jit.machine import STABLE_TORCH
 from ds_plugin_sdk.jit.plan import (
     SCHEMA,
@@ -184,8 +184,9 @@ def misfit(record: Record, request: Request) -> str:
         return f"it is for {key['arch']}, not for {here.target.arch}"
     if lines := lacking(key["request"], request.facts):
         return "it was built from something else: " + "; ".join(lines)
-    # What the user asks for by name now, as when it was made, is taken to be this CPU.
-    if key["cpu"] != request.cpu and not here.target.runs(key["cpu"]):
+    # A model that the user names now, as when it was made, is taken to be this CPU's.
+    claimed = key["cpu"] == request.cpu and not target.is_level(key["arch"], key["cpu"])
+    if not claimed and not here.target.runs(key["cpu"]):
         return f"it is for CPUs of {key['cpu']}, and this one is {here.target.level or 'unknown'}"
     on_devices = toolchains.get_toolchain(spec.toolchain).misfit(key["toolchain"])
     if reason := on_devices or "; ".join(differences(key["abi"], here.abi(spec))):

@@ -95,6 +95,11 @@ def wants_native(args: Iterable[str]) -> bool:
     return any(_NATIVE.search(arg) for arg in args)
 
 
+def is_level(arch: str, cpu: str) -> bool:
+    """Whether a CPU is one of an architecture's levels, or any."""
+    return not cpu or cpu in dict(LEVELS.get(arch, ()))
+
+
 def named(arch: str, args: Iterable[str]) -> str:
     """The CPU that arguments ask for by name, as `CpuTarget.runs` takes it: a level, or, where they name another, the
     arguments themselves, which no machine is known to run. Empty where they name none.

@@ -32,8 +32,9 @@ def train(optimizer, stage, **config):
 """
 
 ELEMENTWISE = """
+expected = train(torch.optim.AdamW, 0)
 for stage in (0, 1, 2, 3):
-    torch.testing.assert_close(train(optim.FusedAdam, stage), train(torch.optim.AdamW, 0), rtol=1e-4, atol=0)
+    torch.testing.assert_close(train(optim.FusedAdam, stage), expected, rtol=1e-4, atol=0)
 for ours in (optim.FusedAdagrad, optim.FusedLion):
     torch.testing.assert_close(train(ours, 2), train(ours, 0), rtol=1e-4, atol=0)
 print('agree')

@@ -21,7 +21,7 @@ from transformers.models.llama.modeling_llama import LlamaForCausalLM
 from transformers.models.opt.modeling_opt import OPTForCausalLM
 from transformers.utils import ModelOutput
 
-from ds_plugin_sdk.integrations.transformers.replacement import REPLACEMENT, Replacement, is_replaced
+from ds_plugin_sdk.integrations.transformers.replacement import REPLACEMENT, Replacement, forward_in_place, is_replaced
 from ds_plugin_sdk.integrations.transformers.understood import (
     NotUnderstoodError,
     check_no_other_forward,
@@ -148,16 +148,12 @@ class _Call:
     @contextmanager
     def in_place(self, model: transformers.PreTrainedModel) -> Iterator[None]:
         """The last layer's forward and the model's loss are this object's."""
-        before = vars(self._head).get("forward")
-        self._head.forward = self._forward  # type: ignore[method-assign]  # on the instance, for this call
         model.loss_function = self._hand_on
         try:
-            yield
+            with forward_in_place(self._head, self._forward):
+                yield
         finally:
             del model._loss_function
-            del self._head.forward
-            if before is not None:
-                self._head.forward = before  # type: ignore[method-assign]  # on the instance, for this call
 
     def _forward(self, input: Tensor) -> Tensor:
         head = self._head

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -13,6 +14,19 @@ from torch import nn
 
 # An attribute of a function that runs a replacement: which one.
 REPLACEMENT = "ds_plugin_replacement"
+
+
+@contextlib.contextmanager
+def forward_in_place(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """A module's forward is another one, whose hooks are called as ever. It then has again what it had."""
+    before = vars(module).get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward
+        if before is not None:
+            module.forward = before
 
 
 class Replacement:
@@ -130,4 +144,4 @@ def is_replaced(module: nn.Module) -> bool:
     return isinstance(forward, Replacement) and forward.is_on and forward.module is module
 
 
-__all__ = ["REPLACEMENT", "Replacement", "TrainingReplacement", "is_replaced"]
+__all__ = ["REPLACEMENT", "Replacement", "TrainingReplacement", "forward_in_place", "is_replaced"]

@@ -18,7 +18,7 @@ from transformers import activations
 from transformers.models.llama import modeling_llama as llama
 from transformers.pytorch_utils import Conv1D
 
-from ds_plugin_sdk.integrations.transformers.replacement import TrainingReplacement
+from ds_plugin_sdk.integrations.transformers.replacement import TrainingReplacement, forward_in_place
 from ds_plugin_sdk.integrations.transformers.training import TrainedLinear
 from ds_plugin_sdk.integrations.transformers.understood import (
     NotUnderstoodError,
@@ -120,14 +120,8 @@ class TrainedMlp(TrainingReplacement):
         act = self._act
         if not has_hooks(act):
             return gate
-        before = vars(act).get("forward")
-        act.forward = _same
-        try:
+        with forward_in_place(act, lambda input: input):
             return act(gate)
-        finally:
-            del act.forward
-            if before is not None:
-                act.forward = before
 
     def _acts_alone(self) -> bool:
         """Whether a call of the activation would be a call of the code that is known."""
@@ -138,10 +132,6 @@ class TrainedMlp(TrainingReplacement):
             and not has_other_hooks(act)
             and all(getattr(functional, name) is function for name, function in _FUNCTIONS.items())
         )
-
-
-def _same(input: Any) -> Any:
-    return input
 
 
 class TrainedAttention(TrainingReplacement):
