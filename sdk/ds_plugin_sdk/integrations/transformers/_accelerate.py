@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import inspect
 import re
@@ -9,7 +10,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import transformers
 from torch import nn
@@ -41,6 +42,8 @@ from ds_plugin_sdk.integrations.transformers.weights import Packer, Quantized, W
 from ds_plugin_sdk.registry import load_kernels
 
 _FAMILIES_OF_OPS = ("linear", "attention", "norm", "rotary", "decoder_layer")
+
+_SDPA = "sdpa"  # torch's attention, as transformers names it
 
 # Files that do something else for torch's attention by its name.
 _ASKS_FOR_SDPA = re.compile(r"""_attn_implementation\s*(==|!=|in)\s*[^\n]*["']sdpa["']""")
@@ -350,29 +353,36 @@ def _use_attention(model: transformers.PreTrainedModel, found: _Found, undo: lis
         before = config._attn_implementation
         why = _why_not_attention(before, [user for _, user in same])
         if why is None:
-            config._attn_implementation_internal = _Ours(before)
+            config._attn_implementation_internal = _Name.OURS if before == _SDPA else before
             found.attentions[name] = config
             undo.append(_attention_again(config, before))
         else:
             found.left[f"{name}.attention".lstrip(".")] = (name_of(same[0][1]), why)
 
 
-class _Ours(str):
-    """The name of our attention; where a configuration is deep-copied or pickled, of the one in whose place it is."""
+class _Name(str, enum.Enum):
+    """The name of our attention in a configuration; in a deep copy or a pickle of it, that of torch's.
 
-    _before: str
+    Dynamo takes members of enumerations as constants. Of other subclasses of ``str``, torch 2.11's knows nothing.
+    """
 
-    def __new__(cls, before: str) -> _Ours:
-        made = super().__new__(cls, ATTENTION)
-        made._before = before
-        return made
+    OURS = ATTENTION
 
-    def __reduce__(self) -> tuple[type[str], tuple[str]]:
-        return str, (self._before,)
+    def __str__(self) -> str:
+        return self.value
+
+    def startswith(self, *args: Any) -> bool:  # in Python, so that Dynamo can trace what transformers asks
+        return self.value.startswith(*args)
+
+    def __reduce_ex__(self, protocol: object) -> tuple[type[str], tuple[str]]:
+        return str, (_SDPA,)
+
+    def __deepcopy__(self, memo: object) -> str:
+        return _SDPA
 
 
 def _why_not_attention(before: str | None, users: Iterable[transformers.PreTrainedModel]) -> str | None:
-    if before not in ("sdpa", ATTENTION):
+    if before not in (_SDPA, ATTENTION):
         return f"its attention is {before!r}, which may do more than 'sdpa'"
     if not has_own_sdpa():
         return "another function than transformers' own is registered as 'sdpa'"
