@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+import ds_plugin_sdk.cli.app
 from broken_plugin import install_broken
 from ds_plugin_sdk import __version__, cli, report
 from ds_plugin_sdk.settings import child_environment
@@ -39,6 +40,21 @@ def test_the_command_is_installed_under_both_names() -> None:
 def test_the_module_is_the_command(module: str) -> None:
     done = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True, check=True)
     assert done.stdout == f"ds-plugin-sdk {__version__}\n"
+
+
+@pytest.mark.parametrize("error", ["ImportError", "OSError", "RuntimeError"])
+def test_a_torch_that_cannot_be_imported_is_an_error_without_a_traceback(error: str, tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text(f"raise {error}('libcudart.so.13: no such file')\n", encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-m", "ds_plugin_sdk", "doctor"],
+        env=child_environment(PYTHONPATH=f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith(f"error: torch cannot be imported: {error}: libcudart.so.13: no such file\n")
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("arguments", [["--version"], ["list"], ["report", "--json"]])
@@ -79,7 +95,7 @@ def test_an_error_of_another_file_is_not_taken_for_the_outputs(monkeypatch: pyte
     def full() -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(cli, "app", full)
+    monkeypatch.setattr(ds_plugin_sdk.cli.app, "app", full)
     with pytest.raises(OSError, match="No space left"):
         cli.main()
 

@@ -13,7 +13,7 @@ import pytest
 from small_op import EXPORT, CountingCompiler, Project, answer, entry_folder, make_project, other_torch, script
 from typer.testing import CliRunner
 
-from ds_plugin_sdk.cli import app
+from ds_plugin_sdk.cli.app import app
 from ds_plugin_sdk.jit import BuildSpec, Source, acquire, cache, explain, machine, plan, target
 
 pytestmark = pytest.mark.compiler

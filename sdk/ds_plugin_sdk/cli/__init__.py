@@ -6,65 +6,21 @@ import io
 import os
 import sys
 
-import typer
-
-from ds_plugin_sdk import __version__
-from ds_plugin_sdk.cli.bench import bench
-from ds_plugin_sdk.cli.build import build
-from ds_plugin_sdk.cli.cache import cache
-from ds_plugin_sdk.cli.check import check
-from ds_plugin_sdk.cli.conformance import conformance
-from ds_plugin_sdk.cli.console import errors
-from ds_plugin_sdk.cli.contract import contract
-from ds_plugin_sdk.cli.doctor import doctor
-from ds_plugin_sdk.cli.fuzz import fuzz
-from ds_plugin_sdk.cli.new_plugin import new_plugin
-from ds_plugin_sdk.cli.plugins import list_plugins
-from ds_plugin_sdk.cli.report import report
 from ds_plugin_sdk.errors import SdkError
-
-app = typer.Typer(
-    name="sdk",
-    help="Bring DeepSpeed to new hardware: what is installed, where each op comes from, and how fast it is.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
-app.command("list")(list_plugins)
-app.command("report")(report)
-app.command("doctor")(doctor)
-app.command("check")(check)
-app.command("build")(build)
-app.command("new-plugin")(new_plugin)
-app.add_typer(cache, name="cache")
-app.command("contract")(contract)
-app.command("conformance")(conformance)
-app.command("fuzz")(fuzz)
-app.add_typer(bench, name="bench")
-
-
-def _version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"ds-plugin-sdk {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def _options(
-    version: bool = typer.Option(
-        False, "--version", callback=_version, is_eager=True, help="Print the version and stop."
-    ),
-) -> None:
-    pass
 
 
 def main() -> None:
     """Run a command.
 
-    SDK errors are printed without a traceback, and so is that the output cannot be written; the exit status is 1 then.
+    SDK errors are printed without a traceback, and so is that torch cannot be imported, or that the output cannot be
+    written; the exit status is 1 then.
     """
     _escape_letters()
     try:
+        _import_torch()
+
+        from ds_plugin_sdk.cli.app import app
+
         app()
     except SdkError as error:
         _say(str(error))
@@ -76,6 +32,17 @@ def main() -> None:
     except OSError:
         _write_out("\n")  # what could not be written is lost: whether that was it, another line tells
         raise
+
+
+def _import_torch() -> None:
+    try:
+        import torch  # noqa: F401  # only whether it can be
+    except (ImportError, OSError, RuntimeError) as error:  # absent, without its libraries, or a backend's fault
+        raise SdkError(
+            "torch cannot be imported",
+            why=f"{type(error).__name__}: {error}",
+            hint=f"see `{sys.executable} -c 'import torch'`; the SDK needs torch 2.11 or later in this environment",
+        ) from error
 
 
 def _escape_letters() -> None:
@@ -101,6 +68,8 @@ def _write_out(more: str = "") -> None:
 
 
 def _say(error: str) -> None:
+    from ds_plugin_sdk.cli.console import errors
+
     errors.print(f"[bold red]error:[/] {_plain(error)}", soft_wrap=True)
 
 
