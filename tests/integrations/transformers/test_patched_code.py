@@ -6,6 +6,8 @@ import copy
 import functools
 import multiprocessing
 import pickle
+import sys
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -314,6 +316,69 @@ def test_an_attention_that_is_not_known_is_left_alone(attention: Callable[[], An
             ours = logits(model)
             handle.remove()
             torch.testing.assert_close(ours, logits(model), rtol=1e-3, atol=1e-3)
+
+
+_IN_A_NOTEBOOK = """
+import transformers
+
+class Written(transformers.LlamaForCausalLM):
+    def forward(self, *args, **kwargs):
+        if {asked}:
+            return super().forward(*args, **kwargs)
+        raise NotImplementedError
+
+class Around(transformers.LlamaPreTrainedModel):
+    def __init__(self, config):
+        super().__init__(config)
+        self.model = transformers.LlamaModel(config)
+        self.lm_head = transformers.LlamaForCausalLM(config).lm_head
+        self.post_init()
+
+    def forward(self, ids):
+        states = self.model(ids).last_hidden_state
+        return transformers.modeling_outputs.CausalLMOutput(logits=self.lm_head(states))
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "asked", "attentions"),
+    [
+        ("Written", "True", [""]),
+        ("Around", "True", [""]),
+        ("Written", "self.config._attn_implementation in ('eager', 'sdpa')", []),
+        ("Written", "self.config._attn_implementation == 'sdpa'", []),
+    ],
+)
+@pytest.mark.parametrize("imported", [True, False])
+def test_a_model_of_a_notebook_is_as_one_of_a_file(
+    kind: str, asked: str, attentions: list[str], imported: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its source cannot be read."""
+    notebook = types.ModuleType("notebook")
+    exec(_IN_A_NOTEBOOK.format(asked=asked), vars(notebook))
+    if imported:
+        monkeypatch.setitem(sys.modules, "notebook", notebook)
+    llama_model = make("llama")
+    llama_model._can_set_attn_implementation()  # is kept on the class, and inherited
+    torch.manual_seed(0)
+    model = vars(notebook)[kind](llama_model.config).eval()
+    plain = logits(model)
+    with accelerate(model) as handle:
+        assert handle.attention == attentions
+        assert bool(handle.layers) == bool(attentions)
+        torch.testing.assert_close(logits(model), plain, rtol=1e-3, atol=1e-3)
+
+
+def test_an_activation_that_is_a_function_leaves_its_layer_alone() -> None:
+    """As in code of models that were written elsewhere."""
+    model = make("llama")
+    layer = model.model.layers[1]
+    del layer.mlp.act_fn
+    layer.mlp.act_fn = functional.silu
+    plain = logits(model)
+    with accelerate(model) as handle:
+        assert handle.layers == ["model.layers.0"]
+        torch.testing.assert_close(logits(model), plain, rtol=1e-3, atol=1e-3)
 
 
 def test_after_an_error_the_model_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import functools
 import inspect
 import re
 import sys
+import types
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -47,6 +48,7 @@ _SDPA = "sdpa"  # torch's attention, as transformers names it
 
 # Files that do something else for torch's attention by its name.
 _ASKS_FOR_SDPA = re.compile(r"""_attn_implementation\s*(==|!=|in)\s*[^\n]*["']sdpa["']""")
+_ASKS = "its code asks whether its attention is 'sdpa'"
 
 
 @dataclass
@@ -387,11 +389,49 @@ def _why_not_attention(before: str | None, users: Iterable[transformers.PreTrain
     if not has_own_sdpa():
         return "another function than transformers' own is registered as 'sdpa'"
     for user in users:
-        if not user._can_set_attn_implementation():
-            return "its attention does not go through transformers' registry"
-        if _ASKS_FOR_SDPA.search(inspect.getsource(sys.modules[type(user).__module__])):
-            return "its code asks whether its attention is 'sdpa'"
+        why = _why_not_code(user)
+        if why is not None:
+            return why
     return None
+
+
+def _why_not_code(user: transformers.PreTrainedModel) -> str | None:
+    kinds = {kind for module in user.modules() for kind in type(module).__mro__}
+    unread = {name for name in {kind.__module__ for kind in kinds} if _source_of(name) is None}
+    if any(_asks_for_sdpa(kind) for kind in kinds if kind.__module__ in unread):
+        return _ASKS
+    classes: tuple[Any, ...] = type(user).__mro__
+    for kind in classes:
+        if kind is transformers.PreTrainedModel:
+            break
+        if issubclass(kind, transformers.PreTrainedModel) and kind.__module__ not in unread:
+            if not kind._can_set_attn_implementation():
+                return "its attention does not go through transformers' registry"
+            return _ASKS if _ASKS_FOR_SDPA.search(_source_of(kind.__module__) or "") else None
+    return None
+
+
+def _source_of(module: str) -> str | None:
+    """The text of a module's file; None where it has none, as a notebook."""
+    try:
+        return inspect.getsource(sys.modules[module])
+    except (KeyError, OSError, TypeError):
+        return None
+
+
+def _asks_for_sdpa(kind: type) -> bool:
+    """Whether a method of a class, by its compiled code, may do something else for torch's attention by its name."""
+    functions = [inspect.unwrap(value) for value in vars(kind).values() if callable(value)]
+    codes = [function.__code__ for function in functions if isinstance(function, types.FunctionType)]
+    return any("_attn_implementation" in code.co_names and _SDPA in _strings(code.co_consts) for code in codes)
+
+
+def _strings(constants: Iterable[object]) -> Iterator[str]:
+    for constant in constants:
+        if isinstance(constant, str):
+            yield constant
+        elif isinstance(constant, tuple | frozenset):
+            yield from _strings(constant)
 
 
 def _attention_again(config: transformers.PreTrainedConfig, before: str | None) -> Callable[[], None]:

@@ -101,7 +101,9 @@ class TrainedMlp(TrainingReplacement):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
-        self._act: Any = module.get_submodule("act_fn")
+        self._act: Any = module._modules.get("act_fn")
+        if self._act is None:
+            raise NotUnderstoodError("its activation is no module")
         self._activation = activation_of(self._act)
         self._act_forward = type(self._act).forward
 
