@@ -369,6 +369,64 @@ def test_a_model_of_a_notebook_is_as_one_of_a_file(
         torch.testing.assert_close(logits(model), plain, rtol=1e-3, atol=1e-3)
 
 
+class Halved(llama.LlamaMLP):
+    def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
+        return super()._call_impl(*args, **kwargs) / 2
+
+
+class ScaledWeight(llama.LlamaRMSNorm):
+    def __getattr__(self, name: str) -> Any:
+        value = super().__getattr__(name)
+        return value * 1.5 if name == "weight" else value
+
+
+class ComputedEps(llama.LlamaRMSNorm):
+    def _eps(self) -> float:
+        return 0.5
+
+    variance_epsilon = property(_eps, lambda self, value: None)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "of"),
+    [
+        ("mlp", Halved, lambda model: model.config),
+        ("input_layernorm", ScaledWeight, lambda _: 32),
+        ("post_attention_layernorm", ComputedEps, lambda _: 32),
+    ],
+)
+def test_a_class_that_computes_its_calls_or_attributes_is_left_alone(
+    name: str, kind: type[nn.Module], of: Callable[[Any], Any]
+) -> None:
+    model = make("llama")
+    layer = model.model.layers[1]
+    other = kind(of(model))
+    other.load_state_dict(getattr(layer, name).state_dict())
+    setattr(layer, name, other)
+    plain = logits(model)
+    with accelerate(model) as handle:
+        assert handle.layers == ["model.layers.0"]
+        torch.testing.assert_close(logits(model), plain, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("everywhere", [False, True], ids=["one", "all"])
+def test_another_call_of_a_modules_forward_is_seen(everywhere: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, original = make("llama"), nn.Module._call_impl
+
+    def halved_call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        return result / 2 if isinstance(self, llama.LlamaMLP) else result
+
+    with accelerate(model):
+        if everywhere:
+            monkeypatch.setattr(nn.Module, "_call_impl", halved_call)
+        else:
+            mlp = model.model.layers[1].mlp
+            mlp._call_impl = functools.partial(halved_call, mlp)
+        ours = logits(model)
+    torch.testing.assert_close(ours, logits(model), rtol=1e-3, atol=1e-3)
+
+
 def test_an_activation_that_is_a_function_leaves_its_layer_alone() -> None:
     """As in code of models that were written elsewhere."""
     model = make("llama")

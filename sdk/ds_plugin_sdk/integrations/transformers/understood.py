@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import inspect
 import operator
 import types
 from collections.abc import Callable, Iterable, Mapping
@@ -158,6 +159,9 @@ def check_as_written(module: nn.Module) -> None:
         raise NotUnderstoodError(f"the forward of {name_of(module)} is not that of its class")
     if not any(kind.__call__ is each and _is_as_written(each, *written) for each, *written in _CALLS):
         raise NotUnderstoodError(f"{name_of(module)} has another __call__")
+    if "_call_impl" in vars(module) or not _is_as_written(kind._call_impl, nn.Module.__module__, "Module._call_impl"):
+        raise NotUnderstoodError(f"{name_of(module)} has another _call_impl")
+    _check_reads(kind, code)
     for called in called_functions(kind.forward):
         if not _is_as_written(as_written(called.value), None, called.name):
             raise NotUnderstoodError(f"{called.name} is not that of the file of {name_of(module)}")
@@ -165,6 +169,15 @@ def check_as_written(module: nn.Module) -> None:
         found = zip(_FUNCTIONS, _functions_of(functional), _TORCHS, strict=True)
         others = ", ".join(name for name, function, torchs in found if function is not torchs)
         raise NotUnderstoodError(f"torch.nn.functional has another {others} than torch's own")
+
+
+def _check_reads(kind: type[nn.Module], forward: Any) -> None:
+    """Raise `NotUnderstoodError` if what a forward reads of its module may be computed there, and is no plain value."""
+    if kind.__getattr__ is not nn.Module.__getattr__ or kind.__getattribute__ is not nn.Module.__getattribute__:
+        raise NotUnderstoodError(f"{kind.__qualname__} has another __getattr__ than torch's modules")
+    for name in forward.__code__.co_names:
+        if isinstance(inspect.getattr_static(kind, name, None), property):
+            raise NotUnderstoodError(f"{name} of {kind.__qualname__} is a property")
 
 
 def _is_as_written(function: Any, module: str | None, name: str) -> bool:

@@ -27,7 +27,7 @@ from ds_plugin_sdk.integrations.transformers.understood import (
 )
 
 _is_training = operator.itemgetter("training")
-_code_of = operator.attrgetter("forward", "__call__")  # of a class
+_code_of = operator.attrgetter("forward", "__call__", "_call_impl")  # of a class
 
 
 class Watch:
@@ -62,6 +62,7 @@ class Watch:
         attributes = [(vars(module), *item) for module in self._modules for item in vars(module).items()]
         read = [each for each in attributes if _is_read(*each[1:])]
         read += [(vars(module), "_norm", None) for module in self._modules if hasattr(type(module), "_norm")]
+        read += [(vars(module), "_call_impl", None) for module in inner]
         self._owners: list[dict[str, Any]] = [owner for owner, _, _ in read]
         self._names, self._values = [name for _, name, _ in read], [value for _, _, value in read]
         self._gather()
