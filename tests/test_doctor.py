@@ -19,6 +19,7 @@ import pytest
 from ds_plugin_sdk.doctor import Facts, Finding, Heard, Silent, ask_all, compare, read_hostfile
 from ds_plugin_sdk.errors import HostfileError
 from launchers import free_port
+from plugin_site import Install
 
 GIB = 2**30
 WELL = Facts(
@@ -274,6 +275,17 @@ def test_a_name_of_deepspeeds_that_it_cannot_use_here(sdk: Callable[..., str], m
     assert found["plugin"]["found"] == "none: npu: left to DeepSpeed, DS_ACCELERATOR=npu, and no plugin has that name"
     assert found["deepspeed"]["verdict"] == "fails"
     assert "NPU_Accelerator requires torch_npu" in found["deepspeed"]["found"]
+
+
+@pytest.mark.usefixtures("compiled_once")
+def test_a_plugin_without_its_accelerator_is_not_well(sdk: Callable[..., str], install: Install) -> None:
+    """Its manifest is fine, by which it is chosen."""
+    install("zap", priority=5, accelerator="nowhere:Missing")
+    found = {entry["check"]: entry for entry in json.loads(sdk("doctor", "--port", free_port(), "--json", status=1))}
+    assert found["plugin"]["verdict"] == "fails"
+    why = "none: 'zap': a plugin's accelerator cannot be loaded: nowhere:Missing of ds-plugin-zap 1.0: ModuleNotFound"
+    assert found["plugin"]["found"].startswith(why)
+    assert found["cache"]["verdict"] == "ok"
 
 
 @pytest.mark.usefixtures("compiled_once")

@@ -155,6 +155,9 @@ def test_an_unknown_request_names_what_is_installed(install: Install, monkeypatc
             "ds-plugin-zap 1.0 is here and registers no plugin 'zap': write zap = \"package:plugin\" under "
             '[project.entry-points."ds_plugin_sdk.plugins"] of its pyproject.toml, and install it again',
         ),
+        ("zap", "zap ", "the installed one is called 'zap'"),
+        ("zop", "zap,zop", "name one accelerator, as `sdk list` shows them"),
+        ("zop", "ZAP", "name one accelerator, as `sdk list` shows them"),
     ],
 )
 def test_what_is_installed_under_another_name_is_not_to_be_installed_again(
@@ -321,10 +324,19 @@ def test_a_plugin_that_hangs_is_skipped_when_its_time_is_over(
     assert not log.exists() or log.read_text(encoding="utf-8") == "asked "
 
 
-@pytest.mark.parametrize(("at_import", "in_probe"), [("raise SystemExit(3)", ""), ("", "raise SystemExit(3)")])
-def test_a_plugin_cannot_end_the_program(install: Install, tmp_path: Path, at_import: str, in_probe: str) -> None:
-    install("zap", body=SLOW.format(at_import=at_import, in_probe=in_probe, log=str(tmp_path / "log")))
-    with pytest.warns(RuntimeWarning, match=r"plugin 'zap' is skipped: .*SystemExit: 3"):
+@pytest.mark.parametrize("raised", ["SystemExit", "GeneratorExit", "asyncio.CancelledError"])
+@pytest.mark.parametrize("where", ["at_import", "in_probe"])
+def test_a_plugin_cannot_end_the_program(install: Install, tmp_path: Path, raised: str, where: str) -> None:
+    """As the panics of programs in Rust, too, are no `Exception`."""
+    body = {"at_import": "", "in_probe": "", where: f"raise {raised}(3)"}
+    install("zap", body="import asyncio\n" + SLOW.format(**body, log=str(tmp_path / "log")))
+    with pytest.warns(RuntimeWarning, match=rf"plugin 'zap' is skipped: .*{raised.removeprefix('asyncio.')}: 3"):
+        assert decide(no_hardware).chosen is not None
+
+
+def test_a_manifest_for_a_newer_sdk_is_told_as_one(install: Install) -> None:
+    install("zap", body="from ds_plugin_sdk import Plugin\nplugin = Plugin('zap', (1, 9), 'a:b', None, colour='red')\n")
+    with pytest.warns(RuntimeWarning, match=r"'zap' is skipped: .*\n.*pip install --upgrade ds-plugin-sdk"):
         assert decide(no_hardware).chosen is not None
 
 

@@ -72,7 +72,11 @@ def test_bad_names(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["cpu", "cuda", "meta", "privateuseone", "sdk", "self", "torch", "nn", "relu", "float", "data", "mm2"]
+    "name",
+    [
+        *("cpu", "cuda", "meta", "privateuseone", "sdk", "self", "torch", "nn", "relu", "float", "data", "mm2"),
+        *("ops", "classes", "train", "count", "filename"),
+    ],
 )
 def test_names_that_torch_or_the_sdk_has(name: str, tmp_path: Path) -> None:
     with pytest.raises(ScaffoldError, match=f"the name '{name}' is taken"):

@@ -9,7 +9,7 @@ from typing import Any
 
 import typer
 
-from ds_plugin_sdk.cli import app
+from ds_plugin_sdk.cli.app import app
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "cli.md"
 

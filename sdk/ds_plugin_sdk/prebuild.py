@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ds_plugin_sdk import jit, op_builder, privateuse1, registry
 from ds_plugin_sdk.errors import BuildError, OpError, UnknownAcceleratorError
-from ds_plugin_sdk.op_builder import CombinedOpBuilder, LentOpBuilder, OpBuilder, ReferenceOpBuilder
+from ds_plugin_sdk.op_builder import CombinedOpBuilder, LentOpBuilder, OpBuilder, ReferenceOpBuilder, check_sources
 from ds_plugin_sdk.settings import settings
 
 
@@ -83,10 +83,14 @@ def _defined_in(package: str) -> list[type[OpBuilder]]:
 
 
 def distinct(builders: Iterable[OpBuilder]) -> list[OpBuilder]:
-    """The first builder of each library: several ops may share one."""
+    """The first builder of each library: several ops may share one.
+
+    Raises:
+        BuildError: two that share one list different sources.
+    """
     libraries: dict[tuple[str, str], OpBuilder] = {}
     for builder in builders:
-        libraries.setdefault((builder.owner(), builder.library()), builder)
+        check_sources(libraries.setdefault((builder.owner(), builder.library()), builder), builder)
     return list(libraries.values())
 
 

@@ -157,11 +157,17 @@ def _owner_in_torch(project: Project) -> str | None:
 
     device = project.device_type
     there = getattr(torch, device, None)
-    if there is not None and not hasattr(there, "device_count"):
+    # torch.ops and torch.classes have all attributes that one asks for.
+    namespaces = (torch._ops._Ops, torch._classes._Classes)
+    if there is not None and (isinstance(there, namespaces) or not hasattr(there, "device_count")):
         return f"torch.{device}"
-    # A simulated device gets this method; a device that torch knows has it.
-    if project.runtime == "simulated" and there is None and hasattr(torch.Tensor, device):
-        return f"torch.Tensor.{device}"
+    if project.runtime != "simulated" or there is not None:
+        return None
+    # A simulated device gives these a method of its name; a device that torch knows has it.
+    storages = (torch.UntypedStorage, torch.TypedStorage)
+    for kind in (torch.Tensor, torch.nn.Module, torch.nn.utils.rnn.PackedSequence, *storages):
+        if hasattr(kind, device):
+            return f"torch's {kind.__qualname__}.{device}"
     return None
 
 

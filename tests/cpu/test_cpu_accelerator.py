@@ -69,6 +69,13 @@ def test_a_cpu_that_computes_in_float16_needs_no_setting(monkeypatch: pytest.Mon
     assert CPU_Accelerator().is_fp16_supported() is True  # a warning would be an error
 
 
+def test_compiled_code_asks_it_without_a_warning(cpu: CPU_Accelerator) -> None:
+    """As DeepSpeed's Muon does; a warning would be an error."""
+    compiled = torch.compile(lambda x: x if cpu.is_fp16_supported() or cpu.is_bf16_supported() else -x, backend="eager")
+    assert torch.equal(compiled(torch.ones(2)), torch.ones(2))
+    torch._dynamo.reset()
+
+
 def test_it_is_synchronous(cpu: CPU_Accelerator) -> None:
     assert cpu.is_synchronized_device()
     assert cpu.Stream is None

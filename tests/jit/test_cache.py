@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -91,6 +92,32 @@ def test_foreign_headers_may_be_copied_about(project: Project, counting: Countin
     os.utime(project.shared / "shared.h", (1, 1))
     assert acquire(project.spec()).origin == "cache"
     assert counting.count() == 1
+
+
+@pytest.mark.parametrize(
+    "named", ["-lzap", "-l:libzap.a", "{archive}", "-Wl,--whole-archive,{archive},--no-whole-archive"]
+)
+def test_a_static_library_that_was_made_anew_is_linked_anew(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str
+) -> None:
+    """Or an object file: their code is copied into the library."""
+    monkeypatch.setenv("LDFLAGS", f"-L{tmp_path}")
+    archive, source = tmp_path / "libzap.a", project.root / "answer.cpp"
+    source.write_text(f'int zap(); extern "C" {EXPORT} int answer() {{ return zap(); }}', encoding="utf-8")
+    spec = project.spec(link_args=(named.format(archive=archive),))
+
+    def make(number: int) -> None:
+        (tmp_path / "zap.cpp").write_text(f"int zap() {{ return {number}; }}", encoding="utf-8")
+        subprocess.run(["c++", "-fPIC", "-c", "zap.cpp"], cwd=tmp_path, check=True)
+        archive.unlink(missing_ok=True)
+        subprocess.run(["ar", "rcs", archive, "zap.o"], cwd=tmp_path, check=True)
+
+    for number in (1, 2):
+        make(number)
+        first, second = acquire(spec), acquire(spec)
+        assert (first.origin, second.origin, answer(first.path)) == ("compiled", "cache", number)
+    make(3)
+    assert any("rebuilt: linked: " in line for line in explain(spec))
 
 
 def test_a_header_that_is_gone_is_told(project: Project) -> None:

@@ -144,6 +144,17 @@ def test_an_interrupt_ends_the_compiler(project: Project, stuck: Callable[[], li
     assert list((cache.root() / "v1" / ".build").iterdir()) == []
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_compilers_do_not_outlive_who_started_them(
+    project: Project, stuck: Callable[[], list[int]], spawn: Spawn, number: int
+) -> None:
+    builder = spawn()
+    wait_until(lambda: len(stuck()) == 2, "the builder compiles")
+    builder.send_signal(number)
+    builder.communicate(timeout=200)
+    wait_until(lambda: all(map(gone, stuck())), "the compiler and its process are gone")
+
+
 def test_one_failure_ends_what_else_is_compiled(
     project: Project, stuck: Callable[[], list[int]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

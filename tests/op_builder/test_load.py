@@ -75,6 +75,81 @@ def test_falling_back_can_be_forbidden() -> None:
     assert "CompileForbiddenError" in text
 
 
+OF_ONE_FAMILY = """
+from ds_plugin_sdk import CppOpBuilder, prebuild, provenance
+
+class FusedAdamBuilder(CppOpBuilder):
+    NAME = "fused_adam"
+
+    def sources(self):
+        return [self.kernel_path("device.cpp")]
+
+class CPUAdamBuilder(FusedAdamBuilder):
+    NAME = "cpu_adam"
+
+    def sources(self):
+        return [self.kernel_path("host.cpp")]
+"""
+
+
+def test_builders_of_one_library_list_the_same_sources(tmp_path: Path) -> None:
+    for name in ("device", "host"):
+        (tmp_path / f"{name}.cpp").write_text(f'extern "C" int zap_{name}() {{ return 1; }}', encoding="utf-8")
+    (tmp_path / "zap_adams.py").write_text(OF_ONE_FAMILY, encoding="utf-8")
+    environment = {"PYTHONPATH": str(tmp_path), "DS_PLUGIN_FALLBACK": "1"}
+    loading = "from zap_adams import *; FusedAdamBuilder().load(); CPUAdamBuilder().load()"
+    building = "from zap_adams import *; prebuild.distinct([FusedAdamBuilder(), CPUAdamBuilder()])"
+    for program in (loading, building):
+        status, text = run(program, **environment)
+        assert status == 1
+        assert "two builders make one library, 'adam', of different sources" in text
+        assert "device.cpp; CPUAdamBuilder: " in text
+
+    own = "CPUAdamBuilder.library = lambda self: self.NAME"
+    told = "print([each.library() for each in prebuild.distinct([FusedAdamBuilder(), CPUAdamBuilder()])])"
+    found = "print([(record.name, record.origin) for record in provenance.records()])"
+    status, text = run("\n".join([loading.replace("*;", "*\n" + own + ";"), told, found]), **environment)
+    assert (status, text) == (0, "['adam', 'cpu_adam']\n[('fused_adam', 'cache'), ('cpu_adam', 'compiled')]\n")
+
+
+FORKED = """
+import os, signal, threading
+from ds_plugin_sdk import CppOpBuilder
+
+fork, forked = threading.Event(), threading.Event()
+
+class SlowBuilder(CppOpBuilder):
+    NAME = "zap_slow"
+
+    def sources(self):
+        fork.set()
+        forked.wait()
+        raise SystemExit
+
+class FusedAdamBuilder(CppOpBuilder):
+    NAME = "fused_adam"
+
+    def sources(self):
+        return [self.kernel_path("no.cpp")]
+
+threading.Thread(target=lambda: SlowBuilder().load()).start()
+fork.wait()
+child = os.fork()
+if not child:
+    signal.alarm(60)
+    FusedAdamBuilder().load()
+    os._exit(0)
+forked.set()
+print(os.waitpid(child, 0)[1])
+"""
+
+
+def test_a_forked_process_loads_ops_while_another_thread_did(tmp_path: Path) -> None:
+    (tmp_path / "zap_forked.py").write_text(FORKED, encoding="utf-8")
+    status, text = run("import zap_forked", PYTHONPATH=str(tmp_path))
+    assert (status, text.splitlines()[0]) == (0, "0"), text
+
+
 PYBIND = """
 #include <pybind11/pybind11.h>
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) { m.def("answer", [] { return 42; }); }

@@ -176,7 +176,6 @@ class CPU_Accelerator(DeepSpeedAccelerator):
         return tensor.is_pinned()
 
 
-@functools.cache
 def _computes_in_float16() -> bool:
     return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
 

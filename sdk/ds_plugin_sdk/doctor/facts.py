@@ -78,7 +78,10 @@ def examine(port: int) -> Facts:
     began = time.time()
     decision, why = _chosen()
     plugin = decision.chosen
-    native = list(_native(plugin)) if plugin is not None else []
+    try:
+        native = list(_native(plugin)) if plugin is not None else []
+    except SdkError as error:  # it was chosen by its manifest alone
+        plugin, native, why = None, [], f"'{error.plugin}': {error.what}: {error.why}"
     kernels: dict[str, list[str]] = {}
     reasons: dict[str, str] = {}
     for status in native:

@@ -51,7 +51,7 @@ HINTS = (
         "the compiler is too old for this CPU's name (g++ >= 12 or clang >= 14 know those of 2022): use a newer one",
     ),
     (
-        r"unrecognized command[- ]line option|unknown argument|unknown option",
+        r"unrecognized (command[- ]line )?option|unknown argument|unknown option",
         "the compiler does not know an argument: check CXX, CFLAGS, CXXFLAGS and LDFLAGS",
     ),
     (
@@ -62,6 +62,7 @@ HINTS = (
         r"did not end within",
         "does it wait for a licence server, or a file system? Where it is only slow, raise DS_PLUGIN_LOCK_TIMEOUT",
     ),
+    (r"Too many open files", "no more files may be open at once: see `ulimit -n`"),
     (r"File size limit exceeded|File too large", "a file may not be that large here: see `ulimit -f`"),
     (
         r"Killed|out of memory|virtual memory exhausted|Cannot allocate memory",
@@ -87,7 +88,11 @@ _BEGIN, _END = "begin", "end"
 
 _INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*["<]([^">\n]+)[">]', re.MULTILINE)
 
-_ERROR = re.compile(r"\berror\b|undefined reference|cannot find|Killed|No space|exceeded|No such file", re.IGNORECASE)
+_ERROR = re.compile(
+    r"\berror\b|undefined reference|multiple definition|cannot find|Killed|No space|exceeded|No such file",
+    re.IGNORECASE,
+)
+_LINKER = re.compile(r"^\S*\b(ld|gold|lld|mold|bfd)\b\S*: ")
 
 
 def run(plan: Plan, work: Path, log: Path) -> list[Path]:
@@ -200,6 +205,24 @@ def _tell(plan: Plan, command: Sequence[str]) -> None:
     )
 
 
+# It reads a line if what it watches has ended, and nothing if the process that wrote to it has.
+_WATCHER = 'read line || kill -s KILL -- "-$1"'
+
+
+def _start_watcher(group: int) -> subprocess.Popen[bytes] | None:
+    """What ends a group of processes as soon as this process ends, killed or not; None where it cannot be started."""
+    try:
+        return subprocess.Popen(
+            ["/bin/sh", "-c", _WATCHER, "sh", str(group)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    except OSError:
+        return None
+
+
 class _Running:
     """A command that was started in the build folder, and what it has said."""
 
@@ -226,6 +249,7 @@ class _Running:
                 why=str(error),
                 hint=_hint(str(error)),
             ) from error
+        self._watcher = _start_watcher(self._process.pid)
         assert self._process.stdout is not None
         self.output = self._process.stdout
 
@@ -263,6 +287,8 @@ class _Running:
             os.killpg(self._process.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):  # one that waits for a dead file server cannot be killed
             self._process.wait(_END_SECONDS)
+            if self._watcher is not None and self._watcher.returncode is None:
+                self._watcher.communicate(b"\n", _END_SECONDS)
         self.output.close()
 
     def _overdue(self, transcript: TextIO) -> CompileError:
@@ -283,7 +309,8 @@ class _Running:
 def _first_error(output: str) -> str:
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     lines.sort(key=lambda line: line.startswith("collect2:"))  # it says that the linker failed, which has said why
-    return next((line for line in lines if _ERROR.search(line)), lines[0] if lines else "")
+    found = (line for kind in (_ERROR, _LINKER) for line in lines if kind.search(line))
+    return next((line for line in found if not line.startswith("collect2:")), lines[0] if lines else "")
 
 
 def _check_library(plan: Plan, library: Path) -> None:

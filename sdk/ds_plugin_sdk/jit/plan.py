@@ -8,10 +8,11 @@ made with, and the first whose list still holds is the one (see `cache`).
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -147,6 +148,8 @@ def make_plan(request: Request) -> Plan:
     toolchain = toolchains.get_toolchain(spec.toolchain)
     compiling = tuple(tuple(toolchain.compile_command(source, spec, here)) for source in spec.sources)
     link = tuple(toolchain.link_command(spec, here))
+    linked_files = _linked_files((*spec.link_args, *settings.ldflags))
+    linked = [f"{request.tokens.write(str(file))} {file_digest(file)}" for file in linked_files]
     key: dict[str, object] = {
         "schema": SCHEMA,
         "request": request.facts,
@@ -156,9 +159,29 @@ def make_plan(request: Request) -> Plan:
         "toolchain": toolchain.identity(spec),
         "environment": compiler_environment(),
         **({"user_args": request.user_args} if request.user_args else {}),
+        **({"linked": linked} if linked else {}),
         "commands": [[request.tokens.write(word) for word in command] for command in (*compiling, link)],
     }
     return Plan(request, compiling, link, key, digest(key))
+
+
+def _linked_files(args: Sequence[str]) -> Iterator[Path]:
+    """What a link copies into the library: objects and static libraries that its arguments name, and scripts it reads.
+
+    Static libraries are looked for in the folders that ``-L`` names, as the linker does: it prefers a shared one there,
+    which is read when the library is loaded.
+    """
+    folders = [Path(arg[2:]) for arg in args if arg.startswith("-L")]
+    for arg in args:
+        if arg.startswith("-l"):
+            name = arg[2:]
+            names = [name[1:]] if name.startswith(":") else [f"lib{name}.so", f"lib{name}.a"]
+            files = (folder / each for folder in folders for each in names)
+            found = [*itertools.islice(filter(Path.is_file, files), 1)]
+        else:
+            parts = (Path(part.rpartition("=")[2]) for part in arg.split(","))
+            found = [part for part in parts if part.is_absolute() and part.is_file()]
+        yield from (file for file in found if ".so" not in file.suffixes)
 
 
 def digest(value: object) -> str:

@@ -17,6 +17,7 @@ from ds_plugin_sdk.op_builder.builder import (
     ReferenceOpBuilder,
     add_prebuilt,
     builders_of,
+    check_sources,
     functions_of,
     made,
 )
@@ -50,6 +51,7 @@ __all__ = [
     "builders",
     "builders_in",
     "builders_of",
+    "check_sources",
     "find",
     "functions_of",
     "has_native_family",

@@ -42,8 +42,10 @@ if TYPE_CHECKING:
 Kind = Literal["torch_library", "python_module"]
 
 _load_lock = threading.RLock()
-_libraries: dict[tuple[str, str], Artifact | BuildError] = {}
+_libraries: dict[tuple[str, str], tuple[OpBuilder, Artifact | BuildError]] = {}
 _modules: dict[type[OpBuilder], Any] = {}
+# Another thread of a forked process may have held it, and is not there to release it.
+os.register_at_fork(after_in_child=lambda: globals().update(_load_lock=threading.RLock()))
 _prebuilt: dict[str, Path] = {}
 
 
@@ -278,13 +280,16 @@ class OpBuilder:
             try:
                 spec = self.build_spec()
                 artifact, _ = jit.obtain(spec)
-                _libraries[key] = artifact
+                _libraries[key] = self, artifact
             except BuildError as error:
                 if not settings.fallback or op_table.family_of(self.NAME) is None:
                     raise
-                _libraries[key] = error
+                _libraries[key] = self, error
                 _warn_of_reference(key[1], error)
-        return _libraries[key]
+        first, outcome = _libraries[key]
+        if not isinstance(outcome, BuildError):
+            check_sources(first, self)
+        return outcome
 
     def _record(self, origin: provenance.Origin, detail: str, seconds: float = 0.0) -> None:
         provenance.record(
@@ -299,6 +304,27 @@ class OpBuilder:
         if verbose:
             warnings.warn(f"ds-plugin-sdk: op '{self.name}': {reason}", RuntimeWarning, stacklevel=3)
         return False
+
+
+def check_sources(first: OpBuilder, second: OpBuilder) -> None:
+    """See that two builders of one library, which is made once, list the same sources.
+
+    Raises:
+        BuildError: they do not.
+    """
+    if type(first) is type(second):
+        return
+    listed = [builder._listed("sources") for builder in (first, second)]
+    if sorted(listed[0]) != sorted(listed[1]):
+        names = (type(builder).__name__ for builder in (first, second))
+        told = (f"{name}: {', '.join(sources) or 'none'}" for name, sources in zip(names, listed, strict=True))
+        raise BuildError(
+            f"two builders make one library, {second.library()!r}, of different sources",
+            plugin=second.owner(),
+            op=second.name,
+            why="; ".join(told),
+            hint="list all sources in both, or let library() of one return another name, such as its NAME",
+        )
 
 
 class ReferenceOpBuilder(OpBuilder):

@@ -7,6 +7,7 @@ through here. Tracing does not: fake tensors and the meta device have implementa
 from __future__ import annotations
 
 import importlib
+import os
 import threading
 from collections import defaultdict
 from collections.abc import Callable
@@ -23,6 +24,16 @@ _FAMILIES = "ds_plugin_sdk.ops."
 _asked: defaultdict[str, set[str]] = defaultdict(set)
 _loading: set[tuple[str, str]] = set()
 _lock = threading.RLock()
+
+
+def _start_anew() -> None:
+    """Forget, in a forked process, what other threads were about: they are not there to end it."""
+    global _lock
+    _lock = threading.RLock()
+    _loading.clear()
+
+
+os.register_at_fork(after_in_child=_start_anew)
 
 
 def family_of(module: str) -> str | None:
@@ -71,7 +82,7 @@ def load(family: str, device_type: str) -> bool:
             try:
                 importlib.import_module(_REGISTRY).load_kernels(family, device_type)
             finally:
-                _loading.remove(key)
+                _loading.discard(key)
             _asked[family].add(device_type)
     return True
 

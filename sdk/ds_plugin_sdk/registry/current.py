@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,8 @@ _current: DeepSpeedAccelerator | None = None
 _decision: Decision | None = None
 _listeners: list[Listener] = []
 _fallback: Callable[[], Any] | None = None
+# Another thread of a forked process may have held it, and is not there to release it.
+os.register_at_fork(after_in_child=lambda: globals().update(_lock=threading.RLock()))
 
 
 def get_accelerator() -> DeepSpeedAccelerator:
@@ -111,7 +114,7 @@ def load(candidate: Candidate) -> DeepSpeedAccelerator:
             "a plugin's accelerator cannot be loaded",
             plugin=candidate.name,
             why=f"{manifest.accelerator} of {candidate}: {type(error).__name__}: {error}",
-            hint="run `sdk list --explain`; DS_PLUGIN_AUTOLOAD=0 switches plugins off",
+            hint=f"pip install --force-reinstall {candidate.distribution}; DS_PLUGIN_AUTOLOAD=0 switches plugins off",
         ) from error
     return accelerator
 

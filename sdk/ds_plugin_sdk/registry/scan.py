@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -82,14 +83,17 @@ class Candidate:
             raise PluginLoadError(
                 "a plugin cannot be imported", plugin=self.name, why=f"{error.what}: {error.why}", hint=error.hint
             ) from error
-        except (Exception, SystemExit) as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
             missing = error.name if isinstance(error, ModuleNotFoundError) else None
             ours = missing is not None and self.entry_point.module.startswith(missing.split(".")[0])
-            hint = (
-                f"install what it needs: pip install {missing}"
-                if missing and not ours
-                else f"reinstall or remove it: pip uninstall {self.distribution}"
-            )
+            if missing and not ours:
+                hint = f"install what it needs: pip install {missing}"
+            elif isinstance(error, TypeError) and "Plugin.__init__() got an unexpected" in str(error):
+                hint = "it may be written for a newer SDK: pip install --upgrade ds-plugin-sdk"
+            else:
+                hint = f"reinstall or remove it: pip uninstall {self.distribution}"
             raise PluginLoadError(
                 "a plugin cannot be imported",
                 plugin=self.name,
@@ -140,7 +144,9 @@ def _probe(candidate: Candidate) -> Probe:
         return Probe.broken(str(error))
     except deadline.ExceededError as error:
         return Probe.broken(f"its probe {error}")
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         return Probe.broken(f"its probe raised {type(error).__name__}: {error}")
     problem = answer.problem() if isinstance(answer, Probe) else "not a Probe"
     return answer if problem is None else Probe.broken(f"its probe gave {answer!r}, {problem}")
@@ -171,6 +177,8 @@ def how_to_have(name: str) -> str:
     similar = next((other for other in scan() if _folded(other) == _folded(name)), None)
     if similar is not None:
         return f"the installed one is called '{similar}'"
+    if not _NAME.fullmatch(name):
+        return "name one accelerator, as `sdk list` shows them"
     distribution = f"ds-plugin-{name.replace('_', '-')}"
     try:
         version = importlib.metadata.version(distribution)
@@ -180,7 +188,11 @@ def how_to_have(name: str) -> str:
 
 
 def _folded(name: str) -> str:
-    return name.lower().replace("-", "_")
+    return name.strip().lower().replace("-", "_")
+
+
+# Of a plugin, as packages are named.
+_NAME = re.compile(r"[a-z0-9]+([-_][a-z0-9]+)*")
 
 
 def _registration(name: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, NamedTuple
@@ -32,6 +33,8 @@ _LEAST_INT4_GROUP = 64
 _RUNS, _RUN = 64, 4
 
 _packing = threading.Lock()
+# Another thread of a forked process may have held it, and is not there to release it.
+os.register_at_fork(after_in_child=lambda: globals().update(_packing=threading.Lock()))
 
 
 class Contents(NamedTuple):
