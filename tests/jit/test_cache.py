@@ -95,7 +95,14 @@ def test_foreign_headers_may_be_copied_about(project: Project, counting: Countin
 
 
 @pytest.mark.parametrize(
-    "named", ["-lzap", "-l:libzap.a", "{archive}", "-Wl,--whole-archive,{archive},--no-whole-archive"]
+    "named",
+    [
+        "-lzap",
+        "-Wl,-Bstatic -lzap -Wl,-Bdynamic",
+        "-l:libzap.a",
+        "{archive}",
+        "-Wl,--whole-archive,{archive},--no-whole-archive",
+    ],
 )
 def test_a_static_library_that_was_made_anew_is_linked_anew(
     project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str
@@ -104,7 +111,9 @@ def test_a_static_library_that_was_made_anew_is_linked_anew(
     monkeypatch.setenv("LDFLAGS", f"-L{tmp_path}")
     archive, source = tmp_path / "libzap.a", project.root / "answer.cpp"
     source.write_text(f'int zap(); extern "C" {EXPORT} int answer() {{ return zap(); }}', encoding="utf-8")
-    spec = project.spec(link_args=(named.format(archive=archive),))
+    spec = project.spec(link_args=tuple(named.format(archive=archive).split()))
+    if "-Bstatic" in named:  # a shared one is there, too, and is not linked
+        subprocess.run(["c++", "-shared", "-xc++", "/dev/null", "-o", tmp_path / "libzap.so"], check=True)
 
     def make(number: int) -> None:
         (tmp_path / "zap.cpp").write_text(f"int zap() {{ return {number}; }}", encoding="utf-8")

@@ -8,7 +8,6 @@ made with, and the first whose list still holds is the one (see `cache`).
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import os
 import re
@@ -168,16 +167,16 @@ def make_plan(request: Request) -> Plan:
 def _linked_files(args: Sequence[str]) -> Iterator[Path]:
     """What a link copies into the library: objects and static libraries that its arguments name, and scripts it reads.
 
-    Static libraries are looked for in the folders that ``-L`` names, as the linker does: it prefers a shared one there,
-    which is read when the library is loaded.
+    Libraries are looked for in the folders that ``-L`` names, as the linker does. A shared one there is read when the
+    library is loaded; a static one beside it counts, for ``-Bstatic`` may be in force.
     """
     folders = [Path(arg[2:]) for arg in args if arg.startswith("-L")]
     for arg in args:
         if arg.startswith("-l"):
             name = arg[2:]
             names = [name[1:]] if name.startswith(":") else [f"lib{name}.so", f"lib{name}.a"]
-            files = (folder / each for folder in folders for each in names)
-            found = [*itertools.islice(filter(Path.is_file, files), 1)]
+            there = ([folder / each for each in names if (folder / each).is_file()] for folder in folders)
+            found = next(filter(None, there), [])
         else:
             parts = (Path(part.rpartition("=")[2]) for part in arg.split(","))
             found = [part for part in parts if part.is_absolute() and part.is_file()]

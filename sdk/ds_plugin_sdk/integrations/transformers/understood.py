@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dis
 import functools
-import inspect
 import operator
 import types
 from collections.abc import Callable, Iterable, Mapping
@@ -175,9 +174,11 @@ def _check_reads(kind: type[nn.Module], forward: Any) -> None:
     """Raise `NotUnderstoodError` if what a forward reads of its module may be computed there, and is no plain value."""
     if kind.__getattr__ is not nn.Module.__getattr__ or kind.__getattribute__ is not nn.Module.__getattribute__:
         raise NotUnderstoodError(f"{kind.__qualname__} has another __getattr__ than torch's modules")
-    for name in forward.__code__.co_names:
-        if isinstance(inspect.getattr_static(kind, name, None), property):
-            raise NotUnderstoodError(f"{name} of {kind.__qualname__} is a property")
+    names = {*forward.__code__.co_names}
+    for each in kind.__mro__:
+        for name in names & vars(each).keys():
+            if isinstance(vars(each)[name], property):
+                raise NotUnderstoodError(f"{name} of {kind.__qualname__} is a property")
 
 
 def _is_as_written(function: Any, module: str | None, name: str) -> bool:
