@@ -144,11 +144,15 @@ def test_an_interrupt_ends_the_compiler(project: Project, stuck: Callable[[], li
     assert list((cache.root() / "v1" / ".build").iterdir()) == []
 
 
+# What `nohup` starts ignores the end of the terminal, and so would all that such a run of the tests starts.
+HEARS_HANGUPS = "import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_compilers_do_not_outlive_who_started_them(
     project: Project, stuck: Callable[[], list[int]], spawn: Spawn, number: int
 ) -> None:
-    builder = spawn()
+    builder = spawn(HEARS_HANGUPS)
     wait_until(lambda: len(stuck()) == 2, "the builder compiles")
     builder.send_signal(number)
     builder.communicate(timeout=200)
