@@ -153,7 +153,8 @@ def test_compilers_do_not_outlive_who_started_them(
     project: Project, stuck: Callable[[], list[int]], spawn: Spawn, number: int
 ) -> None:
     builder = spawn(HEARS_HANGUPS)
-    wait_until(lambda: len(stuck()) == 2, "the builder compiles")
+    children = Path(f"/proc/{builder.pid}/task/{builder.pid}/children")
+    wait_until(lambda: len(stuck()) == 2 and len(children.read_text().split()) == 2, "the builder compiles, watched")
     builder.send_signal(number)
     builder.communicate(timeout=200)
     wait_until(lambda: all(map(gone, stuck())), "the compiler and its process are gone")
