@@ -22,7 +22,6 @@ import functools
 import importlib
 import os
 import sys
-import threading
 import time
 import warnings
 from collections.abc import Iterable
@@ -35,17 +34,16 @@ from ds_plugin_sdk.errors import BuildError, OpNotImplementedError, SdkError, Se
 from ds_plugin_sdk.op_builder import op_table
 from ds_plugin_sdk.paths import folder_of, kernels_root, sdk_root
 from ds_plugin_sdk.settings import settings
+from ds_plugin_sdk.thread_lock import ThreadLock
 
 if TYPE_CHECKING:
     from ds_plugin_sdk.jit import Artifact, BuildSpec, Source
 
 Kind = Literal["torch_library", "python_module"]
 
-_load_lock = threading.RLock()
+_load_lock = ThreadLock()
 _libraries: dict[tuple[str, str], tuple[OpBuilder, Artifact | BuildError]] = {}
 _modules: dict[type[OpBuilder], Any] = {}
-# Another thread of a forked process may have held it, and is not there to release it.
-os.register_at_fork(after_in_child=lambda: globals().update(_load_lock=threading.RLock()))
 _prebuilt: dict[str, Path] = {}
 
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import importlib
 import os
-import threading
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from ds_plugin_sdk.thread_lock import ThreadLock
 
 # This part is above the registry in the order of imports, so it finds the registry by name, and late.
 _REGISTRY = "ds_plugin_sdk.registry"
@@ -23,17 +24,8 @@ _FAMILIES = "ds_plugin_sdk.ops."
 # The device types whose kernels were asked for, by family.
 _asked: defaultdict[str, set[str]] = defaultdict(set)
 _loading: set[tuple[str, str]] = set()
-_lock = threading.RLock()
-
-
-def _start_anew() -> None:
-    """Forget, in a forked process, what other threads were about: they are not there to end it."""
-    global _lock
-    _lock = threading.RLock()
-    _loading.clear()
-
-
-os.register_at_fork(after_in_child=_start_anew)
+_lock = ThreadLock()
+os.register_at_fork(after_in_child=_loading.clear)  # what other threads were about: they are not there to end it
 
 
 def family_of(module: str) -> str | None:

@@ -94,4 +94,4 @@ def _local(x: DTensor) -> Tensor:
 
 
 def _text(x: Tensor) -> str:
-    return f"{x.placements} on {x.device_mesh}" if is_dtensor(x) else "no DTensor"  # type: ignore[attr-defined]  # it is one
+    return f"{x.placements} on {x.device_mesh}" if is_dtensor(x) else "no DTensor"  # type: ignore[attr-defined]  # a DTensor has them

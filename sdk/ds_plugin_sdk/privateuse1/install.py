@@ -5,13 +5,13 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-import threading
 from typing import TYPE_CHECKING, Any
 
 from ds_plugin_sdk import torch_threads
 from ds_plugin_sdk.errors import DeviceNameError, InvalidAcceleratorError
 from ds_plugin_sdk.op_builder import OpBuilder
 from ds_plugin_sdk.privateuse1 import build
+from ds_plugin_sdk.thread_lock import ThreadLock
 
 if TYPE_CHECKING:
     from ds_plugin_sdk.privateuse1.device_module import DeviceModule
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 # torch's own name of the type, as long as nobody has renamed it.
 _UNNAMED = "privateuseone"
 
-_lock = threading.RLock()
+_lock = ThreadLock()
 _runtime: ctypes.CDLL | None = None
 _module: DeviceModule | None = None
 _builders: tuple[OpBuilder, ...] = ()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
-import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -13,19 +11,18 @@ from ds_plugin_sdk.errors import PluginLoadError, SettingError
 from ds_plugin_sdk.registry import prebuilt
 from ds_plugin_sdk.registry.scan import Candidate, scan
 from ds_plugin_sdk.registry.select import Decision, decide
+from ds_plugin_sdk.thread_lock import ThreadLock
 
 if TYPE_CHECKING:
     from ds_plugin_sdk.accelerator import DeepSpeedAccelerator
 
 Listener = Callable[[Any], None]
 
-_lock = threading.RLock()
+_lock = ThreadLock()
 _current: DeepSpeedAccelerator | None = None
 _decision: Decision | None = None
 _listeners: list[Listener] = []
 _fallback: Callable[[], Any] | None = None
-# Another thread of a forked process may have held it, and is not there to release it.
-os.register_at_fork(after_in_child=lambda: globals().update(_lock=threading.RLock()))
 
 
 def get_accelerator() -> DeepSpeedAccelerator:

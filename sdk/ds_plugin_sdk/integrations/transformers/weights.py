@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, NamedTuple
 
@@ -22,6 +20,7 @@ from ds_plugin_sdk.integrations.transformers.understood import (
 )
 from ds_plugin_sdk.ops import decoder_layer
 from ds_plugin_sdk.ops.linear import quantize_weight
+from ds_plugin_sdk.thread_lock import ThreadLock
 
 Quantized = Literal["int8", "int4"]
 Weights = Quantized | None
@@ -32,9 +31,7 @@ _LEAST_INT4_GROUP = 64
 # Each place of a weight that is looked at is waited for; its neighbours are not.
 _RUNS, _RUN = 64, 4
 
-_packing = threading.Lock()
-# Another thread of a forked process may have held it, and is not there to release it.
-os.register_at_fork(after_in_child=lambda: globals().update(_packing=threading.Lock()))
+_packing = ThreadLock()
 
 
 class Contents(NamedTuple):
