@@ -125,7 +125,7 @@ format: $(READY)
 kernels-test: $(READY)
 	$(CMAKE) -S kernels -B build/kernels-test -G Ninja
 	$(CMAKE) --build build/kernels-test --parallel 2
-	$(CMAKE:%cmake=%ctest) --test-dir build/kernels-test --output-on-failure
+	$(CMAKE:%cmake=%ctest) --test-dir build/kernels-test --parallel 2 --output-on-failure
 
 .PHONY: pytest
 pytest: $(READY)

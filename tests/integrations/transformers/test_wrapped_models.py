@@ -70,6 +70,52 @@ def test_gradients_in_fully_shard(name: str, order: str) -> None:
     torch.testing.assert_close(logits(model), logits(plain), rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("wrap", ["layers", "root"])
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_fully_shard_gathers_new_weights_after_an_evaluation(name: str, wrap: str) -> None:
+    """It does so into the memory of the same parameters, and torch does not count it as a change."""
+    plain, model = make(name), make(name)
+    handle = accelerate(model)
+    mesh = init_device_mesh("cpu", (1,))
+    if wrap == "layers":
+        for layer in model.transformer.h if name == "gpt2" else model.model.layers:
+            fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    for _ in range(2):
+        torch.testing.assert_close(logits(model), logits(plain), rtol=1e-3, atol=1e-3)
+        for each in (plain, model):
+            state = {key: 0.9 * value for key, value in each.state_dict().items()}
+            each.load_state_dict(state)
+    torch.testing.assert_close(gradients(model, model), gradients(plain, plain), rtol=1e-3, atol=1e-3)
+    handle.remove()
+    torch.testing.assert_close(logits(model), logits(plain), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.usefixtures("group")
+def test_parameters_that_fully_shard_has_gathered_stay_where_they_are() -> None:
+    plain, model = make("llama"), make("llama")
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,))).unshard()
+    handle = accelerate(model)
+    assert "its memory is another tensor's too" in str(handle)
+    torch.testing.assert_close(logits(model), logits(plain), rtol=1e-3, atol=1e-3)
+    model.reshard()
+    model.load_state_dict({key: 0.9 * value for key, value in model.state_dict().items()})
+    plain.load_state_dict({key: 0.9 * value for key, value in plain.state_dict().items()})
+    torch.testing.assert_close(logits(model), logits(plain), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_what_is_written_through_another_tensor_counts(name: str) -> None:
+    plain, model = make(name), make(name)
+    held = [[parameter.data for parameter in each.parameters()] for each in (plain, model)]
+    accelerate(model)
+    assert_as_plain(model)
+    for tensor in [*held[0], *held[1]]:
+        tensor.mul_(0.9)
+    torch.testing.assert_close(logits(model), logits(plain), rtol=1e-3, atol=1e-3)
+
+
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": functools.partial(torch.optim.AdamW, lr=1e-2, fused=True),
     "sgd": functools.partial(torch.optim.SGD, lr=1e-2, momentum=0.9, fused=True),

@@ -188,10 +188,11 @@ class PlainMatrix(Matrix):
             _check_parameters(layer)
         self.dtype, self.device = _weight(self.layers[0]).dtype, _weight(self.layers[0]).device
         ours = set(self.held.addresses)
+        stays = self.layers[0]._parameters["bias"] if len(self.layers) == 1 else None  # it is read where it is
         for parameter in self.parameters:
             if parameter.dtype != self.dtype or parameter.device != self.device:
                 raise NotUnderstoodError("its parameters are of several dtypes, or on several devices")
-            if parameter.data_ptr() not in ours:
+            if parameter is not stays and parameter.data_ptr() not in ours:
                 _check_memory(parameter)
         if len({_rows(layer).shape[1] for layer in self.layers}) != 1:
             raise NotUnderstoodError("its products have inputs of several sizes")
@@ -302,6 +303,14 @@ def _check_memory(parameter: nn.Parameter) -> None:
         raise NotUnderstoodError("its memory is part of a larger buffer, which others may write")
     if parameter.device.type == "cpu" and parameter.untyped_storage().is_shared():
         raise NotUnderstoodError("its memory is shared with other processes")
+    # Such as what `fully_shard` gathers into, again and again, without torch's counting it.
+    if _users(parameter) > _users(torch.empty(0)):
+        raise NotUnderstoodError("its memory is another tensor's too, as an entry of a state_dict, through which others may write")
+
+
+def _users(tensor: Tensor) -> int:
+    """How many tensors hold its memory, and what asks."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
 def _weight(layer: nn.Module) -> nn.Parameter:
