@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from launchers import free_port
+
 pytestmark = [pytest.mark.deepspeed, pytest.mark.compiler, pytest.mark.slow, pytest.mark.timeout(900)]
 
 PROGRAM = Path(__file__).with_name("kernel_injection.py")
@@ -80,3 +82,43 @@ def test_who_does_not_fit_is_shown_the_other_door(report: dict[str, Any]) -> Non
     message = report["misfit"]
     assert message.startswith("OpError: DeepSpeed's kernel injection does not fit this model")
     assert "'llama'" in message and "4.43.4" in message and "ds_plugin_sdk.integrations.transformers" in message
+
+
+HYBRID = """
+import deepspeed, torch
+from transformers import OPTConfig, OPTForCausalLM
+model = OPTForCausalLM(OPTConfig(vocab_size=64, hidden_size=64, word_embed_proj_dim=64, ffn_dim=64, num_hidden_layers=1,
+                                 num_attention_heads=4, max_position_embeddings=64))
+config = {
+    "train_micro_batch_size_per_gpu": 2,
+    "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
+    "hybrid_engine": {"enabled": True, "max_out_tokens": 32},
+}
+deepspeed.init_distributed("gloo")
+engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+tokens = torch.randint(64, (2, 8))
+engine.train()
+engine.backward(engine(tokens, labels=tokens).loss)
+engine.step()
+engine.eval()
+for call in (engine, engine.generate):
+    try:
+        call(tokens)
+    except Exception as error:
+        print("raised", type(error).__name__, str(error).replace(chr(10), " "))
+"""
+
+
+@pytest.mark.usefixtures("compiled_once")
+def test_the_hybrid_engine_trains_and_says_why_it_does_not_generate() -> None:
+    """With the installed transformers, which is newer."""
+    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    environment = {**os.environ, **rank, "DS_ACCELERATOR": "cpu"}
+    program = [sys.executable, "-W", "ignore", "-c", HYBRID]
+    done = subprocess.run(program, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    raised = [line for line in done.stdout.splitlines() if line.startswith("raised")]
+    assert len(raised) == 2, done.stdout
+    for line in raised:
+        assert line.startswith("raised OpError DeepSpeed's kernel injection does not fit this model")
+        assert "'opt' are written for transformers up to 4.43.4" in line and "leave out hybrid_engine" in line

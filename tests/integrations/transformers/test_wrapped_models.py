@@ -97,7 +97,7 @@ def test_parameters_that_fully_shard_has_gathered_stay_where_they_are() -> None:
     plain, model = make("llama"), make("llama")
     fully_shard(model, mesh=init_device_mesh("cpu", (1,))).unshard()
     handle = accelerate(model)
-    assert "its memory is another tensor's too" in str(handle)
+    assert "its memory is also another tensor's" in str(handle)
     torch.testing.assert_close(logits(model), logits(plain), rtol=1e-3, atol=1e-3)
     model.reshard()
     model.load_state_dict({key: 0.9 * value for key, value in model.state_dict().items()})

@@ -29,6 +29,7 @@ _AFTER = {
     "deepspeed.inference.engine": "ds_plugin_sdk.integrations.deepspeed.injection:explain",
     "deepspeed.launcher.multinode_runner": "ds_plugin_sdk.integrations.deepspeed.launcher:carry_settings",
     "deepspeed.ops.op_builder.all_ops": "ds_plugin_sdk.integrations.deepspeed.op_table:complete",
+    "deepspeed.runtime.hybrid_engine": "ds_plugin_sdk.integrations.deepspeed.injection:explain_hybrid",
     "deepspeed.runtime.zero.utils": "ds_plugin_sdk.integrations.deepspeed.zero:admit_optimizers",
     # Those who start DeepSpeed for the user. Lightning's packages have two names each.
     "accelerate.commands.launch": f"{_ACCELERATE}:follow_in_launch",

@@ -1,15 +1,16 @@
 """Says what to do where DeepSpeed's kernel injection does not fit a model.
 
 ``init_inference(replace_with_kernel_inject=True)`` puts layers into the model that were written for the transformers of
-their time. Where those have moved on, the layers fail, on every device, before or between calls of kernels, with an
-`AttributeError` deep inside. The engine's methods are wrapped, so that the error says what happened and what works.
+their time, and so does the hybrid engine for inference between training steps. Where those have moved on, the layers
+fail, on every device, before or between calls of kernels, with an `AttributeError` deep inside. The engines' methods
+are wrapped, so that the error says what happened and what works.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib.metadata
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -33,21 +34,45 @@ def explain(engine: ModuleType) -> None:
     when_used(_explain, engine)
 
 
+def explain_hybrid(engine: ModuleType) -> None:
+    """Wrap the methods of ``DeepSpeedHybridEngine``.
+
+    Args:
+        engine: ``deepspeed.runtime.hybrid_engine``, executed.
+    """
+    when_used(_explain_hybrid, engine)
+
+
 def _explain(engine: ModuleType) -> None:
-    for name in ("_apply_injection_policy", "forward", "_generate"):
-        method = getattr(engine.InferenceEngine, name, None)
+    def injected(self: Any) -> bool:
+        return bool(getattr(self._config, "replace_with_kernel_inject", False))
+
+    names = ("_apply_injection_policy", "forward", "_generate")
+    _wrap(engine.InferenceEngine, names, injected, "replace_with_kernel_inject")
+
+
+def _explain_hybrid(engine: ModuleType) -> None:
+    def injected(self: Any) -> bool:
+        return not self.module.training
+
+    _wrap(engine.DeepSpeedHybridEngine, ("forward", "generate"), injected, "hybrid_engine")
+
+
+def _wrap(kind: type, names: Sequence[str], injected: Callable[[Any], bool], option: str) -> None:
+    for name in names:
+        method = getattr(kind, name, None)
         if method is not None:
-            setattr(engine.InferenceEngine, name, _explaining(method))
+            setattr(kind, name, _explaining(method, injected, option))
 
 
-def _explaining(method: Callable[..., Any]) -> Callable[..., Any]:
+def _explaining(method: Callable[..., Any], injected: Callable[[Any], bool], option: str) -> Callable[..., Any]:
     @functools.wraps(method)
     def explaining(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return method(self, *args, **kwargs)
         except _MISFITS as error:
             model = getattr(getattr(self.module, "config", None), "model_type", type(self.module).__name__)
-            if not getattr(self._config, "replace_with_kernel_inject", False) or _fits(model):
+            if not injected(self) or _fits(model):
                 raise
             raise OpError(
                 "DeepSpeed's kernel injection does not fit this model",
@@ -56,7 +81,7 @@ def _explaining(method: Callable[..., Any]) -> Callable[..., Any]:
                 f"{', where they fail too' if model in _NEVER_FITTING else ''}; here is {_transformers()}; "
                 f"{type(error).__name__}: {error}",
                 hint="ds_plugin_sdk.integrations.transformers runs transformers 5 on the same kernels; "
-                "leave out replace_with_kernel_inject",
+                f"leave out {option}",
             ) from error
 
     return explaining

@@ -305,7 +305,7 @@ def _check_memory(parameter: nn.Parameter) -> None:
         raise NotUnderstoodError("its memory is shared with other processes")
     # Such as what `fully_shard` gathers into, again and again, without torch's counting it.
     if _users(parameter) > _users(torch.empty(0)):
-        raise NotUnderstoodError("its memory is another tensor's too, as a state_dict's, through which others may write")
+        raise NotUnderstoodError("its memory is also another tensor's, which may be written to: a state_dict's, say")
 
 
 def _users(tensor: Tensor) -> int:
