@@ -304,7 +304,7 @@ def _check_memory(parameter: nn.Parameter) -> None:
     if parameter.device.type == "cpu" and parameter.untyped_storage().is_shared():
         raise NotUnderstoodError("its memory is shared with other processes")
     # Such as what `fully_shard` gathers into, again and again, without torch's counting it.
-    if _users(parameter) > _users(torch.empty(0)):
+    if _users(parameter) > _users(torch.empty(0, device="cpu")):
         raise NotUnderstoodError("its memory is also another tensor's, which may be written to: a state_dict's, say")
 
 
