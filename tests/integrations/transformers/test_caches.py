@@ -90,7 +90,7 @@ def test_a_cache_that_somebody_patched_for_all_is_asked(kind: Any, monkeypatch: 
     torch.testing.assert_close(ours, prompt_and_step(model, transformers.DynamicCache()), rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.skipif(not hasattr(cache_utils, "Fp8QuantizedLayer"), reason="transformers' other caches need packages")
+@pytest.mark.skipif(not hasattr(cache_utils, "Fp8QuantizedLayer"), reason="transformers' older ones need quanto or hqq")
 @pytest.mark.parametrize("name", ["gpt2", "llama", "opt"])
 def test_a_quantized_cache(name: str) -> None:
     model = make(name)

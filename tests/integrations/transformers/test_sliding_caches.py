@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 import warnings
 import weakref
 from collections.abc import Callable
@@ -128,8 +129,10 @@ def test_what_generation_can_be_asked_for(model: Any, options: dict[str, Any]) -
     prompt = tokens(1 if "prompt_lookup_num_tokens" in options else 2)
     try:
         expected = generate(model, prompt, **options)
-    except ValueError as error:
-        pytest.skip(f"this transformers itself cannot: {error}")
+    except ValueError as error:  # some releases of transformers refuse some of these: so do they of accelerated models
+        with accelerate(model), pytest.raises(ValueError, match=re.escape(str(error))):
+            generate(model, prompt, **options)
+        return
     with accelerate(model):
         assert_same(generate(model, prompt, **options), expected)
 
