@@ -7,7 +7,9 @@ import re
 from pathlib import Path
 
 import pytest
+from torch import distributed
 
+from ds_plugin_sdk import comm
 from launchers import launch
 
 START = """
@@ -32,6 +34,12 @@ def say(*words):
     sys.stdout.flush()
 """
 END = "\ndistributed.barrier()\ndistributed.destroy_process_group()\n"
+
+
+def test_it_offers_what_torch_distributed_has_by_the_same_name() -> None:
+    own = {name for name, value in vars(comm).items() if getattr(value, "__module__", None) == comm.__name__}
+    assert set(comm.__all__) == {name for name in own if hasattr(distributed, name)}
+
 
 SUMS = (
     START

@@ -334,4 +334,4 @@ def _timeout_of(group: ProcessGroup) -> float:
     return timeout.total_seconds()
 
 
-__all__ = ["all_reduce"]
+__all__ = ["all_gather_into_tensor", "all_reduce", "reduce_scatter_tensor"]

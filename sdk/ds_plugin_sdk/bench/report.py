@@ -26,6 +26,7 @@ from ds_plugin_sdk.report import versions_of
 
 FORMAT = 1
 QUIET = 0.1  # the part of all cores that others may take before a report says that its figures are provisional
+_FAST, _SLOW = "products as fast as those of float32", "products slower than those of float32"  # a level does not say
 _PACKAGES = (
     "ds-plugin-sdk",
     "ds-plugin-cpu",
@@ -133,10 +134,15 @@ def load(file: Path) -> Report:
 
 
 def _machine() -> dict[str, str]:
+    import torch
+
+    from ds_plugin_sdk.ops._products import multiplies_fast
+
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return {
         "processor": processor(),
         "instructions": here().level,
+        "bfloat16": _FAST if multiplies_fast(torch.bfloat16) else _SLOW,
         "cores": str(len(os.sched_getaffinity(0))),
         "memory": f"{memory:.0f} GiB",
         "system": platform.platform(),
@@ -159,8 +165,9 @@ def _head(report: Report, file: Path) -> str:
     machine = [[key, value] for key, value in {**report.machine, **report.versions}.items()]
     others = max((result.others for result in report.results.values()), default=0.0)
     missing = [name for name in BENCHMARKS if name not in report.results]
+    without = " without bfloat16" if report.machine.get("bfloat16") == _SLOW else ""
     lines = [
-        f"# Performance on {report.machine.get('instructions', 'another machine')}",
+        f"# Performance on {report.machine.get('instructions', 'another machine')}{without}",
         "Every figure that we state of such a machine, written by one command, which measures the peers too:",
         f"    make performance REPORT=docs/{file.name}",
         f"`sdk bench compare docs/{file.name} other/{file.name}` says what is faster or slower in another"
