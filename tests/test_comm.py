@@ -62,9 +62,20 @@ columns = torch.full((4, 6), 1.0 + rank).t()[::2]
 leaf = torch.nn.Parameter(torch.full((5,), 1.0 + rank))
 comm.all_reduce(columns)
 comm.all_reduce(leaf)
-for tensor in (columns, leaf):
+of_a_sum = torch.tensor(1.0 + rank).expand(3, 4)  # as the gradient of a sum
+comm.all_reduce(of_a_sum)
+for tensor in (columns, leaf, of_a_sum):
     assert (tensor == ranks * (ranks + 1) / 2).all(), tensor
 assert not by_torch, by_torch
+distributed.all_reduce, counted = own, distributed.all_reduce
+for wrong in (None, [leaf]):
+    try:
+        comm.all_reduce(wrong)
+    except TypeError as error:
+        assert "torch.Tensor" in str(error), error
+    else:
+        raise AssertionError(wrong)
+distributed.all_reduce = counted
 
 # Plain tensors go past torch's dispatcher; of one element, which may be a part of a complex number, the op's way.
 called, call = [], _library.call

@@ -95,7 +95,10 @@ def shared_all_reduce(tensor: Tensor, op: ReduceOp.RedOpType, group: ProcessGrou
     if plain.is_contiguous():
         shared.all_reduce(plain)
     else:
-        plain.copy_(shared.all_reduce(plain.contiguous()))
+        sums = shared.all_reduce(plain.contiguous())
+        # Expanded ones, as a sum's gradient, have elements in one place: torch would not write those.
+        once = tuple(slice(0, 1) if step == 0 else slice(None) for step in plain.stride())
+        plain[once].copy_(sums[once])
     return True
 
 
@@ -133,7 +136,8 @@ def _into(output: Tensor, write: Callable[[Tensor], None]) -> None:
 # What all ranks of a collective answer alike.
 def _sums(tensor: Tensor, op: ReduceOp.RedOpType) -> bool:
     return (
-        tensor.is_cpu
+        isinstance(tensor, Tensor)  # torch has words for what is none
+        and tensor.is_cpu
         and tensor.layout == torch.strided
         and tensor.dtype in _DTYPES
         and tensor.numel() > 0  # else this rank would not wait for others that have some
@@ -144,7 +148,9 @@ def _sums(tensor: Tensor, op: ReduceOp.RedOpType) -> bool:
 
 def _gathers(output: Tensor, input: Tensor) -> bool:
     return (
-        output.is_cpu
+        isinstance(output, Tensor)
+        and isinstance(input, Tensor)
+        and output.is_cpu
         and input.is_cpu
         and output.layout == input.layout == torch.strided
         and output.dtype == input.dtype

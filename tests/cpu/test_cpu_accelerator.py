@@ -103,6 +103,17 @@ def test_memory_of_the_machine(cpu: CPU_Accelerator) -> None:
     assert cpu.total_memory() <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
+def test_a_containers_pages_of_files_are_available(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job that has read a data set has them: the kernel gives them up for whoever allocates."""
+    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
+    numbers = {"memory.max": "80000000", "memory.current": "79000000"}
+    for name, text in {**numbers, "memory.stat": "anon 9000000\ninactive_file 70000000\n"}.items():
+        (tmp_path / name).write_text(text, encoding="ascii")
+    assert memory.available() == 71_000_000
+    (tmp_path / "memory.stat").unlink()
+    assert memory.available() == 1_000_000
+
+
 def test_random_numbers_are_restored(cpu: CPU_Accelerator) -> None:
     cpu.manual_seed(5)
     assert cpu.initial_seed() == 5

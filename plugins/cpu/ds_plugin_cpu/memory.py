@@ -88,10 +88,16 @@ def total() -> int:
 
 
 def available() -> int:
-    """Memory that can still be allocated without swapping."""
+    """Memory that can still be allocated without swapping: pages of files that were read or written are given up."""
     machine = _kilobytes(_read(_MEMINFO), b"MemAvailable")
     limit, used = _cgroup("memory.max"), _cgroup("memory.current")
-    return machine if limit is None or used is None else min(machine, max(0, limit - used))
+    return machine if limit is None or used is None else min(machine, max(0, limit - used + _pages_of_files()))
+
+
+def _pages_of_files() -> int:
+    """Bytes of files, not used lately, that count as used by this process's group; the kernel takes them back first."""
+    _, _, rest = (b"\n" + _read(_CGROUP / "memory.stat")).partition(b"\ninactive_file ")
+    return int(rest.split(None, 1)[0]) if rest else 0
 
 
 @functools.cache

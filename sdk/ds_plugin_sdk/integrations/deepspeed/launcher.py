@@ -1,4 +1,4 @@
-"""The SDK's settings on every node of a job.
+"""The SDK's settings, and the variables that an accelerator names, on every node of a job.
 
 DeepSpeed's launcher carries the variables that it or the accelerator names, and ``DS_ACCELERATOR`` is not among them. A
 ported accelerator names none of the SDK's, nor does DeepSpeed's own, which is used with ``DS_PLUGIN_AUTOLOAD=0``.
@@ -7,9 +7,11 @@ ported accelerator names none of the SDK's, nor does DeepSpeed's own, which is u
 from __future__ import annotations
 
 import functools
+import os
 import shlex
 from typing import Any
 
+from ds_plugin_sdk.registry import get_accelerator
 from ds_plugin_sdk.settings import for_other_nodes
 
 
@@ -20,15 +22,26 @@ def carry_settings(multinode_runner: Any) -> None:
         multinode_runner: ``deepspeed.launcher.multinode_runner``.
     """
     base, pdsh, slurm = (getattr(multinode_runner, name) for name in ("MultiNodeRunner", "PDSHRunner", "SlurmRunner"))
-    original = base.__init__
+    original, add_own = base.__init__, base.add_export
 
-    @functools.wraps(original)
-    def begin(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
+    def carry(self: Any, variables: dict[str, str]) -> None:
         if isinstance(self, slurm):
             return  # srun's --export=ALL has the whole environment, and its list of variables cuts values at commas
         # A shell reads pdsh's command alone; add_export()'s double quotes become part of the others' values.
         quote = shlex.quote if isinstance(self, pdsh) else str
-        self.exports.update({name: quote(value) for name, value in for_other_nodes().items()})
+        self.exports.update({name: quote(value) for name, value in variables.items()})
 
-    base.__init__ = begin
+    @functools.wraps(original)
+    def begin(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        carry(self, for_other_nodes())
+
+    @functools.wraps(add_own)
+    def add_export(self: Any, key: str, var: str) -> None:
+        # A line of .deepspeed_env ends with a newline: it is no value of this environment.
+        if os.environ.get(key) == var and key.startswith(tuple(get_accelerator().export_envs())):
+            carry(self, {key: var})
+        else:
+            add_own(self, key, var)
+
+    base.__init__, base.add_export = begin, add_export
