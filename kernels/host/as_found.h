@@ -56,9 +56,10 @@ inline bool find_impls(const List& tensors, std::vector<void*>& impls) {
 // A handle of the stable ABI is an at::Tensor*, which holds one pointer.
 inline AtenTensorHandle handle_of(void*& impl) { return reinterpret_cast<AtenTensorHandle>(&impl); }
 
-// Where a tensor's elements are, of which dtype, and whether they lie by rows.
+// Where a tensor's elements are, how many, of which dtype, and whether they lie by rows.
 struct Place {
   void* data;
+  int64_t numel;
   int32_t dtype, contiguous;
 };
 
@@ -71,7 +72,7 @@ inline bool find_places(const List& tensors, std::vector<Place>& places) {
     const AtenTensorHandle handle = handle_of(impls[i]);
     bool contiguous;
     if (aoti_torch_get_data_ptr(handle, &places[i].data) || aoti_torch_get_dtype(handle, &places[i].dtype)) return false;
-    if (aoti_torch_is_contiguous(handle, &contiguous)) return false;
+    if (aoti_torch_is_contiguous(handle, &contiguous) || aoti_torch_get_numel(handle, &places[i].numel)) return false;
     places[i].contiguous = contiguous;
   }
   return true;

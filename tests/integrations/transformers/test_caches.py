@@ -121,6 +121,26 @@ def test_a_cache_that_is_told_where_to_write_is_the_layers_own_affair() -> None:
         assert counted.calls["linear"] == 4
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_gradients_through_steps_with_a_cache(name: str) -> None:
+    """What a call returned of the cache is part of a graph while the next one appends."""
+
+    def gradient(model: Any) -> torch.Tensor:
+        model.requires_grad_(False)
+        weight = model.model.layers[0].self_attn.q_proj.weight.requires_grad_()
+        cache = transformers.DynamicCache(config=model.config)
+        with torch.no_grad():
+            model(tokens(), past_key_values=cache)
+        later = [model(tokens(count=1), past_key_values=cache).logits.square().mean() for _ in range(2)]
+        (found,) = torch.autograd.grad(sum(later), [weight])
+        return found
+
+    model = make(name)
+    expected = gradient(model)
+    with accelerate(model):
+        torch.testing.assert_close(gradient(model), expected, rtol=1e-3, atol=1e-3)
+
+
 def test_a_layer_takes_its_cache_by_either_name() -> None:
     """transformers 5.24 renamed `past_key_values` to `cache`."""
     model = make("llama")

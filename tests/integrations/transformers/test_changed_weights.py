@@ -83,6 +83,38 @@ def test_weights_that_make_logits_are_compared_with_each_token(rows: slice) -> N
         torch.testing.assert_close(model.lm_head(hidden), other.lm_head(hidden), rtol=0.05, atol=0.05)
 
 
+@pytest.mark.parametrize("weights", [None, "int8"])
+def test_weights_that_are_cut_where_they_lie_are_as_large_as_the_models(weights: Any) -> None:
+    """As who trims a vocabulary or an MLP does: its first rows are where they were."""
+    model = make("llama")
+    with accelerate(model, weights=weights):
+        logits(model)
+        model.lm_head.weight.data = model.lm_head.weight.data[:60]
+        for layer in model.model.layers:
+            for part in (layer.mlp.gate_proj, layer.mlp.up_proj):
+                part.weight.data = part.weight.data[:32]
+            layer.mlp.down_proj.weight.data = layer.mlp.down_proj.weight.data[:, :32].clone()
+        ours = logits(model)
+    assert ours.shape[-1] == 60
+    bound = {"rtol": 1e-3, "atol": 1e-3} if weights is None else {"rtol": 0.1, "atol": 0.5}
+    torch.testing.assert_close(ours, logits(model), **bound)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+def test_heads_that_are_pruned_are_gone(name: str) -> None:
+    model = make(name)
+    with accelerate(model):
+        logits(model)
+        for attention in (layer.self_attn for layer in model.model.layers):
+            for part, rows in ((attention.q_proj, 16), (attention.k_proj, 8), (attention.v_proj, 8)):
+                part.weight = nn.Parameter(part.weight.data[:rows].clone())
+                if part.bias is not None:
+                    part.bias = nn.Parameter(part.bias.data[:rows].clone())
+            attention.o_proj.weight = nn.Parameter(attention.o_proj.weight.data[:, :16].clone())
+        ours = logits(model)
+    torch.testing.assert_close(ours, logits(model), rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_a_prompt_may_be_one_token(name: str) -> None:
     """As those of decoders that follow an encoder: what was changed through ``.data`` before it counts."""
@@ -106,7 +138,7 @@ def test_a_layer_whose_weights_are_of_several_dtypes_runs_its_own_code() -> None
             logits(model)
 
 
-def test_a_bias_of_one_element_is_for_all_and_one_that_comes_later_an_error_that_names_it() -> None:
+def test_a_bias_of_one_element_is_for_all_also_where_it_comes_later() -> None:
     model = make("gpt2")
     bias = model.transformer.h[1].mlp.c_proj.bias
     its_own, for_all = bias.data, torch.ones(1)
@@ -120,8 +152,7 @@ def test_a_bias_of_one_element_is_for_all_and_one_that_comes_later_an_error_that
         assert_as_plain(model)
         assert handle.layers == ["transformer.h.0", "transformer.h.1"]
         bias.data = for_all
-        with pytest.raises(RuntimeError, match=r"ds_plugin::linear: bias has shape \[1\]; expected \[\d+\]"):
-            logits(model)
+        assert_as_plain(model)
 
 
 def test_weights_in_a_larger_buffer_stay_there() -> None:

@@ -29,6 +29,7 @@ with warnings.catch_warnings():
     # transformers' own dependencies warn of each other's releases.
     warnings.simplefilter("ignore")
     import transformers
+    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
     from transformers.models.gemma import modeling_gemma as gemma
     from transformers.models.gpt2 import modeling_gpt2 as gpt2
@@ -103,6 +104,57 @@ def test_patched_code_runs(part: str, patch: Callable[..., Any], monkeypatch: py
     assert not torch.allclose(expected, before, rtol=1e-2, atol=1e-2)
     torch.testing.assert_close(after, expected, rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(ours, expected, rtol=1e-3, atol=1e-3)
+
+
+def blind(*args: Any, **kwargs: Any) -> Any:
+    mask = sdpa_mask(*args, **{**kwargs, "allow_is_causal_skip": False})
+    assert mask is not None
+    mask = mask.clone()
+    mask[..., 1:2] = False
+    return mask
+
+
+def test_a_mask_registered_for_sdpa_is_the_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make("llama")
+    without = logits(model)
+    with accelerate(model):
+        monkeypatch.setitem(AttentionMaskInterface._global_mapping, "sdpa", blind)
+        given = logits(model)
+    expected = logits(model)
+    assert (expected - without).abs().max() > 1e-3
+    assert (given - expected).abs().max() < 1e-4
+
+
+def test_angles_that_differ_within_pairs_are_the_models() -> None:
+    """Such as those of a hook that turns a part of each head."""
+
+    def front_alone(module: nn.Module, args: Any, angles: Any) -> Any:
+        cos, sin = (each.clone() for each in angles)
+        cos[..., 2:], sin[..., 2:] = 1, 0
+        return cos, sin
+
+    model: Any = make("llama")
+    without = logits(model)
+    model.model.rotary_emb.register_forward_hook(front_alone)
+    expected = logits(model)
+    assert (expected - without).abs().max() > 1e-3
+    with accelerate(model):
+        assert (logits(model) - expected).abs().max() < 1e-4
+
+
+def test_who_holds_a_forward_calls_the_modules_own_code_after_remove() -> None:
+    """As hooks of accelerate's do, which later put back what they have found."""
+    model: Any = make("llama")
+    expected = logits(model)
+    handle = accelerate(model, weights="int8")
+    head, held = model.lm_head, model.lm_head.forward
+    head.forward = functools.partial(held)
+    handle.remove()
+    torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-4)
+    head.forward = held
+    with accelerate(model) as handle:
+        assert "lm_head" not in handle.left
+        torch.testing.assert_close(logits(model), expected, rtol=1e-3, atol=1e-3)
 
 
 def test_the_report_names_the_function_that_is_not_torchs(monkeypatch: pytest.MonkeyPatch) -> None:

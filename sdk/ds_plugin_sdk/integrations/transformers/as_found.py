@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ds_plugin_sdk.ops import decoder_layer
 
-version_of, _dtype = operator.attrgetter("_version"), operator.attrgetter("dtype")
+version_of, _kind = operator.attrgetter("_version"), operator.attrgetter("dtype", "shape")
 
 
 class AsFound:
@@ -56,10 +56,12 @@ class AsFound:
         )
 
 
-def _places_of(tensors: list[Tensor]) -> bytes | list[tuple[int, torch.dtype, bool]]:
-    """What tells whether tensors are where they were; bytes for C."""
+def _places_of(tensors: list[Tensor]) -> bytes | list[tuple[int, int, torch.dtype, bool]]:
+    """What tells whether tensors are where they were, and as large; bytes for C."""
     found = None if decoder_layer.places is None else decoder_layer.places(tensors)
-    return [(each.data_ptr(), each.dtype, each.is_contiguous()) for each in tensors] if found is None else found
+    if found is not None:
+        return found
+    return [(each.data_ptr(), each.numel(), each.dtype, each.is_contiguous()) for each in tensors]
 
 
 class Place(NamedTuple):
@@ -95,13 +97,13 @@ class Snapshot:
         self._counted = [parameter for parameter, place in some if place.counted]
         self._versions = [*map(version_of, self._counted)]
         self._unmoved = [parameter for parameter, place in some if not place.moved]
-        self._dtypes = [*map(_dtype, self._unmoved)]
+        self._kinds = [*map(_kind, self._unmoved)]
         self._found = AsFound(named=zip(self._owners, self._names, self._all, strict=True), tensors=self.moved)
 
     def holds(self) -> bool:
         return (
             self._found.holds()
-            and [*map(_dtype, self._unmoved)] == self._dtypes
+            and [*map(_kind, self._unmoved)] == self._kinds
             and [*map(version_of, self._counted)] == self._versions
         )
 

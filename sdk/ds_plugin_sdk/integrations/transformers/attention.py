@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from ds_plugin_sdk.integrations.transformers.decoder import ops_for
@@ -45,7 +45,12 @@ Attention = Callable[..., tuple[Tensor, Tensor | None]]
 def register_attention() -> None:
     """Make ``ds_plugin`` known to transformers as a way to attend."""
     AttentionInterface.register(ATTENTION, attention_forward)
-    AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+    AttentionMaskInterface.register(ATTENTION, _mask_of_sdpa)
+
+
+def _mask_of_sdpa(*args: Any, **kwargs: Any) -> Any:
+    """The mask that ``sdpa`` would have: anybody may register another one, at any time."""
+    return ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](*args, **kwargs)
 
 
 def has_own_sdpa() -> bool:

@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache
 
 from ds_plugin_sdk.integrations.transformers import decoder, kv_cache
 from ds_plugin_sdk.integrations.transformers.as_found import AsFound, Snapshot, version_of
-from ds_plugin_sdk.integrations.transformers.decoder import Decoder, Ops
+from ds_plugin_sdk.integrations.transformers.decoder import Decoder, Ops, Turn
 from ds_plugin_sdk.integrations.transformers.kv_cache import AppendingLayer, Room
 from ds_plugin_sdk.integrations.transformers.layer_loop import LayerLoop
 from ds_plugin_sdk.integrations.transformers.watch import Watch
@@ -28,19 +28,30 @@ class Angles(threading.local):
 
     def __init__(self) -> None:
         self._last: tuple[Any, tuple[Any, ...], tuple[Tensor, Tensor]] | None = None
+        self._trusted: set[str] = set()  # types of devices on which pairs were seen to have one angle
 
     def of(self, embeddings: Any, hidden: Tensor, layer: Decoder) -> tuple[Tensor, Tensor] | None:
-        """None if they are none for these tokens and the layer's heads."""
+        """None if they are none for these tokens and the layer's heads, or the elements of a pair have two angles."""
         last = self._last
         if last is not None and last[0] is embeddings and last[1] == _state_of(embeddings, hidden, layer):
             return last[2]
-        if not _are_angles(embeddings, hidden, layer):
+        if not _are_angles(embeddings, hidden, layer) or not self._are_of_pairs(embeddings, layer):
             return None
         working = torch.promote_types(embeddings[0].dtype, torch.float32)
         cos, sin = (part[..., : part.shape[-1] // 2].to(working).contiguous() for part in embeddings)
         if not any(part.is_inference() for part in embeddings):  # torch counts no changes of these
             self._last = (embeddings, _state_of(embeddings, hidden, layer), (cos, sin))
         return cos, sin
+
+    def _are_of_pairs(self, embeddings: tuple[Tensor, Tensor], layer: Decoder) -> bool:
+        """Whether both halves are the same, of which the op reads the first; code for neighbours reads no other."""
+        device = embeddings[0].device.type
+        if layer.turn != Turn.HALVES or device in self._trusted:
+            return True
+        alike = all(torch.equal(*part.chunk(2, dim=-1)) for part in embeddings)
+        if alike and device != "cpu":  # another device is waited for once, not in each step
+            self._trusted.add(device)
+        return alike
 
 
 def _state_of(embeddings: tuple[Tensor, Tensor], hidden: Tensor, layer: Decoder) -> tuple[Any, ...]:

@@ -92,6 +92,8 @@ class ExpertsReplacement(Replacement):
         return known and self._follow()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.is_on:
+            return self.own(*args, **kwargs)
         if torch.is_grad_enabled():
             self._doubted = self._weights is not None
         elif len(args) == 3 and not kwargs and is_plain_inference(args[0]) and self.holds():

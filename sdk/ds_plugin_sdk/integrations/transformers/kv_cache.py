@@ -148,11 +148,12 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not t
             self._lengths[name] += tokens
 
     def _appends_in_place(self, **states: Tensor) -> bool:
-        """Whether writing gives what concatenating would: no gradients, tensors that torch lets one write to here, and
-        as many positions of each, of the shape of those that are held.
+        """Whether writing gives what concatenating would: no gradients are recorded, tensors that torch lets one write
+        to here, and as many positions of each, of the shape of those that are held.
         """
         return (
             self.grows
+            and not torch.is_grad_enabled()  # a graph may hold what an earlier call has returned
             and len({each.shape[2] for each in states.values()}) == 1
             and all(
                 type(each) is Tensor

@@ -148,12 +148,15 @@ class _Call:
     @contextmanager
     def in_place(self, model: transformers.PreTrainedModel) -> Iterator[None]:
         """The last layer's forward and the model's loss are this object's."""
+        before = vars(model).get("_loss_function")  # set by hand
         model.loss_function = self._hand_on
         try:
             with forward_in_place(self._head, self._forward):
                 yield
         finally:
             del model._loss_function
+            if before is not None:
+                model._loss_function = before
 
     def _forward(self, input: Tensor) -> Tensor:
         head = self._head

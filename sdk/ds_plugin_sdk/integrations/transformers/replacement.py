@@ -33,7 +33,8 @@ class Replacement:
     """A forward on an instance. Copies of the module have their class's: copied, pickled or made by nn.DataParallel.
 
     Attributes:
-        is_on: whether it was put on, and not taken off since.
+        is_on: whether it was put on, and not taken off since. Who wrapped it meanwhile may call it later all the same:
+            it is the module's own code then.
     """
 
     is_on = False
@@ -54,6 +55,11 @@ class Replacement:
     def __code__(self) -> Any:
         """For torch.export, which asks for arguments."""
         return getattr(type(self.module).forward, "__code__", None)
+
+    @property
+    def __globals__(self) -> Any:
+        """For torch.jit.script, which reads the code."""
+        return getattr(type(self.module).forward, "__globals__", {})
 
     @functools.cached_property
     def __signature__(self) -> inspect.Signature:
@@ -118,7 +124,8 @@ class TrainingReplacement(Replacement):
     def trains(self) -> bool:
         """Checkpoints may run it once without gradients, and must get the same then."""
         return (
-            (torch.is_grad_enabled() or self.module.training)
+            self.is_on
+            and (torch.is_grad_enabled() or self.module.training)
             and type(self.module).forward is self._forward
             and not torch.compiler.is_compiling()
         )

@@ -57,6 +57,8 @@ class LinearReplacement(Replacement):
         return not trains and self._watch.holds() and self.matrix.follow(compare=True)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.is_on:
+            return self.own(*args, **kwargs)
         if torch.is_grad_enabled():
             self.matrix.doubt()
             trained = linear_in_training(self.module, args[0]) if len(args) == 1 and not kwargs else None
@@ -83,6 +85,8 @@ class NormReplacement(Replacement):
         return self._watch.holds()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.is_on:
+            return self.own(*args, **kwargs)
         if torch.is_grad_enabled():
             known = len(args) == 1 and not kwargs and self._trains and type(self.module).forward is self._forward
             trained = norm_in_training(self.module, args[0]) if known else None
@@ -148,6 +152,8 @@ class DecoderReplacement(Replacement):
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.is_on:
+            return self.own(*args, **kwargs)
         if torch.is_grad_enabled():
             self._row.forget()
             for matrix in self.layer.matrices:

@@ -27,7 +27,7 @@ from transformers.utils.deprecation import deprecate_kwarg
 
 from ds_plugin_sdk.integrations.deepspeed.hooks import is_linear_of_zero, moves_parameters_alone
 from ds_plugin_sdk.integrations.transformers.as_found import Place
-from ds_plugin_sdk.integrations.transformers.replacement import TrainingReplacement
+from ds_plugin_sdk.integrations.transformers.replacement import Replacement, TrainingReplacement
 from ds_plugin_sdk.nn.linear import is_watched
 from ds_plugin_sdk.ops.linear import Activation
 
@@ -302,7 +302,7 @@ def check_no_other_forward(module: nn.Module) -> None:
 
 def is_forward_of(module: nn.Module, forward: object) -> bool:
     """Whether it computes what the class's does."""
-    if isinstance(forward, TrainingReplacement):
+    if isinstance(forward, TrainingReplacement) or (isinstance(forward, Replacement) and not forward.is_on):
         return forward.module is module
     return (
         isinstance(forward, types.MethodType)

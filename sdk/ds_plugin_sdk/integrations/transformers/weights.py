@@ -123,11 +123,13 @@ class PlainMatrix(Matrix):
         self.held = Snapshot()
         self._copied = self._doubted = False
         self._samples = Samples()
+        self._divided: list[int] | None = None  # rows of the layers: who made one of several relies on them
         for layer in layers:
             if type(layer) not in (nn.Linear, Conv1D):
                 raise NotUnderstoodError(f"{name_of(layer)} is no plain linear layer")
             check_own_code(layer)
         self._check()
+        self._divided = self.rows
 
     @property
     def parameters(self) -> Sequence[nn.Parameter]:
@@ -196,6 +198,8 @@ class PlainMatrix(Matrix):
                 _check_memory(parameter)
         if len({_rows(layer).shape[1] for layer in self.layers}) != 1:
             raise NotUnderstoodError("its products have inputs of several sizes")
+        if len(self.layers) > 1 and self._divided not in (None, self.rows):
+            raise NotUnderstoodError("its layers have other numbers of rows than they had")
 
     def _differs(self) -> bool:
         return self._samples.differ(map(_weight, self.layers))
