@@ -20,7 +20,7 @@ from broken_plugin import install_broken
 from ds_plugin_sdk import __version__, cli, report
 from ds_plugin_sdk.settings import child_environment
 from launchers import free_port
-from plugin_site import Install
+from plugin_site import MANIFEST, Install, write_plugin
 
 pytestmark = pytest.mark.compiler
 
@@ -356,3 +356,28 @@ def test_list_does_not_ask_what_ds_plugins_excludes(
 def test_prune_wants_to_know_what(sdk: Run) -> None:
     assert "--max-size" in sdk("cache", "prune", status=2)
     assert "is no size" in sdk("cache", "prune", "--max-size", "big", status=2)
+
+
+@pytest.mark.parametrize("command", ["list", "report"])
+def test_json_is_json_whatever_plugins_print(command: str, tmp_path: Path) -> None:
+    probe = "Probe.absent('nothing')"
+    body = "print('hello')\n" + MANIFEST.format(
+        name="loud", sdk_api=(1, 0), accelerator="loud:None", probe=probe, priority=1
+    )
+    site = write_plugin(tmp_path, "loud", body=body)
+    environment = child_environment(
+        FORCE_COLOR="1", PYTHONIOENCODING="ascii", DS_PLUGIN_CACHE_DIR=str(tmp_path / "caf\xe9"), PYTHONPATH=str(site)
+    )
+    arguments = [sys.executable, "-m", "ds_plugin_sdk", command, "--json"]
+    done = subprocess.run(arguments, env=environment, capture_output=True, text=True, check=True)
+    assert "loud" in str(json.loads(done.stdout))
+
+
+def test_a_plugin_without_metadata_has_its_folders_name(tmp_path: Path) -> None:
+    site = write_plugin(tmp_path, "bare")
+    (site / "ds_plugin_bare-1.0.dist-info" / "METADATA").unlink()
+    environment = child_environment(PYTHONPATH=str(site))
+    for command in ("list", "report"):
+        arguments = [sys.executable, "-m", "ds_plugin_sdk", command]
+        done = subprocess.run(arguments, env=environment, capture_output=True, text=True, check=True)
+        assert "ds_plugin_bare" in done.stdout

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from cookiecutter.exceptions import RepositoryNotFound
 
 from ds_plugin_sdk import scaffold, simulator
 from ds_plugin_sdk.cli.new_plugin import new_plugin
@@ -218,3 +219,17 @@ def test_no_compiled_python_comes_along(tmp_path: Path, monkeypatch: pytest.Monk
         (folder / "__pycache__" / "kernels.cpython-311.pyc").write_bytes(b"")
     monkeypatch.setattr("ds_plugin_sdk.scaffold.template_folder", lambda: template)
     assert not list(generate(Project("zap", output=tmp_path)).rglob("__pycache__"))
+
+
+def test_a_place_that_looks_like_an_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert generate(Project("zap", output=Path("me@work"))).is_dir()
+
+
+def test_what_cookiecutter_cannot_do_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RepositoryNotFound("no such template")
+
+    monkeypatch.setattr("cookiecutter.main.cookiecutter", fail)
+    with pytest.raises(ScaffoldError, match="no such template"):
+        generate(Project("zap", output=tmp_path))

@@ -194,9 +194,11 @@ def versions_of(distributions: Iterable[str]) -> dict[str, str]:
     found = {}
     for name in distributions:
         try:
-            found[name] = importlib.metadata.version(name)
+            found[name] = importlib.metadata.version(name) or "unknown"  # None: it has no METADATA
         except importlib.metadata.PackageNotFoundError:
             found[name] = "not installed"
+        except (KeyError, ValueError):  # no METADATA, in later versions of Python; an empty name
+            found[name] = "unknown"
     return found
 
 

@@ -83,19 +83,28 @@ def generate(project: Project) -> Path:
     """
     _check(project)
     _require_cookiecutter(project)
+    from cookiecutter.exceptions import CookiecutterException
+
     try:
         project.output.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=project.output, prefix=".new-plugin-") as scratch:
+        # An absolute path: cookiecutter takes one like me@work/... for an address.
+        with tempfile.TemporaryDirectory(dir=project.output.absolute(), prefix=".new-plugin-") as scratch:
             made = _render(project, Path(scratch))
             made.rename(project.folder)  # raises for a folder created meanwhile, unless it is empty
     except OSError as error:
-        raise ScaffoldError(
-            "the project cannot be written",
-            plugin=project.name,
-            why=f"{project.folder}: {error.strerror or error}",
-            hint="choose another place with --output",
-        ) from error
+        raise _unwritten(project, error.strerror or str(error)) from error
+    except CookiecutterException as error:
+        raise _unwritten(project, str(error)) from error
     return project.folder
+
+
+def _unwritten(project: Project, why: str) -> ScaffoldError:
+    return ScaffoldError(
+        "the project cannot be written",
+        plugin=project.name,
+        why=f"{project.folder}: {why}",
+        hint="choose another place with --output",
+    )
 
 
 def template_folder() -> Path:

@@ -401,3 +401,37 @@ def test_a_cache_that_was_named_can_be_read_as_the_umask_allows(
 def test_names_that_cannot_be_folders_are_rejected(project: Project, fields: dict[str, object], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         project.spec(**fields)
+
+
+def test_headers_by_relative_paths_are_found_again(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As ccache lists them where CCACHE_BASEDIR is set."""
+    shared = project.shared / "shared.h"
+    body = f"""\
+        {shutil.which("c++")} "$@" || exit
+        for file in *.d; do
+            test -e "$file" && sed -i "s#{shared}#$(realpath --relative-to=. {shared})#" "$file"
+        done
+        exit 0
+        """
+    monkeypatch.setenv("CXX", str(script(tmp_path / "relative-c++", body)))
+    assert [acquire(project.spec()).origin for _ in range(2)] == ["compiled", "cache"]
+
+
+def test_objects_take_the_place_of_old_ones(project: Project) -> None:
+    """Also where those are the only ones, whose folder goes with them."""
+    acquire(project.spec())
+    shared = project.shared / "shared.h"
+    shared.write_text("#define SHARED 12\n")
+    acquire(project.spec())
+    (folder,) = (cache.root() / "v1" / ".objects").iterdir()
+    assert (folder / "key.json").is_file()
+
+
+def test_a_library_folder_that_cannot_be_entered_has_no_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "is_file", refuse)
+    assert not list(plan._linked_files(["-L/root/lib", "-lm", "/root/lib/x.a"]))

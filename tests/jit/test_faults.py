@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import resource
@@ -25,7 +26,7 @@ from small_op import (
 )
 
 from ds_plugin_sdk.errors import ArtifactError, CompileError, CompileForbiddenError, ToolchainError
-from ds_plugin_sdk.jit import Source, acquire, cache, failure, obtain
+from ds_plugin_sdk.jit import Source, acquire, cache, failure, obtain, store
 
 pytestmark = pytest.mark.compiler
 
@@ -403,3 +404,32 @@ def test_folders_have_names_in_the_encoding_of_the_file_system(spawn_in: SpawnIn
 def test_programs_are_found_where_the_system_has_them(spawn: Spawn) -> None:
     """Without PATH Python finds the compiler, which is to find its assembler and its linker."""
     assert finish(spawn(prefix=["env", "-u", "PATH", "HOME=/nonexistent"])) == "compiled 42"
+
+
+def test_a_build_that_goes_while_it_is_chosen_is_made_anew(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when another process prunes the cache."""
+    acquire(project.spec())
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "touch", lambda _: cache.prune(everything=True))
+        assert obtain(project.spec())[0].origin == "compiled"
+    cache.prune(everything=True)
+    monkeypatch.setattr("ds_plugin_sdk.jit.failures.forget", lambda *_: cache.prune(everything=True))
+    with pytest.raises(ArtifactError, match="gone or damaged"):
+        acquire(project.spec())
+
+
+@pytest.mark.parametrize("number", [errno.EXDEV, errno.ENOSPC])
+def test_what_cannot_be_renamed_is_removed_in_place(
+    project: Project, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    acquire(project.spec())
+    folder = entry_folder()
+
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    place = store.Store(cache.root())
+    assert place.discard(folder) == ""
+    assert not folder.parent.exists()
+    assert place.discard(folder) == ""

@@ -222,3 +222,10 @@ def test_a_cuda_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert any(path.endswith("cuda_fp16.h") for path, _, _, _ in artifact.key["headers"])
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0")
     assert "-gencode=arch=compute_80,code=sm_80" in " ".join(explain(spec))
+
+
+def test_where_no_file_number_is_left_the_path_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = sys.modules["ds_plugin_sdk.jit.load"]
+    monkeypatch.setattr(module, "_last_file", 1 << 30)
+    with (tmp_path / "file").open("wb") as file:
+        assert module._name_of(file.fileno(), "the path") == "the path"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
 import tempfile
 from collections.abc import Callable, Sequence
@@ -14,7 +13,7 @@ from typing import Any
 import typer
 
 from ds_plugin_sdk.accelerator import installed
-from ds_plugin_sdk.cli.console import errors, output, results_alone, table
+from ds_plugin_sdk.cli.console import errors, output, print_json, results_alone, table
 from ds_plugin_sdk.errors import SdkError
 
 bench = typer.Typer(name="bench", help="Measure, side by side with the peers, medians.", no_args_is_help=True)
@@ -42,7 +41,7 @@ def _command(name: str) -> Callable[[Benchmark], Benchmark]:
 def _show(title: str, rows: Sequence[Any], as_json: bool) -> None:
     found = [asdict(row) for row in rows]
     if as_json:
-        output.print_json(json.dumps(found))
+        print_json(found)
     else:
         _table(title, found)
 
@@ -142,7 +141,7 @@ def ops(
         if chart is not None:
             draw(name, rows, chart)
     if as_json:
-        output.print_json(json.dumps(found))
+        print_json(found)
 
 
 def _columns(row: dict[str, Any]) -> dict[str, Any]:
@@ -225,7 +224,7 @@ def training(
     agree = all(each.agrees for each in differences)
     if as_json:
         found = {"steps": [asdict(row) for row in times], "losses": [asdict(row) for row in differences]}
-        output.print_json(json.dumps({**found, "tolerance": benchmark.TOLERANCE}))
+        print_json({**found, "tolerance": benchmark.TOLERANCE})
     else:
         cores = len(os.sched_getaffinity(0))
         _show(f"Seconds a step, {benchmark.RANKS} ranks, {cores} cores of {processor()}", times, False)
@@ -271,7 +270,7 @@ def step(
     losses = [benchmark.agreement(agreement, family=family, dtype=dtype)] if agreement else []
     if as_json:
         found = {"steps": [asdict(row) for row in rows], "losses": [asdict(row) for row in losses]}
-        output.print_json(json.dumps(found))
+        print_json(found)
         return
     _show(f"Training step, {shape}, {dtype}, {tokens} tokens", rows, False)
     if losses:
@@ -402,7 +401,7 @@ def compare(
     rows = benchmark.run(load(before), load(after), least=least, any_machine=any_machine)
     told = [row for row in rows if row.verdict != benchmark.SAME]
     if as_json:
-        output.print_json(json.dumps([asdict(row) for row in rows]))
+        print_json([asdict(row) for row in rows])
     else:
         if told:
             _show("Speed after, in multiples of before", told, False)

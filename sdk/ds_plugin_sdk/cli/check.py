@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 
 import typer
 
 from ds_plugin_sdk import source_check
-from ds_plugin_sdk.cli.console import output
+from ds_plugin_sdk.cli.console import print_json
 
 
 def check(
@@ -19,7 +18,7 @@ def check(
     """Find what is bound to CUDA in Python sources, without running them; the exit status is 1 if there is any."""
     findings = source_check.check_files(sources)
     if as_json:
-        output.print_json(json.dumps([asdict(finding) for finding in findings]))
+        print_json([asdict(finding) for finding in findings])
     else:
         for found in findings:
             typer.echo(f"{found.file}:{found.line}:{found.column}: {found.code}  # {found.meaning}")

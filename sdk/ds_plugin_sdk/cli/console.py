@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import sys
 from collections.abc import Iterator, Sequence
 
@@ -43,6 +44,12 @@ def results_alone() -> Iterator[None]:
             yield
     finally:
         output.file = None  # type: ignore[assignment]  # as it was made: whatever sys.stdout is
+
+
+def print_json(value: object) -> None:
+    """Print a value as JSON, for programs: in ASCII, without colours, whatever the environment asks."""
+    output.file.write(json.dumps(value, indent=2) + "\n")
+    output.file.flush()
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:

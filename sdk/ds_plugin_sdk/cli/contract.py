@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 import typer
 
-from ds_plugin_sdk.cli.console import output, table
+from ds_plugin_sdk.cli.console import output, print_json, table
 
 
 def contract(as_json: bool = typer.Option(False, "--json", help="Print JSON.")) -> None:
@@ -15,7 +13,7 @@ def contract(as_json: bool = typer.Option(False, "--json", help="Print JSON.")) 
 
     difference = drift.contract()
     if as_json:
-        output.print_json(json.dumps(difference.to_dict()))
+        print_json(difference.to_dict())
         return
     rows = difference.rows()
     table(f"SDK against DeepSpeed {difference.deepspeed_version}", ("member", "difference", "consequence"), rows)

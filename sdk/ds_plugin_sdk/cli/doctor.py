@@ -11,7 +11,7 @@ from pathlib import Path
 import typer
 
 from ds_plugin_sdk import doctor as checks
-from ds_plugin_sdk.cli.console import output, table
+from ds_plugin_sdk.cli.console import output, print_json, results_alone, table
 from ds_plugin_sdk.settings import settings
 
 
@@ -32,15 +32,16 @@ def doctor(
     if facts:
         typer.echo(json.dumps(asdict(checks.examine(port))))
         return
-    if hosts is None:
-        slots = {socket.gethostname(): 1}  # by its name: a job's log has several such tables
-        findings = checks.compare(dict.fromkeys(slots, checks.Heard(checks.examine(port))), slots)
-    else:
-        slots = checks.read_hostfile(hosts)
-        findings = checks.compare(checks.ask_all(slots, port, shlex.split(ssh), timeout), slots)
+    with results_alone():
+        if hosts is None:
+            slots = {socket.gethostname(): 1}  # by its name: a job's log has several such tables
+            findings = checks.compare(dict.fromkeys(slots, checks.Heard(checks.examine(port))), slots)
+        else:
+            slots = checks.read_hostfile(hosts)
+            findings = checks.compare(checks.ask_all(slots, port, shlex.split(ssh), timeout), slots)
     failing = [finding for finding in findings if finding.verdict == "fails"]
     if as_json:
-        output.print_json(json.dumps([asdict(finding) for finding in findings]))
+        print_json([asdict(finding) for finding in findings])
     else:
         where = "this machine" if hosts is None else f"{len(slots)} hosts of {hosts}"
         table(

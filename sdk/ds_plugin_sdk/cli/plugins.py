@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
-
 import typer
 
 from ds_plugin_sdk import integrations, registry
-from ds_plugin_sdk.cli.console import output, table
+from ds_plugin_sdk.cli.console import output, print_json, results_alone, table
 from ds_plugin_sdk.errors import PluginConflictError, SdkError
 from ds_plugin_sdk.integrations.deepspeed.builtin_names import builtin_names
 from ds_plugin_sdk.registry import Candidate, Step
@@ -19,17 +17,18 @@ def list_plugins(
     as_json: bool = typer.Option(False, "--json", help="Print JSON."),
 ) -> None:
     """List the installed plugins, whether their device is here, and which one is chosen."""
-    rows = [_row(candidates) for candidates in registry.scan().values()]
     problem: SdkError | None = None
-    try:
-        decision = registry.preview(builtin_names())
-    except SdkError as error:
-        decision, problem = registry.Decision(), error
+    with results_alone():
+        rows = [_row(candidates) for candidates in registry.scan().values()]
+        try:
+            decision = registry.preview(builtin_names())
+        except SdkError as error:
+            decision, problem = registry.Decision(), error
     chosen = decision.chosen.name if decision.chosen is not None else None
     if as_json:
         steps = [vars(step) for step in [*decision.steps, *_followers()]]
         plugins = [dict(zip(("name", "distribution", "state", "priority"), row, strict=True)) for row in rows]
-        output.print_json(json.dumps({"plugins": plugins, "chosen": chosen, "steps": steps}))
+        print_json({"plugins": plugins, "chosen": chosen, "steps": steps})
     elif not rows:
         output.print("No plugins are installed. DeepSpeed uses its own accelerators.")
     else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import typer
 
 from ds_plugin_sdk import provenance
 from ds_plugin_sdk import report as reporting
-from ds_plugin_sdk.cli.console import errors, output, table
+from ds_plugin_sdk.cli.console import errors, print_json, results_alone, table
 
 
 def report(
@@ -26,9 +25,10 @@ def report(
     if run is not None:
         _report_run(run, as_json)
         return
-    facts = reporting.collect()
+    with results_alone():
+        facts = reporting.collect()
     if as_json:
-        output.print_json(json.dumps(asdict(facts)))
+        print_json(asdict(facts))
         return
     table("Versions", ("package", "version"), list(facts.versions.items()))
     table("Accelerator", ("", ""), facts.accelerator)
@@ -51,7 +51,7 @@ def _report_run(run: Path, as_json: bool) -> None:
     for number in others:
         errors.print(f"{run}, line {number}, is cut off or no record", markup=False, highlight=False, soft_wrap=True)
     if as_json:
-        output.print_json(json.dumps([asdict(row) for row in rows]))
+        print_json([asdict(row) for row in rows])
         return
     table(
         f"Where the ops of this run came from ({run.name})",

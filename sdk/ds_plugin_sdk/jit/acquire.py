@@ -15,7 +15,7 @@ from types import ModuleType
 from ds_plugin_sdk.errors import ArtifactError, BuildError, CompileError, CompileForbiddenError, ToolchainError
 from ds_plugin_sdk.jit import compile as compiling
 from ds_plugin_sdk.jit import entry, failures, lock, objects, store
-from ds_plugin_sdk.jit.entry import Search
+from ds_plugin_sdk.jit.entry import DamagedError, Record, Search
 from ds_plugin_sdk.jit.load import load
 from ds_plugin_sdk.jit.plan import Plan, Request, differences, make_plan, make_request
 from ds_plugin_sdk.jit.spec import Artifact, BuildSpec, Origin
@@ -47,7 +47,7 @@ def acquire(spec: BuildSpec) -> Artifact:
             store.touch(choice.found)
         if choice.origin == "compiled" and plan is not None:
             return _build(plan, choice, start)
-        return _artifact(choice.request, choice.found, choice.origin, choice.trail[-1], start)
+        return _artifact(choice.request, choice.found, choice.origin, choice.trail[-1], start, choice.record)
 
 
 def obtain(spec: BuildSpec) -> tuple[Artifact, ModuleType | ctypes.CDLL]:
@@ -75,7 +75,7 @@ def find(spec: BuildSpec) -> Artifact | None:
         choice = _choose(spec)
         if choice.origin == "compiled":
             return None
-        return _artifact(choice.request, choice.found, choice.origin, choice.trail[-1], start)
+        return _artifact(choice.request, choice.found, choice.origin, choice.trail[-1], start, choice.record)
 
 
 def explain(spec: BuildSpec) -> list[str]:
@@ -152,6 +152,7 @@ class _Choice:
     Attributes:
         origin: "compiled" means that nothing was found.
         found: the entry's folder, unless compiling.
+        record: the entry's ``key.json``.
         trail: the steps of the decision, in words; the last one is why.
         plan: how to compile it, or why that is impossible.
         store: where a build would go.
@@ -160,6 +161,7 @@ class _Choice:
     request: Request
     origin: Origin = "compiled"
     found: Path = Path()
+    record: Record = field(default_factory=dict)
     trail: list[str] = field(default_factory=list)
     plan: Plan | ToolchainError = field(default_factory=lambda: ToolchainError("no compiler was looked for"))
     store: Store = field(default_factory=lambda: Store(store.root()))
@@ -169,7 +171,7 @@ class _Choice:
         self.trail += [f"{origin}: {reason}" for reason in search.reasons]
         if search.path is None:
             return False
-        self.origin, self.found = origin, search.path
+        self.origin, self.found, self.record = origin, search.path, search.record
         self.trail.append(f"{origin} {search.path}: {why}")
         return True
 
@@ -258,7 +260,8 @@ def _build(plan: Plan, choice: _Choice, start: float) -> Artifact:
     with lock.building(locks / f"{plan.direct}.lock", spec.name, timeout=settings.lock_timeout, done=delivered):
         search = place.lookup(plan)  # another process may have built it meanwhile
         if search.path is not None:
-            return _artifact(plan.request, search.path, "cache", "another process has just compiled it", start)
+            why = "another process has just compiled it"
+            return _artifact(plan.request, search.path, "cache", why, start, search.record)
         for folder in search.useless:
             place.discard(folder)
             _log.warning("op '%s': %s; it is built again", spec.name, "; ".join(search.reasons))
@@ -315,9 +318,12 @@ def _why_compiled(choice: _Choice, plan: Plan) -> str:
     return "; ".join([*choice.trail, *(f"rebuilt: {change}" for change in changes)])
 
 
-def _artifact(request: Request, folder: Path, origin: Origin, reason: str, start: float) -> Artifact:
+def _artifact(
+    request: Request, folder: Path, origin: Origin, reason: str, start: float, record: Record | None = None
+) -> Artifact:
+    """What is in `folder`; a `record` that was read already is not read again: the folder may be gone by now."""
     path = folder / request.spec.library
-    return Artifact(path, origin, time.perf_counter() - start, reason, entry.read(folder))
+    return Artifact(path, origin, time.perf_counter() - start, reason, record or entry.read(folder))
 
 
 @contextlib.contextmanager
@@ -328,6 +334,8 @@ def _as_build_errors(spec: BuildSpec) -> Iterator[None]:
     except BuildError as error:
         error.op, error.plugin = error.op or spec.name, error.plugin or spec.owner
         raise
+    except DamagedError as error:  # as when another process prunes the cache between the choice and its use
+        raise ArtifactError("the binary is gone or damaged", plugin=spec.owner, op=spec.name, why=str(error)) from error
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         hint = "free some space, or put the cache elsewhere with DS_PLUGIN_CACHE_DIR" if full else ""

@@ -329,9 +329,12 @@ def _check_library(plan: Plan, library: Path) -> None:
 def _headers(plan: Plan, work: Path) -> list[Path]:
     sources = {source.path for source in plan.spec.sources}
     found: set[Path] = set()
+    work = work.resolve()
     for source, command in zip(plan.spec.sources, plan.compile, strict=True):
         try:
-            found |= {work / name for name in dependencies(os.fsdecode((work / f"{source.stem}.d").read_bytes()))}
+            names = dependencies(os.fsdecode((work / f"{source.stem}.d").read_bytes()))
+            # Ccache may write them relative to `work`, which is gone afterwards.
+            found |= {Path(os.path.normpath(work / name)) for name in names}
         except OSError as error:
             why = f"{command[0]} made no list of headers ({source.stem}.d), as -MD asks"
             raise failure(plan, why, command=command) from error

@@ -75,12 +75,15 @@ def _rejected(artifact: Artifact, spec: BuildSpec, why: str) -> ArtifactError:
 
 
 def _name_of(file: int, path: str) -> str:
-    """A name of the open file, whatever lies at its path by now; its path where there is no /proc.
+    """A name of the open file, whatever lies at its path by now; its path where there is no /proc, or no number left.
 
     The file stays open, under a number that was not used before: the loader takes two files of one name for one.
     """
     global _last_file
-    _last_file = fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, _last_file + 1)
+    try:
+        _last_file = fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, _last_file + 1)
+    except OSError:  # no number is left below the limit on open files
+        return path
     name = f"/proc/self/fd/{_last_file}"
     return name if os.path.exists(name) else path  # noqa: PTH110  # a string for dlopen
 

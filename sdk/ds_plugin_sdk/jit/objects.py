@@ -53,8 +53,8 @@ def keep(plan: Plan, place: Store, work: Path, headers: Sequence[Header]) -> Non
         (made / entry.KEY_FILE).write_text(text, encoding="utf-8")
         for file in made.iterdir():
             file.chmod(0o600)
-        place.make_folder(folder.parent)
         place.discard(folder)
+        place.make_folder(folder.parent)  # after it, as it removes a folder that it leaves empty
         made.rename(folder)
 
 

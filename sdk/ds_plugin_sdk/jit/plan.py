@@ -175,12 +175,20 @@ def _linked_files(args: Sequence[str]) -> Iterator[Path]:
         if arg.startswith("-l"):
             name = arg[2:]
             names = [name[1:]] if name.startswith(":") else [f"lib{name}.so", f"lib{name}.a"]
-            there = ([folder / each for each in names if (folder / each).is_file()] for folder in folders)
+            there = ([folder / each for each in names if _is_file(folder / each)] for folder in folders)
             found = next(filter(None, there), [])
         else:
             parts = (Path(part.rpartition("=")[2]) for part in arg.split(","))
-            found = [part for part in parts if part.is_absolute() and part.is_file()]
+            found = [part for part in parts if part.is_absolute() and _is_file(part)]
         yield from (file for file in found if ".so" not in file.suffixes)
+
+
+def _is_file(path: Path) -> bool:
+    """Whether it is a file that this user can see."""
+    try:
+        return path.is_file()
+    except OSError:  # it lies in a folder that this user cannot enter
+        return False
 
 
 def digest(value: object) -> str:

@@ -167,7 +167,12 @@ class Store:
             with self.workplace("discarded") as trash:
                 folder.rename(trash / folder.name)
         except OSError as error:
-            return str(error) if os.path.lexists(folder) else ""  # another process may have been faster
+            if not os.path.lexists(folder):  # another process may have been faster
+                return ""
+            if error.errno not in (errno.EXDEV, errno.ENOSPC, errno.EDQUOT):
+                return str(error)
+            if why_not := _remove_in_place(folder):
+                return why_not
         with contextlib.suppress(OSError):
             folder.parent.rmdir()  # unless other builds of the same plan are left
         return ""
@@ -334,6 +339,18 @@ def _made(folder: Path) -> float:
         return folder.stat().st_mtime
     except OSError:
         return 0.0
+
+
+def _remove_in_place(folder: Path) -> str:
+    """Delete an entry that cannot be renamed: on a full disk, or in a lower layer of an overlay. Returns why that is
+    not possible; empty if it was.
+    """
+    try:
+        (folder / entry.KEY_FILE).unlink(missing_ok=True)  # first: without it the rest is no entry
+        shutil.rmtree(folder)
+    except OSError as error:
+        return str(error) if os.path.lexists(folder) else ""
+    return ""
 
 
 def _remove_abandoned(parent: Path) -> None:

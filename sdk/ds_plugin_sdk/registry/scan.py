@@ -7,6 +7,7 @@ import importlib.metadata
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import PurePath
 
 from ds_plugin_sdk import SDK_API
 from ds_plugin_sdk.errors import PluginConflictError, PluginError, PluginLoadError, PluginVersionError, SettingError
@@ -160,8 +161,8 @@ def scan() -> dict[str, list[Candidate]]:
         importlib.metadata.entry_points(group=ENTRY_POINT_GROUP), key=lambda entry: (entry.name, entry.value)
     ):
         distribution = entry_point.dist
-        title = distribution.metadata["Name"] if distribution is not None else "unknown"
-        version = distribution.version if distribution is not None else "0"
+        title = _metadata(distribution, "Name") or _folder_name(distribution)
+        version = _metadata(distribution, "Version") or "unknown"
         folder = str(distribution.locate_file("")) if distribution is not None else ""
         # The same distribution may be on sys.path twice (an editable install and its source folder).
         if (entry_point.name, title) not in seen:
@@ -170,6 +171,18 @@ def scan() -> dict[str, list[Candidate]]:
                 Candidate(entry_point.name, title, version, entry_point, folder)
             )
     return found
+
+
+def _metadata(distribution: importlib.metadata.Distribution | None, field: str) -> str:
+    """A field of METADATA; empty where the file, or the field in it, is missing."""
+    found = distribution.metadata if distribution is not None else None
+    return found[field] if found is not None and field in found else ""
+
+
+def _folder_name(distribution: importlib.metadata.Distribution | None) -> str:
+    """A distribution's name by its folder ``<name>-<version>.dist-info``."""
+    folder = getattr(distribution, "_path", None)
+    return PurePath(str(folder)).stem.partition("-")[0] if folder is not None else "unknown"
 
 
 def how_to_have(name: str) -> str:

@@ -125,7 +125,8 @@ def test_a_mask_registered_for_sdpa_is_the_models(monkeypatch: pytest.MonkeyPatc
     assert (given - expected).abs().max() < 1e-4
 
 
-def test_angles_that_differ_within_pairs_are_the_models() -> None:
+@pytest.mark.parametrize("name", ["llama", "smollm3"])  # of which one layer turns nothing
+def test_angles_that_differ_within_pairs_are_the_models(name: str) -> None:
     """Such as those of a hook that turns a part of each head."""
 
     def front_alone(module: nn.Module, args: Any, angles: Any) -> Any:
@@ -133,7 +134,7 @@ def test_angles_that_differ_within_pairs_are_the_models() -> None:
         cos[..., 2:], sin[..., 2:] = 1, 0
         return cos, sin
 
-    model: Any = make("llama")
+    model: Any = make(name)
     without = logits(model)
     model.model.rotary_emb.register_forward_hook(front_alone)
     expected = logits(model)

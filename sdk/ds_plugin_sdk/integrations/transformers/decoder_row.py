@@ -57,7 +57,7 @@ class Angles(threading.local):
 def _state_of(embeddings: tuple[Tensor, Tensor], hidden: Tensor, layer: Decoder) -> tuple[Any, ...]:
     """What angles that were computed depend on, next to the embeddings' identity."""
     versions = embeddings[0]._version, embeddings[1]._version
-    return *versions, hidden.shape, hidden.device, layer.head_dim, layer.rotary_in_part
+    return *versions, hidden.shape, hidden.device, layer.head_dim, layer.rotary_in_part, layer.turn
 
 
 def _are_angles(embeddings: Any, hidden: Tensor, layer: Decoder) -> bool:
