@@ -401,6 +401,7 @@ def test_two_that_share_what_came_before_go_on_apart(kind: Callable[[], Any], co
         assert other.get_seq_length() == layer.get_seq_length() == 4 + step
 
 
+@torch.no_grad()
 @pytest.mark.parametrize("kind", [GrowingLayer, Int8Layer])
 def test_new_keys_are_written_to_the_same_tensors_until_they_are_full_or_set(kind: Callable[[], Any]) -> None:
     layer = kind()

@@ -7,12 +7,11 @@ ported accelerator names none of the SDK's, nor does DeepSpeed's own, which is u
 from __future__ import annotations
 
 import functools
-import os
 import shlex
 from typing import Any
 
 from ds_plugin_sdk.registry import get_accelerator
-from ds_plugin_sdk.settings import for_other_nodes
+from ds_plugin_sdk.settings import child_environment, for_other_nodes
 
 
 def carry_settings(multinode_runner: Any) -> None:
@@ -39,7 +38,7 @@ def carry_settings(multinode_runner: Any) -> None:
     @functools.wraps(add_own)
     def add_export(self: Any, key: str, var: str) -> None:
         # A line of .deepspeed_env ends with a newline: it is no value of this environment.
-        if os.environ.get(key) == var and key.startswith(tuple(get_accelerator().export_envs())):
+        if child_environment().get(key) == var and key.startswith(tuple(get_accelerator().export_envs())):
             carry(self, {key: var})
         else:
             add_own(self, key, var)
