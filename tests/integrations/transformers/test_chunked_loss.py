@@ -373,3 +373,14 @@ def test_the_report_names_a_loss_that_somebody_replaces() -> None:
     handle = accelerate(model, loss="chunked")
     model.forward = types.MethodType(type(model).forward, model)  # type: ignore[method-assign]  # on the instance
     assert handle.left == {"loss": "LlamaForCausalLM: it was changed after accelerate()"}
+
+
+def test_a_loss_function_that_was_set_by_hand_stays() -> None:
+    model = transformers.LlamaForCausalLM(MODELS["llama"]).train()
+    by_hand = model.loss_function
+    model.loss_function = by_hand
+    ids = torch.arange(12).reshape(2, 6)
+    with accelerate(model, loss="chunked"):
+        for _ in range(2):
+            model(ids, labels=ids).loss.backward()
+    assert vars(model)["_loss_function"] is by_hand

@@ -56,11 +56,6 @@ class Replacement:
         """For torch.export, which asks for arguments."""
         return getattr(type(self.module).forward, "__code__", None)
 
-    @property
-    def __globals__(self) -> Any:
-        """For torch.jit.script, which reads the code."""
-        return getattr(type(self.module).forward, "__globals__", {})
-
     @functools.cached_property
     def __signature__(self) -> inspect.Signature:
         """transformers asks which arguments a model takes."""
