@@ -312,6 +312,59 @@ for _ in range(2):
     + END
 )
 
+COMPILED = (
+    START
+    + """
+class Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, input):
+        return input
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient.clone()
+        comm.all_reduce(gradient)
+        return gradient
+
+pair = distributed.new_group()
+
+def step(x, times, group):
+    y = x * 1
+    comm.all_reduce(y, group=group)
+    both = torch.empty(ranks * y.numel())
+    comm.all_gather_into_tensor(both, y.detach(), group=group)
+    part = torch.empty(4)
+    comm.reduce_scatter_tensor(part, both, group=group)
+    comm.all_reduce(torch.ones(3))  # which nobody reads: Inductor likes to have it first, or to leave it out
+    return (Sum.apply(x) * part * times).sum()
+
+for backend, calls in (("eager", 6), ("aot_eager", 6), ("inductor", 3)):
+    compiled = torch.compile(step, backend=backend, fullgraph=True)
+    for call in range(calls):
+        group = pair if call >= 3 else None
+        x = torch.full((4,), 1.0 + rank, requires_grad=True)
+        # One rank is compiled, then the other, then both are.
+        loss = (compiled if call % 3 in (rank, 2) else step)(x, call // 3 + 1, group)
+        loss.backward()
+        say(backend, loss.item(), x.grad.unique().tolist())
+    torch.compiler.reset()
+"""
+    + END
+)
+
+PROFILED = (
+    START
+    + """
+comm.all_reduce(torch.ones(3))
+with torch.profiler.profile() as profile:
+    comm.all_reduce(torch.ones(1000))
+    comm.all_gather_into_tensor(torch.empty(ranks * 3), torch.ones(3))
+    comm.reduce_scatter_tensor(torch.empty(3), torch.ones(ranks * 3))
+say(*sorted(event.key for event in profile.key_averages() if "ds_plugin" in event.key))
+"""
+    + END
+)
+
 pytestmark = [pytest.mark.compiler, pytest.mark.slow, pytest.mark.usefixtures("compiled_once")]
 shared_memory = pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="ranks share no memory here: no /dev/shm")
 
@@ -414,6 +467,23 @@ def test_where_one_rank_must_not_do_without_the_kernel_all_raise(tmp_path: Path)
         * 2,
         *["rank 1: CompileError compiling failed: no compiler here at once"] * 2,
     ]
+
+
+@shared_memory
+@pytest.mark.timeout(600)
+def test_compiled_ranks_meet_ranks_that_are_not(tmp_path: Path) -> None:
+    assert run(COMPILED, 2, tmp_path) == [
+        f"rank {rank}: {backend} {24.0 * (rank + 1) * times} [{12.0 * times}]"
+        for rank in range(2)
+        for backend, times in (("aot_eager", 1), ("aot_eager", 2), ("eager", 1), ("eager", 2), ("inductor", 1))
+        for _ in range(3)
+    ]
+
+
+@shared_memory
+def test_a_profiler_sees_them(tmp_path: Path) -> None:
+    names = "ds_plugin::all_gather_ ds_plugin::all_reduce_ ds_plugin::reduce_scatter_"
+    assert run(PROFILED, 2, tmp_path) == [f"rank {rank}: {names}" for rank in range(2)]
 
 
 def test_it_offers_what_torch_distributed_has_by_the_same_name() -> None:

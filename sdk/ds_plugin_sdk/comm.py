@@ -11,7 +11,8 @@ they share; gloo's sockets take several times as long, and for little tensors do
 The functions are those of `torch.distributed` of the same names. Sums of float32, bfloat16 and float16, and gathering
 of what is not complex, go through shared memory if all ranks of the group run on one machine: added up in float32 in
 the order of the ranks and rounded once, so that all have the same bits. All else is `torch.distributed`'s, and so is a
-group in which one rank cannot have shared memory or the kernel.
+group in which one rank cannot have shared memory or the kernel. In a graph of torch.compile each is one op, so that it
+does not matter which of the ranks are compiled.
 
 All of them raise:
     CollectiveError: a rank has ended, did not come within the group's time, or must not do without the kernel and has
@@ -33,10 +34,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, distributed
+from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed import ProcessGroup, ReduceOp
 from torch.distributed.constants import default_pg_timeout
 
 from ds_plugin_sdk.errors import CollectiveError, InvalidTensorError
+from ds_plugin_sdk.ops import _library
 from ds_plugin_sdk.ops.all_reduce import STATE_BYTES, SharedRanks
 
 _SHARED_MEMORY = Path("/dev/shm")  # what the ranks of a machine have in common, in memory
@@ -88,7 +91,11 @@ def reduce_scatter_tensor(
 
 def shared_all_reduce(tensor: Tensor, op: ReduceOp.RedOpType, group: ProcessGroup | None) -> bool:
     """`all_reduce` if it goes through shared memory; False, on all ranks, if it is for the process group."""
-    shared = _shared_by(group) if _sums(tensor, op) else None
+    if not _sums(tensor, op):
+        return False
+    if torch.compiler.is_compiling():
+        return _in_graph("all_reduce_in_group_", group, tensor)
+    shared = _shared_by(group)
     if shared is None:
         return False
     plain = tensor.detach() if tensor.requires_grad else tensor
@@ -104,7 +111,11 @@ def shared_all_reduce(tensor: Tensor, op: ReduceOp.RedOpType, group: ProcessGrou
 
 def shared_all_gather(output: Tensor, input: Tensor, group: ProcessGroup | None) -> bool:
     """`all_gather_into_tensor` in the same way."""
-    shared = _shared_by(group) if _gathers(output, input) else None
+    if not _gathers(output, input):
+        return False
+    if torch.compiler.is_compiling():
+        return _in_graph("all_gather_in_group_", group, output, input)
+    shared = _shared_by(group)
     if shared is None or not shared.divides(output, input):
         return False
     _into(output.detach(), lambda whole: shared.all_gather(whole, _plain(input)))
@@ -113,7 +124,11 @@ def shared_all_gather(output: Tensor, input: Tensor, group: ProcessGroup | None)
 
 def shared_reduce_scatter(output: Tensor, input: Tensor, op: ReduceOp.RedOpType, group: ProcessGroup | None) -> bool:
     """`reduce_scatter_tensor` in the same way."""
-    shared = _shared_by(group) if _sums(input, op) and _gathers(output, input) else None
+    if not (_sums(input, op) and _gathers(output, input)):
+        return False
+    if torch.compiler.is_compiling():
+        return _in_graph("reduce_scatter_in_group_", group, output, input)
+    shared = _shared_by(group)
     if shared is None or not shared.divides(input, output):
         return False
     _into(output.detach(), lambda part: shared.reduce_scatter(part, _plain(input)))
@@ -138,11 +153,10 @@ def _sums(tensor: Tensor, op: ReduceOp.RedOpType) -> bool:
     return (
         isinstance(tensor, Tensor)  # torch has words for what is none
         and tensor.is_cpu
-        and tensor.layout == torch.strided
+        and _strided(tensor)
         and tensor.dtype in _DTYPES
         and tensor.numel() > 0  # else this rank would not wait for others that have some
         and (op is ReduceOp.SUM or op == ReduceOp.SUM)  # the second takes longer than all else here
-        and not torch.compiler.is_compiling()  # which has collectives of its own
     )
 
 
@@ -152,24 +166,63 @@ def _gathers(output: Tensor, input: Tensor) -> bool:
         and isinstance(input, Tensor)
         and output.is_cpu
         and input.is_cpu
-        and output.layout == input.layout == torch.strided
+        and _strided(output)
+        and _strided(input)
         and output.dtype == input.dtype
         and not input.dtype.is_complex  # whose conjugates are marked, and not computed
         and input.numel() > 0
-        and not torch.compiler.is_compiling()
     )
+
+
+def _strided(tensor: Tensor) -> bool:
+    # Dynamo does not let a backward pass look at layouts: the ops below do when they run.
+    return torch.compiler.is_compiling() or tensor.layout == torch.strided
+
+
+# For graphs. A compiled rank may meet ranks that are not compiled, as Dynamo gives up what it compiled too often on one
+# # rank; torch's own collectives of graphs know only the process group, where that rank would wait for the others.
+_order = torch.empty(0, device="cpu")  # each says that it modifies this: so none is left out, or comes before another
+_library.register(
+    "all_reduce_in_group_(Tensor(a!) self, Tensor(b!) order, str group) -> ()",
+    lambda self, _, group: all_reduce(self, group=_resolve_process_group(group)),
+    fake=lambda *_: None,
+)
+_library.register(
+    "all_gather_in_group_(Tensor(a!) output, Tensor input, Tensor(b!) order, str group) -> ()",
+    lambda output, input, _, group: all_gather_into_tensor(output, input, _resolve_process_group(group)),
+    fake=lambda *_: None,
+)
+_library.register(
+    "reduce_scatter_in_group_(Tensor(a!) output, Tensor input, Tensor(b!) order, str group) -> ()",
+    lambda output, input, _, group: reduce_scatter_tensor(output, input, group=_resolve_process_group(group)),
+    fake=lambda *_: None,
+)
+
+
+def _in_graph(op: str, group: ProcessGroup | None, *tensors: Tensor) -> bool:
+    members = _members(group)
+    if members is None:
+        return False
+    getattr(torch.ops.ds_plugin, op)(*tensors, _order, members.group_name)
+    return True
+
+
+def _members(group: ProcessGroup | None) -> ProcessGroup | None:
+    """The group; None where torch has words for it: it is of other ranks, or there is none."""
+    group = distributed.group.WORLD if group is None else group
+    return group if isinstance(group, ProcessGroup) else None
 
 
 def _shared_by(group: ProcessGroup | None) -> _SharedMemory | None:
     """The memory that the ranks of a group share, or None. Collective when the group is first seen."""
-    group = distributed.group.WORLD if group is None else group
-    if not isinstance(group, ProcessGroup):  # of other ranks, or none: torch has words for it
+    members = _members(group)
+    if members is None:
         return None
     try:
-        return _groups[group]
+        return _groups[members]
     except KeyError:
-        alone = group.size() == 1 or distributed.get_backend(group) == "fake"  # whose other ranks do not exist
-        return _groups.setdefault(group, None if alone else _SharedMemory.of(group))
+        alone = members.size() == 1 or distributed.get_backend(members) == "fake"  # whose other ranks do not exist
+        return _groups.setdefault(members, None if alone else _SharedMemory.of(members))
 
 
 class _SharedMemory:

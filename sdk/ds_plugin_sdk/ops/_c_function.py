@@ -16,6 +16,7 @@ from ds_plugin_sdk.ops._cpu_kernels import CPUKernels, registrations
 
 _GIVES_FUNCTION = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.py_object)
 _modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+_profiled: Callable[[], bool] = torch._C._autograd._profiler_enabled
 # That of torch.autograd.graph, which first looks at what it is given.
 increment_version: Callable[[Iterable[Tensor]], None] = torch._C._increment_version
 
@@ -51,8 +52,8 @@ class CFunction:
             self._function = _GIVES_FUNCTION((name, library))((Tensor, nn.Parameter, list))
 
     def usable(self) -> Callable[..., int] | None:
-        """The function; None where the call is for the op: a mode looks at ops, or the kernel is another."""
-        if _modes():
+        """The function; None where the call is for the op: a mode or profiler looks at ops, or the kernel is another."""
+        if _modes() or _profiled():
             return None
         registered = registrations()
         if registered != self._registrations:
@@ -63,12 +64,8 @@ class CFunction:
 
     def update(self, lists: Sequence[Sequence[Tensor]], *numbers: float) -> bool:
         """An optimizer's update of all tensors of lists; False where nothing was done and the call is for the op."""
-        # Compilers, profilers and torch.func look for the op.
-        if (
-            torch.compiler.is_compiling()
-            or torch._C._autograd._profiler_enabled()
-            or torch._C._functorch.peek_interpreter_stack() is not None
-        ):
+        # Compilers and torch.func look for the op.
+        if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
             return False
         function = self.usable()
         # In lists of our own no other thread takes a tensor's place while this one computes.
