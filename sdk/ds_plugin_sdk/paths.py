@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from types import ModuleType
 
-_PACKAGE = Path(__file__).resolve().parent
+_PACKAGE = Path(__file__).parent.resolve()
 
 
 def kernels_root() -> Path:
@@ -15,11 +15,14 @@ def kernels_root() -> Path:
 
 
 def folder_of(module: ModuleType) -> Path:
-    """Folder of a package, or of a module's file. A package without ``__init__.py`` has no file."""
+    """Folder of a package, or of a module's file. A package without ``__init__.py`` has no file.
+
+    The file itself may be a link that an installer made: the module's other files lie beside that.
+    """
     folders = [*getattr(module, "__path__", [])]
-    return Path(folders[0]).resolve() if folders else Path(str(module.__file__)).resolve().parent
+    return (Path(folders[0]) if folders else Path(str(module.__file__)).parent).resolve()
 
 
 def sdk_root() -> Path:
     """Folder of this package, which has the headers of a device's runtime."""
-    return Path(__file__).resolve().parent
+    return _PACKAGE

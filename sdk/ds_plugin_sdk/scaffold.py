@@ -109,7 +109,7 @@ def _unwritten(project: Project, why: str) -> ScaffoldError:
 
 def template_folder() -> Path:
     """The template: inside the wheel, or in a source checkout."""
-    package = Path(__file__).resolve().parent
+    package = Path(__file__).parent.resolve()
     installed = package / "template"
     return installed if installed.is_dir() else package.parents[1] / "plugins" / "xyz_template"
 

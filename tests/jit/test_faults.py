@@ -7,6 +7,7 @@ import json
 import os
 import resource
 import shutil
+import signal
 import subprocess
 import time
 from pathlib import Path
@@ -87,6 +88,39 @@ def test_a_damaged_build_is_made_anew(
     assert answer(acquire(project.spec()).path) == 42
 
 
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("headers",),
+        ("binary", "bytes"),
+        ("created",),
+        ("reason",),
+        ("key", "toolchain"),
+        ("key", "abi", "torch"),
+        ("key", "request", "op"),
+    ],
+    ids=".".join,
+)
+@pytest.mark.parametrize("there", [False, True], ids=["missing", "null"])
+def test_a_key_that_lacks_something_is_named_and_stops_nothing(
+    project: Project, names: tuple[str, ...], there: bool
+) -> None:
+    """Nobody but the SDK writes such files; but another op, and `sdk cache`, have nothing to do with it."""
+    file = acquire(project.spec()).path.parent / "key.json"
+    record = part = json.loads(file.read_text())
+    for name in names[:-1]:
+        part = part[name]
+    del part[names[-1]]
+    if there:
+        part[names[-1]] = None
+    file.write_text(json.dumps(record))
+    (told,) = cache.verify()
+    assert str(file) in told and f"damaged: {'.'.join(names)}" in told
+    assert [each.strip() for each in cache.why("answer")[1:]] == ["key.json cannot be read"]
+    assert acquire(project.spec(cxx_args=("-DOTHER",))).origin == "compiled"
+    assert len(cache.entries()) == 2
+
+
 def test_a_build_that_no_longer_loads_is_made_anew(
     project: Project, counting: CountingCompiler, tmp_path: Path
 ) -> None:
@@ -159,12 +193,17 @@ def test_compiling_forbidden(project: Project, monkeypatch: pytest.MonkeyPatch, 
 @pytest.mark.parametrize(
     ("body", "error", "told"),
     [
-        ("echo What a nice day; exit 0", CompileError, "made no"),
+        ("echo What a nice day; exit 0", CompileError, "made no answer.cpp.o: What a nice day"),
+        ("exit 0", CompileError, "made no answer.cpp.o: is it a compiler"),
         ("echo usage: cat FILE >&2; exit 2", ToolchainError, "exited with 2: usage: cat FILE"),
-        ('for last; do :; done; echo junk > "$last"; echo > answer.cpp.d', CompileError, "made no shared library"),
+        (
+            'for l; do :; done; echo junk | tee "$l" answer.so; echo > answer.cpp.d',
+            CompileError,
+            "made no shared library",
+        ),
         ('[ "$1" = --version ] && exec {real} "$@"; kill -9 $$', CompileError, "Killed"),
     ],
-    ids=["nonsense", "usage", "junk", "dies"],
+    ids=["nonsense", "silence", "usage", "junk", "dies"],
 )
 def test_a_wrong_compiler(
     project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, error, told: str
@@ -175,6 +214,25 @@ def test_a_wrong_compiler(
         acquire(project.spec())
     assert "strange-c++" in str(caught.value)
     assert cache.entries() == []
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        ("#error on purpose", "made no answer.cpp.o: .*error: #error on purpose"),
+        ("void nobody(); void f() { nobody(); }", "made no answer.so: .*undefined reference"),
+    ],
+    ids=["compile", "link"],
+)
+def test_errors_are_told_where_the_system_tells_no_exit_status(project: Project, source: str, told: str) -> None:
+    """As where a program, or the one that started it, ignores SIGCHLD."""
+    (project.root / "answer.cpp").write_text(source)
+    usual = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        with pytest.raises(CompileError, match=told):
+            acquire(project.spec())
+    finally:
+        signal.signal(signal.SIGCHLD, usual)
 
 
 def test_a_compiler_that_is_not_there(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,8 @@ import logging
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -130,6 +132,20 @@ def test_a_compiler_that_says_nothing_more_and_goes_on_is_stopped(
         acquire(project.spec())
 
 
+def test_time_in_which_a_job_was_suspended_does_not_count(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Slurm does for another job: between two looks at the clock lie hours, and the compiler stood still, too."""
+    began, clock = tmp_path / "began", time.monotonic
+    body = f"""\
+        case "$*" in *" -c "*) touch {began}; sleep 1.2;; esac
+        exec {shutil.which("c++")} "$@"
+        """
+    monkeypatch.setenv("CXX", str(script(tmp_path / "suspended-c++", body)))
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + (7200 if began.exists() else 0))
+    assert acquire(project.spec()).origin == "compiled"
+
+
 # What a shell starts in the background ignores interrupts, and so would all that such a run of the tests starts.
 HEARS_INTERRUPTS = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
 
@@ -219,6 +235,30 @@ def test_a_holder_that_takes_too_long_is_named_and_not_waited_for(
     waiting, given_up = (record.getMessage() for record in caplog.records)
     assert waiting == "op 'answer': waiting for process 4711 on node17 (since yesterday), which is compiling it"
     assert "waited 3 s for process 4711 on node17" in given_up
+
+
+FORKS = """\
+import fcntl, os, pathlib, signal, sys
+from ds_plugin_sdk.jit import lock
+
+path = pathlib.Path(sys.argv[1])
+with lock.building(path, "answer", timeout=0, done=lambda: False):
+    child = os.fork()
+    if not child:
+        signal.pause()
+try:
+    with path.open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+finally:
+    os.kill(child, signal.SIGKILL)
+"""
+
+
+def test_a_process_that_was_forked_during_a_build_holds_no_lock_after_it(tmp_path: Path) -> None:
+    """As a DataLoader's workers do; else, if the build fails, others wait for as long as these live."""
+    command = [sys.executable, "-c", FORKS, str(tmp_path / "answer.lock")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_lock_file_left_behind_means_nothing(project: Project) -> None:

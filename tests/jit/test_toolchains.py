@@ -22,7 +22,9 @@ from ds_plugin_sdk.jit import (
     SyclToolchain,
     Toolchain,
     acquire,
+    compiler,
     get_toolchain,
+    identify,
     register_toolchain,
     toolchains,
 )
@@ -354,3 +356,24 @@ def test_a_vendors_toolchain(project: Project, monkeypatch: pytest.MonkeyPatch) 
     assert answer(acquire(project.spec(toolchain="vendor")).path) == 42
     with pytest.raises(ToolchainError, match="there is a toolchain 'vendor' already"):
         register_toolchain("vendor", VendorToolchain())
+
+
+def test_a_compiler_that_does_not_answer_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each op asks, and each time would take a minute."""
+    monkeypatch.setattr(compiler, "_ANSWER_SECONDS", 0.2)
+    asked = tmp_path / "asked"
+    path = script(tmp_path / "mute-c++", f"echo x >> {asked}\nexec sleep 300\n")
+    for _ in range(2):
+        with pytest.raises(ToolchainError, match=r"mute-c\+\+ --version` did not answer within 0\.2 s") as caught:
+            identify([str(path)])
+        assert "licence server" in caught.value.hint
+    assert asked.read_text() == "x\n"
+
+
+def test_a_compiler_that_could_not_be_started_is_asked_again(tmp_path: Path) -> None:
+    """What a system lacks for a moment, such as processes."""
+    path = script(tmp_path / "late-c++", f"[ -e {tmp_path}/here ] || exit 1\necho late 1.0\n")
+    with pytest.raises(ToolchainError, match="--version` exited with 1"):
+        identify([str(path)])
+    (tmp_path / "here").touch()
+    assert identify([str(path)]).version == "1.0"

@@ -56,6 +56,23 @@ def test_two_names_of_one_family_share_one_library_and_the_next_process_finds_it
     assert second.startswith("[('fused_adam', 'cache'), ('cpu_adam', 'cache')]\n0\nTrue"), second
 
 
+PRUNED = """
+from ds_plugin_sdk import provenance
+from ds_plugin_sdk.jit import cache
+from ds_plugin_sdk.op_builder import find
+
+find("FusedAdamBuilder", None, "cpu")().load()
+cache.prune(everything=True)
+find("CPUAdamBuilder", None, "cpu")().load()
+print([(record.name, record.origin) for record in provenance.records()])
+"""
+
+
+def test_the_second_name_of_a_family_needs_no_entry_of_the_cache() -> None:
+    """`sdk cache prune --all` disturbs no process that has loaded the library."""
+    assert run(PRUNED) == (0, "[('fused_adam', 'compiled'), ('cpu_adam', 'compiled')]\n")
+
+
 def test_without_a_compiler_the_reference_serves_with_one_warning(tmp_path: Path) -> None:
     _, text = run(ADAM_STEP, PATH=str(tmp_path), CXX="no-such-compiler")
     assert text.startswith("[('fused_adam', 'reference'), ('cpu_adam', 'reference')]\n1\nTrue"), text

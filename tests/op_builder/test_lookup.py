@@ -10,6 +10,7 @@ import pytest
 
 from ds_plugin_sdk import op_builder
 from ds_plugin_sdk.errors import OpNotImplementedError, SdkError
+from ds_plugin_sdk.jit.plan import make_request
 from ds_plugin_sdk.op_builder import (
     CppOpBuilder,
     NotImplementedBuilder,
@@ -177,12 +178,29 @@ def test_kernel_paths_never_leave_the_package(zap: Path, path: str) -> None:
         builder.kernel_path(path)
 
 
-def test_a_link_out_of_the_package_is_rejected(zap: Path, tmp_path: Path) -> None:
-    (tmp_path / "elsewhere.cpp").write_text("// not ours\n", encoding="utf-8")
-    (zap / "csrc" / "link.cpp").symlink_to(tmp_path / "elsewhere.cpp")
+def test_links_inside_the_package_lead_to_files_elsewhere(zap: Path, tmp_path: Path) -> None:
+    """As `uv pip install --link-mode symlink` and strict editable installs make a link of each file."""
+    (zap / "op_builder" / "near.cpp").write_text("int near;\n", encoding="utf-8")
+    for number, file in enumerate([file for file in zap.rglob("*") if file.is_file()]):
+        elsewhere = tmp_path / "store" / str(number)
+        elsewhere.mkdir(parents=True)
+        file.rename(elsewhere / file.name)
+        file.symlink_to(elsewhere / file.name)
     builder = op_builder.find("FusedAdamBuilder", "zap_plugin.op_builder", "zap")()
-    with pytest.raises(SdkError, match="leads out of its plugin"):
-        builder.kernel_path("csrc/link.cpp")
+    assert builder.sources() == [str(zap / "csrc" / "adam.cpp")]
+    assert builder.kernel_path("near.cpp") == str(zap / "op_builder" / "near.cpp")
+    assert builder.is_compatible()
+    before = make_request(builder.build_spec()).facts
+    (zap / "csrc" / "adam.cpp").resolve().write_text("// another\n", encoding="utf-8")
+    assert make_request(builder.build_spec()).facts != before
+
+
+def test_a_path_does_not_leave_the_package_by_way_of_a_linked_folder(zap: Path, tmp_path: Path) -> None:
+    (tmp_path / "store" / "csrc").mkdir(parents=True)
+    (tmp_path / "store" / "other.cpp").write_text("// not ours\n", encoding="utf-8")
+    (zap / "linked").symlink_to(tmp_path / "store" / "csrc")
+    builder = op_builder.find("FusedAdamBuilder", "zap_plugin.op_builder", "zap")()
+    assert builder.kernel_path("linked/../other.cpp") == str(zap / "other.cpp")
 
 
 def test_extensions_written_for_deepspeeds_tree_count_from_the_builder(zap: Path) -> None:
@@ -208,6 +226,16 @@ def test_a_missing_source_makes_the_op_incompatible_and_says_why(zap: Path) -> N
     assert "adam.cpp" in str(builder.error_log)
     with pytest.warns(RuntimeWarning, match="source files are missing"):
         builder.is_compatible(verbose=True)
+
+
+@pytest.mark.parametrize("owner", ["", "zap-bare", "zap-not-there"])
+def test_an_op_of_a_distribution_without_metadata_has_no_known_version(
+    zap: Path, tmp_path: Path, owner: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "zap_bare-1.0.dist-info").mkdir()
+    builder = op_builder.find("FusedAdamBuilder", "zap_plugin.op_builder", "zap")
+    monkeypatch.setattr(builder, "owner", lambda self: owner)
+    assert builder()._version() == "unknown"
 
 
 def test_builder_classes_state_their_name_once() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 from pathlib import Path
@@ -42,14 +41,9 @@ def gather(target: Target) -> dict[str, Any]:
 
 
 def _versions(target: Target) -> dict[str, str]:
-    found = {"python": platform.python_version()}
     plugins = registry.scan().get(target.plugin.name, []) if target.plugin is not None else []
-    for name in ("ds-plugin-sdk", "torch", "deepspeed", *(candidate.distribution for candidate in plugins)):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+    wanted = ("ds-plugin-sdk", "torch", "deepspeed", *(candidate.distribution for candidate in plugins))
+    return {"python": platform.python_version(), **report.versions_of(wanted)}
 
 
 def processor() -> str:

@@ -84,19 +84,18 @@ def follow_in_launch(launch: Any) -> None:
     """As many processes by ``accelerate launch --use_deepspeed`` as there are devices, where nobody says how many.
 
     Args:
-        launch: ``accelerate.commands.launch``.
+        launch: ``accelerate.utils.launch``. The command's own module may be ``__main__``, which is not imported.
     """
-    validate = launch._validate_launch_command
+    prepare = launch.prepare_deepspeed_cmd_env
 
-    @functools.wraps(validate)
-    def _validate_launch_command(args: Any) -> Any:
-        result = validate(args)
-        accelerator = _deepspeeds_accelerator() if args.use_deepspeed and args.num_processes == 0 else None
+    @functools.wraps(prepare)
+    def prepare_deepspeed_cmd_env(args: Any) -> Any:
+        accelerator = _deepspeeds_accelerator() if args.num_processes == 0 else None
         if accelerator is not None:
             args.num_processes = accelerator.device_count()
-        return result
+        return prepare(args)
 
-    launch._validate_launch_command = _validate_launch_command
+    launch.prepare_deepspeed_cmd_env = prepare_deepspeed_cmd_env
 
 
 def follow_in_trainer(training_args: Any) -> None:

@@ -24,6 +24,7 @@ from ds_plugin_sdk.settings import child_environment, settings
 _log = logging.getLogger("ds_plugin_sdk.jit")
 
 _LOOK_SECONDS = 0.5
+_STEP_SECONDS = 4 * _LOOK_SECONDS  # between two looks; if there were more, this process was suspended
 _PATIENCE_SECONDS = 30.0  # what files of kernels take on slow machines
 _END_SECONDS = 5.0
 
@@ -122,7 +123,7 @@ def relink(plan: Plan, work: Path, log: Path) -> None:
     """Run the last command of `plan` alone, in the folder `work`, where the objects are. Raises as `run`."""
     with log.open("w", encoding="utf-8", errors="backslashreplace") as transcript:
         transcript.write("The objects are those of an earlier build.\n")
-        _run(plan, [plan.link], work, transcript)
+        _run(plan, {plan.spec.library: plan.link}, work, transcript)
     _check_library(plan, work / plan.spec.library)
 
 
@@ -141,26 +142,28 @@ def _hint(said: str) -> str:
 def _run_once(plan: Plan, work: Path, log: Path) -> list[Path]:
     (work / _BEGIN).touch()
     with log.open("w", encoding="utf-8", errors="backslashreplace") as transcript:
-        _run(plan, plan.compile, work, transcript)
-        _run(plan, [plan.link], work, transcript)
+        objects = (f"{source.stem}.o" for source in plan.spec.sources)
+        _run(plan, dict(zip(objects, plan.compile, strict=True)), work, transcript)
+        _run(plan, {plan.spec.library: plan.link}, work, transcript)
     _check_library(plan, work / plan.spec.library)
     return _headers(plan, work)
 
 
-def _run(plan: Plan, commands: Sequence[Sequence[str]], work: Path, transcript: TextIO) -> None:
-    """Run commands, several at once. Those that still run when one has failed, or the user interrupts, are ended.
+def _run(plan: Plan, commands: Mapping[str, Sequence[str]], work: Path, transcript: TextIO) -> None:
+    """Run commands, several at once, each by the file that it makes in `work`. Those that still run when one has
+    failed, or the user interrupts, are ended.
 
     Without threads: a system's limit of processes must not end a training.
     """
     jobs = settings.max_jobs or len(os.sched_getaffinity(0))
-    waiting = list(reversed(commands))
+    waiting = list(commands.items())[::-1]
     told = False
     with selectors.DefaultSelector() as running:
         try:
             while waiting or running.get_map():
                 while waiting and len(running.get_map()) < jobs:
                     with _interrupts_later():
-                        started = _Running(plan, waiting.pop(), work)
+                        started = _Running(plan, *waiting.pop(), work)
                         running.register(started.output, selectors.EVENT_READ, started)
                 for key, _ in running.select(_LOOK_SECONDS):
                     if not key.data.read():
@@ -226,9 +229,10 @@ def _start_watcher(group: int) -> subprocess.Popen[bytes] | None:
 class _Running:
     """A command that was started in the build folder, and what it has said."""
 
-    def __init__(self, plan: Plan, command: Sequence[str], work: Path) -> None:
+    def __init__(self, plan: Plan, makes: str, command: Sequence[str], work: Path) -> None:
         self.plan, self.command = plan, command
-        self._began = time.monotonic()
+        self._made = work / makes
+        self._seen, self._seconds = time.monotonic(), 0.0
         self._said = bytearray()
         try:
             self._process = subprocess.Popen(
@@ -254,8 +258,11 @@ class _Running:
         self.output = self._process.stdout
 
     def seconds(self) -> float:
-        """How long it has run."""
-        return time.monotonic() - self._began
+        """How long it has run, without the time in which this process and it were suspended."""
+        now = time.monotonic()
+        self._seconds += min(now - self._seen, _STEP_SECONDS)
+        self._seen = now
+        return self._seconds
 
     def read(self) -> bool:
         """Take what it says now; false once it has nothing more to say."""
@@ -269,7 +276,10 @@ class _Running:
             raise self._overdue(transcript)
 
     def finish(self, transcript: TextIO) -> None:
-        """Wait for its end, and raise if that was a failure."""
+        """Wait for its end, and raise if that was a failure, or it has not made its file.
+
+        Where SIGCHLD is ignored, the system tells no status, and `Popen` takes that for 0.
+        """
         try:  # it may say nothing more and yet go on
             status = self._process.wait(max(0.0, settings.lock_timeout - self.seconds()))
         except subprocess.TimeoutExpired:
@@ -278,8 +288,12 @@ class _Running:
         self._write(transcript)
         if status < 0:
             raise self._failure(f"{self.command[0]} was stopped: {signal.strsignal(-status)}")
+        said = _first_error(self._text())
         if status:
-            raise self._failure(_first_error(self._text()) or f"{self.command[0]} exited with {status}")
+            raise self._failure(said or f"{self.command[0]} exited with {status}")
+        if not self._made.exists():
+            why = f"{self.command[0]} reported success and made no {self._made.name}: {said or 'is it a compiler?'}"
+            raise self._failure(why)
 
     def end(self) -> None:
         """Kill it, if it still runs, with the processes that it has started."""

@@ -55,7 +55,10 @@ def identify(command: Sequence[str]) -> Compiler:
     absolute = _absolute(command)
     path = Path(absolute[0]).resolve()
     stat = path.stat()
-    return _ask(absolute, path, stat.st_size, stat.st_mtime_ns)
+    answer = _ask(absolute, path, stat.st_size, stat.st_mtime_ns)
+    if isinstance(answer, Compiler):
+        return answer
+    raise _unusable(absolute, answer, "does it wait for a licence server, or a file system?")
 
 
 def _absolute(command: Sequence[str]) -> tuple[str, ...]:
@@ -69,7 +72,9 @@ def _absolute(command: Sequence[str]) -> tuple[str, ...]:
 
 
 @functools.cache
-def _ask(command: tuple[str, ...], path: Path, size: int, mtime_ns: int) -> Compiler:
+def _ask(command: tuple[str, ...], path: Path, size: int, mtime_ns: int) -> Compiler | str:
+    """The compiler; or, where it takes too long, what it does not do: every op asks, and would wait as long again."""
+    question = f"`{' '.join(command)} --version`"
     try:
         answer = subprocess.run(
             [*command, "--version"],
@@ -81,9 +86,14 @@ def _ask(command: tuple[str, ...], path: Path, size: int, mtime_ns: int) -> Comp
             env=child_environment(LC_ALL="C"),
             check=False,
         )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise ToolchainError(f"compiler {command[0]!r} cannot be used", why=str(error)) from error
+    except subprocess.TimeoutExpired:
+        return f"{question} did not answer within {_ANSWER_SECONDS} s"
+    except OSError as error:
+        raise _unusable(command, str(error)) from error
     if answer.returncode:
-        why = f"`{' '.join(command)} --version` exited with {answer.returncode}: {answer.stderr.strip()[:200]}"
-        raise ToolchainError(f"compiler {command[0]!r} cannot be used", why=why)
+        raise _unusable(command, f"{question} exited with {answer.returncode}: {answer.stderr.strip()[:200]}")
     return Compiler(command, path, answer.stdout.strip())
+
+
+def _unusable(command: Sequence[str], why: str, hint: str = "") -> ToolchainError:
+    return ToolchainError(f"compiler {command[0]!r} cannot be used", why=why, hint=hint)

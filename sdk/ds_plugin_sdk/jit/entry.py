@@ -32,6 +32,21 @@ LOG_FILE = "build.log"
 # Contents of key.json: "key" (see `plan.Plan`), "headers" ([path, size, mtime_ns, sha256] each), "binary", and
 # "created", "seconds", "reason" for the reader.
 Record = Mapping[str, Any]
+# What is read of it without looking, and of which type that is.
+_PARTS: Mapping[str, type | tuple[type, ...]] = {
+    "key.request.op": str,
+    "key.request.sources": list,
+    "key.arch": str,
+    "key.cpu": str,
+    "key.abi.torch": str,
+    "key.toolchain": dict,
+    "headers": list,
+    "binary.bytes": int,
+    "binary.sha256": str,
+    "created": (int, float),
+    "seconds": (int, float),
+    "reason": str,
+}
 Header = tuple[str, int, int, str]
 
 
@@ -71,7 +86,7 @@ def read(folder: Path) -> Record:
     """The ``key.json`` of an entry.
 
     Raises:
-        DamagedError: it is missing, unreadable, or of another schema.
+        DamagedError: it is missing, unreadable, of another schema, or lacks a part.
     """
     try:
         record = json.loads((folder / KEY_FILE).read_bytes())
@@ -82,7 +97,20 @@ def read(folder: Path) -> Record:
         raise DamagedError(f"{folder / KEY_FILE} is damaged: {error!r}") from error
     if schema != SCHEMA:
         raise DamagedError(f"{folder} has schema {schema}, not {SCHEMA}")
+    if part := _wrong_part(record):
+        raise DamagedError(f"{folder / KEY_FILE} is damaged: {part} is missing or wrong")
     return record  # type: ignore[no-any-return]  # json that this module wrote
+
+
+def _wrong_part(record: Record) -> str:
+    """The first of `_PARTS` that a record lacks, or that is of another type; empty if none."""
+    for name, kind in _PARTS.items():
+        part: Any = record
+        for key in name.split("."):
+            part = part.get(key) if isinstance(part, dict) else None
+        if not isinstance(part, kind):
+            return name
+    return ""
 
 
 def check_binary(folder: Path, record: Record) -> None:

@@ -39,7 +39,7 @@ def building(path: Path, what: str, *, timeout: float, done: Callable[[], bool])
             _sign(file)
         yield
     finally:
-        os.close(file)
+        _release(file)
 
 
 def _acquire(file: int, what: str, timeout: float, done: Callable[[], bool]) -> bool:
@@ -71,6 +71,12 @@ def _try(file: int) -> bool | None:
     except OSError as error:
         return False if error.errno in (errno.EWOULDBLOCK, errno.EACCES) else None
     return True
+
+
+def _release(file: int) -> None:
+    with contextlib.suppress(OSError):  # a file system without locks
+        fcntl.flock(file, fcntl.LOCK_UN)  # closing alone leaves it to processes that were forked meanwhile
+    os.close(file)
 
 
 def _sign(file: int) -> None:

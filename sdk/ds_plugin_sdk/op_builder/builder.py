@@ -18,6 +18,7 @@ this order; without any of them it warns once and falls back to the reference im
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib
 import os
@@ -39,10 +40,11 @@ from ds_plugin_sdk.thread_lock import ThreadLock
 if TYPE_CHECKING:
     from ds_plugin_sdk.jit import Artifact, BuildSpec, Source
 
+Library = ModuleType | ctypes.CDLL
 Kind = Literal["torch_library", "python_module"]
 
 _load_lock = ThreadLock()
-_libraries: dict[tuple[str, str], tuple[OpBuilder, Artifact | BuildError]] = {}
+_libraries: dict[tuple[str, str], tuple[OpBuilder, tuple[Artifact, Library] | BuildError]] = {}
 _modules: dict[type[OpBuilder], Any] = {}
 _prebuilt: dict[str, Path] = {}
 
@@ -144,9 +146,10 @@ class OpBuilder:
 
     def _inside(self, code_path: str) -> Path:
         package, here = self.kernel_root(), folder_of(sys.modules[type(self).__module__])
-        # Extensions written for DeepSpeed's own tree count from the builder's folder.
-        folder = package if (package / code_path).exists() or not (here / code_path).exists() else here
-        path = (folder / code_path).resolve()
+        # Extensions written for DeepSpeed's own tree count from the builder's folder. Links are not followed: some
+        # installers make a package's files links to files elsewhere.
+        places = [Path(os.path.normpath(folder / code_path)) for folder in (package, here)]
+        path = next((place for place in places if place.exists()), places[0])
         if not path.is_relative_to(package):
             raise SdkError(
                 "a kernel path leads out of its plugin",
@@ -276,18 +279,22 @@ class OpBuilder:
         key = (self.owner(), self.library())
         if key not in _libraries:
             try:
-                spec = self.build_spec()
-                artifact, _ = jit.obtain(spec)
-                _libraries[key] = self, artifact
+                _libraries[key] = self, jit.obtain(self.build_spec())
             except BuildError as error:
                 if not settings.fallback or op_table.family_of(self.NAME) is None:
                     raise
                 _libraries[key] = self, error
                 _warn_of_reference(key[1], error)
         first, outcome = _libraries[key]
-        if not isinstance(outcome, BuildError):
-            check_sources(first, self)
-        return outcome
+        if isinstance(outcome, BuildError):
+            return outcome
+        check_sources(first, self)
+        artifact, library = outcome
+        self._use_library(library)
+        return artifact
+
+    def _use_library(self, library: Library) -> None:
+        """Take from the loaded library what it has beside torch ops. Each builder class of the library is asked."""
 
     def _record(self, origin: provenance.Origin, detail: str, seconds: float = 0.0) -> None:
         provenance.record(
@@ -506,8 +513,8 @@ def _distribution_version(distribution: str) -> str:
     import importlib.metadata
 
     try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
+        return importlib.metadata.version(distribution) or "unknown"  # None: it has no METADATA
+    except (importlib.metadata.PackageNotFoundError, KeyError, ValueError):  # KeyError in later versions of Python
         return "unknown"
 
 

@@ -17,7 +17,7 @@ from ds_plugin_sdk.settings import settings
 if TYPE_CHECKING:
     from ds_plugin_sdk.jit import Artifact
 
-_CSRC = Path(__file__).resolve().parent / "csrc"
+_CSRC = Path(__file__).parent.resolve() / "csrc"
 
 
 def include_dir() -> str:

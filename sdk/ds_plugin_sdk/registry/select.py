@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -162,4 +163,5 @@ def _best_available(installed: Mapping[str, list[Candidate]], decision: Decision
 def _skip_loudly(decision: Decision, name: str, problem: SdkError | str) -> None:
     """Record that a broken plugin is not used, and warn."""
     decision.note(name, "broken", str(problem))
-    warnings.warn(f"ds-plugin-sdk: plugin '{name}' is skipped: {problem}", RuntimeWarning, stacklevel=2)
+    with contextlib.suppress(Warning):  # under -W error it is an exception, and the others are still to be tried
+        warnings.warn(f"ds-plugin-sdk: plugin '{name}' is skipped: {problem}", RuntimeWarning, stacklevel=2)

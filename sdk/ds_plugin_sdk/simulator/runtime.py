@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def sources_dir() -> Path:
     """Folder of the simulated runtime's sources, from which a vendor's own starts."""
-    return Path(__file__).resolve().parent / "csrc"
+    return Path(__file__).parent.resolve() / "csrc"
 
 
 class SimulatedRuntime(privateuse1.RuntimeBuilder):

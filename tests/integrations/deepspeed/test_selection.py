@@ -27,6 +27,7 @@ print(type(get_accelerator()).__module__, get_accelerator()._name)
 FELL_BACK = "Setting accelerator to CPU. If you have GPU"
 OURS = "ds_plugin_cpu.accelerator cpu"
 DEEPSPEEDS = "deepspeed.accelerator.cpu_accelerator cpu"
+WARNINGS_ARE_ERRORS = ("-W", "error::RuntimeWarning")
 
 
 def last_line(done: subprocess.CompletedProcess[str]) -> str:
@@ -190,6 +191,7 @@ def test_broken_plugins_are_skipped_with_a_warning_each(install: Install, python
     assert "pip install libzap_that_is_missing" in done.stderr
     assert "is a Plugin named 'cpu'" in done.stderr
     assert "ds-plugin-twin-a 1.0 and ds-plugin-twin-b 1.0 both register it" in done.stderr
+    assert python(WHICH, *WARNINGS_ARE_ERRORS).stdout.strip() == OURS
 
     failed = python(WHICH, DS_ACCELERATOR="boom", fails=True)
     assert "PluginLoadError: a plugin cannot be imported (plugin 'boom')" in failed.stderr
@@ -203,6 +205,7 @@ def test_an_accelerator_that_cannot_be_made(zap: Path, install: Install, python:
     assert done.stderr.count("RuntimeWarning: ds-plugin-sdk") == 1
     assert "DeepSpeed chooses its accelerator by itself" in done.stderr
     assert "libzap.so.3: cannot open shared object file" in done.stderr
+    assert last_line(python(WHICH, *WARNINGS_ARE_ERRORS)) == DEEPSPEEDS
 
     failed = python(WHICH, DS_ACCELERATOR="dud", fails=True)
     assert "PluginLoadError: a plugin's accelerator cannot be loaded (plugin 'dud')" in failed.stderr

@@ -9,12 +9,12 @@ does without being asked never is: one warning, and DeepSpeed chooses its accele
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import logging
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -66,7 +66,7 @@ def when_used(change: Callable[[ModuleType], None], module: ModuleType) -> None:
         registry.on_change(lambda accelerator: once())
 
 
-@contextmanager
+@contextlib.contextmanager
 def _deepspeed_chooses_on_error(real_accelerator: Any) -> Iterator[None]:
     """An error of ours is raised where DeepSpeed could only say that it does not know the name either."""
     builtin_names = tuple(real_accelerator.SUPPORTED_ACCELERATOR_LIST)
@@ -77,11 +77,12 @@ def _deepspeed_chooses_on_error(real_accelerator: Any) -> Iterator[None]:
         if requested is not None and (isinstance(error, SdkError) or requested not in builtin_names):
             raise
         registry.release("DeepSpeed", "chooses by itself", f"{type(error).__name__}: {error}")
-        warnings.warn(
-            f"ds-plugin-sdk: no plugin is used, DeepSpeed chooses its accelerator by itself: {error}",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+        with contextlib.suppress(Warning):  # under -W error it is an exception, and the import must continue
+            warnings.warn(
+                f"ds-plugin-sdk: no plugin is used, DeepSpeed chooses its accelerator by itself: {error}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
 
 def _join(real_accelerator: Any, detect: Callable[[], str | None]) -> None:

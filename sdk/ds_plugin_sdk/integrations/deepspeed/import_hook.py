@@ -32,8 +32,8 @@ _AFTER = {
     "deepspeed.runtime.hybrid_engine": "ds_plugin_sdk.integrations.deepspeed.injection:explain_hybrid",
     "deepspeed.runtime.zero.utils": "ds_plugin_sdk.integrations.deepspeed.zero:admit_optimizers",
     # Those who start DeepSpeed for the user. Lightning's packages have two names each.
-    "accelerate.commands.launch": f"{_ACCELERATE}:follow_in_launch",
     "accelerate.state": f"{_ACCELERATE}:follow_in_state",
+    "accelerate.utils.launch": f"{_ACCELERATE}:follow_in_launch",
     "transformers.training_args": f"{_ACCELERATE}:follow_in_trainer",
     "lightning.fabric.connector": f"{_LIGHTNING}:follow_in_connector",
     "lightning.fabric.strategies.deepspeed": f"{_LIGHTNING}:follow_in_strategy",

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
-from ds_plugin_sdk.errors import BuildError
 from ds_plugin_sdk.op_builder import op_table
-from ds_plugin_sdk.op_builder.builder import builders_of
+from ds_plugin_sdk.op_builder.builder import Library, builders_of
 from ds_plugin_sdk.op_builder.languages import CppOpBuilder
 from ds_plugin_sdk.paths import kernels_root
-
-if TYPE_CHECKING:
-    from ds_plugin_sdk.jit import Artifact
 
 
 class HostLibraryBuilder(CppOpBuilder):
@@ -34,15 +29,8 @@ class HostLibraryBuilder(CppOpBuilder):
     def cxx_args(self) -> list[str]:
         return ["-pthread"]
 
-    def _library_of_process(self) -> Artifact | BuildError:
-        from ds_plugin_sdk import jit
-
-        outcome = super()._library_of_process()
-        if not isinstance(outcome, BuildError):
-            library = jit.load(outcome, self.build_spec())
-            assert isinstance(library, ctypes.CDLL)
-            importlib.import_module(f"ds_plugin_sdk.ops.{op_table.family_of(self.NAME)}").use_library(library)
-        return outcome
+    def _use_library(self, library: Library) -> None:
+        importlib.import_module(f"ds_plugin_sdk.ops.{op_table.family_of(self.NAME)}").use_library(library)
 
 
 # AsyncIOBuilder: a class for each op of the table that is a host library.

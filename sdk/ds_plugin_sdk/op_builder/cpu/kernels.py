@@ -6,20 +6,18 @@ binding takes the best that the CPU has when it runs.
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-from ds_plugin_sdk.errors import BuildError
 from ds_plugin_sdk.op_builder import op_table
-from ds_plugin_sdk.op_builder.builder import builders_of
+from ds_plugin_sdk.op_builder.builder import Library, builders_of
 from ds_plugin_sdk.op_builder.languages import CppOpBuilder
 from ds_plugin_sdk.paths import kernels_root
 
 if TYPE_CHECKING:
-    from ds_plugin_sdk.jit import Artifact, Source
+    from ds_plugin_sdk.jit import Source
 
 _OPTIMISE = ("-O3", "-fno-math-errno", "-ffp-contract=fast")
 
@@ -47,18 +45,11 @@ class CPUKernelBuilder(CppOpBuilder):
     def cxx_args(self) -> list[str]:
         return list(_OPTIMISE)
 
-    def _library_of_process(self) -> Artifact | BuildError:
-        from ds_plugin_sdk import jit
-
-        outcome = super()._library_of_process()
-        if not isinstance(outcome, BuildError):
-            library = jit.load(outcome, self.build_spec())
-            assert isinstance(library, ctypes.CDLL)
-            importlib.import_module("ds_plugin_sdk.ops._op_functions").take_library(library)
-            function = getattr(importlib.import_module(f"ds_plugin_sdk.ops.{self._family()}"), "c_function", None)
-            if function is not None:
-                function.use_library(library)
-        return outcome
+    def _use_library(self, library: Library) -> None:
+        importlib.import_module("ds_plugin_sdk.ops._op_functions").take_library(library)
+        function = getattr(importlib.import_module(f"ds_plugin_sdk.ops.{self._family()}"), "c_function", None)
+        if function is not None:
+            function.use_library(library)
 
     def compile_units(self, portable: bool) -> tuple[Source, ...]:
         from ds_plugin_sdk.jit import Source
