@@ -52,7 +52,7 @@ class CFunction:
             self._function = _GIVES_FUNCTION((name, library))((Tensor, nn.Parameter, list))
 
     def usable(self) -> Callable[..., int] | None:
-        """The function; None where the call is for the op: a mode or profiler looks at ops, or the kernel is another."""
+        """The function; None where the call is for the op: a mode or a profiler looks, or the kernel is not ours."""
         if _modes() or _profiled():
             return None
         registered = registrations()

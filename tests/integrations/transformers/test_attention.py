@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import warnings
 from typing import Any
 
 import pytest
 import torch
-from small_models import logits, make, tokens
+from small_models import CONFIGS, logits, make, tokens
 from torch import nn
 
 from counted_calls import CountedCalls
@@ -16,6 +18,7 @@ with warnings.catch_warnings():
     # transformers' own dependencies warn of each other's releases.
     warnings.simplefilter("ignore")
     import transformers
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ds_plugin_sdk.integrations.transformers import accelerate, attention_forward, register_attention
 
@@ -95,6 +98,19 @@ def test_an_argument_that_nobody_knows_goes_to_torchs_attention(monkeypatch: pyt
     assert seen["block_index"] == 7
 
 
+@pytest.mark.parametrize("expanded", ["keys", "values"])
+@pytest.mark.parametrize("shape", [(1, 2, 5, 8), (2, 1, 5, 8), (2, 2, 1, 8)], ids=str)
+def test_expanded_keys_and_values_go_to_torchs_attention(shape: tuple[int, ...], expanded: str) -> None:
+    """As those of one head for all queries' heads."""
+    module = make("llama").model.layers[0].self_attn
+    query, states = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8)
+    key, value = [torch.randn(shape).expand(2, 2, 5, 8) if expanded == each else states for each in ("keys", "values")]
+    expected = sdpa_attention_forward(module, query, key, value, None)[0]
+    with torch.no_grad():
+        ours = attention_forward(module, query, key, value, None)[0]
+    torch.testing.assert_close(ours, expected)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
 def test_a_query_that_may_attend_to_nothing_is_finite_in_a_files_own_attention(dtype: torch.dtype) -> None:
     """As padding on the left has it; such functions compute their softmax in float32."""
@@ -170,6 +186,50 @@ def test_an_attention_that_was_chosen_stays() -> None:
         assert handle.layers == []
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_models_of_one_configuration_are_given_back_apart(first: int) -> None:
+    config = CONFIGS["llama"]()
+    models = [transformers.LlamaForCausalLM(config).eval() for _ in range(2)]
+    handles = [accelerate(model) for model in models]
+    handles[first].remove()
+    assert len(handles[1 - first].layers) == 2
+    assert handles[1 - first].attention
+    handles[1 - first].remove()
+    assert config._attn_implementation == "sdpa"
+
+
+def test_a_model_of_the_same_configuration_needs_no_handle() -> None:
+    config = CONFIGS["llama"]()
+    one, other = (transformers.LlamaForCausalLM(config).eval() for _ in range(2))
+    handle = accelerate(one)
+    accelerate(other)
+    handle.remove()
+    with CountedCalls() as counted:
+        logits(other)
+    assert counted.calls["decoder_layer"] == 2
+    handle = accelerate(one)
+    del other
+    gc.collect()
+    handle.remove()
+    assert config._attn_implementation == "sdpa"
+
+
+def test_a_model_of_a_shallow_copy_of_a_configuration_is_given_back() -> None:
+    with accelerate(make("llama")) as handle:
+        config = copy.copy(next(iter(handle._found.attentions.values())))
+    model = transformers.LlamaForCausalLM(config).eval()
+    accelerate(model).remove()
+    assert config._attn_implementation == "sdpa"
+
+
+def test_an_attention_that_was_asked_for_by_name_stays() -> None:
+    model = make("llama")
+    register_attention()
+    model.set_attn_implementation("ds_plugin")
+    accelerate(model).remove()
+    assert model.config._attn_implementation == "ds_plugin"
+
+
 def test_outputs_of_parts_can_be_collected_and_after_that_layers_run_whole_again() -> None:
     model = make("llama")
     expected = make("llama")(tokens(), output_hidden_states=True, output_attentions=True)
@@ -182,3 +242,21 @@ def test_outputs_of_parts_can_be_collected_and_after_that_layers_run_whole_again
         with CountedCalls() as counted:
             model(tokens())
         assert counted.calls["linear"] == 9
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_hidden_states_are_those_of_quantized_layers(name: str) -> None:
+    model = make(name)
+    expected = model(tokens(), output_hidden_states=True).hidden_states
+    with accelerate(model, weights="int8", cache="int8"), CountedCalls() as counted:
+        caches = [transformers.DynamicCache(config=model.config) for _ in range(2)]
+        for count in (9, 1, 1):
+            plain = model(tokens(count=count), past_key_values=caches[0])
+            counted.calls.clear()
+            ours = model(tokens(count=count), past_key_values=caches[1], output_hidden_states=True)
+            assert counted.calls["cached_attention_int8"] == 2
+            assert torch.equal(ours.logits, plain.logits)
+        states = model(tokens(), output_hidden_states=True).hidden_states
+    for one, other in zip(states, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0.1, atol=0.1)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import pickle
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from small_models import logits, make, prompt_and_step, tokens
+from safetensors.torch import save_file
+from small_models import LLAMA, logits, make, prompt_and_step, tokens
 
 from counted_calls import CountedCalls
 
@@ -25,6 +28,8 @@ from ds_plugin_sdk.integrations.transformers import accelerate
 from ds_plugin_sdk.integrations.transformers.kv_cache import GrowingLayer
 
 pytestmark = [pytest.mark.compiler, pytest.mark.usefixtures("kernels")]
+
+_STATES = ("keys", "values")
 
 
 class Halving(transformers.DynamicCache):
@@ -200,6 +205,78 @@ def test_an_int8_cache_of_another_dtype_serves_the_plain_model() -> None:
             model(tokens(), past_key_values=cache)
         model.float()
         assert model(tokens(count=1), past_key_values=cache).logits.dtype == torch.float32
+
+
+def _kept(model: Any, count: int = 9) -> Any:
+    """A cache after a prompt and two tokens."""
+    cache = transformers.DynamicCache(config=model.config)
+    with torch.no_grad():
+        for each in (tokens(count=count), tokens(count=1), tokens(count=1)):
+            model(each, past_key_values=cache)
+    return cache
+
+
+def _with_a_window() -> Any:
+    torch.manual_seed(0)
+    return transformers.MistralForCausalLM(transformers.MistralConfig(**LLAMA, sliding_window=6)).eval()
+
+
+_FILLED = pytest.mark.parametrize(
+    ("make_model", "options"),
+    [
+        (functools.partial(make, "llama"), {}),
+        (_with_a_window, {}),
+        (functools.partial(make, "llama"), {"cache": "int8"}),
+    ],
+    ids=["plain", "sliding", "int8"],
+)
+
+
+@_FILLED
+def test_keys_and_values_that_are_read_are_contiguous(
+    make_model: Callable[[], Any], options: Any, tmp_path: Path
+) -> None:
+    """As safetensors wants them."""
+    model = make_model()
+    with accelerate(model, **options):
+        cache = _kept(model)
+        states = {f"{i}.{name}": getattr(layer, name) for i, layer in enumerate(cache.layers) for name in _STATES}
+        save_file(states, tmp_path / "cache.safetensors")
+        assert all(each.view(-1).shape[0] == each.numel() for each in states.values())
+        with torch.no_grad():
+            ours, expected = (model(tokens(count=1), past_key_values=each).logits for each in (cache, _kept(model)))
+    assert torch.equal(ours, expected)
+
+
+def test_what_is_written_to_keys_that_were_read_counts() -> None:
+    layer, transformers_own = GrowingLayer(), cache_utils.DynamicLayer()
+    for each in (layer, transformers_own):
+        for count in (5, 1):
+            each.update(*torch.ones(2, 2, 2, count, 8))
+        before = each.keys
+        before.mul_(2)
+        each.update(*torch.ones(2, 2, 2, 1, 8))
+        before.zero_()  # of before: it is the cache's no more
+        each.keys[:, :, 0] = 3
+        each.update(*torch.ones(2, 2, 2, 1, 8))
+    assert torch.equal(layer.keys, transformers_own.keys)
+    assert torch.equal(layer.values, transformers_own.values)
+
+
+@_FILLED
+def test_a_pickle_is_of_transformers_own_layers(make_model: Callable[[], Any], options: Any) -> None:
+    """They can be read where this package is not installed."""
+    model = make_model()
+    with accelerate(model, **options), torch.no_grad():
+        cache = _kept(model)
+        pickled = pickle.dumps(cache)
+        assert b"ds_plugin" not in pickled
+        read, copied = pickle.loads(pickled), copy.deepcopy(cache)
+        assert [*map(type, copied.layers)] == [*map(type, cache.layers)]
+        assert {type(each).__module__ for each in read.layers} == {"transformers.cache_utils"}
+        expected = model(tokens(count=1), past_key_values=cache).logits
+        for each in (read, copied):
+            torch.testing.assert_close(model(tokens(count=1), past_key_values=each).logits, expected, atol=0.02, rtol=0)
 
 
 def test_positions_are_not_repeated() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import CONFIGS, LLAMA, assert_as_plain, logits, make, steps
+from small_models import CONFIGS, LLAMA, assert_as_plain, logits, make, steps, tokens
 from torch import nn
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -233,6 +233,29 @@ def test_what_a_layers_hook_does_to_the_next_layer_counts() -> None:
     model = make("llama")
     with accelerate(model):
         torch.testing.assert_close(steps(model, add_hook_that_changes_the_next), expected, rtol=1e-3, atol=1e-3)
+
+
+def test_what_hooks_of_all_layers_do_in_place_counts() -> None:
+    def run(model: Any) -> torch.Tensor:
+        hooks: list[Any] = []
+        cache = transformers.DynamicCache()
+        found = [logits(model, past_key_values=cache)]
+        with torch.no_grad():
+            for step in range(7):
+                if step == 3:
+                    hooks += [layer.register_forward_hook(double) for layer in model.model.layers]
+                found.append(model(tokens(count=1), past_key_values=cache).logits)
+        for hook in hooks:
+            hook.remove()
+        return torch.cat(found, 1)
+
+    def double(_: Any, __: Any, output: torch.Tensor) -> None:
+        output.mul_(2)
+
+    model = make("llama")
+    expected = run(model)
+    with accelerate(model):
+        torch.testing.assert_close(run(model), expected, rtol=1e-3, atol=1e-3)
 
 
 def test_what_somebody_elses_loop_does_between_layers_counts() -> None:

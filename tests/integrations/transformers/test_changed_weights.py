@@ -115,6 +115,21 @@ def test_heads_that_are_pruned_are_gone(name: str) -> None:
     torch.testing.assert_close(ours, logits(model), rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("weights", [None, "int8"])
+def test_heads_of_one_product_that_are_pruned_are_gone(weights: Any) -> None:
+    """Queries, keys and values are one layer, whose own code takes as many heads as it makes."""
+    model = make("gpt_neox")
+    with accelerate(model, weights=weights):
+        logits(model)
+        for attention in (layer.attention for layer in model.gpt_neox.layers):
+            product = attention.query_key_value
+            product.weight, product.bias = nn.Parameter(product.weight[:48]), nn.Parameter(product.bias[:48])
+            attention.dense.weight = nn.Parameter(attention.dense.weight.data[:, :16].clone())
+        ours = logits(model)
+    bound = {"rtol": 1e-3, "atol": 1e-3} if weights is None else {"rtol": 0.1, "atol": 0.5}
+    torch.testing.assert_close(ours, logits(model), **bound)
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_a_prompt_may_be_one_token(name: str) -> None:
     """As those of decoders that follow an encoder: what was changed through ``.data`` before it counts."""

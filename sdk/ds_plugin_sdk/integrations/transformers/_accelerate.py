@@ -8,6 +8,7 @@ import inspect
 import re
 import sys
 import types
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -41,6 +42,7 @@ from ds_plugin_sdk.integrations.transformers.understood import (
 )
 from ds_plugin_sdk.integrations.transformers.weights import Packer, Quantized, Weights
 from ds_plugin_sdk.registry import load_kernels
+from ds_plugin_sdk.thread_lock import ThreadLock
 
 _FAMILIES_OF_OPS = ("linear", "attention", "norm", "rotary", "decoder_layer")
 
@@ -214,7 +216,8 @@ def accelerate(
     found, packer = _Found(cache=GrowingLayer if cache is None else Int8Layer), Packer(weights)
     undo: list[Callable[[], None]] = [lambda: None]
     try:
-        _use_attention(model, found, undo)
+        with _sharing:
+            _use_attention(model, found, undo)
         _find_layers(model, packer, found, weights)
         _check_served(model, found, packer, weights, cache)
         if loss is not None:
@@ -346,6 +349,9 @@ def _decoder(
 # ---------------------------------------------------------------------- attention
 def _use_attention(model: transformers.PreTrainedModel, found: _Found, undo: list[Callable[[], None]]) -> None:
     """Put our attention in the place of torch's; other ones were chosen, or are needed, and stay."""
+    ours: list[transformers.PreTrainedConfig] = []
+    _attending[model] = ours
+    undo.append(functools.partial(_attention_again, model, ours))
     users: dict[int, list[tuple[str, transformers.PreTrainedModel]]] = defaultdict(list)
     for name, module in model.named_modules():
         if isinstance(module, transformers.PreTrainedModel):
@@ -355,15 +361,16 @@ def _use_attention(model: transformers.PreTrainedModel, found: _Found, undo: lis
         before = config._attn_implementation
         why = _why_not_attention(before, [user for _, user in same])
         if why is None:
-            config._attn_implementation_internal = _Name.OURS if before == _SDPA else before
+            if before == _SDPA:
+                config._attn_implementation_internal = _Name.OURS
             found.attentions[name] = config
-            undo.append(_attention_again(config, before))
+            ours.append(config)
         else:
             found.left[f"{name}.attention".lstrip(".")] = (name_of(same[0][1]), why)
 
 
 class _Name(str, enum.Enum):
-    """The name of our attention in a configuration; in a deep copy or a pickle of it, that of torch's.
+    """The name of our attention in a configuration that had torch's; in a deep copy or a pickle of it, that of torch's.
 
     Dynamo takes members of enumerations as constants. Of other subclasses of ``str``, torch 2.11's knows nothing.
     """
@@ -434,12 +441,21 @@ def _strings(constants: Iterable[object]) -> Iterator[str]:
             yield from _strings(constant)
 
 
-def _attention_again(config: transformers.PreTrainedConfig, before: str | None) -> Callable[[], None]:
-    def undo() -> None:
-        if config._attn_implementation == ATTENTION:
-            config._attn_implementation_internal = before
+# Configurations of models that are accelerated. Several models may have one, and a handle need not be kept.
+_attending: weakref.WeakKeyDictionary[nn.Module, list[transformers.PreTrainedConfig]] = weakref.WeakKeyDictionary()
+_sharing = ThreadLock()
 
-    return undo
+
+def _attention_again(model: transformers.PreTrainedModel, configs: list[transformers.PreTrainedConfig]) -> None:
+    """Give configurations torch's attention again, but for those that other accelerated models have too."""
+    with _sharing:
+        if _attending.get(model) is not configs:  # the model has been accelerated again
+            return
+        del _attending[model]
+        shared = {id(config) for others in _attending.values() for config in others}
+        for config in configs:
+            if id(config) not in shared and config._attn_implementation is _Name.OURS:
+                config._attn_implementation_internal = _SDPA
 
 
 def _patterns(names: Iterable[str]) -> Iterator[str]:

@@ -76,7 +76,8 @@ def attention_forward(
     i, and keys beyond the queries (the rest of a static cache) are not attended to; one query attends to all.
 
     The call goes to the model's own attention where the op does not do the same: gradients, dropout, arguments that
-    are not known here, more queries than keys, values of another head size than the keys', a model without ``sdpa``.
+    are not known here, more queries than keys, values of another head size than the keys', expanded keys or values, a
+    model without ``sdpa``.
     """
     causal = query.shape[2] > 1 and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
     own = _own_attention(type(module).__module__)
@@ -94,8 +95,9 @@ def attention_forward(
         and not (causal and attention_mask is None and query.shape[2] > key.shape[2])
     )
     trains = understood and attends_in_training(query, key, value, attention_mask)
-    # To the op queries are the last of the positions: a decoder's text may be longer than that of its encoder.
-    served = understood and query.shape[2] <= key.shape[2]
+    # To the op queries are the last of the positions: a decoder's text may be longer than that of its encoder. Keys and
+    # values are a cache to it, which it may write to, and so takes no expanded ones.
+    served = understood and query.shape[2] <= key.shape[2] and 0 not in (*key.stride(), *value.stride())
     if not trains and not (served and is_plain_inference(query)):
         return own(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs

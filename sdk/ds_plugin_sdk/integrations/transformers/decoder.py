@@ -92,6 +92,11 @@ class Decoder:
         """Whether `run_whole` knows all that it consists of."""
         return all(matrix.order is None for matrix in self.matrices)
 
+    @property
+    def has_its_heads(self) -> bool:
+        """Whether the first product still makes as many as are attended with: heads may be pruned."""
+        return self.qkv.contents.weight.shape[0] == (self.heads + 2 * self.kv_heads) * self.head_dim
+
     @functools.cached_property
     def norms(self) -> tuple[Norm, ...]:
         found = (

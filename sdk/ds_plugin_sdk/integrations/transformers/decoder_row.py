@@ -17,6 +17,7 @@ from ds_plugin_sdk.integrations.transformers.as_found import AsFound, Snapshot, 
 from ds_plugin_sdk.integrations.transformers.decoder import Decoder, Ops, Turn
 from ds_plugin_sdk.integrations.transformers.kv_cache import AppendingLayer, Room
 from ds_plugin_sdk.integrations.transformers.layer_loop import LayerLoop
+from ds_plugin_sdk.integrations.transformers.understood import are_idle, hooks_of
 from ds_plugin_sdk.integrations.transformers.watch import Watch
 
 if TYPE_CHECKING:
@@ -195,7 +196,7 @@ class Row:
         if self.replacements[:1] != [replacement] or hidden.shape[1] != 1:
             return False
         snapshot = self._snapshot  # other threads may forget it
-        if snapshot is None and self._are_alike() and all(each.holds_apart(False) for each in self.replacements):
+        if snapshot is None and self._can_be_asked_once():
             snapshot = _RowSnapshot(self.replacements)
         elif snapshot is not None and not snapshot.holds():
             snapshot = None
@@ -204,9 +205,13 @@ class Row:
             self._steps.current.begin(hidden)
         return snapshot is not None
 
-    def _are_alike(self) -> bool:
-        """Whether all layers understand the same arguments alike."""
-        return len({each.kind() for each in self.replacements}) == 1
+    def _can_be_asked_once(self) -> bool:
+        """Whether all layers hold, understand the same arguments alike, and have no hooks, which may change others."""
+        return (
+            are_idle([hooks for each in self.replacements for hooks in hooks_of(each.module)])
+            and len({each.kind() for each in self.replacements}) == 1
+            and all(each.holds_apart(False) for each in self.replacements)
+        )
 
     def keep(self, args: tuple[Any, ...], kwargs: dict[str, Any], given: Given) -> None:
         """For the layers after this one of a step; asked by its forward alone."""

@@ -27,7 +27,8 @@ Room = tuple[Tensor, ...]
 class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not typed where types are checked
     """Keys and values, ``[batch, kv_heads, positions, head_dim]``, in larger tensors.
 
-    It is a `DynamicLayer` to all who look at it: `keys` and `values` are what was appended.
+    It is a `DynamicLayer` to all who look at it: `keys` and `values` are what was appended, and contiguous. Who reads
+    them takes the room behind them away; the next position makes it again.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -43,7 +44,7 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not t
 
     @property
     def keys(self) -> Tensor | None:
-        return self._get("keys")
+        return self._contiguous("keys")
 
     @keys.setter
     def keys(self, value: Tensor | None) -> None:
@@ -51,15 +52,24 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not t
 
     @property
     def values(self) -> Tensor | None:
-        return self._get("values")
+        return self._contiguous("values")
 
     @values.setter
     def values(self, value: Tensor | None) -> None:
         self._set("values", value)
 
-    def _get(self, name: str) -> Tensor | None:
+    def get(self, name: str) -> Tensor | None:
+        """Keys or values as they lie in their room."""
         room = self._rooms.get(name)
         return None if room is None else room.narrow(2, self._starts[name], self._lengths[name])
+
+    def _contiguous(self, name: str) -> Tensor | None:
+        """As transformers has them. The layer keeps the tensor that is returned: who writes to it changes the cache."""
+        states = self.get(name)
+        if states is not None and not states.is_contiguous():
+            states = states.contiguous()
+            self._set(name, states)
+        return states
 
     def _set(self, name: str, value: Tensor | None) -> None:
         self._made = None
@@ -80,13 +90,19 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not t
         self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
         self.is_initialized = True
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_made": None}  # pickle would not keep a part of a room in the room
+    def __reduce_ex__(self, protocol: object) -> Any:
+        """Pickled, it is transformers' own layer, which can be read where this package is not installed."""
+        return _transformers_own(self).__reduce__()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GrowingLayer:
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        copied.__dict__.update(copy.deepcopy({**self.__dict__, "_made": None}, memo))
+        return copied
 
     def __copy__(self) -> GrowingLayer:
         """The same positions without room behind them: both may go on."""
         copied = type(self).__new__(type(self))
-        rooms = {name: self._get(name) for name in self._rooms}
+        rooms = {name: self.get(name) for name in self._rooms}
         starts = dict.fromkeys(self._starts, 0)
         copied.__dict__.update(self.__dict__, _rooms=rooms, _starts=starts, _lengths={**self._lengths}, _made=None)
         return copied
@@ -177,6 +193,14 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not t
         self.advance(key_states.shape[2])
         return keys[:, :, :total], values[:, :, :total]
 
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """As transformers does it, without a contiguous copy first: beams are reordered in each step."""
+        if self.get_seq_length() > 0:
+            for name in ("keys", "values"):
+                states = self.get(name)
+                assert states is not None  # it is initialized
+                self._set(name, states.index_select(0, beam_idx.to(states.device)))
+
 
 class GrowingSlidingLayer(GrowingLayer, DynamicSlidingWindowLayer):  # type: ignore[misc]  # as GrowingLayer
     """The same for layers that attend to a window alone, and hold one position less than that.
@@ -225,7 +249,7 @@ class Int8Layer(DynamicLayer):  # type: ignore[misc]  # transformers is not type
 
     @property
     def keys(self) -> Tensor | None:
-        return self._floats(self.levels.keys, self.scales.keys)
+        return self._floats("keys")
 
     @keys.setter
     def keys(self, value: Tensor | None) -> None:
@@ -234,14 +258,15 @@ class Int8Layer(DynamicLayer):  # type: ignore[misc]  # transformers is not type
 
     @property
     def values(self) -> Tensor | None:
-        return self._floats(self.levels.values, self.scales.values)
+        return self._floats("values")
 
     @values.setter
     def values(self, value: Tensor | None) -> None:
         self._made = ()
         self.levels.values, self.scales.values = _quantized(value)
 
-    def _floats(self, levels: Tensor | None, scales: Tensor | None) -> Tensor | None:
+    def _floats(self, name: str) -> Tensor | None:
+        levels, scales = self.levels.get(name), self.scales.get(name)
         return None if levels is None or scales is None else dequantize_rows(levels, scales, self.dtype)
 
     @property
@@ -253,8 +278,14 @@ class Int8Layer(DynamicLayer):  # type: ignore[misc]  # transformers is not type
         kind = self.levels.kind
         return kind is None or (kind[0] == states.shape[0] and kind[2] == states.device)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_made": ()}  # as of GrowingLayer
+    def __reduce_ex__(self, protocol: object) -> Any:
+        """As `GrowingLayer`, with floats."""
+        return _transformers_own(self).__reduce__()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Int8Layer:
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        copied.__dict__.update(copy.deepcopy({**self.__dict__, "_made": ()}, memo))
+        return copied
 
     def __copy__(self) -> Int8Layer:
         """As `GrowingLayer.__copy__`."""
@@ -265,7 +296,7 @@ class Int8Layer(DynamicLayer):  # type: ignore[misc]  # transformers is not type
     @property
     def nbytes(self) -> int:
         """Bytes of the positions that are held, without room for more."""
-        held = (self.levels.keys, self.levels.values, self.scales.keys, self.scales.values)
+        held = [part.get(name) for part in (self.levels, self.scales) for name in ("keys", "values")]
         return sum(each.nbytes for each in held if each is not None)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -357,6 +388,17 @@ def _quantized(states: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
 # The kinds of layers that are made here.
 AppendingLayer = GrowingLayer | Int8Layer  # and what derives from them
 _KINDS = (GrowingLayer, GrowingSlidingLayer, Int8Layer)
+
+# Attributes that these have and transformers' own do not.
+_OURS = (vars(GrowingLayer()).keys() | vars(Int8Layer()).keys()) - vars(DynamicLayer()).keys()
+
+
+def _transformers_own(layer: AppendingLayer) -> DynamicLayer:
+    kind = DynamicSlidingWindowLayer if isinstance(layer, GrowingSlidingLayer) else DynamicLayer
+    own = kind.__new__(kind)
+    state = {name: value for name, value in vars(layer).items() if name not in _OURS}
+    vars(own).update(state, keys=layer.keys, values=layer.values)
+    return own
 
 
 def may_grow(cache: Cache | None) -> bool:

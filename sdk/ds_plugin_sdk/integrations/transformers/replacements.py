@@ -134,6 +134,7 @@ class DecoderReplacement(Replacement):
             self._watch.holds()
             and self.attends()
             and all(matrix.follow(compare) for matrix in self.layer.matrices)
+            and self.layer.has_its_heads
             and all(norm.serves(self.layer.qkv.dtype) for norm in self.layer.norms)
         )
 

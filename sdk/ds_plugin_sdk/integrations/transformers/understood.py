@@ -10,7 +10,7 @@ import dis
 import functools
 import operator
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -248,7 +248,7 @@ def check_only_its_class(module: nn.Module) -> None:
     """Raise `NotUnderstoodError` unless a call of the module is a call of its class's forward and nothing else."""
     check_no_other_forward(module)
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    if any(hooks) and not are_idle(hooks):
+    if not are_idle(hooks):
         raise NotUnderstoodError(f"{name_of(module)} has hooks")
 
 
@@ -257,18 +257,28 @@ def hooks_of(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
     return module._forward_hooks, module._forward_pre_hooks
 
 
-def are_idle(hooks: Iterable[dict[int, Any]]) -> bool:
-    """Whether all hooks are those by which transformers collects outputs, which stay when nobody collects any more."""
+def are_idle(hooks: Sequence[dict[int, Any]]) -> bool:
+    """Whether there are no hooks, or those alone by which transformers collects outputs, and none collects now: they
+    stay when nobody asks any more, and those of attentions are there too if hidden states are asked for.
+    """
+    if not any(hooks):
+        return True
     collector = getattr(output_capturing, "_active_collector", None)
-    return (
-        collector is not None
-        and not collector.get()
-        and all(
-            getattr(hook, "__module__", None) == output_capturing.__name__
-            for registered in hooks
-            for hook in registered.values()
-        )
+    if collector is None:
+        return False
+    collected = collector.get()
+    return all(
+        getattr(hook, "__module__", None) == output_capturing.__name__
+        and not (collected and _collects(hook, collected))
+        for registered in hooks
+        for hook in registered.values()
     )
+
+
+def _collects(hook: Any, collected: Mapping[str, Any]) -> bool:
+    """Whether a hook of transformers collects what is asked for, if that can be told."""
+    found = dict(zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=True))
+    return "key" not in found or found["key"].cell_contents in collected
 
 
 def has_other_hooks(module: nn.Module) -> bool:

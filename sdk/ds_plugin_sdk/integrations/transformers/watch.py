@@ -104,7 +104,7 @@ class Watch:
 
     def _are_as_found(self) -> bool:
         return (
-            (not any(self._hooks) or are_idle(self._hooks))
+            are_idle(self._hooks)
             and [*map(type, self._modules)] == self._kinds
             and not any(map(_is_training, self._not_training))
             and (
