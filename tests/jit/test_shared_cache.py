@@ -48,6 +48,8 @@ def for_everybody(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 # chance, since in containers that are made alike the workers have the same process ids.
 ANOTHER = 10_000 + secrets.randbelow(50_000)
 
+GROUP = ANOTHER + 3
+
 # What a process does before it builds: all imports, since the new user may not be allowed to read Python's folders.
 AS_ANOTHER = f"""\
 import os, resource, sys
@@ -73,6 +75,33 @@ def test_what_root_has_built_serves_other_users(for_everybody: Path, spawn_in: S
     assert out == "compiled 52\n", err
     assert "cannot be written; using " in err
     assert finish(spawn(AS_ANOTHER)) == "cache 52"
+
+
+def as_member(user: int) -> str:
+    """As `AS_ANOTHER`, of a group that has the number of another user."""
+    return AS_ANOTHER.rpartition("os.setgroups")[0] + f"os.setgroups([{GROUP}]); os.setgid({user}); os.setuid({user})\n"
+
+
+def test_members_of_a_trusted_group_share_what_they_build(
+    for_everybody: Path, spawn_in: SpawnIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project, spawn = spawn_in(for_everybody)
+    monkeypatch.setenv("DS_PLUGIN_CACHE_TRUST_GROUP", "1")
+    cache.root().mkdir()
+    open_to(cache.root(), GROUP, 0o2775)
+    one, other = as_member(ANOTHER), as_member(ANOTHER + 1)
+    assert finish(spawn(one)) == "compiled 42"
+    assert finish(spawn(other)) == "cache 42"
+    (project.root / "answer.h").write_text("#define ANSWER 50\n")
+    assert finish(spawn(other)) == "compiled 52"  # with the other's folders and lock
+    assert finish(spawn(one)) == "cache 52"
+    assert {entry.path.stat().st_uid for entry in cache.entries()} == {ANOTHER, ANOTHER + 1}
+    assert not any(entry.path.stat().st_mode & 0o022 for entry in cache.entries())
+    assert all(lock.stat().st_mode & 0o777 == 0o660 for lock in cache.root().glob("v*/.locks/*"))
+    process = spawn(AS_ANOTHER.replace(str(ANOTHER), str(ANOTHER + 2)))  # of no such group
+    assert process.communicate(timeout=200)[0] == "compiled 52\n"
+    monkeypatch.setenv("DS_PLUGIN_CACHE_TRUST_GROUP", "0")
+    assert "belongs to another user" in spawn(other).communicate(timeout=200)[1]
 
 
 def test_a_user_without_a_home_builds_into_the_temporary_folder(

@@ -257,7 +257,8 @@ def _build(plan: Plan, choice: _Choice, start: float) -> Artifact:
     def delivered() -> bool:
         return store.children(home) != known
 
-    with lock.building(locks / f"{plan.direct}.lock", spec.name, timeout=settings.lock_timeout, done=delivered):
+    file, group = locks / f"{plan.direct}.lock", store.shared_by_group(locks)
+    with lock.building(file, spec.name, timeout=settings.lock_timeout, done=delivered, group=group):
         search = place.lookup(plan)  # another process may have built it meanwhile
         if search.path is not None:
             why = "another process has just compiled it"

@@ -24,7 +24,9 @@ _PATIENCE_SECONDS = 5.0
 
 
 @contextlib.contextmanager
-def building(path: Path, what: str, *, timeout: float, done: Callable[[], bool]) -> Iterator[None]:
+def building(
+    path: Path, what: str, *, timeout: float, done: Callable[[], bool], group: bool = False
+) -> Iterator[None]:
     """Hold the lock `path` while building `what`; go ahead without it if it cannot be had.
 
     Args:
@@ -32,9 +34,16 @@ def building(path: Path, what: str, *, timeout: float, done: Callable[[], bool])
         what: the op, for messages.
         timeout: seconds to wait for the holder.
         done: asked while waiting; true once the holder has delivered, which ends the wait.
+        group: whether the file is for all members of its group.
     """
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except PermissionError:  # another user's
+        yield
+        return
+    try:
+        if group and os.fstat(file).st_uid == os.geteuid():
+            os.fchmod(file, 0o660)
         if _acquire(file, what, timeout, done):
             _sign(file)
         yield

@@ -135,7 +135,9 @@ class Store:
         return max(records, key=lambda record: float(record["created"]), default=None)
 
     def make_folder(self, folder: Path) -> None:
-        """Make `folder`, which lies in this store, and its missing parents; nobody else can write to them."""
+        """Make `folder`, which lies in this store, and its missing parents. Nobody else can write to them, but for a
+        group that is trusted and shares the store.
+        """
         missing = []
         while not folder.exists():
             missing.append(folder)
@@ -143,6 +145,8 @@ class Store:
         for new in reversed(missing):
             with contextlib.suppress(FileExistsError):
                 new.mkdir(mode=self._mode)
+                if self.root == _named_root() and shared_by_group(new.parent):
+                    new.chmod(stat.S_IMODE(new.parent.stat().st_mode))
 
     def workplace(self, name: str) -> AbstractContextManager[Path]:
         """A new private folder on the store's file system; gone afterwards, with all that is still in it."""
@@ -236,13 +240,21 @@ def _remove_own(folder: Path, process: int) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def shared_by_group(folder: Path) -> bool:
+    """Whether all members of a trusted group may write to a folder."""
+    return settings.cache_trust_group and bool(folder.stat().st_mode & stat.S_IWGRP)
+
+
 def distrust(path: Path) -> str:
-    """Why a folder or file may be other people's work; empty if only this user and root can write it."""
+    """Why a folder or file may be other people's work; empty if only this user and root can write it, and a group of
+    this user's that is trusted.
+    """
     try:
         state = path.stat()
     except OSError as error:
         return f"{path}: {error.strerror}"
-    if state.st_uid not in (os.geteuid(), 0):
+    of_trusted_group = settings.cache_trust_group and state.st_gid in (os.getegid(), *os.getgroups())
+    if state.st_uid not in (os.geteuid(), 0) and not of_trusted_group:
         return f"{path} belongs to another user (uid {state.st_uid})"
     return _open_to_others(path, state)
 
