@@ -12,7 +12,7 @@ The functions are those of `torch.distributed` of the same names. Sums of float3
 of what is not complex, go through shared memory if all ranks of the group run on one machine: added up in float32 in
 the order of the ranks and rounded once, so that all have the same bits. All else is `torch.distributed`'s, and so is a
 group in which one rank cannot have shared memory or the kernel. In a graph of torch.compile each is one op, so that it
-does not matter which of the ranks are compiled.
+does not matter which of the ranks are compiled; torch takes no such op within torch.cond or nested_compile_region.
 
 All of them raise:
     CollectiveError: a rank has ended, did not come within the group's time, or must not do without the kernel and has
@@ -180,7 +180,7 @@ def _strided(tensor: Tensor) -> bool:
 
 
 # For graphs. A compiled rank may meet ranks that are not compiled, as Dynamo gives up what it compiled too often on one
-# # rank; torch's own collectives of graphs know only the process group, where that rank would wait for the others.
+# rank; torch's own collectives of graphs know only the process group, where that rank would wait for the others.
 _order = torch.empty(0, device="cpu")  # each says that it modifies this: so none is left out, or comes before another
 _library.register(
     "all_reduce_in_group_(Tensor(a!) self, Tensor(b!) order, str group) -> ()",
@@ -201,7 +201,7 @@ _library.register(
 
 def _in_graph(op: str, group: ProcessGroup | None, *tensors: Tensor) -> bool:
     members = _members(group)
-    if members is None:
+    if members is None or torch.compiler.is_exporting():  # whose programs run where this package is not
         return False
     getattr(torch.ops.ds_plugin, op)(*tensors, _order, members.group_name)
     return True

@@ -145,7 +145,7 @@ class Settings:
         "DS_PLUGIN_CACHE_DIR", _path, None, "folder of compiled kernels; unset: the user's cache folder"
     )
     cache_trust_group = Setting[bool](
-        "DS_PLUGIN_CACHE_TRUST_GROUP", _flag, False, "1: a group may write to folders that lead to the cache, or share it"
+        "DS_PLUGIN_CACHE_TRUST_GROUP", _flag, False, "1: a group may write to folders above the cache, or share it"
     )
     compile = Setting[bool]("DS_PLUGIN_COMPILE", _flag, True, "0: never compile; use prebuilt and cached kernels only")
     fallback = Setting[bool](

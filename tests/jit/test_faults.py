@@ -121,6 +121,14 @@ def test_a_key_that_lacks_something_is_named_and_stops_nothing(
     assert len(cache.entries()) == 2
 
 
+def test_a_key_that_is_damaged_further_in_is_named(project: Project) -> None:
+    file = acquire(project.spec()).path.parent / "key.json"
+    record = json.loads(file.read_text())
+    file.write_text(json.dumps({**record, "headers": [1]}))
+    acquire(project.spec(cxx_args=("-DOTHER",)))
+    assert "key.json is damaged" in "\n".join(cache.why("answer"))
+
+
 def test_a_build_that_no_longer_loads_is_made_anew(
     project: Project, counting: CountingCompiler, tmp_path: Path
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -368,6 +369,10 @@ def test_a_compiler_that_does_not_answer_is_asked_once(tmp_path: Path, monkeypat
             identify([str(path)])
         assert "licence server" in caught.value.hint
     assert asked.read_text() == "x\n"
+    clock = time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + 600)
+    path.write_text("#!/bin/sh\necho mute 1.0\n".ljust(path.stat().st_size, "\n"))
+    assert identify([str(path)]).version == "1.0"
 
 
 def test_a_compiler_that_could_not_be_started_is_asked_again(tmp_path: Path) -> None:

@@ -203,6 +203,14 @@ def test_a_path_does_not_leave_the_package_by_way_of_a_linked_folder(zap: Path, 
     assert builder.kernel_path("linked/../other.cpp") == str(zap / "other.cpp")
 
 
+def test_an_absolute_path_may_name_the_package_by_a_link(zap: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(zap.parent)
+    builder = op_builder.find("FusedAdamBuilder", "zap_plugin.op_builder", "zap")()
+    assert builder.kernel_path(str(tmp_path / "link" / zap.name / "csrc" / "adam.cpp")) == str(
+        zap / "csrc" / "adam.cpp"
+    )
+
+
 def test_extensions_written_for_deepspeeds_tree_count_from_the_builder(zap: Path) -> None:
     (zap / "op_builder" / "csrc").mkdir()
     (zap / "op_builder" / "csrc" / "near.cpp").write_text("// kernel\n", encoding="utf-8")

@@ -117,16 +117,16 @@ def why(op: str) -> list[str]:
     lines: list[str] = []
     found = entries(op)
     for position, item in enumerate(found):
-        lines += _tell(item)
         before = next((other for other in found[position + 1 :] if other.owner == item.owner and other.key), None)
-        if before is not None and item.key:
-            lines += [f"  since the one before: {change}" for change in _changes(before.key, item.key)]
+        lines.append(f"{item.op} of {item.owner}, {time.strftime('%F %T', time.localtime(item.created))}: {item.path}")
+        try:
+            lines += [*_tell(item), *_changes_since(before, item)]
+        except (KeyError, TypeError, ValueError, AttributeError):  # nobody but this package writes such files
+            lines.append(f"  {KEY_FILE} is damaged")
     return lines
 
 
 def _tell(item: Entry) -> Iterator[str]:
-    when = time.strftime("%F %T", time.localtime(item.created))
-    yield f"{item.op} of {item.owner}, {when}: {item.path}"
     if not item.key:
         yield f"  {KEY_FILE} cannot be read"
         return
@@ -137,6 +137,11 @@ def _tell(item: Entry) -> Iterator[str]:
     yield f"  for {key['arch']} {key['cpu'] or '(any CPU)'}, torch {key['abi']['torch']}"
     yield f"  {len(key['request']['sources'])} sources, {len(item.key['headers'])} headers, {item.bytes} bytes"
     yield f"  {item.key['reason']} ({item.key['seconds']} s)"
+
+
+def _changes_since(before: Entry | None, item: Entry) -> list[str]:
+    changes = _changes(before.key, item.key) if before is not None and item.key else []
+    return [f"  since the one before: {change}" for change in changes]
 
 
 def _changes(old: Record, new: Record) -> list[str]:

@@ -6,6 +6,7 @@ import functools
 import re
 import shutil
 import subprocess
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from ds_plugin_sdk.settings import child_environment
 LAUNCHERS = frozenset({"ccache", "sccache", "distcc", "icecc"})
 
 _ANSWER_SECONDS = 60
+_REMEMBERED_SECONDS = 600
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class Compiler:
 def identify(command: Sequence[str]) -> Compiler:
     """Ask a compiler who it is.
 
-    Asked at most once per process and state of the file: ``--version`` takes milliseconds, a stat microseconds.
+    Asked once in ten minutes, process and state of the file: ``--version`` takes milliseconds, a stat microseconds.
 
     Raises:
         ToolchainError: there is no such program, or it does not answer.
@@ -55,7 +57,7 @@ def identify(command: Sequence[str]) -> Compiler:
     absolute = _absolute(command)
     path = Path(absolute[0]).resolve()
     stat = path.stat()
-    answer = _ask(absolute, path, stat.st_size, stat.st_mtime_ns)
+    answer = _ask(absolute, path, stat.st_size, stat.st_mtime_ns, int(time.monotonic() // _REMEMBERED_SECONDS))
     if isinstance(answer, Compiler):
         return answer
     raise _unusable(absolute, answer, "does it wait for a licence server, or a file system?")
@@ -72,8 +74,11 @@ def _absolute(command: Sequence[str]) -> tuple[str, ...]:
 
 
 @functools.cache
-def _ask(command: tuple[str, ...], path: Path, size: int, mtime_ns: int) -> Compiler | str:
-    """The compiler; or, where it takes too long, what it does not do: every op asks, and would wait as long again."""
+def _ask(command: tuple[str, ...], path: Path, size: int, mtime_ns: int, period: int) -> Compiler | str:
+    """The compiler; or, where it takes too long, what it does not do: every op asks, and would wait as long again.
+
+    That may pass, as a file system's troubles do: it holds for a period.
+    """
     question = f"`{' '.join(command)} --version`"
     try:
         answer = subprocess.run(

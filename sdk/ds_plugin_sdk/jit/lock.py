@@ -20,13 +20,12 @@ from pathlib import Path
 _log = logging.getLogger("ds_plugin_sdk.jit")
 
 _POLL_SECONDS = 0.02
+_STEP_SECONDS = 2.0  # between two looks; if there were more, this process was suspended
 _PATIENCE_SECONDS = 5.0
 
 
 @contextlib.contextmanager
-def building(
-    path: Path, what: str, *, timeout: float, done: Callable[[], bool], group: bool = False
-) -> Iterator[None]:
+def building(path: Path, what: str, *, timeout: float, done: Callable[[], bool], group: bool = False) -> Iterator[None]:
     """Hold the lock `path` while building `what`; go ahead without it if it cannot be had.
 
     Args:
@@ -52,10 +51,12 @@ def building(
 
 
 def _acquire(file: int, what: str, timeout: float, done: Callable[[], bool]) -> bool:
-    start = time.monotonic()
+    seen, waited = time.monotonic(), 0.0
     told = False
     while not (held := _try(file)):
-        waited = time.monotonic() - start
+        now = time.monotonic()
+        waited += min(now - seen, _STEP_SECONDS)
+        seen = now
         if held is None or done():
             return False
         if waited > timeout:

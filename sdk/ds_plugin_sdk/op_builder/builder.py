@@ -150,6 +150,8 @@ class OpBuilder:
         # installers make a package's files links to files elsewhere.
         places = [Path(os.path.normpath(folder / code_path)) for folder in (package, here)]
         path = next((place for place in places if place.exists()), places[0])
+        if Path(code_path).is_absolute():  # it may name the package by another way
+            path = path.parent.resolve() / path.name
         if not path.is_relative_to(package):
             raise SdkError(
                 "a kernel path leads out of its plugin",

@@ -27,8 +27,8 @@ Room = tuple[Tensor, ...]
 class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not typed where types are checked
     """Keys and values, ``[batch, kv_heads, positions, head_dim]``, in larger tensors.
 
-    It is a `DynamicLayer` to all who look at it: `keys` and `values` are what was appended, and contiguous. Who reads
-    them takes the room behind them away; the next position makes it again.
+    It is a `DynamicLayer` to all who look at it: `keys` and `values` are what was appended. They are views of the
+    larger tensors: not contiguous where there is more than one head.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -44,7 +44,7 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not t
 
     @property
     def keys(self) -> Tensor | None:
-        return self._contiguous("keys")
+        return self.get("keys")
 
     @keys.setter
     def keys(self, value: Tensor | None) -> None:
@@ -52,7 +52,7 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not t
 
     @property
     def values(self) -> Tensor | None:
-        return self._contiguous("values")
+        return self.get("values")
 
     @values.setter
     def values(self, value: Tensor | None) -> None:
@@ -62,14 +62,6 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not t
         """Keys or values as they lie in their room."""
         room = self._rooms.get(name)
         return None if room is None else room.narrow(2, self._starts[name], self._lengths[name])
-
-    def _contiguous(self, name: str) -> Tensor | None:
-        """As transformers has them. The layer keeps the tensor that is returned: who writes to it changes the cache."""
-        states = self.get(name)
-        if states is not None and not states.is_contiguous():
-            states = states.contiguous()
-            self._set(name, states)
-        return states
 
     def _set(self, name: str, value: Tensor | None) -> None:
         self._made = None
@@ -192,14 +184,6 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not t
         values[:, :, past:total] = value_states
         self.advance(key_states.shape[2])
         return keys[:, :, :total], values[:, :, :total]
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """As transformers does it, without a contiguous copy first: beams are reordered in each step."""
-        if self.get_seq_length() > 0:
-            for name in ("keys", "values"):
-                states = self.get(name)
-                assert states is not None  # it is initialized
-                self._set(name, states.index_select(0, beam_idx.to(states.device)))
 
 
 class GrowingSlidingLayer(GrowingLayer, DynamicSlidingWindowLayer):  # type: ignore[misc]  # as GrowingLayer
@@ -396,8 +380,11 @@ _OURS = (vars(GrowingLayer()).keys() | vars(Int8Layer()).keys()) - vars(DynamicL
 def _transformers_own(layer: AppendingLayer) -> DynamicLayer:
     kind = DynamicSlidingWindowLayer if isinstance(layer, GrowingSlidingLayer) else DynamicLayer
     own = kind.__new__(kind)
-    state = {name: value for name, value in vars(layer).items() if name not in _OURS}
-    vars(own).update(state, keys=layer.keys, values=layer.values)
+    vars(own).update({name: value for name, value in vars(layer).items() if name not in _OURS})
+    for name in ("keys", "values"):
+        states = getattr(layer, name)
+        # A pickle holds all of a view's memory.
+        setattr(own, name, None if states is None else states.clone(memory_format=torch.contiguous_format))
     return own
 
 
