@@ -104,6 +104,19 @@ def test_members_of_a_trusted_group_share_what_they_build(
     assert "belongs to another user" in spawn(other).communicate(timeout=200)[1]
 
 
+def test_a_lock_of_another_user_is_done_without(for_everybody: Path) -> None:
+    path = for_everybody / "answer.lock"
+    path.touch(0o600)
+    program = f"""{AS_ANOTHER}
+from pathlib import Path
+from ds_plugin_sdk.jit import lock
+with lock.building(Path({str(path)!r}), "answer", timeout=0, done=lambda: False):
+    print("goes on")
+"""
+    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert told.stdout == "goes on\n", told.stderr
+
+
 def test_a_user_without_a_home_builds_into_the_temporary_folder(
     for_everybody: Path, spawn_in: SpawnIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
