@@ -89,6 +89,10 @@ try:  # as many bytes
     comm.all_reduce(torch.ones(10, dtype=torch.bfloat16 if rank else torch.float16))
 except InvalidTensorError as error:
     say(error)
+try:
+    torch.vmap(lambda x: (comm.all_reduce(x), x)[1])(torch.ones(2, 3))
+except RuntimeError as error:
+    say("vmap:", "c10d" in str(error))
 after = torch.ones(3)
 comm.all_reduce(after)
 distributed.barrier()
@@ -405,7 +409,7 @@ def test_sums(ranks: int, tmp_path: Path) -> None:
         )
         # One mapping, of a file that has no name any more.
         then = f"rank {rank}: then {[float(ranks)] * 3} 1 1"
-        assert {largest, rejected, mixed, then} <= set(said), said
+        assert {largest, rejected, mixed, f"rank {rank}: vmap: True", then} <= set(said), said
 
 
 @shared_memory

@@ -47,6 +47,8 @@ _SLOT_BYTES = 256 * 1024  # of a tensor that goes through at a time: it stays in
 _PATIENCE = 1.0  # seconds until a rank that waits looks whether the others still live
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
+_is_batched: Callable[[Tensor], bool] = torch._C._functorch.is_batchedtensor  # by torch.vmap, for which torch has words
+
 _groups: WeakKeyDictionary[ProcessGroup, _SharedMemory | None] = WeakKeyDictionary()
 
 
@@ -176,7 +178,7 @@ def _gathers(output: Tensor, input: Tensor) -> bool:
 
 def _strided(tensor: Tensor) -> bool:
     # Dynamo does not let a backward pass look at layouts: the ops below do when they run.
-    return torch.compiler.is_compiling() or tensor.layout == torch.strided
+    return torch.compiler.is_compiling() or (tensor.layout == torch.strided and not _is_batched(tensor))
 
 
 # For graphs. A compiled rank may meet ranks that are not compiled, as Dynamo gives up what it compiled too often on one
