@@ -24,7 +24,22 @@ _LEAST_SPARE = 64
 Room = tuple[Tensor, ...]
 
 
-class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not typed where types are checked
+class _Appending(DynamicLayer):  # type: ignore[misc]  # transformers is not typed where types are checked
+    """How the layers below are copied whole."""
+
+    _NONE_MADE: Room | None = None
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        """Pickled, it is transformers' own layer, of floats, which can be read where this package is not installed."""
+        return _transformers_own(self).__reduce__()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Appending:
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        copied.__dict__.update(copy.deepcopy({**self.__dict__, "_made": self._NONE_MADE}, memo))
+        return copied
+
+
+class GrowingLayer(_Appending):
     """Keys and values, ``[batch, kv_heads, positions, head_dim]``, in larger tensors.
 
     It is a `DynamicLayer` to all who look at it: `keys` and `values` are what was appended. They are views of the
@@ -81,15 +96,6 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not t
         self.dtype, self.device = key_states.dtype, key_states.device
         self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
         self.is_initialized = True
-
-    def __reduce_ex__(self, protocol: object) -> Any:
-        """Pickled, it is transformers' own layer, which can be read where this package is not installed."""
-        return _transformers_own(self).__reduce__()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> GrowingLayer:
-        copied = memo[id(self)] = type(self).__new__(type(self))
-        copied.__dict__.update(copy.deepcopy({**self.__dict__, "_made": None}, memo))
-        return copied
 
     def __copy__(self) -> GrowingLayer:
         """The same positions without room behind them: both may go on."""
@@ -217,13 +223,15 @@ class GrowingSlidingLayer(GrowingLayer, DynamicSlidingWindowLayer):  # type: ign
                 self._lengths[name] -= left
 
 
-class Int8Layer(DynamicLayer):  # type: ignore[misc]  # transformers is not typed where types are checked
+class Int8Layer(_Appending):
     """Keys and values in 8 bits with a scale for each position and head, as `quantize_rows` makes them.
 
     To all who look at it it is a `DynamicLayer` of the model's dtype: `keys` and `values` are made floats when they are
     asked for, and quantized when they are set. What moves, repeats, selects or removes them does so with the 8 bits,
     by transformers' own code in a layer of the numbers of steps, and in one of the scales.
     """
+
+    _NONE_MADE = ()
 
     def __init__(self) -> None:
         self.levels = GrowingLayer()  # [batch, kv_heads, positions, head_dim]
@@ -261,15 +269,6 @@ class Int8Layer(DynamicLayer):  # type: ignore[misc]  # transformers is not type
         """As `GrowingLayer.takes`; the op reads 8 bits for queries of any dtype."""
         kind = self.levels.kind
         return kind is None or (kind[0] == states.shape[0] and kind[2] == states.device)
-
-    def __reduce_ex__(self, protocol: object) -> Any:
-        """As `GrowingLayer`, with floats."""
-        return _transformers_own(self).__reduce__()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Int8Layer:
-        copied = memo[id(self)] = type(self).__new__(type(self))
-        copied.__dict__.update(copy.deepcopy({**self.__dict__, "_made": ()}, memo))
-        return copied
 
     def __copy__(self) -> Int8Layer:
         """As `GrowingLayer.__copy__`."""
