@@ -11,7 +11,6 @@ import shlex
 import signal
 import subprocess
 import threading
-import time
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
@@ -19,12 +18,12 @@ from typing import TextIO
 
 from ds_plugin_sdk.errors import CompileError, ToolchainError
 from ds_plugin_sdk.jit.plan import Plan, file_digest, source_digests
+from ds_plugin_sdk.jit.stopwatch import Stopwatch
 from ds_plugin_sdk.settings import child_environment, settings
 
 _log = logging.getLogger("ds_plugin_sdk.jit")
 
 _LOOK_SECONDS = 0.5
-_STEP_SECONDS = 4 * _LOOK_SECONDS  # between two looks; if there were more, this process was suspended
 _PATIENCE_SECONDS = 30.0  # what files of kernels take on slow machines
 _END_SECONDS = 5.0
 
@@ -171,7 +170,7 @@ def _run(plan: Plan, commands: Mapping[str, Sequence[str]], work: Path, transcri
                         running.unregister(key.fileobj)
                 for key in list(running.get_map().values()):
                     key.data.check_time(transcript)
-                    if not told and key.data.seconds() > _PATIENCE_SECONDS:
+                    if not told and key.data.clock.seconds() > _PATIENCE_SECONDS:
                         told = True
                         _tell(plan, key.data.command)
         finally:
@@ -232,7 +231,7 @@ class _Running:
     def __init__(self, plan: Plan, makes: str, command: Sequence[str], work: Path) -> None:
         self.plan, self.command = plan, command
         self._made = work / makes
-        self._seen, self._seconds = time.monotonic(), 0.0
+        self.clock = Stopwatch()  # when this process is suspended, so is the command
         self._said = bytearray()
         try:
             self._process = subprocess.Popen(
@@ -257,13 +256,6 @@ class _Running:
         assert self._process.stdout is not None
         self.output = self._process.stdout
 
-    def seconds(self) -> float:
-        """How long it has run, without the time in which this process and it were suspended."""
-        now = time.monotonic()
-        self._seconds += min(now - self._seen, _STEP_SECONDS)
-        self._seen = now
-        return self._seconds
-
     def read(self) -> bool:
         """Take what it says now; false once it has nothing more to say."""
         text = os.read(self.output.fileno(), 1 << 16)
@@ -272,18 +264,22 @@ class _Running:
 
     def check_time(self, transcript: TextIO) -> None:
         """End it, and raise, if it takes longer than it may."""
-        if self.seconds() >= settings.lock_timeout:
-            raise self._overdue(transcript)
+        if self.clock.seconds() >= settings.lock_timeout:
+            self.end()
+            self._write(transcript)
+            raise self._failure(f"{self.command[0]} did not end within {settings.lock_timeout} s and was stopped")
 
     def finish(self, transcript: TextIO) -> None:
         """Wait for its end, and raise if that was a failure, or it has not made its file.
 
         Where SIGCHLD is ignored, the system tells no status, and `Popen` takes that for 0.
         """
-        try:  # it may say nothing more and yet go on
-            status = self._process.wait(max(0.0, settings.lock_timeout - self.seconds()))
-        except subprocess.TimeoutExpired:
-            raise self._overdue(transcript) from None
+        status = None
+        while status is None:  # it may say nothing more and yet go on
+            try:
+                status = self._process.wait(_LOOK_SECONDS)
+            except subprocess.TimeoutExpired:
+                self.check_time(transcript)
         self.end()
         self._write(transcript)
         if status < 0:
@@ -304,11 +300,6 @@ class _Running:
             if self._watcher is not None and self._watcher.returncode is None:
                 self._watcher.communicate(b"\n", _END_SECONDS)
         self.output.close()
-
-    def _overdue(self, transcript: TextIO) -> CompileError:
-        self.end()
-        self._write(transcript)
-        return self._failure(f"{self.command[0]} did not end within {settings.lock_timeout} s and was stopped")
 
     def _text(self) -> str:
         return self._said.decode(errors="replace")

@@ -17,10 +17,11 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from ds_plugin_sdk.jit.stopwatch import Stopwatch
+
 _log = logging.getLogger("ds_plugin_sdk.jit")
 
 _POLL_SECONDS = 0.02
-_STEP_SECONDS = 2.0  # between two looks; if there were more, this process was suspended
 _PATIENCE_SECONDS = 5.0
 
 
@@ -51,12 +52,10 @@ def building(path: Path, what: str, *, timeout: float, done: Callable[[], bool],
 
 
 def _acquire(file: int, what: str, timeout: float, done: Callable[[], bool]) -> bool:
-    seen, waited = time.monotonic(), 0.0
+    waiting = Stopwatch()
     told = False
     while not (held := _try(file)):
-        now = time.monotonic()
-        waited += min(now - seen, _STEP_SECONDS)
-        seen = now
+        waited = waiting.seconds()
         if held is None or done():
             return False
         if waited > timeout:
