@@ -305,6 +305,25 @@ def test_a_package_without_an_init_has_its_sources_in_its_own_folder(
     assert (status, text) == (0, f"['{tmp_path}/zap_spread/lion.cpp']\n")
 
 
+def test_plugins_that_share_a_namespace_have_their_own_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two distributions bring a package each into ``acme``, which has no ``__init__.py``."""
+    for name in ("zip", "zap"):
+        package = tmp_path / name / "acme" / name
+        package.mkdir(parents=True)
+        (package / "__init__.py").touch()
+        (package / "ops.py").write_text(RAISES.format(method=""), encoding="utf-8")
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path / name), prepend=os.pathsep)
+    status, text = run(
+        "import acme.zip.ops, acme.zap.ops\n"
+        "for module in (acme.zip.ops, acme.zap.ops):\n"
+        "    builder = module.FusedLionBuilder()\n"
+        "    print(builder.owner(), builder.kernel_root(), *builder.sources())"
+    )
+    folders = {name: f"{tmp_path}/{name}/acme/{name}" for name in ("zip", "zap")}
+    assert status == 0, text
+    assert text == "".join(f"acme-{name} {folder} {folder}/lion.cpp\n" for name, folder in folders.items())
+
+
 def test_an_sdk_in_an_archive_has_no_sources_to_compile_and_says_so(tmp_path: Path) -> None:
     """A zipapp: Python imports from it, compilers do not."""
     archive = shutil.make_archive(str(tmp_path / "app"), "zip", Path(ds_plugin_sdk.__file__).parents[1])

@@ -277,6 +277,6 @@ def source_digests(spec: BuildSpec) -> tuple[str, ...]:
             digests[path] = file_digest(path)
         except OSError as error:
             raise CompileError(
-                f"source {path} cannot be read", plugin=spec.owner, op=spec.name, why=str(error.strerror or error)
+                "a source cannot be read", plugin=spec.owner, op=spec.name, why=f"{path}: {error.strerror or error}"
             ) from error
     return tuple(digests[source.path] for source in spec.sources)

@@ -26,6 +26,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterable
+from itertools import accumulate
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -162,11 +163,13 @@ class OpBuilder:
         return path
 
     def _package(self) -> str:
-        return type(self).__module__.split(".", 1)[0]
+        """The plugin's own package: the outermost one, but for namespaces, which others may share."""
+        names = [*accumulate(type(self).__module__.split("."), "{}.{}".format)]
+        return next((name for name in names if _is_own_package(sys.modules.get(name))), names[0])
 
     def owner(self) -> str:
-        """Who provides the op: the first part of the package's name, for messages and the cache."""
-        return self._package().replace("_", "-")
+        """Who provides the op: the name of the plugin's package, for messages and the cache."""
+        return self._package().replace("_", "-").replace(".", "-")
 
     # ------------------------------------------------------------------ build
     def build_spec(self, portable: bool = False) -> BuildSpec:
@@ -311,6 +314,11 @@ class OpBuilder:
         if verbose:
             warnings.warn(f"ds-plugin-sdk: op '{self.name}': {reason}", RuntimeWarning, stacklevel=3)
         return False
+
+
+def _is_own_package(module: ModuleType | None) -> bool:
+    """Whether it is a package with an ``__init__.py``: one without has no file, and may lie in several folders."""
+    return hasattr(module, "__path__") and getattr(module, "__file__", None) is not None
 
 
 def check_sources(first: OpBuilder, second: OpBuilder) -> None:
