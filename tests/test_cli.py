@@ -57,6 +57,36 @@ def test_a_torch_that_cannot_be_imported_is_an_error_without_a_traceback(error: 
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    "arguments", [["--version"], ["list", "--help"], ["bench", "--help"], ["cache", "ls"], ["check"]]
+)
+def test_commands_that_need_no_torch_start_without_it(arguments: list[str], tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')\n", encoding="utf-8")
+    (tmp_path / "train.py").write_text("print()\n", encoding="utf-8")
+    command = [*arguments, str(tmp_path / "train.py")] if arguments == ["check"] else arguments
+    done = subprocess.run(
+        [sys.executable, "-m", "ds_plugin_sdk", *command],
+        env=child_environment(PYTHONPATH=f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_interrupt_while_commands_are_imported_leaves_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupt:
+        def find_spec(self, name: str, path: object, target: object = None) -> None:
+            if name == "ds_plugin_sdk.cli.app":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "ds_plugin_sdk.cli.app")
+    monkeypatch.setattr(sys, "meta_path", [Interrupt(), *sys.meta_path])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 130
+
+
 @pytest.mark.parametrize("arguments", [["--version"], ["list"], ["report", "--json"]])
 def test_an_output_that_cannot_be_written_is_one_sentence(arguments: list[str]) -> None:
     full = Path("/dev/full")

@@ -23,6 +23,7 @@ from small_op import (
     entry_folder,
     finish,
     in_namespace,
+    make_project,
     script,
 )
 
@@ -324,6 +325,20 @@ def test_a_source_that_is_missing(project: Project) -> None:
     with pytest.raises(CompileError, match="No such file") as caught:
         acquire(project.spec(sources=(Source(project.root / "gone.cpp"),)))
     assert "gone.cpp" in str(caught.value)
+
+
+@pytest.mark.parametrize("folder", ["a tab\tand", "back\\ slash", "a $ and # and %"])
+def test_headers_are_known_in_folders_of_any_name(tmp_path: Path, folder: str) -> None:
+    project = make_project(tmp_path / folder / "op", tmp_path / folder / "shared")
+    assert answer(acquire(project.spec()).path) == 42
+    (project.shared / "shared.h").write_text("#define SHARED 3\n")
+    assert answer(acquire(project.spec()).path) == 43
+
+
+def test_a_header_whose_name_the_compiler_cannot_list_is_told(tmp_path: Path) -> None:
+    project = make_project(tmp_path / "a\nb" / "op", tmp_path / "shared")
+    with pytest.raises(CompileError, match="lists a header '.*', which does not exist: .* a line break or a backslash"):
+        acquire(project.spec())
 
 
 def test_a_header_edited_during_the_compilation_is_read_again(

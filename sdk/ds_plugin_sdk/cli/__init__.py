@@ -12,13 +12,10 @@ from ds_plugin_sdk.errors import SdkError
 def main() -> None:
     """Run a command.
 
-    SDK errors are printed without a traceback, and so is that torch cannot be imported, or that the output cannot be
-    written; the exit status is 1 then.
+    SDK errors are printed without a traceback, and so is that the output cannot be written; the exit status is 1 then.
     """
     _escape_letters()
     try:
-        _import_torch()
-
         from ds_plugin_sdk.cli.app import app
 
         app()
@@ -26,23 +23,14 @@ def main() -> None:
         _say(str(error))
         _write_out()
         sys.exit(1)
+    except KeyboardInterrupt:  # while the commands are imported; later typer ends them so
+        sys.exit(130)
     except SystemExit:
         _write_out()
         raise
     except OSError:
         _write_out("\n")  # what could not be written is lost: whether that was it, another line tells
         raise
-
-
-def _import_torch() -> None:
-    try:
-        import torch  # noqa: F401  # only whether it can be
-    except (ImportError, OSError, RuntimeError) as error:  # absent, without its libraries, or a backend's fault
-        raise SdkError(
-            "torch cannot be imported",
-            why=f"{type(error).__name__}: {error}",
-            hint=f"see `{sys.executable} -c 'import torch'`; the SDK needs torch 2.11 or later in this environment",
-        ) from error
 
 
 def _escape_letters() -> None:

@@ -13,6 +13,7 @@ from ds_plugin_sdk.cli.conformance import conformance
 from ds_plugin_sdk.cli.contract import contract
 from ds_plugin_sdk.cli.doctor import doctor
 from ds_plugin_sdk.cli.fuzz import fuzz
+from ds_plugin_sdk.cli.needs_torch import needs_torch
 from ds_plugin_sdk.cli.new_plugin import new_plugin
 from ds_plugin_sdk.cli.plugins import list_plugins
 from ds_plugin_sdk.cli.report import report
@@ -24,16 +25,16 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command("list")(list_plugins)
-app.command("report")(report)
-app.command("doctor")(doctor)
+app.command("list")(needs_torch(list_plugins))
+app.command("report")(needs_torch(report))
+app.command("doctor")(needs_torch(doctor))
 app.command("check")(check)
-app.command("build")(build)
+app.command("build")(needs_torch(build))
 app.command("new-plugin")(new_plugin)
 app.add_typer(cache, name="cache")
-app.command("contract")(contract)
-app.command("conformance")(conformance)
-app.command("fuzz")(fuzz)
+app.command("contract")(needs_torch(contract))
+app.command("conformance")(needs_torch(conformance))
+app.command("fuzz")(needs_torch(fuzz))
 app.add_typer(bench, name="bench")
 
 

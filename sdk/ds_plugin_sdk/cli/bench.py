@@ -12,8 +12,8 @@ from typing import Any
 
 import typer
 
-from ds_plugin_sdk.accelerator import installed
 from ds_plugin_sdk.cli.console import errors, output, print_json, results_alone, table
+from ds_plugin_sdk.cli.needs_torch import needs_torch
 from ds_plugin_sdk.errors import SdkError
 
 bench = typer.Typer(name="bench", help="Measure, side by side with the peers, medians.", no_args_is_help=True)
@@ -28,6 +28,7 @@ def _command(name: str) -> Callable[[Benchmark], Benchmark]:
 
     def declare(function: Benchmark) -> Benchmark:
         @bench.command(name)
+        @needs_torch
         @functools.wraps(function)
         def run(*arguments: Any, **options: Any) -> None:
             with results_alone():
@@ -59,6 +60,8 @@ def _need(package: str, requirement: str) -> None:
     Raises:
         SdkError: it is not.
     """
+    from ds_plugin_sdk.accelerator import installed
+
     if not installed(package):
         raise SdkError(
             "this benchmark cannot run", why=f"{package} is not installed", hint=f"pip install {requirement}"

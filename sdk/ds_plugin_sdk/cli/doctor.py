@@ -7,12 +7,15 @@ import shlex
 import socket
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
-from ds_plugin_sdk import doctor as checks
 from ds_plugin_sdk.cli.console import output, print_json, results_alone, table
 from ds_plugin_sdk.settings import settings
+
+if TYPE_CHECKING:
+    from ds_plugin_sdk.doctor import Finding
 
 
 def doctor(
@@ -28,6 +31,8 @@ def doctor(
     facts: bool = typer.Option(False, "--facts", hidden=True, help="Print this machine's facts alone, as JSON."),
 ) -> None:
     """Check, on this machine or on every host of a run, what a run needs; the exit status is 1 if it will fail."""
+    from ds_plugin_sdk import doctor as checks  # imports torch
+
     port = settings.master_port if port is None else port
     if facts:
         typer.echo(json.dumps(asdict(checks.examine(port))))
@@ -54,5 +59,5 @@ def doctor(
         raise typer.Exit(1)
 
 
-def _where(finding: checks.Finding, count: int) -> str:
+def _where(finding: Finding, count: int) -> str:
     return "all" if count > 1 and len(finding.hosts) == count else ", ".join(finding.hosts)

@@ -8,7 +8,6 @@ from pathlib import Path
 import typer
 
 from ds_plugin_sdk import provenance
-from ds_plugin_sdk import report as reporting
 from ds_plugin_sdk.cli.console import errors, print_json, results_alone, table
 
 
@@ -25,8 +24,10 @@ def report(
     if run is not None:
         _report_run(run, as_json)
         return
+    from ds_plugin_sdk.report import collect  # imports torch
+
     with results_alone():
-        facts = reporting.collect()
+        facts = collect()
     if as_json:
         print_json(asdict(facts))
         return
@@ -46,8 +47,10 @@ def report(
 
 
 def _report_run(run: Path, as_json: bool) -> None:
+    from ds_plugin_sdk.report import summarise
+
     records, others = provenance.read(run)
-    rows = reporting.summarise(records)
+    rows = summarise(records)
     for number in others:
         errors.print(f"{run}, line {number}, is cut off or no record", markup=False, highlight=False, soft_wrap=True)
     if as_json:

@@ -343,14 +343,27 @@ def _headers(plan: Plan, work: Path) -> list[Path]:
         except OSError as error:
             why = f"{command[0]} made no list of headers ({source.stem}.d), as -MD asks"
             raise failure(plan, why, command=command) from error
+        if absent := next((header for header in found if not header.exists()), None):
+            why = (
+                f"{command[0]} lists a header '{absent}', which does not exist: it may not know how to write the name "
+                "of a folder with a tab, a line break or a backslash"
+            )
+            raise failure(plan, why, command=command)
     return sorted(found - sources)
 
 
 def dependencies(makefile: str) -> list[str]:
     """The prerequisites in a rule that a compiler wrote with -MD."""
     _, _, prerequisites = makefile.replace("\\\n", " ").partition(":")
-    words = re.findall(r"(?:\\[ #]|\S)+", prerequisites)
-    return [word.replace("\\ ", " ").replace("\\#", "#").replace("$$", "$") for word in words]
+    words = re.findall(r"(?:\\[ \t#]|\S)+", prerequisites)
+    return [_BLANK.sub(_unescaped, word).replace("\\#", "#").replace("$$", "$") for word in words]
+
+
+_BLANK = re.compile(r"(\\*)\\([ \t])")  # backslashes before a blank are doubled, and it has one more
+
+
+def _unescaped(blank: re.Match[str]) -> str:
+    return blank[1][: len(blank[1]) // 2] + blank[2]
 
 
 def _own_headers(plan: Plan) -> set[Path]:

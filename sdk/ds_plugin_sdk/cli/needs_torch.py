@@ -1,0 +1,32 @@
+"""Commands that need torch. The others start in a fraction of its import's time, and without it."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from ds_plugin_sdk.errors import SdkError
+
+
+def needs_torch(command: Callable[..., None]) -> Callable[..., None]:
+    """`command`, which says without a traceback that torch cannot be imported."""
+
+    @functools.wraps(command)
+    def run(*arguments: Any, **options: Any) -> None:
+        _import_torch()
+        command(*arguments, **options)
+
+    return run
+
+
+def _import_torch() -> None:
+    try:
+        import torch  # noqa: F401  # only whether it can be
+    except (ImportError, OSError, RuntimeError) as error:  # absent, without its libraries, or a backend's fault
+        raise SdkError(
+            "torch cannot be imported",
+            why=f"{type(error).__name__}: {error}",
+            hint=f"see `{sys.executable} -c 'import torch'`; the SDK needs torch 2.11 or later in this environment",
+        ) from error
