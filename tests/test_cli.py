@@ -403,9 +403,13 @@ def test_json_is_json_whatever_plugins_print(command: str, tmp_path: Path) -> No
     assert "loud" in str(json.loads(done.stdout))
 
 
-def test_a_plugin_without_metadata_has_its_folders_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize("metadata", [None, b"Name: ds-plugin-bare\nAuthor: Andr\xe9\n"])
+def test_a_plugin_whose_metadata_cannot_be_read_has_its_folders_name(tmp_path: Path, metadata: bytes | None) -> None:
     site = write_plugin(tmp_path, "bare")
-    (site / "ds_plugin_bare-1.0.dist-info" / "METADATA").unlink()
+    file = site / "ds_plugin_bare-1.0.dist-info" / "METADATA"
+    file.unlink()
+    if metadata is not None:
+        file.write_bytes(metadata)
     environment = child_environment(PYTHONPATH=str(site))
     for command in ("list", "report"):
         arguments = [sys.executable, "-m", "ds_plugin_sdk", command]

@@ -159,7 +159,7 @@ def test_a_generated_plugin_puts_its_ops_into_its_wheel(tmp_path: Path) -> None:
     (built,) = (tmp_path / "dist").iterdir()
     assert "-py3-none-linux_" in built.name
     with zipfile.ZipFile(built) as archive:
-        assert "ds_plugin_zap/prebuilt/zap_hello/zap_hello.so" in archive.namelist()
+        assert "ds_plugin_zap/prebuilt/ds-plugin-zap/zap_hello/zap_hello.so" in archive.namelist()
 
 
 @pytest.mark.parametrize("ops", ["0", "1"])

@@ -196,7 +196,7 @@ def test_the_wheel_carries_binaries(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "-py3-none-linux_" in wheel.name
     with zipfile.ZipFile(wheel) as archive:
         prebuilt = [name for name in archive.namelist() if "/prebuilt/" in name and name.endswith(".so")]
-        assert prebuilt == ["ds_plugin_cuda/prebuilt/adagrad/adagrad.so"]
+        assert prebuilt == ["ds_plugin_cuda/prebuilt/ds-plugin-cuda/adagrad/adagrad.so"]
         binary = archive.read(prebuilt[0])
     assert b"libcudart.so" in binary and b"libtorch_cuda.so" in binary, "whether or not this torch has CUDA"
     code = cuda_compile.device_code(binary)

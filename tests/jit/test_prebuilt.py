@@ -25,13 +25,25 @@ def with_prebuilt(project: Project, wheel: Path, **changes: object) -> BuildSpec
     return project.spec(prebuilt_dirs=(wheel,), **changes)
 
 
+def test_libraries_of_two_owners_have_folders_of_their_own(project: Project, wheel: Path) -> None:
+    """A vendor's Adam, and the host's of the SDK that its plugin offers too."""
+    own = project.spec()
+    (project.root / "other.cpp").write_text((project.root / "answer.cpp").read_text().replace("SHARED", "SHARED + 1"))
+    other = project.spec(owner="ds-plugin-other", sources=(Source(project.root / "other.cpp"),))
+    for spec in (own, other):
+        build_into(spec, wheel)
+    found = [acquire(replace(spec, prebuilt_dirs=(wheel,))) for spec in (own, other)]
+    assert [each.origin for each in found] == ["prebuilt", "prebuilt"]
+    assert [answer(each.path) for each in found] == [42, 43]
+
+
 def test_a_prebuilt_binary_needs_no_compiler_and_no_cache(
     project: Project, wheel: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     built = build_into(project.spec(), wheel)
-    assert built.path == wheel / "answer" / "answer.so"
+    assert built.path == wheel / "ds-plugin-test" / "answer" / "answer.so"
     assert sorted(file.name for file in built.path.parent.iterdir()) == ["answer.so", "key.json"]
-    assert [file.name for file in wheel.iterdir()] == ["answer"]
+    assert [file.name for file in built.path.parents[1].iterdir()] == ["answer"]
     monkeypatch.setenv("PATH", str(tmp_path))
     found = acquire(with_prebuilt(project, wheel))
     assert (found.origin, found.path) == ("prebuilt", built.path)
@@ -91,7 +103,7 @@ def test_other_requests_are_rejected(project: Project, wheel: Path, changes: dic
 
 
 def edit_key(wheel: Path, **changes: object) -> None:
-    file = wheel / "answer" / "key.json"
+    file = wheel / "ds-plugin-test" / "answer" / "key.json"
     record = json.loads(file.read_text())
     record["key"].update(changes)
     file.write_text(json.dumps(record))
@@ -186,7 +198,7 @@ def test_code_for_a_lesser_cpu_may_be_used(project: Project, wheel: Path, monkey
     native = {"cxx_args": ("-march=native",)}
     build_into(project.spec(), wheel)
     edit_key(wheel, arch="x86_64", cpu="x86-64-v3")
-    file = wheel / "answer" / "key.json"
+    file = wheel / "ds-plugin-test" / "answer" / "key.json"
     record = json.loads(file.read_text())
     record["key"]["request"]["cxx_args"] = ["-march=$cpu"]
     file.write_text(json.dumps(record))

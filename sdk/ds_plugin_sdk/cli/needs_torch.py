@@ -24,7 +24,7 @@ def needs_torch(command: Callable[..., None]) -> Callable[..., None]:
 def _import_torch() -> None:
     try:
         import torch  # noqa: F401  # only whether it can be
-    except (ImportError, OSError, RuntimeError) as error:  # absent, without its libraries, or a backend's fault
+    except Exception as error:  # absent, without its libraries, or the fault of a backend or of its metadata
         raise SdkError(
             "torch cannot be imported",
             why=f"{type(error).__name__}: {error}",

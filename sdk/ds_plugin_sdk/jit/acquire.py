@@ -110,7 +110,7 @@ def failure(spec: BuildSpec) -> str:
 
 
 def build_into(spec: BuildSpec, directory: Path) -> Artifact:
-    """Compile `spec` into the folder ``<directory>/<op>``, replacing what is there: one of `prebuilt_dirs` to be.
+    """Compile `spec` into the folder ``<directory>/<owner>/<op>``, replacing what is there: one of `prebuilt_dirs` to be.
 
     Raises:
         ToolchainError, CompileError, SettingError: as for `acquire`.
@@ -119,7 +119,7 @@ def build_into(spec: BuildSpec, directory: Path) -> Artifact:
     with _as_build_errors(spec):
         plan = make_plan(make_request(spec))
         _expect_level(plan)
-        target = directory.absolute() / spec.name
+        target = directory.absolute() / spec.owner / spec.name
         target.parent.mkdir(parents=True, exist_ok=True)
         with store.private_folder(target.parent, ".build-") as work:
             made, _ = _make(plan, work, _AHEAD)
@@ -186,7 +186,7 @@ def _choose(spec: BuildSpec) -> _Choice:
 
 def _take_prebuilt(choice: _Choice) -> bool:
     request = choice.request
-    folders = [folder / request.spec.name for folder in request.spec.prebuilt_dirs]
+    folders = [folder / request.spec.owner / request.spec.name for folder in request.spec.prebuilt_dirs]
     search = entry.search((f for f in folders if f.is_dir()), lambda record: entry.misfit(record, request))
     return choice.take("prebuilt", search, "made of these sources")
 

@@ -174,8 +174,11 @@ def scan() -> dict[str, list[Candidate]]:
 
 
 def _metadata(distribution: importlib.metadata.Distribution | None, field: str) -> str:
-    """A field of METADATA; empty where the file, or the field in it, is missing."""
-    found = distribution.metadata if distribution is not None else None
+    """A field of METADATA; empty where the file, or the field in it, is missing, or the file cannot be read."""
+    try:
+        found = distribution.metadata if distribution is not None else None
+    except (OSError, ValueError):  # it may be in another encoding
+        return ""
     return found[field] if found is not None and field in found else ""
 
 
