@@ -110,7 +110,10 @@ def failure(spec: BuildSpec) -> str:
 
 
 def build_into(spec: BuildSpec, directory: Path) -> Artifact:
-    """Compile `spec` into the folder ``<directory>/<owner>/<op>``, replacing what is there: one of `prebuilt_dirs` to be.
+    """Compile `spec` into the folder ``<directory>/<owner>/<op>``, replacing what is there.
+
+    Args:
+        directory: one of the `prebuilt_dirs` to be.
 
     Raises:
         ToolchainError, CompileError, SettingError: as for `acquire`.

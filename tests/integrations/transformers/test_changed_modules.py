@@ -13,6 +13,7 @@ import pytest
 import torch
 from small_models import CONFIGS, LLAMA, assert_as_plain, logits, make, steps, tokens
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -362,6 +363,22 @@ def test_a_compiled_model_is_the_plain_one(name: str) -> None:
     with accelerate(model):
         torch.testing.assert_close(logits(torch.compile(model, backend="eager", fullgraph=True)), expected)
         torch.testing.assert_close(logits(model), expected, rtol=1e-3, atol=1e-3)
+    torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo looks at it
+@pytest.mark.parametrize("trained", [False, True])
+def test_layers_that_are_compiled_one_by_one_share_their_code(trained: bool) -> None:
+    """As accelerate's `compile_regions` does; after eight versions of one function torch compiles no more."""
+    model = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**{**LLAMA, "num_hidden_layers": 6}))
+    counter = CompileCounter()
+    with accelerate(model.train(trained)), torch.set_grad_enabled(trained):
+        expected = model(tokens()).logits
+        for layer in model.model.layers:
+            layer.compile(backend=counter, fullgraph=True)
+        found = model(tokens(), use_cache=False).logits
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+    assert 1 <= counter.frame_count <= 2
     torch._dynamo.reset()
 
 

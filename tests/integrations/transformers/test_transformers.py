@@ -332,6 +332,17 @@ def test_int4_heads_that_make_scores_have_8_bits() -> None:
         assert set(dtypes.values()) == {torch.uint8}
 
 
+def test_a_layer_whose_code_is_not_known_is_reported() -> None:
+    """Its parts run on our ops, but each by itself: who reads the report learns why it gains less."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = transformers.Cohere2ForCausalLM(transformers.Cohere2Config(**sizes, num_key_value_heads=2, vocab_size=96))
+    handle = accelerate(model.eval())
+    assert len(handle.linear) == 15 and not handle.layers
+    for layer in ("model.layers.0", "model.layers.1"):
+        assert handle.left[layer].startswith("Cohere2DecoderLayer: its code is not known as a whole")
+    assert "is no norm that is known" in handle.left["model.norm"]
+
+
 def _matrices(replacement: Any) -> Iterator[tuple[str, Any]]:
     if hasattr(replacement, "layer"):
         for name in ("qkv", "output", "mlp_in", "mlp_out"):

@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args
 
 import transformers
 from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
 from ds_plugin_sdk.errors import SdkError
@@ -308,8 +309,11 @@ def _find_layers(model: transformers.PreTrainedModel, packer: Packer, found: _Fo
                 found.replacements[name] = LinearReplacement(module, matrix)
             elif is_experts(module):
                 found.replacements[name] = ExpertsReplacement(module, weights)
-            elif isinstance(module, nn.LayerNorm) or "RMSNorm" in type(module).__name__:
+            elif isinstance(module, nn.LayerNorm) or re.search("RMSNorm|LayerNorm", type(module).__name__):
                 found.replacements[name] = NormReplacement(module, norm_of(module))
+            elif isinstance(module, GradientCheckpointingLayer):
+                why = "its code is not known as a whole: its linear layers and norms run alone"
+                found.left[name] = (name_of(module), why)
             else:
                 _in_training(name, module, found)
         except NotUnderstoodError as why:

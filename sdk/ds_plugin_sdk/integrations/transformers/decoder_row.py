@@ -394,7 +394,7 @@ class _RowSnapshot:
         self._parameters = Snapshot([*matrices, *norms])
         self._layers: dict[tuple[int, int], decoder.Layers] = {}
         found: list[tuple[dict[str, Any], str, object]] = [
-            (vars(each.module), "forward", each) for each in replacements
+            (vars(each.module), "forward", each.forward) for each in replacements
         ]
         # What `DecoderReplacement.attends` asks: most layers share a configuration.
         found += [(vars(each.attention), "config", each.config) for each in replacements]

@@ -12,20 +12,23 @@ from typing import NamedTuple
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from ds_plugin_sdk.integrations.transformers.replacement import FORWARD_CODE
+
 # The code that is between a layer's forward and the one who calls the layer; `inner` where the layer has had hooks.
 _CALLS = {
     nn.Module._call_impl.__code__,
     nn.Module._wrapped_call_impl.__code__,
     GradientCheckpointingLayer.__call__.__code__,
+    FORWARD_CODE,
 }
 _CALLS |= {each for each in nn.Module._call_impl.__code__.co_consts if isinstance(each, types.CodeType)}
 
 
 class LayerLoop(NamedTuple):
-    """Who calls a layer. What asks for it is called by the layer's forward.
+    """Who calls a layer. What asks for it is called by the layer's replacement.
 
     Attributes:
-        depth: how far up from the forward that is.
+        depth: how far up from that is.
         call: the identity of the frame of the code in the file of the layer's class; None if there is none. The
             frame itself would keep alive what its callers have. Another one may get the same, and begins with the first
             layer again.
@@ -44,7 +47,7 @@ class LayerLoop(NamedTuple):
     @classmethod
     def around(cls, module: nn.Module) -> LayerLoop:
         file = getattr(sys.modules.get(type(module).__module__), "__file__", None)
-        frame, depth, is_direct = sys._getframe(2), 0, True  # the forward
+        frame, depth, is_direct = sys._getframe(2), 0, True  # the replacement
         while frame.f_back is not None and file is not None:
             frame, depth = frame.f_back, depth + 1
             code = frame.f_code

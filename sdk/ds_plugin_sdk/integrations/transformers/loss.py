@@ -6,9 +6,8 @@ on. So the layer's parameters are used within its own forward, where ZeRO 3 has 
 
 from __future__ import annotations
 
-import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,7 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaForCausalLM
 from transformers.models.opt.modeling_opt import OPTForCausalLM
 from transformers.utils import ModelOutput
 
-from ds_plugin_sdk.integrations.transformers.replacement import REPLACEMENT, Replacement, forward_in_place, is_replaced
+from ds_plugin_sdk.integrations.transformers.replacement import Replacement, forward_in_place, is_replaced
 from ds_plugin_sdk.integrations.transformers.understood import (
     NotUnderstoodError,
     check_no_other_forward,
@@ -42,21 +41,8 @@ class LossReplacement(Replacement):
     def __init__(self, model: transformers.PreTrainedModel) -> None:
         super().__init__(model)
         self._model = model
+        self._signature = inspect.signature(self.forward)
         self._check()
-
-    @functools.cached_property
-    def __func__(self) -> Callable[..., Any]:
-        """For accelerate, which wraps a model's function for mixed precision: the wrapped one still runs this."""
-
-        def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return self(*args, **kwargs) if model is self.module else type(model).forward(model, *args, **kwargs)
-
-        forward.__signature__ = inspect.signature(type(self.module).forward)  # type: ignore[attr-defined]  # inspect asks for it
-        setattr(forward, REPLACEMENT, self)
-        return forward
-
-    def _is_own(self, attribute: object) -> bool:
-        return super()._is_own(attribute) or getattr(attribute, "__func__", None) is self.__func__
 
     def holds(self) -> bool:
         return self._why_not() is None
@@ -106,7 +92,7 @@ class LossReplacement(Replacement):
         if is_watched(operators=False):
             return None
         try:
-            named = self.__signature__.bind(*args, **kwargs).arguments
+            named = self._signature.bind(*args, **kwargs).arguments
         except TypeError:
             return None  # the model's own code says what is wrong
         keep = named.get("logits_to_keep", 0)

@@ -6,14 +6,15 @@ import contextlib
 import functools
 import inspect
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-# An attribute of a function that runs a replacement: which one.
-REPLACEMENT = "ds_plugin_replacement"
+# Where a module has its replacement.
+_REPLACEMENT = "_ds_plugin_replacement"
 
 
 @contextlib.contextmanager
@@ -33,6 +34,7 @@ class Replacement:
     """A forward on an instance. Copies of the module have their class's: copied, pickled or made by nn.DataParallel.
 
     Attributes:
+        forward: what the instance has.
         is_on: whether it was put on, and not taken off since. Who wrapped it meanwhile may call it later all the same:
             it is the module's own code then.
     """
@@ -41,29 +43,19 @@ class Replacement:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
+        self.forward = types.MethodType(_forward_like(type(module).forward), module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
 
     def own(self, *args: Any, **kwargs: Any) -> Any:
         """What the module's class does."""
         return type(self.module).forward(self.module, *args, **kwargs)
 
-    @property
-    def __func__(self) -> Callable[..., Any]:
-        """What a bound method has here, for code that wraps forwards by their functions, as compressed-tensors does."""
-        return type(self.module).forward
-
-    @property
-    def __code__(self) -> Any:
-        """For torch.export, which asks for arguments."""
-        return getattr(type(self.module).forward, "__code__", None)
-
-    @functools.cached_property
-    def __signature__(self) -> inspect.Signature:
-        """transformers asks which arguments a model takes."""
-        return inspect.signature(types.MethodType(type(self.module).forward, self.module))
-
     def put_on(self) -> None:
-        # On the instance: its class stays. copy and pickle ask for the second, nn.DataParallel for the third.
-        vars(self.module).update(forward=self, __getstate__=self._state, _replicate_for_data_parallel=self._replica)
+        # On the instance: its class stays. copy and pickle ask for the third, nn.DataParallel for the fourth.
+        new = {"forward": self.forward, _REPLACEMENT: self, "__getstate__": self._state}
+        vars(self.module).update(new, _replicate_for_data_parallel=self._replica)
         self.is_on = True
 
     def take_off(self) -> None:
@@ -72,12 +64,12 @@ class Replacement:
         self.is_on = False
 
     def _remove_from(self, attributes: dict[str, Any]) -> None:
-        for name in ("forward", "__getstate__", "_replicate_for_data_parallel"):
+        for name in ("forward", _REPLACEMENT, "__getstate__", "_replicate_for_data_parallel"):
             if name in attributes and self._is_own(attributes[name]):
                 del attributes[name]
 
     def _is_own(self, attribute: object) -> bool:
-        return attribute is self or getattr(attribute, "__self__", None) is self
+        return attribute is self or attribute == self.forward or getattr(attribute, "__self__", None) is self
 
     def _state(self) -> Any:
         own = getattr(type(self.module), "__getstate__", vars)  # Python 3.10 has none for all objects
@@ -100,10 +92,6 @@ class Replacement:
     def why_not(self) -> str:
         """Why it does not hold, or is not its module's forward any more."""
         return "it is in training mode" if self.module.training else "it was changed after accelerate()"
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[nn.Module]]:
-        """Where a wrapper of it is copied, what its class does."""
-        return _own_forward, (self.module,)
 
 
 class TrainingReplacement(Replacement):
@@ -134,16 +122,53 @@ class TrainingReplacement(Replacement):
         raise NotImplementedError
 
 
-def _own_forward(module: nn.Module) -> Callable[..., Any]:
-    return types.MethodType(type(module).forward, module)
+_forwards: weakref.WeakValueDictionary[Callable[..., Any], Callable[..., Any]] = weakref.WeakValueDictionary()
+
+
+def _forward_like(own: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that runs the module's replacement; of a module that has none, as copies have, it is the class's.
+
+    All modules of a class have the same function: Dynamo compiles them once, if each is compiled by itself.
+    """
+    found = _forwards.get(own)
+    if found is None:
+
+        @functools.wraps(own)
+        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            replacement = module.__dict__.get(_REPLACEMENT)
+            if replacement is None:
+                return type(module).forward(module, *args, **kwargs)
+            return replacement(*args, **kwargs)
+
+        del forward.__wrapped__  # accelerate takes wrappers off until there is none
+        forward.__signature__ = inspect.signature(own)  # type: ignore[attr-defined]  # inspect asks for it
+        found = _forwards[own] = forward
+    return found
+
+
+# What is between a module's call and its replacement.
+FORWARD_CODE = next(each for each in _forward_like.__code__.co_consts if isinstance(each, types.CodeType))
+
+
+def is_own(module: nn.Module, forward: object) -> bool:
+    """Whether a forward computes what the class's does: that, or one of ours that runs it."""
+    own = type(module).forward
+    if not isinstance(forward, types.MethodType) or forward.__self__ is not module:
+        return False
+    replacement = vars(module).get(_REPLACEMENT)
+    runs_it = replacement is None or isinstance(replacement, TrainingReplacement) or not replacement.is_on
+    return forward.__func__ is own or (forward.__func__ is _forwards.get(own) and runs_it)
 
 
 def is_replaced(module: nn.Module) -> bool:
     """Whether its forward is one of ours, or a wrapper around the function of one."""
-    forward = vars(module).get("forward")
-    if callable(forward) and not isinstance(forward, Replacement):
-        forward = getattr(inspect.unwrap(forward), REPLACEMENT, None)
-    return isinstance(forward, Replacement) and forward.is_on and forward.module is module
+    forward, replacement = vars(module).get("forward"), vars(module).get(_REPLACEMENT)
+    if replacement is None or not replacement.is_on:
+        return False
+    ours = replacement.forward.__func__
+    while forward is not None and getattr(forward, "__func__", forward) is not ours:
+        forward = getattr(forward, "__wrapped__", None)
+    return forward is not None
 
 
-__all__ = ["REPLACEMENT", "Replacement", "TrainingReplacement", "forward_in_place", "is_replaced"]
+__all__ = ["FORWARD_CODE", "Replacement", "TrainingReplacement", "forward_in_place", "is_own", "is_replaced"]

@@ -27,7 +27,7 @@ from transformers.utils.deprecation import deprecate_kwarg
 
 from ds_plugin_sdk.integrations.deepspeed.hooks import is_linear_of_zero, moves_parameters_alone
 from ds_plugin_sdk.integrations.transformers.as_found import Place
-from ds_plugin_sdk.integrations.transformers.replacement import Replacement, TrainingReplacement
+from ds_plugin_sdk.integrations.transformers.replacement import is_own
 from ds_plugin_sdk.nn.linear import is_watched
 from ds_plugin_sdk.ops.linear import Activation
 
@@ -301,24 +301,13 @@ def _called(module: nn.Module) -> Iterable[dict[int, Any]]:
 def has_its_forward(module: nn.Module) -> bool:
     """Whether an instance has no forward of its own, as hooks of accelerate give it."""
     own = vars(module).get("forward")
-    return own is None or is_forward_of(module, own)
+    return own is None or is_own(module, own)
 
 
 def check_no_other_forward(module: nn.Module) -> None:
     """Raise `NotUnderstoodError` unless an instance `has_its_forward`."""
     if not has_its_forward(module):
         raise NotUnderstoodError(f"{name_of(module)} has another forward")
-
-
-def is_forward_of(module: nn.Module, forward: object) -> bool:
-    """Whether it computes what the class's does."""
-    if isinstance(forward, TrainingReplacement) or (isinstance(forward, Replacement) and not forward.is_on):
-        return forward.module is module
-    return (
-        isinstance(forward, types.MethodType)
-        and forward.__self__ is module
-        and forward.__func__ is type(module).forward
-    )
 
 
 def check_parameter(parameter: object, name: str) -> None:

@@ -13,6 +13,7 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.pytorch_utils import Conv1D
 
 from ds_plugin_sdk.integrations.transformers.as_found import AsFound
+from ds_plugin_sdk.integrations.transformers.replacement import is_own
 from ds_plugin_sdk.integrations.transformers.understood import (
     ACTIVATIONS,
     GLOBAL_HOOKS,
@@ -22,7 +23,6 @@ from ds_plugin_sdk.integrations.transformers.understood import (
     called_functions,
     has_code,
     hooks_of,
-    is_forward_of,
     torch_has_its_functions,
 )
 
@@ -118,7 +118,7 @@ class Watch:
         inner = self._modules[-len(self._inner) :]
         forwards = [vars(module).get("forward") for module in inner]
         found = zip(inner, forwards, strict=True)
-        if any(forward is not None and not is_forward_of(module, forward) for module, forward in found):
+        if any(forward is not None and not is_own(module, forward) for module, forward in found):
             return False
         self._forwards = forwards
         self._gather()
