@@ -209,7 +209,7 @@ def test_a_copy_is_a_plain_model_with_weights_of_its_own(duplicate: Callable[[An
             assert_as_plain(other)
 
 
-_PUT_ON = {"forward", "__getstate__", "_replicate_for_data_parallel"}
+_PUT_ON = {"forward", "_ds_plugin_replacement", "__getstate__", "_replicate_for_data_parallel"}
 
 
 def test_replicas_of_data_parallel_compute_with_their_own_weights(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,6 +248,17 @@ def test_an_old_handle_takes_nothing_of_a_newer_one() -> None:
         old.remove()
         assert not vars(copy.copy(model.lm_head)).keys() & _PUT_ON
         assert vars(model.lm_head).keys() >= _PUT_ON
+
+
+def test_copies_of_what_a_module_has_are_of_plain_modules() -> None:
+    """As torch copies modules with parametrizations, without asking them for their state."""
+    model = make("llama")
+    with accelerate(model):
+        nn.utils.parametrize.register_parametrization(model.lm_head, "weight", nn.Identity())
+        copied = copy.deepcopy(model)
+    with accelerate(copied) as handle:
+        assert len(handle.layers) == 2
+        assert_as_plain(copied)
 
 
 def test_a_copy_of_a_module_that_is_wrapped_computes_by_its_class() -> None:

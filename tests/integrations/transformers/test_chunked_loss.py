@@ -335,6 +335,26 @@ def test_a_forward_of_the_last_layers_own_is_left(calls: list[torch.Size]) -> No
     assert not calls
 
 
+@pytest.mark.parametrize("part", ["lm_head", ""])
+def test_a_wrapper_that_was_put_on_later_is_called(calls: list[torch.Size], part: str) -> None:
+    """By the name of what it wraps, as accelerate's hooks have it."""
+    model, plain = make(), make()
+    handle = accelerate(model, loss="chunked")
+    for each in (model, plain):
+        module = each.get_submodule(part)
+        module.forward = functools.wraps(module.forward)(functools.partial(_halved, module.forward))
+    assert_same(step(model), step(plain))
+    assert not calls and handle.loss == [] and handle.left["loss"].endswith("has another forward")
+
+
+def _halved(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    output = forward(*args, **kwargs)
+    if isinstance(output, Tensor):
+        return output / 2
+    assert output.logits is not None
+    return output
+
+
 def test_without_gradients_or_labels_there_are_logits(calls: list[torch.Size]) -> None:
     model = make()
     accelerate(model, loss="chunked")

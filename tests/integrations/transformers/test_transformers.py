@@ -225,9 +225,10 @@ def test_a_step_keeps_no_cache_alive() -> None:
 def test_a_step_that_has_ended_vouches_for_no_layer() -> None:
     """Also where the next step's first layer is asked and then left to its own code."""
     model = make("llama")
-    with accelerate(model):
+    with accelerate(model) as handle:
         generate(model)
-        step = model.model.layers[0].forward._row._steps.current
+        replacement: Any = handle._found.replacements["model.layers.0"]
+        step = replacement._row._steps.current
         assert (step.last, step.loop.call, step.ahead) == (None, None, None)
         assert not (step.kept or step.givens)
 

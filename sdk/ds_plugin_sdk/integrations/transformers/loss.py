@@ -44,6 +44,13 @@ class LossReplacement(Replacement):
         self._signature = inspect.signature(self.forward)
         self._check()
 
+    def is_in(self, forward: object) -> bool:
+        """Also where it was wrapped by its function, as accelerate does for mixed precision."""
+        wrapped = getattr(forward, "__func__", None)
+        while wrapped is not None and wrapped is not self.forward.__func__:
+            wrapped = getattr(wrapped, "__wrapped__", None)
+        return wrapped is not None
+
     def holds(self) -> bool:
         return self._why_not() is None
 

@@ -54,35 +54,29 @@ class Replacement:
 
     def put_on(self) -> None:
         # On the instance: its class stays. copy and pickle ask for the third, nn.DataParallel for the fourth.
-        new = {"forward": self.forward, _REPLACEMENT: self, "__getstate__": self._state}
-        vars(self.module).update(new, _replicate_for_data_parallel=self._replica)
+        vars(self.module).update(
+            {
+                "forward": self.forward,
+                _REPLACEMENT: self,
+                "__getstate__": types.MethodType(_state, self.module),
+                "_replicate_for_data_parallel": types.MethodType(_replica, self.module),
+            }
+        )
         self.is_on = True
 
     def take_off(self) -> None:
         """Give the module its forward back, unless somebody has given it another one since."""
-        self._remove_from(vars(self.module))
+        if vars(self.module).get(_REPLACEMENT) is self:
+            _remove_from(vars(self.module))
         self.is_on = False
 
-    def _remove_from(self, attributes: dict[str, Any]) -> None:
-        for name in ("forward", _REPLACEMENT, "__getstate__", "_replicate_for_data_parallel"):
-            if name in attributes and self._is_own(attributes[name]):
-                del attributes[name]
+    def is_in(self, forward: object) -> bool:
+        """Whether a forward is this one's, and nobody's who has wrapped it."""
+        return forward == self.forward
 
-    def _is_own(self, attribute: object) -> bool:
-        return attribute is self or attribute == self.forward or getattr(attribute, "__self__", None) is self
-
-    def _state(self) -> Any:
-        own = getattr(type(self.module), "__getstate__", vars)  # Python 3.10 has none for all objects
-        state = own(self.module)
-        if isinstance(state, dict):
-            state = {**state}
-            self._remove_from(state)
-        return state
-
-    def _replica(self) -> nn.Module:
-        replica: nn.Module = type(self.module)._replicate_for_data_parallel(self.module)  # type: ignore[no-untyped-call]  # torch gives it no type
-        self._remove_from(vars(replica))
-        return replica
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """Of who copies what a module has, without asking it for its state, the copy has no replacement."""
+        return type(None), ()
 
     def holds(self) -> bool:
         """Whether the module is still what it was found to be."""
@@ -122,6 +116,31 @@ class TrainingReplacement(Replacement):
         raise NotImplementedError
 
 
+def _state(module: nn.Module) -> Any:
+    """For copy and pickle: what the module's class says, as if nothing had been put on."""
+    own = getattr(type(module), "__getstate__", vars)  # Python 3.10 has none for all objects
+    state = own(module)
+    if isinstance(state, dict):
+        state = {**state}
+        _remove_from(state)
+    return state
+
+
+def _replica(module: nn.Module) -> nn.Module:
+    replica: nn.Module = type(module)._replicate_for_data_parallel(module)  # type: ignore[no-untyped-call]  # torch gives it no type
+    _remove_from(vars(replica))
+    return replica
+
+
+def _remove_from(attributes: dict[str, Any]) -> None:
+    """Remove what replacements put on a module."""
+    attributes.pop(_REPLACEMENT, None)
+    for name in ("forward", "__getstate__", "_replicate_for_data_parallel"):
+        if getattr(attributes.get(name), "__func__", None) in _methods:
+            del attributes[name]
+
+
+_methods: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet((_state, _replica))
 _forwards: weakref.WeakValueDictionary[Callable[..., Any], Callable[..., Any]] = weakref.WeakValueDictionary()
 
 
@@ -143,6 +162,7 @@ def _forward_like(own: Callable[..., Any]) -> Callable[..., Any]:
         del forward.__wrapped__  # accelerate takes wrappers off until there is none
         forward.__signature__ = inspect.signature(own)  # type: ignore[attr-defined]  # inspect asks for it
         found = _forwards[own] = forward
+        _methods.add(forward)
     return found
 
 
@@ -161,14 +181,9 @@ def is_own(module: nn.Module, forward: object) -> bool:
 
 
 def is_replaced(module: nn.Module) -> bool:
-    """Whether its forward is one of ours, or a wrapper around the function of one."""
-    forward, replacement = vars(module).get("forward"), vars(module).get(_REPLACEMENT)
-    if replacement is None or not replacement.is_on:
-        return False
-    ours = replacement.forward.__func__
-    while forward is not None and getattr(forward, "__func__", forward) is not ours:
-        forward = getattr(forward, "__wrapped__", None)
-    return forward is not None
+    """Whether its forward is one of ours."""
+    replacement = vars(module).get(_REPLACEMENT)
+    return replacement is not None and replacement.is_on and replacement.is_in(vars(module).get("forward"))
 
 
 __all__ = ["FORWARD_CODE", "Replacement", "TrainingReplacement", "forward_in_place", "is_own", "is_replaced"]
