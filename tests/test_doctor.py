@@ -26,6 +26,7 @@ WELL = Facts(
     versions={"python": "3.11.7", "torch": "2.13.0", "deepspeed": "0.19.8"},
     plugin="zap",
     plugin_why="the best available",
+    autoload_why="",
     deepspeeds_own=False,
     deepspeed_why="",
     kernels={"cache": ["cpu_adam"]},
@@ -102,6 +103,11 @@ def test_a_machine_that_needs_no_plugin_is_no_failure() -> None:
     hosts = {"first": Heard(replace(WELL, plugin="", plugin_why=why, deepspeeds_own=True))}
     (found,) = (each for each in compare(hosts, {"first": 1}) if each.verdict != "ok")
     assert (found.check, found.verdict, found.found) == ("plugin", "warning", f"none: {why}")
+
+
+def test_a_plugin_that_torch_does_not_load_is_told() -> None:
+    changed = {"autoload_why": "TORCH_DEVICE_BACKEND_AUTOLOAD is not 1: torch calls no entry points"}
+    assert bad(findings(changed)) == [("plugin", "warning", ("host-0",))]
 
 
 def test_a_cache_that_cannot_be_written_matters_where_something_is_to_be_built() -> None:

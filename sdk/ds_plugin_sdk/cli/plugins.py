@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from ds_plugin_sdk import integrations, registry
-from ds_plugin_sdk.cli.console import output, print_json, results_alone, table
+from ds_plugin_sdk.cli.console import errors, output, print_json, results_alone, table
 from ds_plugin_sdk.errors import PluginConflictError, SdkError
 from ds_plugin_sdk.integrations.deepspeed.builtin_names import builtin_names
 from ds_plugin_sdk.registry import Candidate, Step
@@ -17,6 +17,8 @@ def list_plugins(
     as_json: bool = typer.Option(False, "--json", help="Print JSON."),
 ) -> None:
     """List the installed plugins, whether their device is here, and which one is chosen."""
+    from ds_plugin_sdk.integrations.deepspeed import autoload  # imports torch
+
     problem: SdkError | None = None
     with results_alone():
         rows = [_row(candidates) for candidates in registry.scan().values()]
@@ -25,10 +27,13 @@ def list_plugins(
         except SdkError as error:
             decision, problem = registry.Decision(), error
     chosen = decision.chosen.name if decision.chosen is not None else None
+    steps = [*decision.steps, *_followers()]
+    unseen = autoload.why_not_called() if chosen is not None else ""
+    if unseen:
+        steps.append(Step("torch", "does not call the SDK", f"{unseen}; {autoload.WHERE_NOT}"))
     if as_json:
-        steps = [vars(step) for step in [*decision.steps, *_followers()]]
         plugins = [dict(zip(("name", "distribution", "state", "priority"), row, strict=True)) for row in rows]
-        print_json({"plugins": plugins, "chosen": chosen, "steps": steps})
+        print_json({"plugins": plugins, "chosen": chosen, "steps": [vars(step) for step in steps]})
     elif not rows:
         output.print("No plugins are installed. DeepSpeed uses its own accelerators.")
     else:
@@ -41,8 +46,10 @@ def list_plugins(
             table(
                 "Why",
                 ("subject", "verdict", "reason"),
-                [(step.subject, step.verdict, step.reason) for step in [*decision.steps, *_followers()]],
+                [(step.subject, step.verdict, step.reason) for step in steps],
             )
+        elif unseen:
+            errors.print(f"warning: DeepSpeed does not see plugins: {unseen}; {autoload.WHERE_NOT}", soft_wrap=True)
     if problem is not None:
         raise problem
 

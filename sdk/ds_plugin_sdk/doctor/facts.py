@@ -17,6 +17,7 @@ from pathlib import Path
 from ds_plugin_sdk import jit, op_builder, registry, report
 from ds_plugin_sdk.accelerator import installed
 from ds_plugin_sdk.errors import SdkError
+from ds_plugin_sdk.integrations.deepspeed import autoload
 from ds_plugin_sdk.integrations.deepspeed.builtin_names import builtin_names
 from ds_plugin_sdk.op_builder import CombinedOpBuilder, LentOpBuilder, OpBuilder, ReferenceOpBuilder
 from ds_plugin_sdk.settings import child_environment, settings
@@ -34,6 +35,7 @@ class Facts:
         versions: of Python and of the packages that matter, ``not installed`` among them.
         plugin: name of the plugin that DeepSpeed would use; empty if none.
         plugin_why: the last step of that choice, or the error.
+        autoload_why: why torch does not call the SDK, so that DeepSpeed finds no plugin by itself; empty if it does.
         deepspeeds_own: whether no plugin is to be used: DeepSpeed has an accelerator of its own for this machine, or
             was told to use it.
         deepspeed_why: why ``import deepspeed`` fails; empty if it does not, or if there is no DeepSpeed, or nothing for
@@ -56,6 +58,7 @@ class Facts:
     versions: dict[str, str]
     plugin: str
     plugin_why: str
+    autoload_why: str
     deepspeeds_own: bool
     deepspeed_why: str
     kernels: dict[str, list[str]]
@@ -91,6 +94,7 @@ def examine(port: int) -> Facts:
         versions=report.versions(),
         plugin=plugin.name if plugin is not None else "",
         plugin_why=why,
+        autoload_why=autoload.why_not_called(),
         deepspeeds_own=decision.is_deepspeeds,
         deepspeed_why=_deepspeed_why() if (plugin or decision.is_deepspeeds) and installed("deepspeed") else "",
         kernels=kernels,

@@ -9,6 +9,7 @@ from typing import Literal
 from ds_plugin_sdk.doctor.facts import Facts
 from ds_plugin_sdk.doctor.hosts import Heard, Silent
 from ds_plugin_sdk.errors import DOCUMENTATION
+from ds_plugin_sdk.integrations.deepspeed import autoload
 
 Verdict = Literal["ok", "warning", "fails"]
 
@@ -114,6 +115,8 @@ def _plugin(facts: Facts, first: Facts) -> _Row:
         return "plugin", "warning", f"none: {facts.plugin_why}", todo
     if not facts.plugin:
         return "plugin", "fails", f"none: {facts.plugin_why}", "`sdk list --explain` there"
+    if facts.autoload_why:
+        return "plugin", "warning", f"{facts.plugin}, unseen by scripts: {facts.autoload_why}", autoload.WHERE_NOT
     return "plugin", "ok", facts.plugin, ""
 
 

@@ -163,7 +163,7 @@ class OpBuilder:
         return path
 
     def _package(self) -> str:
-        """The plugin's own package: the outermost one, but for namespaces, which others may share."""
+        """The plugin's own package: the outermost one with an ``__init__.py``; others may share a namespace."""
         names = [*accumulate(type(self).__module__.split("."), "{}.{}".format)]
         return next((name for name in names if _is_own_package(sys.modules.get(name))), names[0])
 
