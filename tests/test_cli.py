@@ -42,11 +42,22 @@ def test_the_module_is_the_command(module: str) -> None:
     assert done.stdout == f"ds-plugin-sdk {__version__}\n"
 
 
-@pytest.mark.parametrize("error", ["ImportError", "OSError", "RuntimeError"])
-def test_a_torch_that_cannot_be_imported_is_an_error_without_a_traceback(error: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("error", "arguments"),
+    [
+        ("ImportError", ["doctor"]),
+        ("OSError", ["list"]),
+        ("RuntimeError", ["bench", "jit"]),
+        ("ValueError", ["new-plugin", "zap"]),
+    ],
+)
+def test_a_torch_that_cannot_be_imported_is_an_error_without_a_traceback(
+    error: str, arguments: list[str], tmp_path: Path
+) -> None:
     (tmp_path / "torch.py").write_text(f"raise {error}('libcudart.so.13: no such file')\n", encoding="utf-8")
     done = subprocess.run(
-        [sys.executable, "-m", "ds_plugin_sdk", "doctor"],
+        [sys.executable, "-m", "ds_plugin_sdk", *arguments],
+        cwd=tmp_path,
         env=child_environment(PYTHONPATH=f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"),
         capture_output=True,
         text=True,
@@ -169,7 +180,7 @@ def test_list_names_the_plugins_and_the_choice(sdk: Run, install: Install) -> No
 def test_list_says_where_deepspeed_does_not_see_what_is_chosen(
     sdk: Run, arguments: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert "torch" not in sdk("list", *arguments)
+    assert "import ds_plugin_sdk" not in sdk("list", *arguments)
     monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     text = sdk("list", *arguments)
     assert "TORCH_DEVICE_BACKEND_AUTOLOAD is not 1" in text and "import ds_plugin_sdk" in text
