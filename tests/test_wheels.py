@@ -163,6 +163,21 @@ def test_a_generated_plugin_puts_its_ops_into_its_wheel(tmp_path: Path) -> None:
         assert "ds_plugin_zap/prebuilt/ds-plugin-zap/zap_hello/zap_hello.so" in archive.namelist()
 
 
+def test_a_plugin_within_a_namespace_has_its_ops_in_its_own_package(tmp_path: Path) -> None:
+    project = small_project(tmp_path)
+    (project / "acme").mkdir()
+    package = (project / "ds_plugin_zap").rename(project / "acme" / "zap")
+    for file in (project / "pyproject.toml", *package.rglob("*.py")):
+        text = file.read_text(encoding="utf-8").replace('packages = ["ds_plugin_zap"]', 'packages = ["acme"]')
+        text = text.replace("ds_plugin_zap/", "acme/zap/").replace("ds_plugin_zap", "acme.zap")
+        file.write_text(text, encoding="utf-8")
+    done = build(project, tmp_path / "dist", DS_BUILD_OPS="1")
+    assert done.returncode == 0, done.stderr
+    (built,) = (tmp_path / "dist").iterdir()
+    with zipfile.ZipFile(built) as archive:
+        assert "acme/zap/prebuilt/acme-zap/zap_hello/zap_hello.so" in archive.namelist()
+
+
 @pytest.mark.parametrize("ops", ["0", "1"])
 def test_the_folder_of_wheels_keeps_what_is_in_it(ops: str, tmp_path: Path) -> None:
     """Another wheel may be built there at the same time, and any folder is somebody's."""

@@ -51,7 +51,10 @@ class OpsBuildHook(BuildHookInterface[Any]):
         for builder in builders:
             artifact = prebuild.build(builder, Path(self._binaries.name))
             self.app.display_info(f"compiled {builder.name} in {artifact.seconds:.1f} s")
-        build_data["force_include"][self._binaries.name] = f"{package.name}/prebuilt"
+        # A package within a namespace looks for them in its own folder.
+        roots, home = [builder.kernel_root() for builder in builders], Path(self.root, package).resolve().parent
+        carrier = next((root.relative_to(home) for root in roots if root.is_relative_to(home)), Path(package.name))
+        build_data["force_include"][self._binaries.name] = f"{carrier}/prebuilt"
         build_data["pure_python"] = False
         # Most binaries use torch's stable ABI and no Python. One that does not (a pybind11 module, a torch backend) is
         # used where Python and torch are those it was built with, and compiled elsewhere.

@@ -198,6 +198,7 @@ def test_lists_of_headers() -> None:
     text = "adam.o: /src/adam.cpp \\\n /a\\ b/c.h /cost$$s.h \\\n  /no\\#1.h\n"
     assert dependencies(text) == ["/src/adam.cpp", "/a b/c.h", "/cost$s.h", "/no#1.h"]
     assert dependencies("x.o : a.h b.h\n") == ["a.h", "b.h"]
+    assert dependencies("x.o: a.cpp a.h\n\na.h:\n") == ["a.cpp", "a.h"]
     assert dependencies("x.o: ta\\\tb/h.h bs\\\\\\ sp/h.h en\\/h.h") == ["ta\tb/h.h", "bs\\ sp/h.h", "en\\/h.h"]
 
 

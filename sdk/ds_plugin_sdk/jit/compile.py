@@ -354,7 +354,8 @@ def _headers(plan: Plan, work: Path) -> list[Path]:
 
 def dependencies(makefile: str) -> list[str]:
     """The prerequisites in a rule that a compiler wrote with -MD."""
-    _, _, prerequisites = makefile.replace("\\\n", " ").partition(":")
+    rule = makefile.replace("\\\n", " ").partition("\n")[0]  # with -MP there is one for each header, too
+    prerequisites = rule.partition(":")[2]
     words = re.findall(r"(?:\\[ \t#]|\S)+", prerequisites)
     return [_BLANK.sub(_unescaped, word).replace("\\#", "#").replace("$$", "$") for word in words]
 

@@ -51,7 +51,7 @@ class BuildSpec:
         toolchain: name of a registered toolchain.
         kind: ``torch_library`` registers with torch's dispatcher when loaded, on the stable ABI unless the arguments
             hold ``-UTORCH_TARGET_VERSION``; ``python_module`` is a pybind11 module of the op's name.
-        prebuilt_dirs: folders that may hold ``<name>/<name>.so``, built earlier by `build_into`.
+        prebuilt_dirs: folders that may hold ``<owner>/<name>/<name>.so``, built earlier by `build_into`.
         roots: (token, folder) pairs. Paths below a folder are written as ``$token/...`` in keys, so that one cache
             serves several checkouts and virtual environments; headers below it are the op's own.
         portable: to be run on other machines too: nothing is chosen by what this one has.

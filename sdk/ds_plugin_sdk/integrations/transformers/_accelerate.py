@@ -312,7 +312,7 @@ def _find_layers(model: transformers.PreTrainedModel, packer: Packer, found: _Fo
             elif isinstance(module, nn.LayerNorm) or re.search("RMSNorm|LayerNorm", type(module).__name__):
                 found.replacements[name] = NormReplacement(module, norm_of(module))
             elif isinstance(module, GradientCheckpointingLayer):
-                why = "its code is not known as a whole: its linear layers and norms run alone"
+                why = "its code is not known as a whole: its parts run by themselves, as far as they are known"
                 found.left[name] = (name_of(module), why)
             else:
                 _in_training(name, module, found)

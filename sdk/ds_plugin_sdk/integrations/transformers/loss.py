@@ -41,8 +41,8 @@ class LossReplacement(Replacement):
     def __init__(self, model: transformers.PreTrainedModel) -> None:
         super().__init__(model)
         self._model = model
-        self._signature = inspect.signature(self.forward)
         self._check()
+        self._signature = inspect.signature(self.forward)
 
     def is_in(self, forward: object) -> bool:
         """Also where it was wrapped by its function, as accelerate does for mixed precision."""

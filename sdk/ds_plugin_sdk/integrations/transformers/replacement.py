@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ds_plugin_sdk.thread_lock import ThreadLock
+
 # Where a module has its replacement.
 _REPLACEMENT = "_ds_plugin_replacement"
 
@@ -35,8 +37,7 @@ class Replacement:
 
     Attributes:
         forward: what the instance has.
-        is_on: whether it was put on, and not taken off since. Who wrapped it meanwhile may call it later all the same:
-            it is the module's own code then.
+        is_on: whether it was put on, and not taken off since.
     """
 
     is_on = False
@@ -145,29 +146,41 @@ _forwards: weakref.WeakValueDictionary[Callable[..., Any], Callable[..., Any]] =
 
 
 def _forward_like(own: Callable[..., Any]) -> Callable[..., Any]:
-    """A method that runs the module's replacement; of a module that has none, as copies have, it is the class's.
+    """A method that runs the module's replacement. It is the class's for a module that has none, as copies have, and
+    where somebody has wrapped it: what that one does to the module is not known.
 
     All modules of a class have the same function: Dynamo compiles them once, if each is compiled by itself.
     """
-    found = _forwards.get(own)
-    if found is None:
-
-        @functools.wraps(own)
-        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            replacement = module.__dict__.get(_REPLACEMENT)
-            if replacement is None:
-                return type(module).forward(module, *args, **kwargs)
-            return replacement(*args, **kwargs)
-
-        del forward.__wrapped__  # accelerate takes wrappers off until there is none
-        forward.__signature__ = inspect.signature(own)  # type: ignore[attr-defined]  # inspect asks for it
-        found = _forwards[own] = forward
-        _methods.add(forward)
+    with _making:
+        found = _forwards.get(own)
+        if found is None:
+            found = _forwards[own] = _new_forward(own)
+            _methods.add(found)
     return found
 
 
+_making = ThreadLock()
+
+
+def _new_forward(own: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(own)
+    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        replacement = module.__dict__.get(_REPLACEMENT)
+        if replacement is None:
+            return type(module).forward(module, *args, **kwargs)
+        # Dynamo would compile each module for its own forward.
+        if not torch.compiler.is_compiling() and not replacement.is_in(module.__dict__.get("forward")):
+            return type(module).forward(module, *args, **kwargs)
+        return replacement(*args, **kwargs)
+
+    del forward.__wrapped__  # accelerate takes wrappers off until there is none
+    with contextlib.suppress(ValueError):  # of a function in C
+        forward.__signature__ = inspect.signature(own)  # type: ignore[attr-defined]  # inspect asks for it
+    return forward
+
+
 # What is between a module's call and its replacement.
-FORWARD_CODE = next(each for each in _forward_like.__code__.co_consts if isinstance(each, types.CodeType))
+FORWARD_CODE = next(each for each in _new_forward.__code__.co_consts if isinstance(each, types.CodeType))
 
 
 def is_own(module: nn.Module, forward: object) -> bool:
