@@ -222,7 +222,7 @@ def test_a_wheel_with_ops_needs_the_sdk_and_says_so(variable: str, tmp_path: Pat
     done = build(project, tmp_path / "dist", sdk="hidden", **{variable: "true"})
     assert done.returncode != 0
     assert f"{variable}=true asks for compiled ops" in done.stderr
-    assert "pip install 'ds-plugin-sdk[vendor]', then add --no-build-isolation" in done.stderr
+    assert "pip install 'ds-plugin-sdk[vendor]', and pip's --no-build-isolation" in done.stderr
     assert build(project, tmp_path / "dist", "editable", sdk="hidden", **{variable: "true"}).returncode == 0
 
 

@@ -19,7 +19,7 @@ else:
             if wanted and version != "editable":
                 raise RuntimeError(
                     f"{wanted[0]}={os.environ[wanted[0]]} asks for compiled ops, and ds-plugin-sdk is not installed "
-                    "where the wheel is built: pip install 'ds-plugin-sdk[vendor]', then add --no-build-isolation"
+                    "where the wheel is built: pip install 'ds-plugin-sdk[vendor]', and pip's --no-build-isolation"
                 )
 
 

@@ -214,7 +214,7 @@ class OpBuilder:
             ),
             toolchain=self.TOOLCHAIN,
             kind=self.KIND,
-            prebuilt_dirs=(package / "prebuilt", *_prebuilt.values()),
+            prebuilt_dirs=tuple(dict.fromkeys((package / "prebuilt", *_prebuilt.values()))),
             roots=tuple({"kernels": kernels_root(), "plugin": package, "sdk": sdk_root()}.items()),
             portable=portable,
         )
