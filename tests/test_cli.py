@@ -390,7 +390,8 @@ def test_a_cache_that_cannot_be_read_is_not_called_empty(
     assert "kernel-cache is empty" in sdk("cache", "ls")
     (tmp_path / "file").touch()
     monkeypatch.setenv("DS_PLUGIN_CACHE_DIR", str(tmp_path / "file"))
-    assert f"cannot be read: {tmp_path / 'file'} is no folder" in sdk("cache", "ls")
+    text = sdk("cache", "ls")
+    assert f"cannot be read: {tmp_path / 'file'} is no folder" in text and "Builds go to a temporary folder" in text
     monkeypatch.setenv("DS_PLUGIN_CACHE_DIR", str(tmp_path / ("x" * 300)))
     assert "File name too long" in sdk("cache", "ls")
     assert "File name too long" in sdk("doctor", "--port", free_port())

@@ -115,8 +115,9 @@ def test_a_cache_that_cannot_be_written_matters_where_something_is_to_be_built()
     assert bad(findings(exposed)) == []
     (unneeded,) = (finding.found for finding in findings(exposed) if finding.hosts == ("host-0",))
     assert unneeded == "/cache: no build is needed, and none could go there: /cache can be written by everybody"
-    unbuilt = {"kernels": {"compiles": ["cpu_adam"]}, "kernels_why": {"compiles": "never built"}}
-    assert ("cache", "warning", ("host-0",)) in bad(findings(exposed | unbuilt))
+    for origin in ("compiles", "reference"):
+        unbuilt = {"kernels": {origin: ["cpu_adam"]}, "kernels_why": {origin: "never built"}}
+        assert ("cache", "warning", ("host-0",)) in bad(findings(exposed | unbuilt))
 
 
 def test_open_files_must_suffice_for_all_ranks() -> None:

@@ -20,10 +20,17 @@ _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 def ls() -> None:
     """List the compiled kernels."""
     entries = list(store.entries())
-    if not entries:
+    if entries:
+        _list(entries)
+    else:
         why = store.unreadable()
         output.print(f"The cache {store.root()} {f'cannot be read: {why}' if why else 'is empty'}.", soft_wrap=True)
-        return
+    if unusable := store.unusable():
+        output.print(f"Nothing can be built into it: {unusable}.", soft_wrap=True)
+        output.print("Builds go to a temporary folder; DS_PLUGIN_CACHE_DIR names another.")
+
+
+def _list(entries: list[store.Entry]) -> None:
     table(
         f"{store.root()}",
         ("op", "owner", "size", "built", "last used", "folder"),

@@ -143,7 +143,7 @@ def _few(names: list[str]) -> str:
 def _cache(facts: Facts) -> _Row:
     if not facts.cache_why:
         return "cache", "ok", facts.cache, ""
-    if not {"compiles", "failed"} & set(facts.kernels):
+    if not {"compiles", "failed", "reference"} & set(facts.kernels):
         return "cache", "ok", f"{facts.cache}: no build is needed, and none could go there: {facts.cache_why}", ""
     todo = "DS_PLUGIN_CACHE_DIR: a folder of one's own that all hosts see"
     return "cache", "warning", f"{facts.cache}: nothing can be built into it: {facts.cache_why}", todo
