@@ -309,7 +309,7 @@ def _find_layers(model: transformers.PreTrainedModel, packer: Packer, found: _Fo
                 found.replacements[name] = LinearReplacement(module, matrix)
             elif is_experts(module):
                 found.replacements[name] = ExpertsReplacement(module, weights)
-            elif isinstance(module, nn.LayerNorm) or re.search("RMSNorm|LayerNorm", type(module).__name__):
+            elif isinstance(module, nn.LayerNorm) or re.search("RMSNorm|LayerNorm$", type(module).__name__):
                 found.replacements[name] = NormReplacement(module, norm_of(module))
             elif isinstance(module, GradientCheckpointingLayer):
                 why = "its code is not known as a whole: its parts run by themselves, as far as they are known"
