@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import pickle
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +27,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import transformers
 
-from ds_plugin_sdk.integrations.transformers import accelerate
+from ds_plugin_sdk.integrations.transformers import accelerate, replacement
 
 pytestmark = [pytest.mark.compiler, pytest.mark.usefixtures("kernels")]
 
@@ -248,6 +251,32 @@ def test_an_old_handle_takes_nothing_of_a_newer_one() -> None:
         old.remove()
         assert not vars(copy.copy(model.lm_head)).keys() & _PUT_ON
         assert vars(model.lm_head).keys() >= _PUT_ON
+
+
+def test_threads_give_modules_of_a_class_the_same_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two functions one would not be known for ours, and its layers would stay the model's own code."""
+
+    def own(module: nn.Module) -> None:
+        pass
+
+    monkeypatch.setattr(inspect, "signature", _slowly(inspect.signature))
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(replacement._forward_like, (own, own))
+    assert first is second
+
+
+def _slowly(function: Callable[..., Any]) -> Callable[..., Any]:
+    def slow(*args: Any) -> Any:
+        time.sleep(0.05)
+        return function(*args)
+
+    return slow
+
+
+def test_a_forward_without_a_signature_is_no_error() -> None:
+    with pytest.raises(ValueError, match="signature"):
+        inspect.signature(vars)
+    assert replacement._forward_like(vars).__name__ == "vars"
 
 
 def test_copies_of_what_a_module_has_are_of_plain_modules() -> None:

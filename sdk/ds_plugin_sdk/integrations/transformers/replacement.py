@@ -189,7 +189,7 @@ def is_own(module: nn.Module, forward: object) -> bool:
     if not isinstance(forward, types.MethodType) or forward.__self__ is not module:
         return False
     replacement = vars(module).get(_REPLACEMENT)
-    runs_it = replacement is None or isinstance(replacement, TrainingReplacement) or not replacement.is_on
+    runs_it = replacement is None or isinstance(replacement, TrainingReplacement)
     return forward.__func__ is own or (forward.__func__ is _forwards.get(own) and runs_it)
 
 
