@@ -347,6 +347,7 @@ def test_a_manifest_for_a_newer_sdk_is_told_as_one(install: Install) -> None:
             "Probe.available(devices=0)",
             "devices=0), whose number of devices must be a whole one from 1 on; Probe.absent(",
         ),
+        ("Probe.available(devices=True)", "devices=True), whose number of devices must be"),
         ("Probe.available(devices='two')", "devices='two'), whose number of devices must be"),
         ("Probe('avalable', devices=1)", "devices=1), whose state must be one of available, absent, broken"),
     ],

@@ -38,7 +38,8 @@ class Probe:
         """Why this is no answer, or None."""
         if self.state not in STATES:
             return f"whose state must be one of {', '.join(STATES)}"
-        if self.state == "available" and not (isinstance(self.devices, int) and self.devices > 0):
+        counted = isinstance(self.devices, int) and not isinstance(self.devices, bool) and self.devices > 0
+        if self.state == "available" and not counted:
             return "whose number of devices must be a whole one from 1 on; Probe.absent(reason) says that there is none"
         return None
 
