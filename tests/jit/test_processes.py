@@ -197,9 +197,28 @@ def flock(*args):
 fcntl.flock = flock
 """
 
+# SSHFS keeps locks to each host, and has one answer for all that the other side refuses.
+SSHFS = f"""\
+{NO_LOCKS}
+import pathlib
 
+rename = pathlib.Path.rename
+
+
+def refusing(self, target):
+    try:
+        return rename(self, target)
+    except OSError as error:
+        raise OSError(errno.EPERM, "Operation not permitted", str(self), None, str(target)) from error
+
+
+pathlib.Path.rename = refusing
+"""
+
+
+@pytest.mark.parametrize("file_system", [NO_LOCKS, SSHFS], ids=["no locks", "SSHFS"])
 def test_without_locks_two_hosts_race_and_both_win(
-    project: Project, spawn: Spawn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    project: Project, spawn: Spawn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file_system: str
 ) -> None:
     """Each compilation waits until both have begun, so that they do race."""
     count = tmp_path / "compilations"
@@ -211,7 +230,7 @@ def test_without_locks_two_hosts_race_and_both_win(
         exec {shutil.which("c++")} "$@"
         """
     monkeypatch.setenv("CXX", str(script(tmp_path / "racing-c++", body)))
-    said = [finish(process) for process in [spawn(NO_LOCKS), spawn(NO_LOCKS)]]
+    said = [finish(process) for process in [spawn(file_system), spawn(file_system)]]
     assert said == ["compiled 42"] * 2
     assert len(cache.entries()) == 1
     assert cache.verify() == []

@@ -160,8 +160,9 @@ class Store:
         self.make_folder(place.parent)
         try:
             built.rename(place)
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+        except OSError:
+            # Not every file system says ENOTEMPTY or EEXIST of a folder that is there: SSHFS says EPERM.
+            if not (place / entry.KEY_FILE).is_file():
                 raise
         return place
 
