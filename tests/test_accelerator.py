@@ -201,12 +201,32 @@ def test_a_torch_accelerator_must_name_its_device() -> None:
         ),
         ({"op_builders": torch}, "op_builders is <module 'torch'"),
         ({"op_builders": ""}, "op_builders is ''"),
+        ({"exported_envs": "ZAP_"}, "exported_envs is the text 'ZAP_', and each letter of it would be a prefix"),
     ],
 )
 def test_an_accelerator_that_names_nothing_is_not_set(members: dict[str, Any], says: str) -> None:
     zap = type("Zap", (CPU_Accelerator,), members)()
     with pytest.raises(InvalidAcceleratorError, match=re.escape(says)):
         set_accelerator(zap)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("op_builder", "zap.op_builder", "op_builder is no attribute of TorchAccelerator, which has op_builders"),
+        ("comunication_backend", "zapccl", "comunication_backend is no attribute of TorchAccelerator, which has comm"),
+        ("visible_devices_envs", ("ZAP",), "visible_devices_envs is a method, and visible_devices_envs = ('ZAP',) no"),
+        ("device_name", "zap", "device_name is a method, and device_name = 'zap' no function"),
+    ],
+)
+def test_what_a_class_states_by_a_wrong_name_is_an_error(name: str, value: Any, says: str) -> None:
+    with pytest.raises(InvalidAcceleratorError, match=re.escape(f"Zap.{name} would not be read: {says}")):
+        type("Zap", (TorchAccelerator,), {"device_type": "cpu", name: value})
+
+
+def test_a_class_may_have_attributes_of_its_own() -> None:
+    own = {"device_type": "cpu", "streams": 4, "firmware": "2.1", "Stream": None, "_op_builder": "", "opts": {}}
+    assert type("Zap", (TorchAccelerator,), own).device_type == "cpu"
 
 
 def test_a_torch_accelerator_of_an_unknown_device_says_what_to_import() -> None:

@@ -26,6 +26,7 @@ WELL = Facts(
     versions={"python": "3.11.7", "torch": "2.13.0", "deepspeed": "0.19.8"},
     plugin="zap",
     plugin_why="the best available",
+    plugin_hint="",
     autoload_why="",
     deepspeeds_own=False,
     deepspeed_why="",
@@ -292,6 +293,7 @@ def test_a_plugin_without_its_accelerator_is_not_well(sdk: Callable[..., str], i
     assert found["plugin"]["verdict"] == "fails"
     why = "none: 'zap': a plugin's accelerator cannot be loaded: nowhere:Missing of ds-plugin-zap 1.0: ModuleNotFound"
     assert found["plugin"]["found"].startswith(why)
+    assert found["plugin"]["next"].startswith("pip install --force-reinstall ds-plugin-zap; ")
     assert found["cache"]["verdict"] == "ok"
 
 

@@ -17,8 +17,10 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import difflib
 import functools
 import importlib.util
+import inspect
 import math
 import types
 from collections.abc import Callable, Sequence
@@ -58,6 +60,10 @@ class DeepSpeedAccelerator(abc.ABC):
 
     # False: pinning by torch does nothing here, and DeepSpeed need not count it.
     _torch_pins_host_memory: ClassVar[bool] = True
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        _check_attributes(cls)
 
     def __init__(self) -> None:
         # DeepSpeed reads these directly: the device type, and a string it may replace.
@@ -532,3 +538,20 @@ def installed(module: str) -> bool:
         return importlib.util.find_spec(module) is not None
     except (ImportError, ValueError):
         return False
+
+
+def _check_attributes(cls: type) -> None:
+    """Raise where a class states by a wrong name what it means to state: nothing would ever read it."""
+    base = cls.__mro__[1]
+    read = {name for parent in cls.__mro__[1:] for name in vars(parent).get("__annotations__", ()) if name[0] != "_"}
+    for name, value in vars(cls).items():
+        if name.startswith("_") or name in read or callable(value) or hasattr(value, "__get__"):
+            continue
+        if inspect.isfunction(getattr(base, name, None)):
+            why, hint = f"{name} is a method, and {name} = {value!r} no function", f"write def {name}(self, ...)"
+        elif near := difflib.get_close_matches(name, read, n=1, cutoff=0.9):
+            why = f"{name} is no attribute of {base.__name__}, which has {near[0]}"
+            hint = f"write {near[0]}, or begin a name of your own with an underscore"
+        else:
+            continue
+        raise InvalidAcceleratorError(f"{cls.__name__}.{name} would not be read", why=why, hint=hint)

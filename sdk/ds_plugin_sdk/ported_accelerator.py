@@ -47,7 +47,8 @@ def port(accelerator: Any) -> DeepSpeedAccelerator:
     DeepSpeed's ``NotImplementedBuilder`` or a builder that cannot be made here.
 
     Raises:
-        InvalidAcceleratorError: it is no accelerator, or names neither its device nor, if it has any, its op builders.
+        InvalidAcceleratorError: it is no accelerator, or names neither its device nor, if it has any, its op builders,
+            or has a text where a tuple of names is meant.
     """
     if isinstance(accelerator, DeepSpeedAccelerator):
         _check(accelerator)
@@ -76,6 +77,14 @@ def port(accelerator: Any) -> DeepSpeedAccelerator:
 def _check(accelerator: DeepSpeedAccelerator) -> None:
     """Raise where a name in it is none: DeepSpeed would fail at it later, and name nobody."""
     _check_name(accelerator)
+    exported: object = accelerator.exported_envs
+    if isinstance(exported, str):
+        raise InvalidAcceleratorError(
+            f"{type(accelerator).__name__} does not say which variables other nodes get",
+            plugin=accelerator._name,
+            why=f"exported_envs is the text {exported!r}, and each letter of it would be a prefix",
+            hint=f"write a tuple: ({exported!r},)",
+        )
     package: object = accelerator.op_builders
     if package is not None and not (isinstance(package, str) and package):
         raise InvalidAcceleratorError(

@@ -35,6 +35,7 @@ class Facts:
         versions: of Python and of the packages that matter, ``not installed`` among them.
         plugin: name of the plugin that DeepSpeed would use; empty if none.
         plugin_why: the last step of that choice, or the error.
+        plugin_hint: what the error says is to be done; empty if there is none.
         autoload_why: why torch does not call the SDK, so that DeepSpeed finds no plugin by itself; empty if it does.
         deepspeeds_own: whether no plugin is to be used: DeepSpeed has an accelerator of its own for this machine, or
             was told to use it.
@@ -58,6 +59,7 @@ class Facts:
     versions: dict[str, str]
     plugin: str
     plugin_why: str
+    plugin_hint: str
     autoload_why: str
     deepspeeds_own: bool
     deepspeed_why: str
@@ -80,11 +82,13 @@ def examine(port: int) -> Facts:
     """This machine's facts; `port` is where the ranks of the run are to meet."""
     began = time.time()
     decision, why = _chosen()
+    hint = ""
     plugin = decision.chosen
     try:
         native = list(_native(plugin)) if plugin is not None else []
     except SdkError as error:  # it was chosen by its manifest alone
-        plugin, native, why = None, [], f"'{error.plugin}': {error.what}: {error.why}"
+        plugin, native = None, []
+        why, hint = f"'{error.plugin}': {error.what}: {error.why}", error.hint
     kernels: dict[str, list[str]] = {}
     reasons: dict[str, str] = {}
     for status in native:
@@ -94,6 +98,7 @@ def examine(port: int) -> Facts:
         versions=report.versions(),
         plugin=plugin.name if plugin is not None else "",
         plugin_why=why,
+        plugin_hint=hint,
         autoload_why=autoload.why_not_called(),
         deepspeeds_own=decision.is_deepspeeds,
         deepspeed_why=_deepspeed_why() if (plugin or decision.is_deepspeeds) and installed("deepspeed") else "",

@@ -114,7 +114,7 @@ def _plugin(facts: Facts, first: Facts) -> _Row:
         todo = "no plugin is needed: DeepSpeed uses an accelerator of its own; `sdk list --explain` says why"
         return "plugin", "warning", f"none: {facts.plugin_why}", todo
     if not facts.plugin:
-        return "plugin", "fails", f"none: {facts.plugin_why}", "`sdk list --explain` there"
+        return "plugin", "fails", f"none: {facts.plugin_why}", facts.plugin_hint or "`sdk list --explain` there"
     if facts.autoload_why:
         return "plugin", "warning", f"{facts.plugin}, unseen by scripts: {facts.autoload_why}", autoload.WHERE_NOT
     return "plugin", "ok", facts.plugin, ""

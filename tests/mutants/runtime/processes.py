@@ -32,6 +32,7 @@ member("processes.text", "R11.1", "A rank's `current_device()` is a text.", curr
 member("processes.not_hidden", "R11.2", "`set_visible_devices_envs` does nothing.", set_visible_devices_envs=nothing)
 member("processes.all_counted", "R11.3", "Hidden devices are counted.", target=SIMULATED, device_count=always(2))
 member("processes.all_exported", "R11.4", "`export_envs()` has an empty prefix.", export_envs=always([""]))
+member("processes.letters_exported", "R11.4", "`export_envs()` has letters.", export_envs=always(["Z", "A", "P"]))
 
 
 def _pins_nothing() -> None:
