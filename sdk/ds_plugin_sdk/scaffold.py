@@ -119,7 +119,8 @@ def _check(project: Project) -> None:
     if not _NAME.fullmatch(name) or len(name) > _LONGEST or keyword.iskeyword(name) or name.endswith("_"):
         raise ScaffoldError(
             f"{name!r} cannot be a plugin's name",
-            why=f"a name is a lower-case Python identifier of at most {_LONGEST} letters, digits and underscores",
+            why=f"a name is a lower-case Python identifier of at most {_LONGEST} letters, digits and underscores, no "
+            "keyword, and does not end in an underscore",
             hint="for example: sdk new-plugin zap",
         )
     if name in _TAKEN:

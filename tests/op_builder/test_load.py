@@ -331,3 +331,58 @@ def test_an_sdk_in_an_archive_has_no_sources_to_compile_and_says_so(tmp_path: Pa
     assert status == 0, output
     assert "'reference'" in output and "True" in output
     assert f"the SDK's kernel sources cannot be found: '{archive}/ds_plugin_sdk' is no folder" in output
+
+
+REGISTERS_NOTHING = """
+import torch
+from ds_plugin_sdk import op_builder
+from ds_plugin_sdk.ops.lion import lion_
+
+op_builder.use_package("cpu", "zap_raises")
+w = torch.ones(4)
+for _ in range(2):
+    try:
+        lion_([w], [torch.ones(4)], [torch.zeros(4)], lr=0.5)
+        print(w.tolist())
+    except Exception as error:
+        print(type(error).__name__)
+"""
+
+
+def test_a_library_that_registers_no_kernel_is_not_taken_for_native(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the macro's line is forgotten, or names another device's dispatch key."""
+    package = tmp_path / "zap_raises"
+    package.mkdir()
+    (package / "lion.cpp").write_text("void nothing() {}\n", encoding="utf-8")
+    (package / "__init__.py").write_text(RAISES.format(method=""), encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    status, text = run(REGISTERS_NOTHING)
+    assert status == 0, text
+    assert "[0.5, 0.5, 0.5, 0.5]\n[0.0, 0.0, 0.0, 0.0]\n" in text
+    says = (
+        "op 'lion' falls back to its reference implementation in plain torch, which is slower: a library registers no"
+    )
+    assert text.count(says) == 1
+    assert "no kernel for device 'cpu' (plugin 'zap-raises', op 'fused_lion'): " in text
+    assert 'DS_KERNELS_IMPL(CPU, m) { m.impl("<op>", ...); }' in text
+    assert run(REGISTERS_NOTHING, DS_PLUGIN_FALLBACK="0") == (0, "ArtifactError\nArtifactError\n")
+
+
+@pytest.mark.parametrize(
+    ("method", "says"),
+    [
+        ("KIND = 'pybind'", "ValueError: kind 'pybind' of op 'lion' must be torch_library or python_module"),
+        ("def sources(self): return []", "an op's builder lists no sources (plugin 'zap-raises', op 'fused_lion'): "),
+    ],
+)
+def test_what_cannot_be_built_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, says: str) -> None:
+    package = tmp_path / "zap_raises"
+    package.mkdir()
+    (package / "lion.cpp").write_text("void nothing() {}\n", encoding="utf-8")
+    (package / "__init__.py").write_text(RAISES.format(method=method), encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    status, text = run("from zap_raises import FusedLionBuilder; FusedLionBuilder().load()")
+    assert status == 0, text
+    assert says in text

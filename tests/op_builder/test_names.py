@@ -32,6 +32,15 @@ class NormBuilder(Fine):
 
 class FusedLambBuilder(Fine):
     NAME = "fused_adam"
+
+class SoftmaxBuilder(Fine):
+    pass
+
+class RotaryOpBuilder(Fine):
+    NAME = "rotary"
+
+class LionBuilder(Fine):  # beside FusedLionBuilder
+    NAME = "fused_lion"
 """
 
 
@@ -39,10 +48,33 @@ def test_a_wrong_name_is_warned_of_with_the_right_ones(install: Install) -> None
     package = install_broken(install, more=WRONG)
     with pytest.warns(RuntimeWarning) as caught:
         op_builder.find("FusedAdamBuilder", package, "cpu")
-    lamb, norm = sorted(str(warning.message) for warning in caught)
+    lamb, norm, rotary, softmax = sorted(str(warning.message) for warning in caught)
     assert f"{package}.FusedLambBuilder: NAME is 'fused_adam', and the op of FusedLambBuilder is 'fused_lamb'" in lamb
     assert f"{package}.NormBuilder: NAME is 'norms', which is no op's, so its kernels are never used; ops are" in norm
+    assert "NAME is 'rotary', and DeepSpeed asks for that op by the class name RotaryBuilder" in rotary
+    assert "SoftmaxBuilder: it has no NAME, so it is taken for a base class; the op's is 'softmax'" in softmax
+    problems = op_builder.problems_in(package)
+    assert [name for name in sorted(problems) if problems[name]] == [
+        "FusedLambBuilder",
+        "NormBuilder",
+        "RotaryOpBuilder",
+        "SoftmaxBuilder",
+    ]
+    assert problems["FusedLionBuilder"] is None
+    assert "Fine" not in problems
     assert all(name in norm for name in ("norm,", "softmax", "fused_adam"))
+
+
+def test_a_module_that_cannot_be_imported_is_no_conformance(install: Install) -> None:
+    package = install_broken(install)
+    folder = Path(str(importlib.import_module(package).__file__)).parent
+    (folder / "softmax.py").write_text("import zap_compiler\n", encoding="utf-8")
+    target = Target("zap", importlib.import_module(package.replace("builders", "accelerator")).ZAP_Accelerator())
+    with pytest.warns(RuntimeWarning, match=f"the builders in {package}.softmax are skipped"):
+        cases = list(every_op._own_builders(target))
+    assert {"builder": f"{package}.softmax"} in cases
+    with pytest.raises(NonconformanceError, match="softmax: ModuleNotFoundError: No module named 'zap_compiler'"):
+        every_op.builder_name(target, f"{package}.softmax")
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 Kind = Literal["torch_library", "python_module"]
 Origin = Literal["prebuilt", "cache", "compiled"]
@@ -78,6 +78,8 @@ class BuildSpec:
             raise ValueError(f"op name {self.name!r} must match [a-z0-9_]+")
         if not _OWNER.fullmatch(self.owner):
             raise ValueError(f"owner {self.owner!r} of op '{self.name}' must match {_OWNER.pattern}")
+        if self.kind not in get_args(Kind):
+            raise ValueError(f"kind {self.kind!r} of op '{self.name}' must be {' or '.join(get_args(Kind))}")
         if self.kind == "python_module" and not self.name.isidentifier():
             raise ValueError(f"op name {self.name!r} cannot be a Python module's name")
         stems = [source.stem for source in self.sources]

@@ -32,7 +32,7 @@ from ds_plugin_sdk.op_builder.lookup import (
     is_base,
     is_native,
     load_family,
-    name_problem,
+    problems_in,
     use_package,
 )
 
@@ -59,6 +59,6 @@ __all__ = [
     "is_native",
     "load_family",
     "made",
-    "name_problem",
+    "problems_in",
     "use_package",
 ]

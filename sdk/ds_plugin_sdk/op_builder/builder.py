@@ -32,7 +32,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ds_plugin_sdk import provenance
-from ds_plugin_sdk.errors import BuildError, OpNotImplementedError, SdkError, SettingError
+from ds_plugin_sdk.errors import ArtifactError, BuildError, OpNotImplementedError, SdkError, SettingError
 from ds_plugin_sdk.op_builder import op_table
 from ds_plugin_sdk.paths import folder_of, kernels_root, sdk_root
 from ds_plugin_sdk.settings import settings
@@ -201,10 +201,19 @@ class OpBuilder:
         from ds_plugin_sdk.jit import BuildSpec
 
         package = self.kernel_root()
+        sources = self.compile_units(portable)
+        if not sources:
+            raise BuildError(
+                "an op's builder lists no sources",
+                plugin=self.owner(),
+                op=self.name,
+                why=f"sources() of {type(self).__module__}.{type(self).__name__} is empty, in the package at {package}",
+                hint="where the files are not there: name them as package data, which setuptools leaves out otherwise",
+            )
         return BuildSpec(
             name=self.library(),
             owner=self.owner(),
-            sources=self.compile_units(portable),
+            sources=sources,
             include_dirs=(*map(Path, self._listed("include_paths")), kernels_root() / "include"),
             cxx_args=tuple(self._listed("cxx_args")),
             nvcc_args=tuple(self._listed("nvcc_args")),
@@ -300,6 +309,30 @@ class OpBuilder:
 
     def _use_library(self, library: Library) -> None:
         """Take from the loaded library what it has beside torch ops. Each builder class of the library is asked."""
+
+    def has_no_kernel_for(self, device_type: str) -> None:
+        """Say that the library, if it was loaded, has none, so that the reference implementation runs.
+
+        Raises:
+            ArtifactError: `DS_PLUGIN_FALLBACK=0` forbids that.
+        """
+        import torch
+
+        _, outcome = _libraries.get((self.owner(), self.library()), (self, None))
+        if isinstance(outcome, BuildError) or (op := op_table.by_name(self.NAME)) is None or op.torch:
+            return
+        key = str(torch._C._dispatch_key_for_device(device_type))
+        error = ArtifactError(
+            f"a library registers no kernel for device '{device_type}'",
+            plugin=self.owner(),
+            op=self.name,
+            why=f"{type(self).__name__} loads a Python module" if outcome is None else str(outcome[0].path),
+            hint=f'register them: DS_KERNELS_IMPL({key}, m) {{ m.impl("<op>", ...); }}',
+        )
+        if not settings.fallback:
+            raise error
+        _warn_of_reference(self.library(), error)
+        self._record("reference", str(error))
 
     def _record(self, origin: provenance.Origin, detail: str, seconds: float = 0.0) -> None:
         provenance.record(

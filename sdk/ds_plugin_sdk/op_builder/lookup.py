@@ -8,7 +8,7 @@ import functools
 import importlib
 import pkgutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from types import ModuleType
 from typing import Any, cast
 
@@ -28,6 +28,7 @@ from ds_plugin_sdk.op_builder.op_table import Op
 CPU_BUILDERS = "ds_plugin_sdk.op_builder.cpu"
 
 _packages: dict[str, str | None] = {}
+_skipped: dict[str, str] = {}  # modules of builders that could not be imported, and why
 
 BuilderSource = Callable[[str, str], "type[Any] | None"]
 _sources: list[BuilderSource] = []
@@ -98,7 +99,12 @@ def load_family(family: str, device_type: str) -> None:
     Raises:
         BuildError: the builder cannot be made, or `DS_PLUGIN_FALLBACK=0` and there are no native kernels.
     """
-    made(_builder_of(family, _packages.get(device_type), device_type)).load(verbose=False)
+    from ds_plugin_sdk.ops import _first_call  # imports torch
+
+    builder = made(_builder_of(family, _packages.get(device_type), device_type))
+    builder.load(verbose=False)
+    if is_native(type(builder)) and _first_call.kernels_of(family, device_type) is False:
+        builder.has_no_kernel_for(device_type)
 
 
 def has_native_family(family: str, device_type: str) -> bool:
@@ -106,17 +112,25 @@ def has_native_family(family: str, device_type: str) -> bool:
     return is_native(_builder_of(family, _packages.get(device_type), device_type))
 
 
-def name_problem(builder: type[Any]) -> str | None:
-    """Why nobody will find a builder's kernels, or None: its ``NAME`` is no op's, or another op's than the class's."""
+def _name_problem(builder: type[Any], beside: Container[str]) -> str | None:
+    """Why nobody will find a builder's kernels, or None: its ``NAME`` is no op's, or another op's than the class's; or
+    the class has an op's name without one, or no op's with one, and none of the classes `beside` it has.
+    """
     if getattr(builder, "KIND", "python_module") != "torch_library" or builder.__module__.startswith("ds_plugin_sdk."):
         return None
     asked = op_table.by_builder(builder.__name__)
-    if op_table.by_name(builder.NAME) is None:
+    is_ops = op_table.by_name(asked.name) is not None
+    if not builder.NAME:
+        return f"it has no NAME, so it is taken for a base class; the op's is {asked.name!r}" if is_ops else None
+    named = op_table.by_name(builder.NAME)
+    if named is None:
         known = ", ".join(sorted(op.name for op in op_table.OPS if op.families))
         return f"NAME is {builder.NAME!r}, which is no op's, so its kernels are never used; ops are {known}"
-    if op_table.by_name(asked.name) is not None and asked.name != builder.NAME:
+    if asked.name == builder.NAME or (not is_ops and named.builder in beside):
+        return None
+    if is_ops:
         return f"NAME is {builder.NAME!r}, and the op of {builder.__name__} is {asked.name!r}"
-    return None
+    return f"NAME is {builder.NAME!r}, and DeepSpeed asks for that op by the class name {named.builder}"
 
 
 def is_base(class_name: str, package: str | None) -> bool:
@@ -143,6 +157,16 @@ def _builder_of(family: str, package: str | None, device_type: str) -> type[Any]
     return _ours(ops[0], package, device_type) or _derived(NotImplementedBuilder, ops[0])
 
 
+def problems_in(package: str) -> dict[str, str | None]:
+    """What is wrong with the names of the builder classes of a package, by class, or None; and why modules of it cannot
+    be imported, by module.
+    """
+    classes = _classes_in(package)
+    problems = {name: _name_problem(cls, classes) for name, cls in classes.items()}
+    named = {name: problem for name, problem in problems.items() if problem or classes[name].NAME}
+    return named | {name: why for name, why in _skipped.items() if f"{name}.".startswith(f"{package}.")}
+
+
 def builders_in(package: str) -> dict[str, type[Any]]:
     """The builder classes of ops that the modules of a package define, by name."""
     return {name: cls for name, cls in _classes_in(package).items() if cls.NAME}
@@ -153,7 +177,7 @@ def _classes_in(package: str) -> dict[str, type[Any]]:
     """The builder classes in the modules of a package, with those that they derive from. A wrong name is warned of."""
     classes = _found_in(package)
     for cls in classes.values():
-        problem = name_problem(cls) if cls.NAME else None
+        problem = _name_problem(cls, classes)
         if problem is not None:
             text = f"ds-plugin-sdk: builder {cls.__module__}.{cls.__name__}: {problem}"
             warnings.warn(text, RuntimeWarning, stacklevel=2)
@@ -174,9 +198,10 @@ def _modules_of(package: str) -> Iterator[ModuleType]:
     try:
         module = importlib.import_module(package)
     except Exception as error:
+        _skipped[package] = f"{type(error).__name__}: {error}"
         warnings.warn(
             f"ds-plugin-sdk: the builders in {package} are skipped (plugin '{package.partition('.')[0]}'): "
-            f"{type(error).__name__}: {error}",
+            f"{_skipped[package]}",
             RuntimeWarning,
             stacklevel=2,
         )

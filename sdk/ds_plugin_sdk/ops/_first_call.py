@@ -21,6 +21,8 @@ from ds_plugin_sdk.thread_lock import ThreadLock
 _REGISTRY = "ds_plugin_sdk.registry"
 _FAMILIES = "ds_plugin_sdk.ops."
 
+# The ops of a family that a device may have kernels of.
+_ops: defaultdict[str, list[str]] = defaultdict(list)
 # The device types whose kernels were asked for, by family.
 _asked: defaultdict[str, set[str]] = defaultdict(set)
 _loading: set[tuple[str, str]] = set()
@@ -45,6 +47,7 @@ def loading(op: str, family: str, reference: Callable[..., Any]) -> Callable[...
         A function of the op's arguments. It raises `BuildError` where ``DS_PLUGIN_FALLBACK=0`` forbids the reference.
     """
     asked = _asked[family]
+    _ops[family].append(op)
     namespace, _, name = op.partition("::")
 
     def run(*args: Any) -> Any:
@@ -55,6 +58,13 @@ def loading(op: str, family: str, reference: Callable[..., Any]) -> Callable[...
             return getattr(getattr(torch.ops, namespace), name).default(*args)
 
     return run
+
+
+def kernels_of(family: str, device_type: str) -> bool | None:
+    """Whether any op of a family has a kernel for a device in this process; None for a family without ops."""
+    key = torch._C._dispatch_key_for_device(device_type)
+    ops = _ops[family]
+    return any(torch._C._dispatch_has_kernel_for_dispatch_key(op, key) for op in ops) if ops else None
 
 
 def ask_again(device_type: str) -> None:
@@ -79,4 +89,4 @@ def load(family: str, device_type: str) -> bool:
     return True
 
 
-__all__ = ["ask_again", "family_of", "load", "loading"]
+__all__ = ["ask_again", "family_of", "kernels_of", "load", "loading"]

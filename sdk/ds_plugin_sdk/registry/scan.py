@@ -50,12 +50,14 @@ class Candidate:
         """`manifest`, imported and checked now."""
         plugin = self._import()
         if not isinstance(plugin, Plugin) or plugin.name != self.name:
-            found = f"a Plugin named '{plugin.name}'" if isinstance(plugin, Plugin) else repr(plugin)
+            found, hint = repr(plugin), f'write {self.name} = "{self.entry_point.module}:plugin", and there plugin = '
+            if isinstance(plugin, Plugin):
+                found, hint = f"a Plugin named '{plugin.name}'", "give the entry point and the Plugin one name: "
             raise PluginLoadError(
                 "a plugin's entry point does not give its manifest",
                 plugin=self.name,
                 why=f"{self.entry_point.value} of {self} is {found}",
-                hint=f"make it ds_plugin_sdk.Plugin(name={self.name!r}, ...)",
+                hint=f"{hint}ds_plugin_sdk.Plugin(name={self.name!r}, ...)",
             )
         problem = plugin.problem()
         if problem is not None:

@@ -412,19 +412,19 @@ def native(target: Target, builder: str, op: str) -> None:
 
 def _own_builders(target: Target) -> Iterator[Parameters]:
     package = getattr(target.accelerator, "op_builders", None)
-    return ({"builder": name} for name in sorted(op_builder.builders_in(package) if package else ()))
+    return ({"builder": name} for name in sorted(op_builder.problems_in(package) if package else ()))
 
 
 @check(
     "ops.builder_name",
     Clause(
         "O6.2",
-        "The `NAME` of a builder of kernels, in the package that `op_builders` names, is an op's; that of a pybind11 "
-        "module is free.",
+        "The modules of the package that `op_builders` names can be imported, and a builder of kernels in it has the "
+        "class name and the `NAME` of an op; those of a pybind11 module are free.",
         reason="Kernels are found by the op's name; under another one they are never loaded.",
     ),
     cases=_own_builders,
 )
 def builder_name(target: Target, builder: str) -> None:
-    problem = op_builder.name_problem(op_builder.builders_in(target.accelerator.op_builders)[builder])
+    problem = op_builder.problems_in(target.accelerator.op_builders)[builder]
     expect(problem is None, f"{builder}: {problem}", hint=f"{DOCUMENTATION}/writing-a-plugin.md has the table of names")

@@ -1,0 +1,124 @@
+"""transformers' own tests of its models, with every model accelerated; what fails then runs again with plain models.
+
+    git clone --depth 1 --branch v5.24.0 https://github.com/huggingface/transformers
+    pip install datasets parameterized pytest-timeout pytest-xdist
+    python tools/transformers_tests.py transformers [--weights int8] llama qwen3 ...
+
+The sources are those of the clone. Families without a name: all. Exit status 1: a test passes with plain models alone.
+This file is also the plugin of pytest that accelerates what tests make, as soon as they say ``eval()`` or ``to(...)``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+WEIGHTS = "TRANSFORMERS_TESTS_WEIGHTS"  # "plain", or the argument `weights` of `accelerate`; empty: their own dtype
+RESULTS = "TRANSFORMERS_TESTS_RESULTS"
+# Those of processes of their own, which this plugin does not reach, and those for what a CPU has not.
+LEFT_OUT = "not fsdp and not tensor_parallel and not tp_ and not flash_attn"
+SECONDS = 300
+
+Ends = dict[str, str]
+
+
+# ---------------------------------------------------------------------- in pytest
+def pytest_configure() -> None:
+    if os.environ[WEIGHTS] == "plain":
+        return
+    import torch
+    from transformers import PreTrainedModel
+
+    from ds_plugin_sdk.integrations.transformers import accelerate
+
+    seen: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def with_ours(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def accelerated(*args: Any, **kwargs: Any) -> Any:
+            given = method(*args, **kwargs)
+            model = given[0] if isinstance(given, tuple) else given
+            if isinstance(model, PreTrainedModel) and model not in seen and not _is_empty(model):
+                seen.add(model)
+                accelerate(model, os.environ[WEIGHTS] or None)  # type: ignore[arg-type]  # an error says what it takes
+            return given
+
+        return accelerated
+
+    torch.nn.Module.eval = with_ours(torch.nn.Module.eval)  # type: ignore[method-assign]  # for the tests' models
+    PreTrainedModel.to = with_ours(PreTrainedModel.to)
+    PreTrainedModel.from_pretrained = classmethod(with_ours(PreTrainedModel.from_pretrained.__func__))
+
+
+def _is_empty(model: Any) -> bool:
+    return any(parameter.is_meta for parameter in model.parameters())
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Note how a test ended. Workers of xdist hand their reports to the process that began them."""
+    ended = report.when == "call" or report.outcome != "passed"
+    if ended and type(report) is pytest.TestReport and "PYTEST_XDIST_WORKER" not in os.environ:
+        with Path(os.environ[RESULTS]).open("a", encoding="utf-8") as file:
+            print(json.dumps([report.nodeid, report.outcome]), file=file)
+
+
+# ---------------------------------------------------------------------- around pytest
+def run(checkout: Path, what: Sequence[str], weights: str, jobs: int) -> Ends:
+    """How each test ends: passed, failed or skipped."""
+    with tempfile.TemporaryDirectory() as folder:
+        results, asked = Path(folder, "results"), Path(folder, "asked")
+        results.touch()
+        asked.write_text("\n".join(what), encoding="utf-8")
+        path = os.pathsep.join([str(Path(__file__).parent), str(checkout / "src"), os.environ.get("PYTHONPATH", "")])
+        settings = {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", WEIGHTS: weights, RESULTS: str(results)}
+        options = ["-q", "-p", "no:cacheprovider", "--timeout", str(SECONDS), "-n", str(jobs), "-k", LEFT_OUT]
+        command = [sys.executable, "-m", "pytest", "-p", Path(__file__).stem, *options, f"@{asked}"]
+        subprocess.run(command, cwd=checkout, env={**os.environ, **settings}, stdout=sys.stderr, check=False)
+        ends: Ends = {}
+        for line in results.read_text(encoding="utf-8").splitlines():
+            name, end = json.loads(line)
+            if ends.get(name) != "failed":
+                ends[name] = end
+        return ends
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkout", type=lambda text: Path(text).resolve())
+    parser.add_argument("families", nargs="*")
+    parser.add_argument("--weights", default="", choices=["int8", "int4"])
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
+    args = parser.parse_args()
+    folder = args.checkout / "tests" / "models"
+    files = [file for name in args.families or ["*"] for file in sorted(folder.glob(f"{name}/test_modeling_*.py"))]
+    if not files:
+        parser.error(f"{folder} has no tests of {', '.join(args.families)}")
+    ends = run(args.checkout, [str(file.relative_to(args.checkout)) for file in files], args.weights, args.jobs)
+    failed = [name for name, end in ends.items() if end == "failed"]
+    plain = run(args.checkout, failed, "plain", args.jobs) if failed else {}
+    different = [name for name in failed if plain.get(name) != "failed"]
+    counted: dict[str, Counter[str]] = defaultdict(Counter)
+    for name, end in ends.items():
+        alike = end == "failed" and name not in different
+        counted[Path(name.partition("::")[0]).parent.name]["fails plain too" if alike else end] += 1
+    for family, counts in sorted(counted.items()):
+        print(family, ", ".join(f"{number} {end}" for end, number in sorted(counts.items())))
+    print("total", ", ".join(f"{number} {end}" for end, number in sorted(sum(counted.values(), Counter()).items())))
+    print("\n".join(["passes with plain models alone:", *different]) if different else "none fails for the ops")
+    raise SystemExit(bool(different))
+
+
+if __name__ == "__main__":
+    main()
