@@ -91,6 +91,23 @@ def test_a_cache_that_somebody_patched_for_all_is_asked(kind: Any, monkeypatch: 
     torch.testing.assert_close(ours, prompt_and_step(model, transformers.DynamicCache()), rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_a_patch_for_all_counts_for_caches_that_are_filled(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    models = make(name), make(name)
+    accelerate(models[1])
+    pairs = [(model, transformers.DynamicCache()) for model in models]
+    update = cache_utils.DynamicLayer.update
+    prompt, step = tokens(2, 9), tokens(2, 1)
+    with torch.no_grad():
+        for model, cache in pairs:
+            model(prompt, past_key_values=cache)
+        monkeypatch.setattr(
+            cache_utils.DynamicLayer, "update", lambda self, k, v, *args, **kw: update(self, k / 2, v / 2, *args, **kw)
+        )
+        expected, ours = (model(step, past_key_values=cache).logits for model, cache in pairs)
+    torch.testing.assert_close(ours, expected, rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.skipif(not hasattr(cache_utils, "Fp8QuantizedLayer"), reason="transformers' older ones need quanto or hqq")
 @pytest.mark.parametrize("name", ["gpt2", "llama", "opt"])
 def test_a_quantized_cache(name: str) -> None:

@@ -179,7 +179,8 @@ class GrowingLayer(_Appending):
         )
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        if not self._appends_in_place(keys=key_states, values=value_states):
+        # A patch of transformers' layers may come when this one is already filled.
+        if not (_layers_update_as_written() and self._appends_in_place(keys=key_states, values=value_states)):
             appended: tuple[Tensor, Tensor] = super().update(key_states, value_states, *args, **kwargs)
             return appended
         if not self.is_initialized:
@@ -442,8 +443,12 @@ def _exchanged(layer: Any, kind: type[AppendingLayer]) -> Any:
 
 def _is_updated_as_written(cache: Cache) -> bool:
     """Whether `update` is transformers' own: a subclass's, or a patch, may give other keys than it is given."""
-    updates = tuple(kind.update for kind in (Cache, *_EXCHANGED))
-    return getattr(cache.update, "__func__", None) is _UPDATES[0] and updates == _UPDATES
+    own = Cache.update is _UPDATES[0] and getattr(cache.update, "__func__", None) is _UPDATES[0]
+    return own and _layers_update_as_written()
+
+
+def _layers_update_as_written() -> bool:
+    return tuple(kind.update for kind in _EXCHANGED) == _UPDATES[1:]
 
 
 def _as_written(kind: type) -> Any:
