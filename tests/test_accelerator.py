@@ -211,22 +211,45 @@ def test_an_accelerator_that_names_nothing_is_not_set(members: dict[str, Any], s
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "says"),
+    ("name", "value", "meant"),
     [
-        ("op_builder", "zap.op_builder", "op_builder is no attribute of TorchAccelerator, which has op_builders"),
-        ("comunication_backend", "zapccl", "comunication_backend is no attribute of TorchAccelerator, which has comm"),
-        ("visible_devices_envs", ("ZAP",), "visible_devices_envs is a method, and visible_devices_envs = ('ZAP',) no"),
-        ("device_name", "zap", "device_name is a method, and device_name = 'zap' no function"),
+        ("op_builder", "zap.op_builder", "op_builders"),
+        ("comunication_backend", "zapccl", "communication_backend"),
+        ("visible_device_env", "ZAP", "visible_devices_env"),
     ],
 )
-def test_what_a_class_states_by_a_wrong_name_is_an_error(name: str, value: Any, says: str) -> None:
-    with pytest.raises(InvalidAcceleratorError, match=re.escape(f"Zap.{name} would not be read: {says}")):
+def test_what_a_class_states_by_a_wrong_name_is_warned_of(name: str, value: Any, meant: str) -> None:
+    with pytest.warns(RuntimeWarning, match=rf"Zap\.{name} is not read: TorchAccelerator has {meant}; ") as caught:
+        type("Zap", (TorchAccelerator,), {"device_type": "cpu", name: value})
+    assert len(caught) == 1
+
+
+@pytest.mark.parametrize(("name", "value"), [("device_name", "zap"), ("visible_devices_envs", ["ZAP"])])
+def test_a_value_in_the_place_of_a_method_is_an_error(name: str, value: Any) -> None:
+    with pytest.raises(InvalidAcceleratorError, match=re.escape(f"Zap.{name} hides a method: {name} = {value!r}")):
         type("Zap", (TorchAccelerator,), {"device_type": "cpu", name: value})
 
 
-def test_a_class_may_have_attributes_of_its_own() -> None:
-    own = {"device_type": "cpu", "streams": 4, "firmware": "2.1", "Stream": None, "_op_builder": "", "opts": {}}
-    assert type("Zap", (TorchAccelerator,), own).device_type == "cpu"
+class Tuned:
+    dtype = None  # of a mixin's own
+
+
+class Pooled(CPU_Accelerator):
+    pool_of_0: int = 1
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    ("bases", "own"),
+    [
+        ((TorchAccelerator,), {"streams": 4, "firmware": "2.1", "Stream": None, "_op_builder": "", "amp": None}),
+        ((TorchAccelerator,), {"dtype": "bf16", "dtypes": (torch.bfloat16,)}),
+        ((Tuned, TorchAccelerator), {"dtype": "bf16"}),
+        ((Pooled,), {"pool_of_1": 2}),
+    ],
+)
+def test_a_class_may_have_attributes_of_its_own(bases: tuple[type, ...], own: dict[str, Any]) -> None:
+    assert type("Zap", bases, {"device_type": "cpu", **own}).device_type == "cpu"  # type: ignore[attr-defined]  # has it
 
 
 def test_a_torch_accelerator_of_an_unknown_device_says_what_to_import() -> None:

@@ -28,7 +28,7 @@ import pytest
 WEIGHTS = "TRANSFORMERS_TESTS_WEIGHTS"  # "plain", or the argument `weights` of `accelerate`; empty: their own dtype
 RESULTS = "TRANSFORMERS_TESTS_RESULTS"
 # Those of processes of their own, which this plugin does not reach, and those for what a CPU has not.
-LEFT_OUT = "not fsdp and not tensor_parallel and not tp_ and not flash_attn"
+LEFT_OUT = "not fsdp and not tensor_parallel and not test_tp_ and not flash_attn"
 SECONDS = 300
 
 Ends = dict[str, str]
@@ -67,9 +67,20 @@ def _is_empty(model: Any) -> bool:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Note how a test ended. Workers of xdist hand their reports to the process that began them."""
-    ended = report.when == "call" or report.outcome != "passed"
-    if ended and type(report) is pytest.TestReport and "PYTEST_XDIST_WORKER" not in os.environ:
+    """Note how a test ended. One of its subtests that fails is its failure."""
+    ended = type(report) is pytest.TestReport and (report.when == "call" or report.skipped)
+    if ended or report.failed:
+        _note(report)
+
+
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    """Note a file whose tests cannot be found."""
+    if report.failed:
+        _note(report)
+
+
+def _note(report: pytest.TestReport | pytest.CollectReport) -> None:
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # workers hand their reports to the process that began them
         with Path(os.environ[RESULTS]).open("a", encoding="utf-8") as file:
             print(json.dumps([report.nodeid, report.outcome]), file=file)
 
@@ -106,6 +117,8 @@ def main() -> None:
     if not files:
         parser.error(f"{folder} has no tests of {', '.join(args.families)}")
     ends = run(args.checkout, [str(file.relative_to(args.checkout)) for file in files], args.weights, args.jobs)
+    if not ends:
+        parser.error("no test ran; pytest says why above")
     failed = [name for name, end in ends.items() if end == "failed"]
     plain = run(args.checkout, failed, "plain", args.jobs) if failed else {}
     different = [name for name in failed if plain.get(name) != "failed"]

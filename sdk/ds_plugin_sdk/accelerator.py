@@ -23,6 +23,7 @@ import importlib.util
 import inspect
 import math
 import types
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
@@ -541,17 +542,23 @@ def installed(module: str) -> bool:
 
 
 def _check_attributes(cls: type) -> None:
-    """Raise where a class states by a wrong name what it means to state: nothing would ever read it."""
-    base = cls.__mro__[1]
-    read = {name for parent in cls.__mro__[1:] for name in vars(parent).get("__annotations__", ()) if name[0] != "_"}
+    """Warn of a class that states by a wrong name what it seems to state, and raise where that would hide a method."""
+    sdks = next(parent for parent in cls.__mro__[1:] if parent.__module__.startswith("ds_plugin_sdk."))
+    stated = {name for parent in sdks.__mro__ for name in vars(parent).get("__annotations__", ()) if name[0] != "_"}
     for name, value in vars(cls).items():
-        if name.startswith("_") or name in read or callable(value) or hasattr(value, "__get__"):
+        if name.startswith("_") or name in stated or not isinstance(value, str | int | tuple | list | dict):
             continue
-        if inspect.isfunction(getattr(base, name, None)):
-            why, hint = f"{name} is a method, and {name} = {value!r} no function", f"write def {name}(self, ...)"
-        elif near := difflib.get_close_matches(name, read, n=1, cutoff=0.9):
-            why = f"{name} is no attribute of {base.__name__}, which has {near[0]}"
-            hint = f"write {near[0]}, or begin a name of your own with an underscore"
-        else:
-            continue
-        raise InvalidAcceleratorError(f"{cls.__name__}.{name} would not be read", why=why, hint=hint)
+        if inspect.isfunction(getattr(sdks, name, None)):
+            raise InvalidAcceleratorError(
+                f"{cls.__name__}.{name} hides a method",
+                why=f"{name} = {value!r} is no function",
+                hint=f"write def {name}(self, ...)",
+            )
+        near = difflib.get_close_matches(name, stated - vars(cls).keys(), n=1, cutoff=0.9)
+        if near and not any(hasattr(parent, name) for parent in cls.__bases__):
+            warnings.warn(
+                f"ds-plugin-sdk: {cls.__module__}.{cls.__qualname__}.{name} is not read: "
+                f"{sdks.__name__} has {near[0]}; a leading underscore says that an attribute is the class's own",
+                RuntimeWarning,
+                stacklevel=3,
+            )

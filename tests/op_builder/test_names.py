@@ -36,8 +36,11 @@ class FusedLambBuilder(Fine):
 class SoftmaxBuilder(Fine):
     pass
 
-class RotaryOpBuilder(Fine):
-    NAME = "rotary"
+class QuantizerOpBuilder(Fine):
+    NAME = "quantizer"
+
+class ZapNormBuilder(Fine):  # found by its NAME, as DeepSpeed asks for no norm
+    NAME = "norm"
 
 class LionBuilder(Fine):  # beside FusedLionBuilder
     NAME = "fused_lion"
@@ -48,16 +51,16 @@ def test_a_wrong_name_is_warned_of_with_the_right_ones(install: Install) -> None
     package = install_broken(install, more=WRONG)
     with pytest.warns(RuntimeWarning) as caught:
         op_builder.find("FusedAdamBuilder", package, "cpu")
-    lamb, norm, rotary, softmax = sorted(str(warning.message) for warning in caught)
+    lamb, norm, quantizer, softmax = sorted(str(warning.message) for warning in caught)
     assert f"{package}.FusedLambBuilder: NAME is 'fused_adam', and the op of FusedLambBuilder is 'fused_lamb'" in lamb
     assert f"{package}.NormBuilder: NAME is 'norms', which is no op's, so its kernels are never used; ops are" in norm
-    assert "NAME is 'rotary', and DeepSpeed asks for that op by the class name RotaryBuilder" in rotary
+    assert "NAME is 'quantizer', and DeepSpeed asks for that op by the class name QuantizerBuilder" in quantizer
     assert "SoftmaxBuilder: it has no NAME, so it is taken for a base class; the op's is 'softmax'" in softmax
     problems = op_builder.problems_in(package)
     assert [name for name in sorted(problems) if problems[name]] == [
         "FusedLambBuilder",
         "NormBuilder",
-        "RotaryOpBuilder",
+        "QuantizerOpBuilder",
         "SoftmaxBuilder",
     ]
     assert problems["FusedLionBuilder"] is None

@@ -103,7 +103,8 @@ def load_family(family: str, device_type: str) -> None:
 
     builder = made(_builder_of(family, _packages.get(device_type), device_type))
     builder.load(verbose=False)
-    if is_native(type(builder)) and _first_call.kernels_of(family, device_type) is False:
+    native = isinstance(builder, OpBuilder) and is_native(type(builder))
+    if native and _first_call.kernels_of(family, device_type) is False:
         builder.has_no_kernel_for(device_type)
 
 
@@ -126,7 +127,7 @@ def _name_problem(builder: type[Any], beside: Container[str]) -> str | None:
     if named is None:
         known = ", ".join(sorted(op.name for op in op_table.OPS if op.families))
         return f"NAME is {builder.NAME!r}, which is no op's, so its kernels are never used; ops are {known}"
-    if asked.name == builder.NAME or (not is_ops and named.builder in beside):
+    if asked.name == builder.NAME or (not is_ops and (named.builder in beside or not named.deepspeed)):
         return None
     if is_ops:
         return f"NAME is {builder.NAME!r}, and the op of {builder.__name__} is {asked.name!r}"

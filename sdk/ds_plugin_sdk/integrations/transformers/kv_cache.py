@@ -180,7 +180,14 @@ class GrowingLayer(_Appending):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         # A patch of transformers' layers may come when this one is already filled.
-        if not (_layers_update_as_written() and self._appends_in_place(keys=key_states, values=value_states)):
+        if _layers_update_as_written():
+            return self.append(key_states, value_states, *args, **kwargs)
+        patched: tuple[Tensor, Tensor] = super().update(key_states, value_states, *args, **kwargs)
+        return patched
+
+    def append(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """`update` as it is written here and in transformers."""
+        if not self._appends_in_place(keys=key_states, values=value_states):
             appended: tuple[Tensor, Tensor] = super().update(key_states, value_states, *args, **kwargs)
             return appended
         if not self.is_initialized:
@@ -327,8 +334,8 @@ class Int8Layer(_Appending):
             self.lazy_initialization(key_states, value_states)
         self.dtype = torch.promote_types(self.dtype, key_states.dtype)  # as concatenating does
         levels, scales = zip(quantize_rows(key_states), quantize_rows(value_states), strict=True)
-        self.levels.update(*levels)
-        self.scales.update(*scales)
+        self.levels.append(*levels)
+        self.scales.append(*scales)
         keys, values = self.keys, self.values
         assert keys is not None and values is not None  # it is initialized
         return keys, values
