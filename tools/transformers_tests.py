@@ -4,8 +4,9 @@
     pip install datasets parameterized pytest-timeout pytest-xdist
     python tools/transformers_tests.py transformers [--weights int8] llama qwen3 ...
 
-The sources are those of the clone. Families without a name: all. Exit status 1: a test passes with plain models alone.
-This file is also the plugin of pytest that accelerates what tests make, as soon as they say ``eval()`` or ``to(...)``.
+The sources are those of the clone. Families without a name: all. Exit status 1: a test fails with accelerated models
+alone. This file is also the plugin of pytest that accelerates what tests make, as soon as they say ``eval()`` or
+``to(...)``.
 """
 
 from __future__ import annotations
@@ -129,7 +130,7 @@ def main() -> None:
     for family, counts in sorted(counted.items()):
         print(family, ", ".join(f"{number} {end}" for end, number in sorted(counts.items())))
     print("total", ", ".join(f"{number} {end}" for end, number in sorted(sum(counted.values(), Counter()).items())))
-    print("\n".join(["passes with plain models alone:", *different]) if different else "none fails for the ops")
+    print("\n".join(["does not fail with plain models:", *different]) if different else "none fails for the ops")
     raise SystemExit(bool(different))
 
 

@@ -386,3 +386,48 @@ def test_what_cannot_be_built_is_named(tmp_path: Path, monkeypatch: pytest.Monke
     status, text = run("from zap_raises import FusedLionBuilder; FusedLionBuilder().load()")
     assert status == 0, text
     assert says in text
+
+
+KERNELS = """
+import torch
+from ds_plugin_sdk.ops import _first_call, lion
+
+print(*(_first_call.kernels_of("lion", device) for device in ("cpu", "mtia", "zap")))
+library = torch.library.Library("ds_plugin", "IMPL")
+library.impl("lion_", lambda *args: None, {key!r}, allow_override=True)
+print(_first_call.kernels_of("lion", "cpu"))
+"""
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("key", "has"), [("CPU", "True"), ("AutogradCPU", "True"), ("CompositeExplicitAutograd", "True"), ("XPU", "False")]
+)
+def test_a_kernel_counts_wherever_torch_would_call_it(key: str, has: str) -> None:
+    """torch knows no device of the third name, and no autograd of the second's."""
+    status, text = run(KERNELS.format(key=key))
+    assert status == 0, text
+    assert text.startswith("False False None\n" + has), text
+
+
+OF_DEEPSPEED = """
+from deepspeed.ops.op_builder.builder import OpBuilder
+
+class FusedLionBuilder(OpBuilder):
+    NAME = "fused_lion"
+
+    def __init__(self): super().__init__(name=self.NAME)
+    def absolute_name(self): return "zap.lion"
+    def sources(self): return []
+    def load(self, verbose=True): return self
+"""
+
+
+def test_a_builder_of_deepspeeds_own_base_serves_who_asks_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "zap_raises.py").write_text(OF_DEEPSPEED, encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    status, text = run(REGISTERS_NOTHING)
+    assert status == 0, text
+    assert "[0.5, 0.5, 0.5, 0.5]\n[0.0, 0.0, 0.0, 0.0]\n" in text

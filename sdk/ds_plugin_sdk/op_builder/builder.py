@@ -48,6 +48,7 @@ _load_lock = ThreadLock()
 _libraries: dict[tuple[str, str], tuple[OpBuilder, tuple[Artifact, Library] | BuildError]] = {}
 _modules: dict[type[OpBuilder], Any] = {}
 _prebuilt: dict[str, Path] = {}
+_without_kernels: set[tuple[type[OpBuilder], str]] = set()
 
 
 def add_prebuilt(plugin: str, folder: Path) -> None:
@@ -319,7 +320,8 @@ class OpBuilder:
         import torch
 
         _, outcome = _libraries.get((self.owner(), self.library()), (self, None))
-        if isinstance(outcome, BuildError) or (op := op_table.by_name(self.NAME)) is None or op.torch:
+        op, told = op_table.by_name(self.NAME), (type(self), device_type)
+        if isinstance(outcome, BuildError) or op is None or op.torch:
             return
         key = str(torch._C._dispatch_key_for_device(device_type))
         error = ArtifactError(
@@ -331,8 +333,11 @@ class OpBuilder:
         )
         if not settings.fallback:
             raise error
-        _warn_of_reference(self.library(), error)
-        self._record("reference", str(error))
+        if told not in _without_kernels:
+            _without_kernels.add(told)
+            _warn_of_reference(self.library(), error)
+            if outcome is not None:  # a Python module serves those who ask for it
+                self._record("reference", str(error))
 
     def _record(self, origin: provenance.Origin, detail: str, seconds: float = 0.0) -> None:
         provenance.record(

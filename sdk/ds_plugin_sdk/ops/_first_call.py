@@ -61,16 +61,17 @@ def loading(op: str, family: str, reference: Callable[..., Any]) -> Callable[...
 
 
 def kernels_of(family: str, device_type: str) -> bool | None:
-    """Whether any op of a family has a kernel for a device in this process; None for a family without ops."""
-    key = torch._C._dispatch_key_for_device(device_type)
-    ops = _ops[family]
-    return any(_has_kernel(op, key) for op in ops) if ops else None
-
-
-def _has_kernel(op: str, key: str) -> bool:
-    """Whether somebody has registered one, also above autograd, or in the place of the reference implementation."""
-    has = torch._C._dispatch_has_kernel_for_dispatch_key
-    return has(op, key) or has(op, f"Autograd{key}") or " (inactive): " in torch._C._dispatch_dump(op)
+    """Whether any op of a family has a kernel for a device in this process; None for a family without ops, or a device
+    that torch does not know.
+    """
+    try:
+        key = torch._C._dispatch_key_for_device(device_type)
+    except RuntimeError:
+        return None
+    # A kernel may be registered above autograd, too, or in the place of the reference implementation.
+    marks = f"\n{key}: ", f"\nAutograd{key}: ", " (inactive): "
+    dumps = map(torch._C._dispatch_dump, _ops[family])
+    return any(mark in dump for dump in dumps for mark in marks) if _ops[family] else None
 
 
 def ask_again(device_type: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ds_plugin_sdk import op_builder, provenance
-from ds_plugin_sdk.errors import BuildError, PluginLoadError, SettingError
+from ds_plugin_sdk.errors import PluginLoadError, SdkError
 from ds_plugin_sdk.registry import prebuilt
 from ds_plugin_sdk.registry.scan import Candidate, scan
 from ds_plugin_sdk.registry.select import Decision, decide
@@ -99,7 +99,7 @@ def load(candidate: Candidate) -> DeepSpeedAccelerator:
         from ds_plugin_sdk.ported_accelerator import port  # imports torch
 
         accelerator = port(cls())
-    except (BuildError, SettingError) as error:
+    except SdkError as error:
         raise PluginLoadError(
             "a plugin's accelerator cannot be loaded",
             plugin=candidate.name,

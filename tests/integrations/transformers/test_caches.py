@@ -108,6 +108,22 @@ def test_a_patch_for_all_counts_for_caches_that_are_filled(name: str, monkeypatc
     torch.testing.assert_close(ours, expected, rtol=1e-3, atol=1e-3)
 
 
+def test_an_int8_cache_that_is_filled_hands_no_integers_to_a_patch(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, cache = make("llama"), transformers.DynamicCache()
+    update, seen = cache_utils.DynamicLayer.update, []
+    with accelerate(model, cache="int8"), torch.no_grad():
+        model(tokens(2, 9), past_key_values=cache)
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                cache_utils.DynamicLayer,
+                "update",
+                lambda self, k, v, *args, **kw: (seen.append(k.dtype), update(self, k, v, *args, **kw))[1],
+            )
+            model(tokens(2, 1), past_key_values=cache)
+        model(tokens(2, 1), past_key_values=cache)
+    assert torch.int8 not in seen
+
+
 @pytest.mark.skipif(not hasattr(cache_utils, "Fp8QuantizedLayer"), reason="transformers' older ones need quanto or hqq")
 @pytest.mark.parametrize("name", ["gpt2", "llama", "opt"])
 def test_a_quantized_cache(name: str) -> None:
