@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -241,6 +242,20 @@ class FusedLionBuilder(CppOpBuilder):
 """
 
 
+@pytest.fixture
+def install_raising(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Make the package ``zap_raises``, whose builder has one more method, and a kernel that registers nothing."""
+
+    def install(method: str) -> None:
+        package = tmp_path / "zap_raises"
+        package.mkdir()
+        (package / "lion.cpp").write_text("void nothing() {}\n", encoding="utf-8")
+        (package / "__init__.py").write_text(RAISES.format(method=method), encoding="utf-8")
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+
+    return install
+
+
 @pytest.mark.parametrize(
     ("method", "says"),
     [
@@ -256,13 +271,9 @@ class FusedLionBuilder(CppOpBuilder):
     ],
 )
 def test_a_builder_that_raises_or_gives_no_list_is_named_and_the_reference_serves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, says: str
+    install_raising: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, method: str, says: str
 ) -> None:
-    package = tmp_path / "zap_raises"
-    package.mkdir()
-    (package / "lion.cpp").write_text("void nothing() {}\n", encoding="utf-8")
-    (package / "__init__.py").write_text(RAISES.format(method=method), encoding="utf-8")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    install_raising(method)
     load = "from zap_raises import FusedLionBuilder; print(FusedLionBuilder().load())"
     status, text = run(load)
     assert status == 0, text
@@ -349,15 +360,9 @@ for _ in range(2):
 """
 
 
-def test_a_library_that_registers_no_kernel_is_not_taken_for_native(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_library_that_registers_no_kernel_is_not_taken_for_native(install_raising: Callable[[str], None]) -> None:
     """As where the macro's line is forgotten, or names another device's dispatch key."""
-    package = tmp_path / "zap_raises"
-    package.mkdir()
-    (package / "lion.cpp").write_text("void nothing() {}\n", encoding="utf-8")
-    (package / "__init__.py").write_text(RAISES.format(method=""), encoding="utf-8")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    install_raising("")
     status, text = run(REGISTERS_NOTHING)
     assert status == 0, text
     assert "[0.5, 0.5, 0.5, 0.5]\n[0.0, 0.0, 0.0, 0.0]\n" in text
@@ -377,12 +382,8 @@ def test_a_library_that_registers_no_kernel_is_not_taken_for_native(
         ("def sources(self): return []", "an op's builder lists no sources (plugin 'zap-raises', op 'fused_lion'): "),
     ],
 )
-def test_what_cannot_be_built_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, says: str) -> None:
-    package = tmp_path / "zap_raises"
-    package.mkdir()
-    (package / "lion.cpp").write_text("void nothing() {}\n", encoding="utf-8")
-    (package / "__init__.py").write_text(RAISES.format(method=method), encoding="utf-8")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+def test_what_cannot_be_built_is_named(install_raising: Callable[[str], None], method: str, says: str) -> None:
+    install_raising(method)
     status, text = run("from zap_raises import FusedLionBuilder; FusedLionBuilder().load()")
     assert status == 0, text
     assert says in text
