@@ -238,7 +238,7 @@ class Pooled(CPU_Accelerator):
     pool_of_0: int = 1
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error")  # a warning would be a false one
 @pytest.mark.parametrize(
     ("bases", "own"),
     [

@@ -400,7 +400,6 @@ print(_first_call.kernels_of("lion", "cpu"))
 """
 
 
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("key", "has"), [("CPU", "True"), ("AutogradCPU", "True"), ("CompositeExplicitAutograd", "True"), ("XPU", "False")]
 )
