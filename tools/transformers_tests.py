@@ -44,6 +44,8 @@ def pytest_configure() -> None:
 
     from ds_plugin_sdk.integrations.transformers import accelerate
 
+    weights: Any = os.environ[WEIGHTS] or None
+    module: Any = torch.nn.Module
     seen: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def with_ours(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -53,12 +55,12 @@ def pytest_configure() -> None:
             model = given[0] if isinstance(given, tuple) else given
             if isinstance(model, PreTrainedModel) and model not in seen and not _is_empty(model):
                 seen.add(model)
-                accelerate(model, os.environ[WEIGHTS] or None)  # type: ignore[arg-type]  # an error says what it takes
+                accelerate(model, weights)
             return given
 
         return accelerated
 
-    torch.nn.Module.eval = with_ours(torch.nn.Module.eval)  # type: ignore[method-assign]  # for the tests' models
+    module.eval = with_ours(module.eval)
     PreTrainedModel.to = with_ours(PreTrainedModel.to)
     PreTrainedModel.from_pretrained = classmethod(with_ours(PreTrainedModel.from_pretrained.__func__))
 

@@ -311,34 +311,6 @@ class OpBuilder:
     def _use_library(self, library: Library) -> None:
         """Take from the loaded library what it has beside torch ops. Each builder class of the library is asked."""
 
-    def has_no_kernel_for(self, device_type: str) -> None:
-        """Say that the library, if it was loaded, has none, so that the reference implementation runs.
-
-        Raises:
-            ArtifactError: `DS_PLUGIN_FALLBACK=0` forbids that.
-        """
-        import torch
-
-        _, outcome = _libraries.get((self.owner(), self.library()), (self, None))
-        op, told = op_table.by_name(self.NAME), (type(self), device_type)
-        if isinstance(outcome, BuildError) or op is None or op.torch:
-            return
-        key = str(torch._C._dispatch_key_for_device(device_type))
-        error = ArtifactError(
-            f"a library registers no kernel for device '{device_type}'",
-            plugin=self.owner(),
-            op=self.name,
-            why=f"{type(self).__name__} loads a Python module" if outcome is None else str(outcome[0].path),
-            hint=f'register them: DS_KERNELS_IMPL({key}, m) {{ m.impl("<op>", ...); }}',
-        )
-        if not settings.fallback:
-            raise error
-        if told not in _without_kernels:
-            _without_kernels.add(told)
-            _warn_of_reference(self.library(), error)
-            if outcome is not None:  # a Python module serves those who ask for it
-                self._record("reference", str(error))
-
     def _record(self, origin: provenance.Origin, detail: str, seconds: float = 0.0) -> None:
         provenance.record(
             self.name, plugin=self.owner(), version=self._version(), origin=origin, seconds=seconds, detail=detail
@@ -378,6 +350,35 @@ def check_sources(first: OpBuilder, second: OpBuilder) -> None:
             why="; ".join(told),
             hint="list all sources in both, or let library() of one return another name, such as its NAME",
         )
+
+
+def without_kernels(builder: OpBuilder, device_type: str) -> None:
+    """Say, once, that what a builder has loaded has no kernel for a device, so that the reference implementation runs.
+
+    Raises:
+        ArtifactError: `DS_PLUGIN_FALLBACK=0` forbids that.
+    """
+    import torch
+
+    _, outcome = _libraries.get((builder.owner(), builder.library()), (builder, None))
+    op, told = op_table.by_name(builder.NAME), (type(builder), device_type)
+    if isinstance(outcome, BuildError) or op is None or op.torch:
+        return
+    key = str(torch._C._dispatch_key_for_device(device_type))
+    error = ArtifactError(
+        f"a library registers no kernel for device '{device_type}'",
+        plugin=builder.owner(),
+        op=builder.name,
+        why=f"{type(builder).__name__} loads a Python module" if outcome is None else str(outcome[0].path),
+        hint=f'register them: DS_KERNELS_IMPL({key}, m) {{ m.impl("<op>", ...); }}',
+    )
+    if not settings.fallback:
+        raise error
+    if told not in _without_kernels:
+        _without_kernels.add(told)
+        _warn_of_reference(builder.library(), error)
+        if outcome is not None:  # a Python module serves those who ask for it
+            builder._record("reference", str(error))
 
 
 class ReferenceOpBuilder(OpBuilder):

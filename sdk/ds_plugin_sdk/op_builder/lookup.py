@@ -21,6 +21,7 @@ from ds_plugin_sdk.op_builder.builder import (
     ReferenceOpBuilder,
     derived,
     made,
+    without_kernels,
 )
 from ds_plugin_sdk.op_builder.op_table import Op
 
@@ -104,8 +105,8 @@ def load_family(family: str, device_type: str) -> None:
     builder = made(_builder_of(family, _packages.get(device_type), device_type))
     builder.load(verbose=False)
     native = isinstance(builder, OpBuilder) and is_native(type(builder))
-    if native and _first_call.kernels_of(family, device_type) is False:
-        builder.has_no_kernel_for(device_type)
+    if native and _first_call.has_kernels(family, device_type) is False:
+        without_kernels(builder, device_type)
 
 
 def has_native_family(family: str, device_type: str) -> bool:

@@ -60,7 +60,7 @@ def loading(op: str, family: str, reference: Callable[..., Any]) -> Callable[...
     return run
 
 
-def kernels_of(family: str, device_type: str) -> bool | None:
+def has_kernels(family: str, device_type: str) -> bool | None:
     """Whether any op of a family has a kernel for a device in this process; None for a family without ops, or a device
     that torch does not know.
     """
@@ -96,4 +96,4 @@ def load(family: str, device_type: str) -> bool:
     return True
 
 
-__all__ = ["ask_again", "family_of", "kernels_of", "load", "loading"]
+__all__ = ["ask_again", "family_of", "has_kernels", "load", "loading"]
