@@ -216,12 +216,27 @@ def test_an_accelerator_that_names_nothing_is_not_set(members: dict[str, Any], s
         ("op_builder", "zap.op_builder", "op_builders"),
         ("comunication_backend", "zapccl", "communication_backend"),
         ("visible_device_env", "ZAP", "visible_devices_env"),
+        ("is_bf16_suported", lambda self: False, "is_bf16_supported"),
+        ("memory_alocated", lambda self, device_index=None: 0, "memory_allocated"),
     ],
 )
 def test_what_a_class_states_by_a_wrong_name_is_warned_of(name: str, value: Any, meant: str) -> None:
-    with pytest.warns(RuntimeWarning, match=rf"Zap\.{name} is not read: TorchAccelerator has {meant}; ") as caught:
+    with pytest.warns(RuntimeWarning, match=rf"Zap\.{name} is not used: TorchAccelerator has {meant}; ") as caught:
         type("Zap", (TorchAccelerator,), {"device_type": "cpu", name: value})
-    assert len(caught) == 1
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+def test_a_method_that_no_release_had_is_the_class_s_own(recwarn: pytest.WarningsRecorder) -> None:
+    class Zap(TorchAccelerator):
+        device_type = "cpu"
+
+        def is_fp8_supported(self) -> bool:
+            return True
+
+        def zap_cores(self) -> int:
+            return 4
+
+    assert Zap().is_fp8_supported() and Zap().zap_cores() == 4 and not recwarn.list
 
 
 @pytest.mark.parametrize(("name", "value"), [("device_name", "zap"), ("visible_devices_envs", ["ZAP"])])

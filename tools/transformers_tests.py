@@ -1,12 +1,12 @@
 """transformers' own tests of its models, with every model accelerated; what fails then runs again with plain models.
 
     git clone --depth 1 --branch v5.24.0 https://github.com/huggingface/transformers
-    pip install datasets parameterized pytest-timeout pytest-xdist
+    pip install datasets parameterized pytest-timeout pytest-xdist timeout-decorator
     python tools/transformers_tests.py transformers [--weights int8] llama qwen3 ...
 
 The sources are those of the clone. Families without a name: all. Exit status 1: a test fails with accelerated models
-alone. This file is also the plugin of pytest that accelerates what tests make, as soon as they say ``eval()`` or
-``to(...)``.
+alone, or a file cannot be imported. This file is also the plugin of pytest that accelerates what tests make, as soon
+as they say ``eval()`` or ``to(...)``.
 """
 
 from __future__ import annotations
@@ -122,18 +122,21 @@ def main() -> None:
     ends = run(args.checkout, [str(file.relative_to(args.checkout)) for file in files], args.weights, args.jobs)
     if not ends:
         parser.error("no test ran; pytest says why above")
-    failed = [name for name, end in ends.items() if end == "failed"]
+    unread = [name for name, end in ends.items() if end == "failed" and "::" not in name]
+    failed = [name for name, end in ends.items() if end == "failed" and name not in unread]
     plain = run(args.checkout, failed, "plain", args.jobs) if failed else {}
     different = [name for name in failed if plain.get(name) != "failed"]
     counted: dict[str, Counter[str]] = defaultdict(Counter)
     for name, end in ends.items():
-        alike = end == "failed" and name not in different
-        counted[Path(name.partition("::")[0]).parent.name]["fails plain too" if alike else end] += 1
+        said = end if end != "failed" or name in different else "unread" if name in unread else "fails plain too"
+        counted[Path(name.partition("::")[0]).parent.name][said] += 1
     for family, counts in sorted(counted.items()):
         print(family, ", ".join(f"{number} {end}" for end, number in sorted(counts.items())))
     print("total", ", ".join(f"{number} {end}" for end, number in sorted(sum(counted.values(), Counter()).items())))
     print("\n".join(["does not fail with plain models:", *different]) if different else "none fails for the ops")
-    raise SystemExit(bool(different))
+    if unread:
+        print("cannot be imported:", *unread, sep="\n")
+    raise SystemExit(bool(different or unread))
 
 
 if __name__ == "__main__":

@@ -541,24 +541,57 @@ def installed(module: str) -> bool:
         return False
 
 
-def _check_attributes(cls: type) -> None:
-    """Warn of a class that states by a wrong name what it seems to state, and raise where that would hide a method."""
-    sdks = next(parent for parent in cls.__mro__[1:] if parent.__module__.startswith("ds_plugin_sdk."))
-    stated = {name for parent in sdks.__mro__ for name in vars(parent).get("__annotations__", ()) if name[0] != "_"}
+def misnamed(cls: type) -> dict[str, str]:
+    """Attributes and methods of a plugin's class that nothing reads, with the name each seems to be meant for.
+
+    A leading underscore says that a name is the class's own.
+    """
+    sdks = _of_the_sdk(cls)
+    found = {}
     for name, value in vars(cls).items():
-        if name.startswith("_") or name in stated or not isinstance(value, str | int | tuple | list | dict):
+        known = _methods(sdks) if inspect.isfunction(value) else _stated(sdks)
+        if not inspect.isfunction(value) and not isinstance(value, _STATED_TYPES):
             continue
-        if inspect.isfunction(getattr(sdks, name, None)):
+        if name[0] == "_" or name in known or any(hasattr(parent, name) for parent in cls.__bases__):
+            continue
+        meant = {other for other in known - vars(cls).keys() if _digits(other) == _digits(name)}  # fp8 is not fp16
+        if near := difflib.get_close_matches(name, meant, n=1, cutoff=0.9):
+            found[name] = near[0]
+    return found
+
+
+_STATED_TYPES = (str, int, tuple, list, dict)
+
+
+def _check_attributes(cls: type) -> None:
+    """Raise for a value that hides a method, and warn of what a class states by a wrong name."""
+    for name in vars(cls).keys() & _methods(_of_the_sdk(cls)):
+        if isinstance(value := vars(cls)[name], _STATED_TYPES):
             raise InvalidAcceleratorError(
                 f"{cls.__name__}.{name} hides a method",
                 why=f"{name} = {value!r} is no function",
                 hint=f"write def {name}(self, ...)",
             )
-        near = difflib.get_close_matches(name, stated - vars(cls).keys(), n=1, cutoff=0.9)
-        if near and not any(hasattr(parent, name) for parent in cls.__bases__):
-            warnings.warn(
-                f"ds-plugin-sdk: {cls.__module__}.{cls.__qualname__}.{name} is not read: "
-                f"{sdks.__name__} has {near[0]}; a leading underscore says that an attribute is the class's own",
-                RuntimeWarning,
-                stacklevel=3,
-            )
+    for name, meant in misnamed(cls).items():
+        warnings.warn(
+            f"ds-plugin-sdk: {cls.__module__}.{cls.__qualname__}.{name} is not used: "
+            f"{_of_the_sdk(cls).__name__} has {meant}; a leading underscore says that it is the class's own",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+
+
+def _of_the_sdk(cls: type) -> type:
+    return next(parent for parent in cls.__mro__[1:] if parent.__module__.startswith("ds_plugin_sdk."))
+
+
+def _stated(cls: type) -> set[str]:
+    return {name for parent in cls.__mro__ for name in vars(parent).get("__annotations__", ()) if name[0] != "_"}
+
+
+def _methods(cls: type) -> set[str]:
+    return {name for name in dir(cls) if name[0] != "_" and inspect.isfunction(getattr(cls, name))}
+
+
+def _digits(name: str) -> str:
+    return "".join(filter(str.isdigit, name))

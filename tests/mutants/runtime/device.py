@@ -133,3 +133,5 @@ def _never_wider() -> None:
 
 
 below("device.autocast_never_wider", "R1.22", "Losses under autocast stay in 16 bits.", _never_wider)
+member("device.misspelt_attribute", "R1.23", "`op_builders` is misspelt.", op_builder="somewhere.else")
+member("device.misspelt_method", "R1.23", "`is_bf16_supported` is misspelt.", is_bf16_suported=always(False))

@@ -6,6 +6,7 @@ import time
 
 import torch
 
+from ds_plugin_sdk.accelerator import DeepSpeedAccelerator, misnamed
 from ds_plugin_sdk.conformance.check import Clause, check, expect, expect_equal
 from ds_plugin_sdk.conformance.runtime.support import (
     SLOW_SECONDS,
@@ -454,3 +455,19 @@ def autocast_losses(target: Target, dtype: str) -> None:
         }
     for name, loss in losses.items():
         expect_equal(str(loss.dtype), "torch.float32", f"dtype of {name} of {dtype} under autocast")
+
+
+@check(
+    "runtime.device.names",
+    Clause(
+        "R1.23",
+        "The class has no method or attribute of nearly the name of one that is read; a leading underscore says that a "
+        "name is the class's own.",
+        reason="What is misspelt is never called, and what the class inherits answers instead of it.",
+    ),
+)
+def names(target: Target) -> None:
+    classes = [cls for cls in type(target.accelerator).__mro__ if issubclass(cls, DeepSpeedAccelerator)]
+    plugins = [cls for cls in classes if not cls.__module__.startswith("ds_plugin_sdk.")]
+    found = {f"{cls.__name__}.{name}": meant for cls in plugins for name, meant in misnamed(cls).items()}
+    expect(not found, f"nothing reads {', '.join(found)}", why=f"expected {', '.join(found.values())}")
