@@ -12,7 +12,8 @@ namespace ds_kernels::cpu {
 
 namespace {
 
-// From this many queries of a head on torch's attention is faster.
+// From this many queries of a head on torch's attention is faster. ds_plugin_sdk/integrations/transformers/attention.py has the
+// same number.
 constexpr int64_t kManyTokens = 8;
 // Positions of one part, the same for any number of threads, so that results are too. A few heads of keys have smaller ones:
 // threads share parts, and there are no other heads for them.

@@ -21,7 +21,7 @@ constexpr int64_t kManyInputs = 24;
 constexpr int64_t kManyInputsOfFast = 8;
 constexpr int64_t kManyInputsToWiden = 128;
 // In float32 on AMD's CPUs without AVX-512: tiles are up to 1.5 times as fast until then.
-constexpr int64_t kManyInputsOnAmd = 256;
+constexpr int64_t kManyInputsOnAmd = 256;  // ds_plugin_sdk/ops/_products.py has these numbers too
 // How much of the weights is widened at a time for that product: what then still is in the second cache, or near it.
 constexpr int64_t kBlockBytes = 2 << 20;
 constexpr int64_t kLeastBlock = 64;

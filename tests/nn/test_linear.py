@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 from typing import Any
 
 import pytest
@@ -313,3 +314,19 @@ def test_the_module_is_torchs_by_another_function(calls: list[torch.Size]) -> No
 )
 def test_which_cpu_is_fast(dtype: torch.dtype, vendor: str, flags: str, fast: bool) -> None:
     assert _products._is_fast(dtype, vendor, frozenset(flags.split())) == fast
+
+
+@pytest.mark.parametrize(
+    ("dtype", "vendor", "flags", "inputs"),
+    [
+        (torch.float32, "GenuineIntel", "avx2", 24),
+        (torch.float32, "AuthenticAMD", "avx2 avx512f", 24),
+        (torch.float32, "AuthenticAMD", "avx2", 256),
+        (torch.bfloat16, "AuthenticAMD", "avx512f avx512_bf16", 8),
+        (torch.bfloat16, "GenuineIntel", "avx512f avx512_bf16", math.inf),
+        (torch.float16, "GenuineIntel", "avx512_fp16", 24),
+        (torch.float16, "GenuineIntel", "avx512f", math.inf),
+    ],
+)
+def test_from_how_many_inputs_on_the_op_is_torchs(dtype: torch.dtype, vendor: str, flags: str, inputs: float) -> None:
+    assert _products._torchs_from(dtype, vendor, frozenset(flags.split())) == inputs

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ds_plugin_sdk.errors import InvalidTensorError
+from ds_plugin_sdk.ops._products import torchs_from
 from ds_plugin_sdk.ops.linear import ACTIVATIONS, dequantize_weight, linear, pack_int4, quantize_weight
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -295,6 +296,18 @@ def test_the_same_wherever_a_share_ends(bits: Literal[4, 8] | None, inputs: int,
     same_by_threads(layer)
     for activation in ("identity", "silu", "gelu"):
         same_by_threads(partial(layer, gated=True, residual=residual, activation=activation))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_many_inputs_are_multiplied_by_torch(dtype: torch.dtype) -> None:
+    """From as many on as `torchs_from` says, by which models call torch themselves."""
+    many = torchs_from(dtype)
+    weight = torch.randn(64, 64).to(dtype)
+    for inputs in (7, 8, 23, 24, 127, 128, 255, 256, 1030):
+        with torch.profiler.profile() as profiler:
+            linear(torch.randn(inputs, 64).to(dtype), weight)
+        products = [event.name for event in profiler.events() if event.name in ("aten::linear", "aten::copy_")]
+        assert (products[:1] == ["aten::linear"]) == (inputs >= many), (inputs, products)
 
 
 def test_a_few_outputs_of_many_inputs() -> None:

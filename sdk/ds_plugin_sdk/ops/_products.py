@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import platform
 from pathlib import Path
 
@@ -13,6 +14,9 @@ from torch import Tensor
 _FAST = {torch.bfloat16: {"amx_bf16"}, torch.float16: {"amx_fp16", "avx512_fp16"}}
 # With these alone Intel's CPUs multiply bfloat16 at half the rate of float32, AMD's at twice the rate.
 _FAST_BUT_ON_INTEL = {torch.bfloat16: {"avx512_bf16"}}
+# From how many inputs on `ops.linear` on a CPU is torch's product: of float32, of bfloat16 where x86 is fast at it, and
+# of float32 on AMD's CPUs without AVX-512. ``kernels/cpu/linear_binding.cpp`` has the same numbers.
+_MANY, _MANY_OF_BFLOAT16, _MANY_ON_AMD = 24, 8, 256
 # How much is in float32 at a time, as rows, columns and what is summed over: tens of MiB, as fast as all at once.
 _ROWS, _COLUMNS, _SUMMED = 2048, 2048, 4096
 
@@ -30,6 +34,20 @@ def multiplies_fast(dtype: torch.dtype) -> bool:
     ``kernels/cpu/linear_binding.cpp`` has the same rule for inference.
     """
     return platform.machine() != "x86_64" or _is_fast(dtype, *_x86())
+
+
+@functools.cache
+def torchs_from(dtype: torch.dtype) -> float:
+    """From how many inputs on `ops.linear` of plain weights on a CPU is ``torch.nn.functional.linear``; inf: never."""
+    return _torchs_from(dtype, *_x86()) if platform.machine() == "x86_64" else _MANY
+
+
+def _torchs_from(dtype: torch.dtype, vendor: str, flags: frozenset[str]) -> float:
+    if dtype == torch.float32:
+        return _MANY_ON_AMD if vendor == "AuthenticAMD" and "avx512f" not in flags else _MANY
+    if not _is_fast(dtype, vendor, flags):
+        return math.inf
+    return _MANY_OF_BFLOAT16 if dtype == torch.bfloat16 else _MANY
 
 
 def _is_fast(dtype: torch.dtype, vendor: str, flags: frozenset[str]) -> bool:
@@ -85,4 +103,4 @@ def _parts(size: int, most: int) -> list[slice]:
     return [slice(begin, min(begin + most, size)) for begin in range(0, size, most)]
 
 
-__all__ = ["multiplies_fast", "product", "product_dtype"]
+__all__ = ["multiplies_fast", "product", "product_dtype", "torchs_from"]

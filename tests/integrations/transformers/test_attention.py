@@ -21,6 +21,7 @@ with warnings.catch_warnings():
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ds_plugin_sdk.integrations.transformers import accelerate, attention_forward, register_attention
+from ds_plugin_sdk.integrations.transformers.attention import attend
 
 pytestmark = [pytest.mark.compiler, pytest.mark.usefixtures("kernels")]
 
@@ -260,3 +261,32 @@ def test_hidden_states_are_those_of_quantized_layers(name: str) -> None:
         states = model(tokens(), output_hidden_states=True).hidden_states
     for one, other in zip(states, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0.1, atol=0.1)
+
+
+@pytest.mark.parametrize("queries", [1, 7, 8, 40])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_many_queries_are_for_the_models_own_attention(groups: int, masked: bool, queries: int) -> None:
+    """From as many on as the op is torch's too; where the model would copy shared keys for a mask, the op is better."""
+    register_attention()
+    module = make("llama").model.layers[0].self_attn
+    module.num_key_value_groups = groups
+    query = torch.randn(2, 2 * groups, queries, 16)  # a scale of 1 / 4
+    key, value = torch.randn(2, 2, 2, queries, 16).unbind()
+    mask = torch.ones(2, 1, queries, queries, dtype=torch.bool).tril() if masked else None
+    names = []
+    for function in (attention_forward, cached_attention_of):
+        with torch.no_grad(), torch.profiler.profile() as profiler:
+            result = function(module, query, key, value, mask)[0]
+        names.append({event.name for event in profiler.events()})
+        torch.testing.assert_close(result, sdpa_attention_forward(module, query, key, value, mask)[0])
+    assert ("aten::scaled_dot_product_attention" in names[1]) == (queries >= 8)
+    repeated = masked and groups > 1
+    assert ("ds_plugin::cached_attention" in names[0]) == (queries < 8 or repeated)
+
+
+def cached_attention_of(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+) -> tuple[torch.Tensor]:
+    attended = attend(query, key[:, :, :0], value[:, :, :0], key, value, key.shape[2], 0.25, mask, True)
+    return (attended.transpose(1, 2),)

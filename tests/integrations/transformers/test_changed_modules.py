@@ -475,6 +475,7 @@ def test_the_report() -> None:
     model = make("llama")
     add_lora(model.model.layers[1].self_attn)
     handle = accelerate(model)
+    assert repr(handle) == str(handle)  # as a notebook shows it
     assert str(handle).splitlines() == [
         "LlamaForCausalLM on the SDK's ops:",
         "  whole layers     1  model.layers.0",

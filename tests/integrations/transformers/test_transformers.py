@@ -243,8 +243,9 @@ def test_every_part_is_a_call_of_a_native_op(name: str) -> None:
     family = name.partition(",")[0]
     norm = "layer_norm" if family in ("gpt2", "gpt_neox", "opt", "phi", "stablelm", "starcoder2") else "rms_norm"
     assert counted.calls["cached_attention"] == layers * steps
-    # Four for each layer, the head, and OPT's projections.
-    assert counted.calls["linear"] == (4 * layers + (3 if name == "opt, norm after" else 1)) * steps
+    # Four for each layer, the head, and OPT's projections, which are torch's for all tokens of the prompt.
+    projections = 2 * steps - 2 if name == "opt, norm after" else 0
+    assert counted.calls["linear"] == (4 * layers + 1) * steps + projections
     assert counted.calls[norm] >= layers * steps
     # Heads that are normed, or not all queries together, are turned apart; of SmolLM 3's three layers two are turned.
     turned = {
@@ -412,7 +413,8 @@ def test_other_ways_to_generate(name: str, options: dict[str, Any]) -> None:
     expected = generate(model, **options)
     with accelerate(model), CountedCalls() as counted:
         ours = generate(model, **options)
-    assert counted.calls["cached_attention"] > 0
+    # Without a cache all queries are many, for which torch's attention is the model's own.
+    assert (counted.calls["cached_attention"] > 0) == (options.get("use_cache", True) or name == "llama")
     assert torch.equal(ours.sequences, expected.sequences)
 
 

@@ -140,7 +140,7 @@ class Accelerated:
             if self._undo and type(replacement) is kind and is_replaced(replacement.module) and replacement.holds()
         ]
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         if not self._undo:
             return f"{self._title} is not accelerated any more"
         lines = [f"{self._title} on the SDK's ops:"]

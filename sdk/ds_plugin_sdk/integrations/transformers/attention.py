@@ -39,6 +39,9 @@ IGNORED_ARGUMENTS = frozenset(
     }
 )
 
+# From so many queries of a head on the op on a CPU is torch's attention too: ``kernels/cpu/attention_binding.cpp``.
+_TORCHS_FROM = 8
+
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
 
 
@@ -98,7 +101,7 @@ def attention_forward(
     # To the op queries are the last of the positions: a decoder's text may be longer than that of its encoder. Keys and
     # values are a cache to it, which it may write to, and so takes no expanded ones.
     served = understood and query.shape[2] <= key.shape[2] and 0 not in (*key.stride(), *value.stride())
-    if not trains and not (served and is_plain_inference(query)):
+    if not trains and not (served and is_plain_inference(query) and not _is_torchs(query, key, attention_mask)):
         return own(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
         )
@@ -112,6 +115,14 @@ def attention_forward(
         query, key[:, :, :0], value[:, :, :0], key, value, key.shape[2], scale, attention_mask, bool(causal)
     )
     return attended.transpose(1, 2), None
+
+
+def _is_torchs(query: Tensor, key: Tensor, mask: Tensor | None) -> bool:
+    """Whether the op would do what the model's own attention does, after it has looked at all keys and values. With a
+    mask the model repeats shared ones, which the op need not do.
+    """
+    repeats = mask is not None and query.shape[1] != key.shape[1]
+    return query.device.type == "cpu" and query.shape[2] >= _TORCHS_FROM and not repeats
 
 
 def attend(

@@ -31,6 +31,7 @@ from ds_plugin_sdk.integrations.transformers.training_layers import is_rms, norm
 from ds_plugin_sdk.integrations.transformers.understood import Norm, is_plain_inference
 from ds_plugin_sdk.integrations.transformers.watch import Watch
 from ds_plugin_sdk.integrations.transformers.weights import Matrix
+from ds_plugin_sdk.ops._products import torchs_from
 
 # What a decoder layer does with these is known; others may be given if they are None. The encoder's mask has no meaning
 # without what the encoder has put out.
@@ -64,11 +65,21 @@ class LinearReplacement(Replacement):
             trained = linear_in_training(self.module, args[0]) if len(args) == 1 and not kwargs else None
             if trained is not None:
                 return trained
-        elif len(args) == 1 and not kwargs and is_plain_inference(args[0]) and self.holds():
+        elif len(args) == 1 and not kwargs and is_plain_inference(args[0]):
             input: Tensor = args[0]
-            if input.dtype == self.matrix.dtype and input.device == self.matrix.device:
+            known = input.dtype == self.matrix.dtype and input.device == self.matrix.device
+            if known and not self._is_torchs(input) and self.holds():
                 return decoder.linear(ops_for(input.dtype), self.matrix, input)
         return self.own(*args, **kwargs)
+
+    def _is_torchs(self, input: Tensor) -> bool:
+        """Whether the op would do what the module's own code does, at the price of asking whether it may."""
+        return (
+            type(self.module) is nn.Linear
+            and not self.matrix.rounded
+            and input.device.type == "cpu"
+            and input.numel() >= input.shape[-1] * torchs_from(input.dtype)
+        )
 
 
 class NormReplacement(Replacement):
