@@ -326,6 +326,7 @@ def test_which_cpu_is_fast(dtype: torch.dtype, vendor: str, flags: str, fast: bo
         (torch.bfloat16, "GenuineIntel", "avx512f avx512_bf16", math.inf),
         (torch.float16, "GenuineIntel", "avx512_fp16", 24),
         (torch.float16, "GenuineIntel", "avx512f", math.inf),
+        (torch.float64, "AuthenticAMD", "avx2", 24),
     ],
 )
 def test_from_how_many_inputs_on_the_op_is_torchs(dtype: torch.dtype, vendor: str, flags: str, inputs: float) -> None:

@@ -43,9 +43,9 @@ def torchs_from(dtype: torch.dtype) -> float:
 
 
 def _torchs_from(dtype: torch.dtype, vendor: str, flags: frozenset[str]) -> float:
-    if dtype == torch.float32:
-        return _MANY_ON_AMD if vendor == "AuthenticAMD" and "avx512f" not in flags else _MANY
-    if not _is_fast(dtype, vendor, flags):
+    if dtype == torch.float32 and vendor == "AuthenticAMD" and "avx512f" not in flags:
+        return _MANY_ON_AMD
+    if dtype in _FAST and not _is_fast(dtype, vendor, flags):
         return math.inf
     return _MANY_OF_BFLOAT16 if dtype == torch.bfloat16 else _MANY
 
