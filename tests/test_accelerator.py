@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Any
 
@@ -226,17 +227,28 @@ def test_what_a_class_states_by_a_wrong_name_is_warned_of(name: str, value: Any,
     assert [warning.filename for warning in caught] == [__file__]
 
 
-def test_a_method_that_no_release_had_is_the_class_s_own(recwarn: pytest.WarningsRecorder) -> None:
-    class Zap(TorchAccelerator):
-        device_type = "cpu"
+@pytest.mark.parametrize(
+    "name",
+    [
+        "current_device_id",
+        "default_generators",
+        "devices",
+        "is_fp8_supported",
+        "max_memory_reserved_mb",
+        "reset_peak_host_memory_stats",
+        "streams",
+        "synchronize_device",
+    ],
+)
+def test_a_method_with_other_words_is_the_class_s_own(name: str, recwarn: pytest.WarningsRecorder) -> None:
+    cls = type("Zap", (TorchAccelerator,), {"device_type": "cpu", name: lambda self: 1})
+    assert getattr(cls(), name)() == 1 and not recwarn.list
 
-        def is_fp8_supported(self) -> bool:
-            return True
 
-        def zap_cores(self) -> int:
-            return 4
-
-    assert Zap().is_fp8_supported() and Zap().zap_cores() == 4 and not recwarn.list
+@pytest.mark.parametrize("kind", [staticmethod, classmethod, property, functools.lru_cache])
+def test_every_kind_of_method_is_warned_of(kind: Any) -> None:
+    with pytest.warns(RuntimeWarning, match=r"is_bf16_suported is not used: TorchAccelerator has is_bf16_supported"):
+        type("Zap", (TorchAccelerator,), {"device_type": "cpu", "is_bf16_suported": kind(lambda self: False)})
 
 
 @pytest.mark.parametrize(("name", "value"), [("device_name", "zap"), ("visible_devices_envs", ["ZAP"])])

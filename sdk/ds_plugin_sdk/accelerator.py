@@ -21,6 +21,7 @@ import difflib
 import functools
 import importlib.util
 import inspect
+import itertools
 import math
 import types
 import warnings
@@ -549,15 +550,29 @@ def misnamed(cls: type) -> dict[str, str]:
     sdks = _of_the_sdk(cls)
     found = {}
     for name, value in vars(cls).items():
-        known = _methods(sdks) if inspect.isfunction(value) else _stated(sdks)
-        if not inspect.isfunction(value) and not isinstance(value, _STATED_TYPES):
-            continue
+        is_method = hasattr(value, "__get__") and not isinstance(value, type)
+        known = _methods(sdks) if is_method else _stated(sdks)
         if name[0] == "_" or name in known or any(hasattr(parent, name) for parent in cls.__bases__):
             continue
-        meant = {other for other in known - vars(cls).keys() if _digits(other) == _digits(name)}  # fp8 is not fp16
-        if near := difflib.get_close_matches(name, meant, n=1, cutoff=0.9):
+        if not is_method and not isinstance(value, _STATED_TYPES):
+            continue
+        meant = {other for other in known - vars(cls).keys() if _is_misspelt(name, other, plural=not is_method)}
+        if near := difflib.get_close_matches(name, meant, n=1, cutoff=0):
             found[name] = near[0]
     return found
+
+
+def _is_misspelt(name: str, meant: str, plural: bool) -> bool:
+    """Whether a name has another's words with some letters changed; without `plural`, more than an s at their ends."""
+    pairs = [*itertools.zip_longest(name.split("_"), meant.split("_"), fillvalue="")]
+    changed = [(word, other) for word, other in pairs if word != other]
+    if not plural and all(word.removesuffix("s") == other.removesuffix("s") for word, other in changed):
+        return False
+    # A word with a number means another thing: fp8 is not fp16.
+    return all(
+        not any(map(str.isdigit, word + other)) and difflib.SequenceMatcher(None, word, other).ratio() >= 0.8
+        for word, other in changed
+    )
 
 
 _STATED_TYPES = (str, int, tuple, list, dict)
@@ -591,7 +606,3 @@ def _stated(cls: type) -> set[str]:
 
 def _methods(cls: type) -> set[str]:
     return {name for name in dir(cls) if name[0] != "_" and inspect.isfunction(getattr(cls, name))}
-
-
-def _digits(name: str) -> str:
-    return "".join(filter(str.isdigit, name))

@@ -22,6 +22,8 @@ import torch
 from small_models import assert_as_plain, logits, make, tokens
 from torch import nn
 
+from counted_calls import CountedCalls
+
 with warnings.catch_warnings():
     # transformers' own dependencies warn of each other's releases.
     warnings.simplefilter("ignore")
@@ -397,3 +399,39 @@ def test_a_model_without_numbers_gets_them_later(kernel_cache: Path, monkeypatch
         [sys.executable, "-W", "ignore", "-c", WEIGHTS_LATER], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+_BERT = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("weights", [None, "int8"])
+def test_layers_that_run_alone_go_on_in_another_dtype(weights: Any, dtype: torch.dtype) -> None:
+    model = transformers.BertModel(transformers.BertConfig(**_BERT)).eval()
+    with accelerate(model, weights):
+        found = []
+        for _ in range(2):
+            with CountedCalls() as counted:
+                model(tokens(1, 3))
+            found.append(counted.calls["linear"])
+            model.to(dtype)
+    assert found[0] == found[1] > 0
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("change", ["assign", "data"])
+def test_weights_of_layers_that_run_alone_are_packed_again(change: str) -> None:
+    """By a call with many inputs too, which torch multiplies: the memory of the weights before is free then."""
+    model = transformers.BertModel(transformers.BertConfig(**_BERT)).eval()
+    weight = model.encoder.layer[0].output.dense
+    with accelerate(model):
+        if change == "assign":
+            model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+        else:
+            for parameter in model.parameters():
+                parameter.data = parameter.data.clone()
+        moved = weight.weight.data_ptr()
+        expected = copy.deepcopy(model)(tokens(2, 40)).last_hidden_state
+        torch.testing.assert_close(model(tokens(2, 40)).last_hidden_state, expected, rtol=1e-4, atol=1e-5)
+        assert weight.weight.data_ptr() != moved

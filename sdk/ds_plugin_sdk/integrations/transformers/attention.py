@@ -80,7 +80,7 @@ def attention_forward(
 
     The call goes to the model's own attention where the op does not do the same: gradients, dropout, arguments that
     are not known here, more queries than keys, values of another head size than the keys', expanded keys or values, a
-    model without ``sdpa``.
+    model without ``sdpa``; and on a CPU for many queries, which are torch's in the op, too.
     """
     causal = query.shape[2] > 1 and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
     own = _own_attention(type(module).__module__)

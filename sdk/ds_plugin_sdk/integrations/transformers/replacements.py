@@ -67,19 +67,22 @@ class LinearReplacement(Replacement):
                 return trained
         elif len(args) == 1 and not kwargs and is_plain_inference(args[0]):
             input: Tensor = args[0]
-            known = input.dtype == self.matrix.dtype and input.device == self.matrix.device
-            if known and not self._is_torchs(input) and self.holds():
+            # To hold, the matrix may take on another dtype and device.
+            its_own = self._is_torchs(input) or not self.holds()
+            if not its_own and input.dtype == self.matrix.dtype and input.device == self.matrix.device:
                 return decoder.linear(ops_for(input.dtype), self.matrix, input)
         return self.own(*args, **kwargs)
 
     def _is_torchs(self, input: Tensor) -> bool:
-        """Whether the op would do what the module's own code does, at the price of asking whether it may."""
-        return (
-            type(self.module) is nn.Linear
-            and not self.matrix.rounded
-            and input.device.type == "cpu"
-            and input.numel() >= input.shape[-1] * torchs_from(input.dtype)
-        )
+        """Whether the op would do what the module's own code does, at the price of asking whether it may.
+
+        Not where the contents are no longer the parameter, or never were: `holds` makes them follow.
+        """
+        if input.device.type != "cpu" or input.dim() < 2 or type(self.module) is not nn.Linear:
+            return False
+        weight = self.module._parameters.get("weight")
+        stays = type(weight) is nn.Parameter and weight.data_ptr() == self.matrix.contents.weight.data_ptr()
+        return stays and input.numel() >= input.shape[-1] * torchs_from(input.dtype)
 
 
 class NormReplacement(Replacement):
