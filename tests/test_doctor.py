@@ -293,7 +293,9 @@ def test_a_plugin_without_its_accelerator_is_not_well(sdk: Callable[..., str], i
     assert found["plugin"]["verdict"] == "fails"
     why = "none: 'zap': a plugin's accelerator cannot be loaded: nowhere:Missing of ds-plugin-zap 1.0: ModuleNotFound"
     assert found["plugin"]["found"].startswith(why)
-    advice = "python -c 'import nowhere' shows where; pip install --force-reinstall ds-plugin-zap mends damaged files; "
+    advice = (
+        "python -c 'from nowhere import Missing; Missing()' shows where; pip install --force-reinstall ds-plugin-zap "
+    )
     assert found["plugin"]["next"].startswith(advice)
     assert found["cache"]["verdict"] == "ok"
 

@@ -111,8 +111,8 @@ def load(candidate: Candidate) -> DeepSpeedAccelerator:
             "a plugin's accelerator cannot be loaded",
             plugin=candidate.name,
             why=f"{manifest.accelerator} of {candidate}: {type(error).__name__}: {error}",
-            hint=f"python -c 'import {module}' shows where; pip install --force-reinstall {candidate.distribution} "
-            "mends damaged files; DS_PLUGIN_AUTOLOAD=0 switches plugins off",
+            hint=f"python -c 'from {module} import {name}; {name}()' shows where; pip install --force-reinstall "
+            f"{candidate.distribution} mends damaged files; DS_PLUGIN_AUTOLOAD=0 switches plugins off",
         ) from error
     return accelerator
 
