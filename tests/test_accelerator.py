@@ -11,7 +11,9 @@ import torch
 
 from ds_plugin_cpu.accelerator import CPU_Accelerator
 from ds_plugin_sdk import DeepSpeedAccelerator, TorchAccelerator, set_accelerator
+from ds_plugin_sdk.accelerator import misnamed
 from ds_plugin_sdk.errors import InvalidAcceleratorError, OpNotImplementedError
+from ds_plugin_sdk.ported_accelerator import PortedAccelerator
 
 
 class Minimal(DeepSpeedAccelerator):
@@ -225,6 +227,33 @@ def test_what_a_class_states_by_a_wrong_name_is_warned_of(name: str, value: Any,
     with pytest.warns(RuntimeWarning, match=rf"Zap\.{name} is not used: TorchAccelerator has {meant}; ") as caught:
         type("Zap", (TorchAccelerator,), {"device_type": "cpu", name: value})
     assert [warning.filename for warning in caught] == [__file__]
+
+
+def test_the_warning_names_the_line_that_makes_the_class() -> None:
+    """Of a base that has an __init_subclass__ of its own too, and of one that was written for DeepSpeed."""
+
+    class Ours(PortedAccelerator):
+        def __init_subclass__(cls, **kwargs: Any) -> None:
+            super().__init_subclass__(**kwargs)
+
+    with pytest.warns(RuntimeWarning, match="is_bf16_suported is not used") as caught:
+
+        class Zap(Ours):
+            def is_bf16_suported(self) -> bool:
+                return True
+
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+def test_a_misspelt_method_of_a_mixin() -> None:
+    class Mixin:
+        def is_bf16_suported(self) -> bool:
+            return True
+
+    class Zap(Mixin, TorchAccelerator):
+        device_type = "cpu"
+
+    assert misnamed(Mixin, Zap) == {"is_bf16_suported": "is_bf16_supported"}
 
 
 @pytest.mark.parametrize(

@@ -542,12 +542,15 @@ def installed(module: str) -> bool:
         return False
 
 
-def misnamed(cls: type) -> dict[str, str]:
-    """Attributes and methods of a plugin's class that nothing reads, with the name each seems to be meant for.
+def misnamed(cls: type, accelerator: type) -> dict[str, str]:
+    """Attributes and methods that nothing reads, with the name each seems to be meant for.
 
     A leading underscore says that a name is the class's own.
+
+    Args:
+        cls: whose own they are: `accelerator`, a class of the plugin's that it is derived from, or a mixin.
     """
-    sdks = _of_the_sdk(cls)
+    sdks = _of_the_sdk(accelerator)
     found = {}
     for name, value in vars(cls).items():
         is_method = hasattr(value, "__get__") and not isinstance(value, type)
@@ -587,13 +590,24 @@ def _check_attributes(cls: type) -> None:
                 why=f"{name} = {value!r} is no function",
                 hint=f"write def {name}(self, ...)",
             )
-    for name, meant in misnamed(cls).items():
+    for name, meant in misnamed(cls, cls).items():
         warnings.warn(
             f"ds-plugin-sdk: {cls.__module__}.{cls.__qualname__}.{name} is not used: "
             f"{_of_the_sdk(cls).__name__} has {meant}; a leading underscore says that it is the class's own",
             RuntimeWarning,
-            stacklevel=4,
+            stacklevel=_level_of_the_plugin(),
         )
+
+
+def _level_of_the_plugin() -> int:
+    """For `warnings`: how far from the caller the code is that makes a class; plugins may have an __init_subclass__."""
+    level, frame = 0, inspect.currentframe()
+    while frame is not None and (
+        frame.f_code.co_name == "__init_subclass__"
+        or frame.f_globals.get("__name__", "").partition(".")[0] in ("ds_plugin_sdk", "abc")
+    ):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def _of_the_sdk(cls: type) -> type:

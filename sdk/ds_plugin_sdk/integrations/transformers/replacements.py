@@ -65,19 +65,19 @@ class LinearReplacement(Replacement):
             trained = linear_in_training(self.module, args[0]) if len(args) == 1 and not kwargs else None
             if trained is not None:
                 return trained
-        elif len(args) == 1 and not kwargs and not self._is_torchs(args[0]) and is_plain_inference(args[0]):
+        elif len(args) == 1 and not kwargs and is_plain_inference(args[0]) and not self._is_torchs(args[0]):
             input: Tensor = args[0]
             # To hold, the matrix may take on another dtype and device.
             if self.holds() and input.dtype == self.matrix.dtype and input.device == self.matrix.device:
                 return decoder.linear(ops_for(input.dtype), self.matrix, input)
         return self.own(*args, **kwargs)
 
-    def _is_torchs(self, input: object) -> bool:
+    def _is_torchs(self, input: Tensor) -> bool:
         """Whether the op would do what the module's own code does, at the price of asking whether it may.
 
         Not where the contents are no longer the parameter, or never were: `holds` makes them follow.
         """
-        if type(input) is not Tensor or input.dim() < 2 or input.device.type != "cpu":
+        if input.dim() < 2 or input.device.type != "cpu":
             return False
         weight = self.module._parameters.get("weight")
         stays = type(weight) is nn.Parameter and weight.data_ptr() == self.matrix.contents.weight.data_ptr()
