@@ -21,7 +21,6 @@ import difflib
 import functools
 import importlib.util
 import inspect
-import itertools
 import math
 import types
 import warnings
@@ -551,10 +550,11 @@ def misnamed(cls: type, accelerator: type) -> dict[str, str]:
         cls: whose own they are: `accelerator`, a class of the plugin's that it is derived from, or a mixin.
     """
     sdks = _of_the_sdk(accelerator)
+    methods, stated = _methods(sdks), _stated(sdks)
     found = {}
     for name, value in vars(cls).items():
         is_method = hasattr(value, "__get__") and not isinstance(value, type)
-        known = _methods(sdks) if is_method else _stated(sdks)
+        known = methods if is_method else stated
         if name[0] == "_" or name in known or any(hasattr(parent, name) for parent in cls.__bases__):
             continue
         if not is_method and not isinstance(value, _STATED_TYPES):
@@ -567,8 +567,10 @@ def misnamed(cls: type, accelerator: type) -> dict[str, str]:
 
 def _is_misspelt(name: str, meant: str, plural: bool) -> bool:
     """Whether a name has another's words with some letters changed; without `plural`, more than an s at their ends."""
-    pairs = [*itertools.zip_longest(name.split("_"), meant.split("_"), fillvalue="")]
-    changed = [(word, other) for word, other in pairs if word != other]
+    words, others = name.split("_"), meant.split("_")
+    changed = [(word, other) for word, other in zip(words, others, strict=False) if word != other]
+    if len(words) != len(others):
+        return False
     if not plural and all(word.removesuffix("s") == other.removesuffix("s") for word, other in changed):
         return False
     # A word with a number means another thing: fp8 is not fp16.
