@@ -424,14 +424,14 @@ def test_layers_that_run_alone_go_on_in_another_dtype(weights: Any, dtype: torch
 def test_weights_of_layers_that_run_alone_are_packed_again(change: str) -> None:
     """By a call with many inputs too, which torch multiplies: the memory of the weights before is free then."""
     model = transformers.BertModel(transformers.BertConfig(**_BERT)).eval()
-    weight = model.encoder.layer[0].output.dense
+    layer = model.encoder.layer[0].output.dense
     with accelerate(model):
         if change == "assign":
             model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
         else:
             for parameter in model.parameters():
                 parameter.data = parameter.data.clone()
-        moved = weight.weight.data_ptr()
+        moved = layer.weight.data_ptr()
         expected = copy.deepcopy(model)(tokens(2, 40)).last_hidden_state
         torch.testing.assert_close(model(tokens(2, 40)).last_hidden_state, expected, rtol=1e-4, atol=1e-5)
-        assert weight.weight.data_ptr() != moved
+        assert layer.weight.data_ptr() != moved
