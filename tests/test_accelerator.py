@@ -11,7 +11,7 @@ import torch
 
 from ds_plugin_cpu.accelerator import CPU_Accelerator
 from ds_plugin_sdk import DeepSpeedAccelerator, TorchAccelerator, set_accelerator
-from ds_plugin_sdk.accelerator import misnamed
+from ds_plugin_sdk.accelerator_names import misnamed
 from ds_plugin_sdk.errors import InvalidAcceleratorError, OpNotImplementedError
 from ds_plugin_sdk.ported_accelerator import PortedAccelerator
 

@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from ds_plugin_sdk.accelerator import misnamed
+from ds_plugin_sdk.accelerator_names import misnamed
 from ds_plugin_sdk.conformance.check import Clause, check, expect, expect_equal
 from ds_plugin_sdk.conformance.runtime.support import (
     SLOW_SECONDS,
