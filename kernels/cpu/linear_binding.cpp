@@ -76,7 +76,7 @@ class PreparedLayer {
  public:
   PreparedLayer(const LinearLoops& loops, const LinearLayer& layer, Dtype dtype)
       : task_{layer, static_cast<const float*>(layer.input), {}, nullptr} {
-    if (dtype != Dtype::Float32) widen(loops, layer, dtype);  // those who want its accuracy ask for float32
+    if (dtype != Dtype::Float32 || layer.scales) widen(loops, layer, dtype);
     if (!layer.offsets) return;
     task_.group_sums = room_for(group_sums_, layer.inputs * layer.groups);
     loops.sum_groups(task_, group_sums_.get());
@@ -98,7 +98,8 @@ class PreparedLayer {
  private:
   void widen(const LinearLoops& loops, const LinearLayer& layer, Dtype dtype) {
     const int64_t elements = layer.inputs * layer.columns, groups = layer.inputs * layer.groups;
-    task_.widened = room_for(widened_, elements);
+    const bool in_floats = dtype == Dtype::Float32;
+    if (!in_floats) task_.widened = room_for(widened_, elements);
     if (layer.scales) {
       room_for(shorts_, elements);
       room_for(short_scales_, groups);
@@ -111,9 +112,11 @@ class PreparedLayer {
       const int64_t first = begin * layer.columns, group = begin * layer.groups;
       LinearTask some = task_;
       some.inputs = end - begin;
-      some.widened = widened_.get() + first;
-      const auto* input = static_cast<const char*>(layer.input) + first * size_of(dtype);
-      loops.widen(dtype)(input, widened_.get() + first, some.inputs * layer.columns);
+      some.widened += first;
+      if (!in_floats) {
+        const auto* input = static_cast<const char*>(layer.input) + first * size_of(dtype);
+        loops.widen(dtype)(input, widened_.get() + first, some.inputs * layer.columns);
+      }
       if (!layer.scales) return;
       // All of them, also where another thread has found one that is not finite: tiles are not told which it is.
       if (!loops.shorten(some, shorts_.get() + first, short_scales_.get() + group, eights_.get() + group,
@@ -159,7 +162,7 @@ struct Linear : Device {
 
   bool takes(const LinearLayer& layer, Dtype dtype) const {
     const bool amx = dtype == Dtype::BFloat16 && has_amx();
-    const bool torch_is_slower = layer.scales ? dtype != Dtype::Float32 && !amx : is_slow(dtype);
+    const bool torch_is_slower = layer.scales ? !amx : is_slow(dtype);
     const auto has_tiles = [&] { return loops_for<LinearLoops>("linear").has_tiles(layer); };
     if (torch_is_slower && has_tiles()) return true;
     const bool to_widen = is_slow(dtype) && (layer.scales || !multiplies(dtype));

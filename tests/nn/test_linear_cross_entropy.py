@@ -257,8 +257,10 @@ def test_within_a_transform_dtypes_are_those_without(cast: bool) -> None:
         found = torch.vmap(loss)(input[None])
         value, tangent = torch.func.jvp(loss, (input,), (input,))
     assert found.dtype == value.dtype == tangent.dtype == torch.float32
-    torch.testing.assert_close(found[0], expected, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-5)
+    # By autocast in bfloat16, where the CPU is fast at it: products of other shapes are rounded otherwise.
+    close = 2**-8 if cast else 1e-5
+    torch.testing.assert_close(found[0], expected, rtol=close, atol=close)
+    torch.testing.assert_close(value, expected, rtol=close, atol=close)
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

@@ -18,6 +18,7 @@
 #ifdef DS_KERNELS_GPU_COMPILER
 #include <cmath>
 #elif defined(__x86_64__)
+#include <cpuid.h>
 #include <immintrin.h>
 #elif defined(__aarch64__)
 #include <arm_neon.h>
@@ -257,6 +258,17 @@ DS_KERNELS_INLINE Floats uncontracted(Floats x) {
 inline bool is_amd() {
 #if defined(__x86_64__)
   return __builtin_cpu_is("amd");
+#else
+  return false;
+#endif
+}
+
+// Whether it is one of AMD's of family 1Ah or above. By its number: compilers know Zen 5 by name since GCC 14.
+inline bool is_zen5_or_later() {
+#if defined(__x86_64__)
+  unsigned a, b, c, d;
+  if (!is_amd() || !__get_cpuid(1, &a, &b, &c, &d)) return false;
+  return (a >> 8 & 0xf) + (a >> 20 & 0xff) >= 0x1a;
 #else
   return false;
 #endif

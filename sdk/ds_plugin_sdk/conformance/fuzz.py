@@ -369,7 +369,8 @@ def _wrongs(
                     left |= ~ours.cpu().isfinite() & ~theirs.isfinite()
                 bound = torch.where(left, torch.inf, 0.0)
                 bound = bound if moved is None or moved[i].shape != bound.shape else bound + moved[i]
-            yield from _compare(info, where, ours.detach().cpu(), theirs.detach(), wanted, before, bound)
+            allowed = info.allowed(arguments, ours.dtype)
+            yield from _compare(allowed, where, ours.detach().cpu(), theirs.detach(), wanted, before, bound)
 
 
 def _touched(who: str, info: OpInfo, arguments: Arguments, made: _Run) -> Iterator[str]:
@@ -409,7 +410,7 @@ def _moved(info: OpInfo, arguments: Arguments, expected: Sequence[Tensor], chang
     if any(t.is_meta for t in tensors):
         return [torch.zeros(each.shape) for each in expected]
     dtypes = {t.dtype for t in tensors if t.is_floating_point()}
-    most = max((_lost(info, dtype) for dtype in dtypes), default=_UNIT)
+    most = max((_lost(info, arguments, dtype) for dtype in dtypes), default=_UNIT)
     furthest = [torch.zeros(each.shape, dtype=torch.float64) for each in expected]
     for seed in range(changes):
         for sign in (1, -1):  # what is rounded to a level goes to either side
@@ -435,9 +436,9 @@ def _changed(arguments: Arguments, seed: int, most: float) -> Arguments:
     return {name: _map(change, value) for name, value in arguments.items()}
 
 
-def _lost(info: OpInfo, dtype: torch.dtype) -> float:
+def _lost(info: OpInfo, arguments: Arguments, dtype: torch.dtype) -> float:
     """The share of a number that an op's arithmetic may lose before its result is rounded."""
-    return max(info.rtol.get(dtype, 0.0) - torch.finfo(dtype).eps / 2, _UNIT)
+    return max(info.allowed(arguments, dtype)[0] - torch.finfo(dtype).eps / 2, _UNIT)
 
 
 def _overflowed(
@@ -454,7 +455,7 @@ def _overflowed(
     results = (t.double().abs().nan_to_num(0.0, 0.0, 0.0) for t in expected or () if t.numel() and not t.is_meta)
     result = max((t.max().item() for t in results), default=0.0)
     # A result that is kept on the way may be of the op's dtype, and so are the sums of an op that rounds them.
-    rounds = _lost(info, ours.dtype) > 1e-4
+    rounds = _lost(info, arguments, ours.dtype) > 1e-4
     most = 1e3 if rounds and ours.dtype == torch.float16 else 1e16
     if bool((given[given.isfinite()] > most).any()) or not result < min(1e34, torch.finfo(ours.dtype).max):
         return ~ours.isfinite() | ~theirs.isfinite()
@@ -468,7 +469,7 @@ def _before(info: OpInfo, arguments: Arguments, result: int) -> Tensor | None:
 
 
 def _compare(
-    info: OpInfo,
+    allowed: tuple[float, float],
     where: str,
     ours: Tensor,
     theirs: Tensor,
@@ -481,7 +482,7 @@ def _compare(
     With `moved`, what `_moved` gives, the formula need only be met as float32 can; all is right where it is infinite.
     """
     floating = ours.dtype.is_floating_point
-    rtol, atol = (info.rtol.get(ours.dtype, 0.0), info.atol.get(ours.dtype, 0.0)) if floating else (0.0, 0.0)
+    rtol, atol = allowed
     exact = theirs.double() if wanted is None else wanted.double()
     if exact.shape != ours.shape:
         yield f"{where} has shape {list(ours.shape)}, by the formula {list(exact.shape)}"

@@ -62,6 +62,7 @@ class OpInfo:
         differentiable: names of the arguments that have gradients.
         rtol: per dtype, largest error relative to the larger of the expected value and the value it replaced.
         atol: per dtype, largest absolute error.
+        quantized: per dtype, either of them in a call with ``scales``, whose weights are quantized; as above if empty.
         gradient_rtol, gradient_atol: the same for gradients; as `rtol` and `atol` if empty.
         contiguous: names of arguments that must be contiguous: others in any layout must work.
         broadcasts: names of arguments whose shape may differ from what the sample has.
@@ -88,6 +89,7 @@ class OpInfo:
     differentiable: tuple[str, ...] = ()
     rtol: Mapping[torch.dtype, float] = field(default_factory=lambda: _RTOL)
     atol: Mapping[torch.dtype, float] = field(default_factory=lambda: _ATOL)
+    quantized: Mapping[torch.dtype, float] = field(default_factory=dict)
     gradient_rtol: Mapping[torch.dtype, float] = field(default_factory=dict)
     gradient_atol: Mapping[torch.dtype, float] = field(default_factory=dict)
     contiguous: tuple[str, ...] = ()
@@ -107,6 +109,12 @@ class OpInfo:
     def overload(self) -> Any:
         """``torch.ops.<namespace>.<name>.default``."""
         return getattr(getattr(torch.ops, self.namespace), self.name).default
+
+    def allowed(self, arguments: Mapping[str, Any], dtype: torch.dtype) -> tuple[float, float]:
+        """The largest error of a result of `dtype` in a call, relative and absolute; none where it is of integers."""
+        if arguments.get("scales") is not None and dtype in self.quantized:
+            return self.quantized[dtype], self.quantized[dtype]
+        return self.rtol.get(dtype, 0.0), self.atol.get(dtype, 0.0)
 
 
 @dataclass(frozen=True)

@@ -145,7 +145,7 @@ def compare(info: OpInfo, sample: Sample, results: list[tuple[str, Tensor]]) -> 
     )
     for i, ((where, actual), wanted) in enumerate(zip(results, expected, strict=True)):
         before = replaced[i] if i < len(replaced) else None
-        _compare(info, sample, where, actual, wanted, before, info.rtol, info.atol)
+        _compare(info, sample, where, actual, wanted, before, info.allowed(sample.arguments, actual.dtype))
 
 
 def compare_gradients(target: Target, info: OpInfo, sample: Sample, only: str = "") -> None:
@@ -168,9 +168,10 @@ def compare_gradients(target: Target, info: OpInfo, sample: Sample, only: str = 
     expected = torch.autograd.grad(
         [want for _, want in pairs], [exact[n] for n in names], [c.double() for c in cotangents]
     )
-    rtol, atol = {**info.rtol, **info.gradient_rtol}, {**info.atol, **info.gradient_atol}
     for name, grad, want in zip(names, actual, expected, strict=True):
-        _compare(info, sample, f"the gradient of {name}", grad, want, None, rtol, atol)
+        rtol, atol = info.allowed(sample.arguments, grad.dtype)
+        allowed = info.gradient_rtol.get(grad.dtype, rtol), info.gradient_atol.get(grad.dtype, atol)
+        _compare(info, sample, f"the gradient of {name}", grad, want, None, allowed)
 
 
 def _compare(
@@ -180,16 +181,13 @@ def _compare(
     actual: Tensor,
     expected: Tensor,
     before: Tensor | None,
-    rtol: Mapping[torch.dtype, float],
-    atol: Mapping[torch.dtype, float],
+    allowed: tuple[float, float],
 ) -> None:
     host = actual.detach().cpu()
     subject = f"{info.name} on '{sample.label}' ({name_of(host.dtype)}): {where}"
     expect(
         host.shape == expected.shape, f"{subject} has shape {list(host.shape)}", why=f"expected {list(expected.shape)}"
     )
-    exact = not host.dtype.is_floating_point
-    allowed = (0.0, 0.0) if exact else (rtol.get(host.dtype, 0.0), atol.get(host.dtype, 0.0))
     wrong = op_info.close_to(host, expected.detach(), before=before, rtol=allowed[0], atol=allowed[1])
     if wrong is not None:
         times, index = wrong
