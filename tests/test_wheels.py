@@ -205,6 +205,22 @@ def test_a_wheel_does_not_silently_lack_a_module_of_builders(tmp_path: Path) -> 
     assert "No module named 'zap_compiler'" in done.stderr
 
 
+@pytest.mark.parametrize("variable", ["DS_BUILD_OPS", "DS_BUILD_FUSED_LION"])
+def test_a_wheel_does_not_silently_lack_an_op_whose_files_are_not_there(variable: str, tmp_path: Path) -> None:
+    """As of a git submodule that was not checked out."""
+    project = small_project(tmp_path)
+    (project / "ds_plugin_zap" / "op_builder" / "more.py").write_text(
+        "from ds_plugin_sdk.op_builder import CppOpBuilder\n"
+        "class FusedLionBuilder(CppOpBuilder):\n"
+        "    NAME = 'fused_lion'\n"
+        "    def sources(self): return []\n",
+        encoding="utf-8",
+    )
+    done = build(project, tmp_path / "dist", **{variable: "1"})
+    assert done.returncode != 0
+    assert "an op's builder lists no sources (plugin 'ds-plugin-zap', op 'fused_lion')" in done.stderr
+
+
 @pytest.mark.parametrize("plugin", ["cpu", "cuda", "generated"])
 def test_a_pure_wheel_needs_no_sdk(plugin: str, tmp_path: Path) -> None:
     """As in pip's isolated builds, where hatchling is all there is."""

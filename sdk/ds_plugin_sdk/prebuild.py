@@ -12,8 +12,18 @@ from pathlib import Path
 
 from ds_plugin_sdk import jit, op_builder, privateuse1, registry
 from ds_plugin_sdk.errors import BuildError, OpError, UnknownAcceleratorError
-from ds_plugin_sdk.op_builder import CombinedOpBuilder, LentOpBuilder, OpBuilder, ReferenceOpBuilder, check_sources
+from ds_plugin_sdk.op_builder import (
+    CombinedOpBuilder,
+    LentOpBuilder,
+    NotImplementedBuilder,
+    OpBuilder,
+    ReferenceOpBuilder,
+    check_sources,
+)
 from ds_plugin_sdk.settings import settings
+
+# Another builder that lists no sources lacks them: files that a checkout does not have.
+_WITHOUT_SOURCES = (ReferenceOpBuilder, CombinedOpBuilder, LentOpBuilder, NotImplementedBuilder)
 
 
 def builders_of(plugin: str, ops: Sequence[str] = ()) -> list[OpBuilder]:
@@ -37,11 +47,7 @@ def builders_of(plugin: str, ops: Sequence[str] = ()) -> list[OpBuilder]:
         )
     accelerator = registry.load(registry.only(installed[plugin]))
     classes = op_builder.builders(accelerator.op_builders, accelerator.device_name()).values()
-    found = [
-        op_builder.made(cls)
-        for cls in classes
-        if not issubclass(cls, ReferenceOpBuilder | CombinedOpBuilder | LentOpBuilder)
-    ]
+    found = [op_builder.made(cls) for cls in classes if not issubclass(cls, _WITHOUT_SOURCES)]
     if privateuse1.installed_name() == accelerator.device_name():
         found += privateuse1.installed_builders()
     unknown = set(ops) - {builder.name for builder in found} - {builder.library() for builder in found}
@@ -79,7 +85,9 @@ def _defined_in(package: str) -> list[type[OpBuilder]]:
         # At run time a module that cannot be imported has no ops; a wheel must not lack them.
         warnings.filterwarnings("error", message="ds-plugin-sdk: the builders in")
         found = op_builder.builders(package, "").values()
-    return [cls for cls in found if f"{cls.__module__}.".startswith(f"{package}.")]
+    return [
+        cls for cls in found if f"{cls.__module__}.".startswith(f"{package}.") and not issubclass(cls, _WITHOUT_SOURCES)
+    ]
 
 
 def distinct(builders: Iterable[OpBuilder]) -> list[OpBuilder]:
@@ -105,11 +113,10 @@ def build(builder: OpBuilder, into: Path | None) -> jit.Artifact:
 
 
 def wanted_in_wheel(builder: OpBuilder) -> bool:
-    """What ``DS_BUILD_<OP>`` says of an op that has sources, and ``DS_BUILD_OPS`` where that is unset.
+    """What ``DS_BUILD_<OP>`` says of an op, and ``DS_BUILD_OPS`` where that is unset.
 
     Raises:
         SettingError: a variable says neither yes nor no.
     """
     choice = settings.build_op(builder.BUILD_VAR)
-    wanted = settings.build_ops if choice is None else choice
-    return wanted and bool(builder.sources())
+    return settings.build_ops if choice is None else choice

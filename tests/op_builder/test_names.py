@@ -44,6 +44,10 @@ class ZapNormBuilder(Fine):  # found by its NAME, as DeepSpeed asks for no norm
 
 class LionBuilder(Fine):  # beside FusedLionBuilder
     NAME = "fused_lion"
+
+class ScaledReluBuilder(Fine):  # which the plugin's own code loads
+    NAME = "scaled_relu"
+    OWN = True
 """
 
 
@@ -53,7 +57,7 @@ def test_a_wrong_name_is_warned_of_with_the_right_ones(install: Install) -> None
         op_builder.find("FusedAdamBuilder", package, "cpu")
     lamb, norm, quantizer, softmax = sorted(str(warning.message) for warning in caught)
     assert f"{package}.FusedLambBuilder: NAME is 'fused_adam', and the op of FusedLambBuilder is 'fused_lamb'" in lamb
-    assert f"{package}.NormBuilder: NAME is 'norms', which is no op's, so its kernels are never used; ops are" in norm
+    assert f"{package}.NormBuilder: NAME is 'norms', which is no op's, so nobody asks for its kernels: one of" in norm
     assert "NAME is 'quantizer', and DeepSpeed asks for that op by the class name QuantizerBuilder" in quantizer
     assert "SoftmaxBuilder: it has no NAME, so it is taken for a base class; the op's is 'softmax'" in softmax
     problems = op_builder.problems_in(package)
@@ -64,6 +68,7 @@ def test_a_wrong_name_is_warned_of_with_the_right_ones(install: Install) -> None
         "SoftmaxBuilder",
     ]
     assert problems["FusedLionBuilder"] is None
+    assert problems["ScaledReluBuilder"] is None
     assert "Fine" not in problems
     assert all(name in norm for name in ("norm,", "softmax", "fused_adam"))
 

@@ -109,7 +109,11 @@ class Fuzzer:
             ConformanceError: the target cannot be had, or no op is left.
         """
         if unknown := {*ops} - {op.name for op in op_info.infos()}:
-            raise ConformanceError(f"there is no op {min(unknown)!r}", hint="sdk conformance --list has ops and dtypes")
+            raise ConformanceError(
+                f"there is no op {min(unknown)!r} to fuzz",
+                why="it is none of the SDK's ops; a plugin's own have no reference to be held against",
+                hint="sdk conformance PLUGIN --op tries a plugin's own; sdk conformance --list has ops and dtypes",
+            )
         known = self._start()
         chosen = [
             (op.name, dtype)

@@ -66,6 +66,7 @@ class OpBuilder:
         KIND: ``torch_library`` registers kernels for the SDK's torch ops (`DS_KERNELS_IMPL`); ``python_module`` is a
             pybind11 module (`PYBIND11_MODULE(TORCH_EXTENSION_NAME, m)`) which ``load()`` returns itself.
         YIELDS: whether another's op, such as DeepSpeed's own, is the faster one where it is compatible.
+        OWN: whether it is an op of the plugin's own, which the plugin's code loads; nobody else asks for its ``NAME``.
     """
 
     NAME: ClassVar[str] = ""
@@ -73,6 +74,7 @@ class OpBuilder:
     TOOLCHAIN: ClassVar[str] = "cxx"
     KIND: ClassVar[Kind] = "torch_library"
     YIELDS: ClassVar[bool] = False
+    OWN: ClassVar[bool] = False
 
     name: str = ""
     error_log: str | None = None

@@ -118,7 +118,8 @@ def _name_problem(builder: type[Any], beside: Container[str]) -> str | None:
     """Why nobody will find a builder's kernels, or None: its ``NAME`` is no op's, or another op's than the class's; or
     the class has an op's name without one, or no op's with one, and none of the classes `beside` it has.
     """
-    if getattr(builder, "KIND", "python_module") != "torch_library" or builder.__module__.startswith("ds_plugin_sdk."):
+    sdks = builder.__module__.startswith("ds_plugin_sdk.")
+    if getattr(builder, "KIND", "python_module") != "torch_library" or sdks or getattr(builder, "OWN", False):
         return None
     asked = op_table.by_builder(builder.__name__)
     is_ops = op_table.by_name(asked.name) is not None
@@ -127,7 +128,10 @@ def _name_problem(builder: type[Any], beside: Container[str]) -> str | None:
     named = op_table.by_name(builder.NAME)
     if named is None:
         known = ", ".join(sorted(op.name for op in op_table.OPS if op.families))
-        return f"NAME is {builder.NAME!r}, which is no op's, so its kernels are never used; ops are {known}"
+        return (
+            f"NAME is {builder.NAME!r}, which is no op's, so nobody asks for its kernels: one of the plugin's own says "
+            f"OWN = True; ops are {known}"
+        )
     if asked.name == builder.NAME or (not is_ops and (named.builder in beside or not named.deepspeed)):
         return None
     if is_ops:

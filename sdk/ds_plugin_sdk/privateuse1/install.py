@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ds_plugin_sdk import torch_threads
 from ds_plugin_sdk.errors import DeviceNameError, InvalidAcceleratorError
-from ds_plugin_sdk.op_builder import OpBuilder
+from ds_plugin_sdk.op_builder import OpBuilder, add_prebuilt
 from ds_plugin_sdk.privateuse1 import build
 from ds_plugin_sdk.thread_lock import ThreadLock
 
@@ -47,6 +47,8 @@ def install(name: str, *, runtime: build.RuntimeBuilder, collectives: str | None
         if _module is not None and installed_name() == name:
             return _module
         _check_name(name)
+        # A program that makes the accelerator itself never asks for the plugin, whose wheel may have the torch backend.
+        add_prebuilt(runtime.owner(), runtime.kernel_root() / "prebuilt")
         backend = build.BackendBuilder()
         _runtime = build.load_runtime(runtime)
         build.load_backend(backend)
