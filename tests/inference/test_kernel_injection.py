@@ -85,10 +85,13 @@ def test_who_does_not_fit_is_shown_the_other_door(report: dict[str, Any]) -> Non
 
 
 HYBRID = """
-import deepspeed, torch
-from transformers import OPTConfig, OPTForCausalLM
-model = OPTForCausalLM(OPTConfig(vocab_size=64, hidden_size=64, word_embed_proj_dim=64, ffn_dim=64, num_hidden_layers=1,
-                                 num_attention_heads=4, max_position_embeddings=64))
+import deepspeed, sys, torch
+from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
+sizes = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+if sys.argv[1] == "opt":
+    model = OPTForCausalLM(OPTConfig(**sizes, word_embed_proj_dim=64, ffn_dim=64, max_position_embeddings=64))
+else:
+    model = LlamaForCausalLM(LlamaConfig(**sizes, intermediate_size=64, num_key_value_heads=int(sys.argv[2])))
 config = {
     "train_micro_batch_size_per_gpu": 2,
     "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
@@ -110,15 +113,16 @@ for call in (engine, engine.generate):
 
 
 @pytest.mark.usefixtures("compiled_once")
-def test_the_hybrid_engine_trains_and_says_why_it_does_not_generate() -> None:
-    """With the installed transformers, which is newer."""
+@pytest.mark.parametrize(("model", "kv_heads"), [("opt", 4), ("llama", 4), ("llama", 2), ("llama", 1)])
+def test_the_hybrid_engine_trains_and_says_why_it_does_not_generate(model: str, kv_heads: int) -> None:
+    """With the installed transformers, which is newer. DeepSpeed says nothing of heads that share keys and values."""
     rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     environment = {**os.environ, **rank, "DS_ACCELERATOR": "cpu"}
-    program = [sys.executable, "-W", "ignore", "-c", HYBRID]
+    program = [sys.executable, "-W", "ignore", "-c", HYBRID, model, str(kv_heads)]
     done = subprocess.run(program, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     raised = [line for line in done.stdout.splitlines() if line.startswith("raised")]
     assert len(raised) == 2, done.stdout
     for line in raised:
         assert line.startswith("raised OpError DeepSpeed's kernel injection does not fit this model")
-        assert "'opt' are written for transformers up to 4.43.4" in line and "leave out hybrid_engine" in line
+        assert f"'{model}' are written for transformers up to 4.43.4" in line and "leave out hybrid_engine" in line

@@ -14,15 +14,15 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-from ds_plugin_sdk.errors import OpError
+from ds_plugin_sdk.errors import InvalidTensorError, OpError
 from ds_plugin_sdk.integrations.deepspeed.adopt import when_used
 
 # The last release of transformers whose models the injected layers fit, and models that they do not fit there either.
 _LAST_FITTING = (4, 43)
 _NEVER_FITTING = frozenset({"llama", "mistral", "internlm"})
 
-# What it looks like when two interfaces do not fit. Wrong shapes and values are the caller's, and stay as they are.
-_MISFITS = (AssertionError, AttributeError, KeyError, NotImplementedError, TypeError)
+# What it looks like when two interfaces do not fit: an op is given tensors of the wrong shape or dtype, too.
+_MISFITS = (AssertionError, AttributeError, InvalidTensorError, KeyError, NotImplementedError, TypeError)
 
 
 def explain(engine: ModuleType) -> None:

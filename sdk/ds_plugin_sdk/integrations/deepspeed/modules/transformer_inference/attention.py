@@ -7,6 +7,7 @@ import functools
 import torch
 from torch import Tensor
 
+from ds_plugin_sdk.errors import InvalidTensorError
 from ds_plugin_sdk.integrations.deepspeed.modules.transformer_inference.workspace import workspace
 from ds_plugin_sdk.ops.attention import cached_attention
 from ds_plugin_sdk.ops.rotary import angles, rotary
@@ -94,9 +95,17 @@ def softmax_context(
 
     Raises:
         OpError: the sequence is longer than ``max_out_tokens``.
+        InvalidTensorError: the columns of `qkv` are no heads.
     """
     batch, tokens, width = qkv.shape
     kv_heads = num_kv if num_kv > 0 else heads
+    if width % (heads + 2 * kv_heads):
+        raise InvalidTensorError(
+            "qkv does not fit the heads",
+            op="transformer_inference",
+            why=f"it has {width} columns, for {heads} heads of queries and {kv_heads} each of keys and values",
+            hint="num_kv says how many heads of keys and values there are",
+        )
     head_dim = width // (heads + 2 * kv_heads)
     split = qkv.view(batch, tokens, heads + 2 * kv_heads, head_dim).transpose(1, 2)
     query, key, value = (
