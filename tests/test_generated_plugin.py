@@ -143,6 +143,31 @@ def test_a_driver_without_queues(tmp_path: Path, kernel_cache: Path) -> None:
     assert "all that was checked holds" in done.stdout
 
 
+@pytest.mark.timeout(600)
+def test_an_op_of_its_own(tmp_path: Path, kernel_cache: Path) -> None:
+    """All of docs/conformance.md: kernel, builder, function and description."""
+    folder = generate(Project("zap", output=tmp_path))
+    for path, text in pages.files(pages.ROOT / "docs" / "conformance.md").items():
+        (folder / path).write_text(text, encoding="utf-8")
+    accelerator = folder / "ds_plugin_zap" / "accelerator.py"
+    accelerator.write_text(
+        accelerator.read_text(encoding="utf-8") + '    op_info = "ds_plugin_zap.op_info"\n', encoding="utf-8"
+    )
+    environment = installed(folder, tmp_path / "site", kernel_cache)
+
+    def sdk(*words: str) -> str:
+        program = [sys.executable, "-W", "error::RuntimeWarning", "-m", "ds_plugin_sdk.cli", *words]
+        done = subprocess.run(program, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    cases = ("ops.builder_name/ScaledReluBuilder", "ops.*/scaled_relu", "ops.*/scaled_relu/*")
+    said = sdk("conformance", "zap", *(word for case in cases for word in ("-k", case)))
+    assert "zap: 19 passed" in said and "all that was checked holds" in said
+    assert "scaled_relu" in sdk("build", "zap", "--ops", "scaled_relu")
+    assert "scaled_relu" in sdk("report")
+
+
 def test_it_builds_as_a_wheel_and_an_sdist(environment: dict[str, str], tmp_path: Path) -> None:
     program = "import hatchling.build as b, sys; b.build_sdist(sys.argv[1]); b.build_wheel(sys.argv[1])"
     subprocess.run([sys.executable, "-c", program, str(tmp_path)], cwd=environment["PROJECT"], check=True)

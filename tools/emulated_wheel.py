@@ -107,8 +107,7 @@ def compare(info: Any, dtype: Any) -> int:
         assert len(actual) == len(expected), f"{info.name} on '{sample.label}' gave {len(actual)} tensors"
         for i, (result, wanted) in enumerate(zip(actual, expected, strict=True)):
             before = replaced[i] if i < len(replaced) else None
-            allowed = info.rtol.get(result.dtype, 0.0), info.atol.get(result.dtype, 0.0)
-            rtol, atol = allowed if result.is_floating_point() else (0.0, 0.0)
+            rtol, atol = info.allowed(sample.arguments, result.dtype)
             wrong = close_to(result, wanted, before=before, rtol=rtol, atol=atol)
             assert wrong is None, f"{info.name} on '{sample.label}' ({dtype}), result {i}: {wrong} times the tolerance"
             compared += 1
