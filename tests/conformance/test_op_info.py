@@ -22,6 +22,14 @@ def test_every_op_is_described() -> None:
     assert {op.name for op in op_info.infos()} == _library._defined - by_processes
 
 
+def test_quantized_weights_have_their_own_tolerance() -> None:
+    linear, scales = op_info.find("linear"), torch.ones(2, 1)
+    assert linear.allowed({"scales": None}, torch.float32) == (1e-5, 1e-5)
+    assert linear.allowed({"scales": scales}, torch.float32) == (2**-10, 2**-10)
+    assert linear.allowed({"scales": scales}, torch.bfloat16) == linear.allowed({}, torch.bfloat16) == (2**-6, 2**-5)
+    assert linear.allowed({}, torch.int8) == (0.0, 0.0)
+
+
 @OPS
 def test_samples_come_empty_first_and_real_last(op: OpInfo) -> None:
     for dtype in op.dtypes:
