@@ -161,6 +161,10 @@ def test_an_op_of_its_own(tmp_path: Path, kernel_cache: Path) -> None:
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
+    # As the project's own workflow has it.
+    for check in ("mypy", "ruff check .", "ruff format --check ."):
+        subprocess.run([sys.executable, "-m", *check.split()], cwd=folder, check=True, timeout=120)
+
     cases = ("ops.builder_name/ScaledReluBuilder", "ops.*/scaled_relu", "ops.*/scaled_relu/*")
     said = sdk("conformance", "zap", *(word for case in cases for word in ("-k", case)))
     assert "zap: 19 passed" in said and "all that was checked holds" in said
