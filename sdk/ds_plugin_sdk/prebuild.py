@@ -12,18 +12,8 @@ from pathlib import Path
 
 from ds_plugin_sdk import jit, op_builder, privateuse1, registry
 from ds_plugin_sdk.errors import BuildError, OpError, UnknownAcceleratorError
-from ds_plugin_sdk.op_builder import (
-    CombinedOpBuilder,
-    LentOpBuilder,
-    NotImplementedBuilder,
-    OpBuilder,
-    ReferenceOpBuilder,
-    check_sources,
-)
+from ds_plugin_sdk.op_builder import OpBuilder, SourcelessOpBuilder, check_sources
 from ds_plugin_sdk.settings import settings
-
-# Another builder that lists no sources lacks them: files that a checkout does not have.
-_WITHOUT_SOURCES = (ReferenceOpBuilder, CombinedOpBuilder, LentOpBuilder, NotImplementedBuilder)
 
 
 def builders_of(plugin: str, ops: Sequence[str] = ()) -> list[OpBuilder]:
@@ -47,7 +37,7 @@ def builders_of(plugin: str, ops: Sequence[str] = ()) -> list[OpBuilder]:
         )
     accelerator = registry.load(registry.only(installed[plugin]))
     classes = op_builder.builders(accelerator.op_builders, accelerator.device_name()).values()
-    found = [op_builder.made(cls) for cls in classes if not issubclass(cls, _WITHOUT_SOURCES)]
+    found = [op_builder.made(cls) for cls in classes if not issubclass(cls, SourcelessOpBuilder)]
     if privateuse1.installed_name() == accelerator.device_name():
         found += privateuse1.installed_builders()
     unknown = set(ops) - {builder.name for builder in found} - {builder.library() for builder in found}
@@ -86,7 +76,9 @@ def _defined_in(package: str) -> list[type[OpBuilder]]:
         warnings.filterwarnings("error", message="ds-plugin-sdk: the builders in")
         found = op_builder.builders(package, "").values()
     return [
-        cls for cls in found if f"{cls.__module__}.".startswith(f"{package}.") and not issubclass(cls, _WITHOUT_SOURCES)
+        cls
+        for cls in found
+        if f"{cls.__module__}.".startswith(f"{package}.") and not issubclass(cls, SourcelessOpBuilder)
     ]
 
 

@@ -19,7 +19,7 @@ from ds_plugin_sdk.accelerator import installed
 from ds_plugin_sdk.errors import SdkError
 from ds_plugin_sdk.integrations.deepspeed import autoload
 from ds_plugin_sdk.integrations.deepspeed.builtin_names import builtin_names
-from ds_plugin_sdk.op_builder import CombinedOpBuilder, LentOpBuilder, OpBuilder, ReferenceOpBuilder
+from ds_plugin_sdk.op_builder import SourcelessOpBuilder
 from ds_plugin_sdk.settings import child_environment, settings
 
 _SHARED_MEMORY = Path("/dev/shm")
@@ -149,9 +149,8 @@ def _deepspeed_why() -> str:
 def _native(plugin: registry.Candidate) -> Iterator[report.OpStatus]:
     """The plugin's ops that have native code, each with its source."""
     accelerator = registry.load(plugin)
-    without: tuple[type[OpBuilder], ...] = (ReferenceOpBuilder, CombinedOpBuilder, LentOpBuilder)
     for builder in op_builder.builders(accelerator.op_builders, accelerator.device_name()).values():
-        if not issubclass(builder, without):
+        if not issubclass(builder, SourcelessOpBuilder):
             yield report.status(builder)
 
 

@@ -383,11 +383,15 @@ def without_kernels(builder: OpBuilder, device_type: str) -> None:
             builder._record("reference", str(error))
 
 
-class ReferenceOpBuilder(OpBuilder):
-    """An op that this plugin has no native code for: its reference implementation runs on any torch device."""
+class SourcelessOpBuilder(OpBuilder):
+    """An op of which nothing is compiled for its builder. Any other builder that lists no sources lacks files."""
 
     def sources(self) -> list[str]:
         return []
+
+
+class ReferenceOpBuilder(SourcelessOpBuilder):
+    """An op that this plugin has no native code for: its reference implementation runs on any torch device."""
 
     def _load_library(self) -> Any:
         _define_ops(self.NAME)
@@ -406,7 +410,7 @@ class ReferenceOpBuilder(OpBuilder):
         return functions_of(self.NAME) or _torch_ops()
 
 
-class CombinedOpBuilder(OpBuilder):
+class CombinedOpBuilder(SourcelessOpBuilder):
     """An op that is several families at once, such as DeepSpeed's inference module: norms, softmax, attention and more.
 
     It has no sources of its own. Loading it loads each family, native where the device has a kernel.
@@ -422,16 +426,13 @@ class CombinedOpBuilder(OpBuilder):
         op = op_table.by_name(self.NAME)
         return () if op is None else op.families
 
-    def sources(self) -> list[str]:
-        return []
-
     def _load_library(self) -> Any:
         for part in self.PARTS:
             part().load(verbose=False)
         return functions_of(self.NAME) or _torch_ops()
 
 
-class LentOpBuilder(OpBuilder):
+class LentOpBuilder(SourcelessOpBuilder):
     """An op that the SDK has, but not native in all parts, and another has native code for: DeepSpeed itself.
 
     Which of the two it is, is decided at the first use: another's builder may have to ask the device.
@@ -443,9 +444,6 @@ class LentOpBuilder(OpBuilder):
 
     LENT: ClassVar[type[Any]]
     OURS: ClassVar[type[OpBuilder]]
-
-    def sources(self) -> list[str]:
-        return []
 
     def uses_lent(self) -> bool:
         """Whether the other's op can be had here."""
@@ -540,11 +538,8 @@ class _FPQuantizerMembers:
         raise SdkError(f"there is no format of {q_bits} bits", op="fp_quantizer", why=f"expected one of {known}")
 
 
-class NotImplementedBuilder(OpBuilder):
+class NotImplementedBuilder(SourcelessOpBuilder):
     """An op that is not offered on this device. It has the op's name, so that DeepSpeed's reports can list it."""
-
-    def sources(self) -> list[str]:
-        return []
 
     def is_compatible(self, verbose: bool = False) -> bool:
         # DeepSpeed's report asks this of every name, and its table says the answer.
@@ -594,6 +589,7 @@ __all__ = [
     "NotImplementedBuilder",
     "OpBuilder",
     "ReferenceOpBuilder",
+    "SourcelessOpBuilder",
     "add_prebuilt",
     "builders_of",
     "functions_of",
