@@ -3,6 +3,7 @@
 op_table   every op, a row each
 lookup     DeepSpeed's builder name -> builder class
 builder    OpBuilder: sources and flags -> prebuilt, cache, compiler or reference implementation
+sourceless builders that compile nothing: reference implementations, ops made of others, another's ops
 languages  C++, CUDA and SYCL builders
 cpu        the SDK's own builders, for CPU tensors and for host memory
 """
@@ -10,12 +11,7 @@ cpu        the SDK's own builders, for CPU tensors and for host memory
 from __future__ import annotations
 
 from ds_plugin_sdk.op_builder.builder import (
-    CombinedOpBuilder,
-    LentOpBuilder,
-    NotImplementedBuilder,
     OpBuilder,
-    ReferenceOpBuilder,
-    SourcelessOpBuilder,
     add_prebuilt,
     builders_of,
     check_sources,
@@ -35,6 +31,13 @@ from ds_plugin_sdk.op_builder.lookup import (
     load_family,
     problems_in,
     use_package,
+)
+from ds_plugin_sdk.op_builder.sourceless import (
+    CombinedOpBuilder,
+    LentOpBuilder,
+    NotImplementedBuilder,
+    ReferenceOpBuilder,
+    SourcelessOpBuilder,
 )
 
 __all__ = [

@@ -32,7 +32,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ds_plugin_sdk import provenance
-from ds_plugin_sdk.errors import ArtifactError, BuildError, OpNotImplementedError, SdkError, SettingError
+from ds_plugin_sdk.errors import ArtifactError, BuildError, SdkError, SettingError
 from ds_plugin_sdk.op_builder import op_table
 from ds_plugin_sdk.paths import folder_of, kernels_root, sdk_root
 from ds_plugin_sdk.settings import settings
@@ -280,14 +280,20 @@ class OpBuilder:
         return module
 
     def _load_library(self) -> Any:
-        _define_ops(self.NAME)
+        define_ops(self.NAME)
         start = time.perf_counter()
         outcome = self._library_of_process()
         if isinstance(outcome, BuildError):
             self._record("reference", str(outcome))
         else:
             self._record(outcome.origin, str(outcome.path), time.perf_counter() - start)
-        return functions_of(self.NAME) or _torch_ops()
+        return self._functions()
+
+    def _functions(self) -> Any:
+        """The functions that DeepSpeed calls on an op of this name; of another op, all the SDK's torch ops."""
+        import torch
+
+        return functions_of(self.NAME) or torch.ops.ds_plugin
 
     def _library_of_process(self) -> Artifact | BuildError:
         """The library, loaded; or why there is none, if the reference implementation may replace it. Tried once."""
@@ -301,7 +307,7 @@ class OpBuilder:
                 if not settings.fallback or op_table.family_of(self.NAME) is None:
                     raise
                 _libraries[key] = self, error
-                _warn_of_reference(key[1], error)
+                warn_of_reference(key[1], error)
         first, outcome = _libraries[key]
         if isinstance(outcome, BuildError):
             return outcome
@@ -378,90 +384,9 @@ def without_kernels(builder: OpBuilder, device_type: str) -> None:
         raise error
     if told not in _without_kernels:
         _without_kernels.add(told)
-        _warn_of_reference(builder.library(), error)
+        warn_of_reference(builder.library(), error)
         if outcome is not None:  # a Python module serves those who ask for it
             builder._record("reference", str(error))
-
-
-class SourcelessOpBuilder(OpBuilder):
-    """An op of which nothing is compiled for its builder. Any other builder that lists no sources lacks files."""
-
-    def sources(self) -> list[str]:
-        return []
-
-
-class ReferenceOpBuilder(SourcelessOpBuilder):
-    """An op that this plugin has no native code for: its reference implementation runs on any torch device."""
-
-    def _load_library(self) -> Any:
-        _define_ops(self.NAME)
-        why = "the plugin has no native kernel for this op"
-        op = op_table.by_name(self.NAME)
-        if op is not None and op.kernels:  # of the others no device has a kernel
-            if not settings.fallback:
-                raise OpNotImplementedError(
-                    "an op has no native kernel for the accelerator's device",
-                    op=self.NAME,
-                    why="the plugin has none, and DS_PLUGIN_FALLBACK=0 forbids the reference implementation",
-                    hint="unset DS_PLUGIN_FALLBACK; a vendor: add a builder of this NAME to the plugin",
-                )
-            _warn_of_reference(self.library(), why)
-        self._record("reference", why)
-        return functions_of(self.NAME) or _torch_ops()
-
-
-class CombinedOpBuilder(SourcelessOpBuilder):
-    """An op that is several families at once, such as DeepSpeed's inference module: norms, softmax, attention and more.
-
-    It has no sources of its own. Loading it loads each family, native where the device has a kernel.
-
-    Attributes:
-        PARTS: the builders of its families.
-    """
-
-    PARTS: ClassVar[tuple[type[OpBuilder], ...]] = ()
-
-    def families(self) -> tuple[str, ...]:
-        """The families this op is made of, modules of `ds_plugin_sdk.ops`."""
-        op = op_table.by_name(self.NAME)
-        return () if op is None else op.families
-
-    def _load_library(self) -> Any:
-        for part in self.PARTS:
-            part().load(verbose=False)
-        return functions_of(self.NAME) or _torch_ops()
-
-
-class LentOpBuilder(SourcelessOpBuilder):
-    """An op that the SDK has, but not native in all parts, and another has native code for: DeepSpeed itself.
-
-    Which of the two it is, is decided at the first use: another's builder may have to ask the device.
-
-    Attributes:
-        LENT: the other's builder, used where it is compatible.
-        OURS: the SDK's, used elsewhere.
-    """
-
-    LENT: ClassVar[type[Any]]
-    OURS: ClassVar[type[OpBuilder]]
-
-    def uses_lent(self) -> bool:
-        """Whether the other's op can be had here."""
-        try:
-            return bool(self.LENT().is_compatible(verbose=False))
-        except Exception:  # DeepSpeed's builders raise where CUDA's toolkit is missing
-            return False
-
-    def _load_library(self) -> Any:
-        if not self.uses_lent():
-            return self.OURS().load(verbose=False)
-        start = time.perf_counter()
-        module = self.LENT().load(verbose=False)
-        self._record("lent", f"{self.LENT.__module__}.{self.LENT.__qualname__}", time.perf_counter() - start)
-        return module
-
-    def owner(self) -> str:
-        return self.LENT.__module__.partition(".")[0] if self.uses_lent() else self.OURS().owner()
 
 
 def made(builder: type[OpBuilder]) -> OpBuilder:
@@ -486,7 +411,8 @@ def _builder_raises(builder: type[OpBuilder], error: Exception) -> BuildError:
     )
 
 
-def _warn_of_reference(op: str, why: object) -> None:
+def warn_of_reference(op: str, why: object) -> None:
+    """Warn the caller of ``load()`` that an op is its reference implementation, and why."""
     warnings.warn(
         f"ds-plugin-sdk: op '{op}' falls back to its reference implementation in plain torch, which is slower: {why}",
         RuntimeWarning,
@@ -538,22 +464,6 @@ class _FPQuantizerMembers:
         raise SdkError(f"there is no format of {q_bits} bits", op="fp_quantizer", why=f"expected one of {known}")
 
 
-class NotImplementedBuilder(SourcelessOpBuilder):
-    """An op that is not offered on this device. It has the op's name, so that DeepSpeed's reports can list it."""
-
-    def is_compatible(self, verbose: bool = False) -> bool:
-        # DeepSpeed's report asks this of every name, and its table says the answer.
-        return self._incompatible("not offered on this device", verbose=False)
-
-    def load(self, verbose: bool = True) -> Any:
-        raise OpNotImplementedError(
-            "this op is not offered on the current device",
-            op=self.name,
-            why="neither the current plugin nor the SDK implements it",
-            hint="`sdk report` lists the ops that are offered and where each comes from",
-        )
-
-
 @functools.cache
 def _distribution_version(distribution: str) -> str:
     import importlib.metadata
@@ -564,7 +474,7 @@ def _distribution_version(distribution: str) -> str:
         return "unknown"
 
 
-def _define_ops(name: str) -> None:
+def define_ops(name: str) -> None:
     """Make sure that the torch ops of an op's family exist, with their reference implementations."""
     family = op_table.family_of(name)
     if family is not None:
@@ -577,21 +487,15 @@ def functions_of(name: str) -> ModuleType | None:
     return None if op is None or op.functions is None else importlib.import_module(op.functions)
 
 
-def _torch_ops() -> Any:
-    import torch
-
-    return torch.ops.ds_plugin
-
-
 __all__ = [
-    "CombinedOpBuilder",
-    "LentOpBuilder",
-    "NotImplementedBuilder",
     "OpBuilder",
-    "ReferenceOpBuilder",
-    "SourcelessOpBuilder",
     "add_prebuilt",
     "builders_of",
+    "check_sources",
+    "define_ops",
+    "derived",
     "functions_of",
     "made",
+    "warn_of_reference",
+    "without_kernels",
 ]

@@ -13,17 +13,14 @@ from types import ModuleType
 from typing import Any, cast
 
 from ds_plugin_sdk.op_builder import op_table
-from ds_plugin_sdk.op_builder.builder import (
+from ds_plugin_sdk.op_builder.builder import OpBuilder, derived, made, without_kernels
+from ds_plugin_sdk.op_builder.op_table import Op
+from ds_plugin_sdk.op_builder.sourceless import (
     CombinedOpBuilder,
     LentOpBuilder,
     NotImplementedBuilder,
-    OpBuilder,
     ReferenceOpBuilder,
-    derived,
-    made,
-    without_kernels,
 )
-from ds_plugin_sdk.op_builder.op_table import Op
 
 # The package of builders that work on CPU tensors whatever the accelerator is.
 CPU_BUILDERS = "ds_plugin_sdk.op_builder.cpu"

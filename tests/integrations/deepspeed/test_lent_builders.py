@@ -155,4 +155,4 @@ def test_native_code_that_yields_is_used_where_deepspeeds_own_is_not_compatible(
 
 def test_the_kernels_of_a_family_are_never_deepspeeds(theirs: type[Theirs]) -> None:
     op_builder.use_package("zap", None)
-    assert lookup._builder_of("lamb", None, "zap").__module__ == "ds_plugin_sdk.op_builder.builder"
+    assert lookup._builder_of("lamb", None, "zap").__module__ == "ds_plugin_sdk.op_builder.sourceless"

@@ -72,7 +72,7 @@ def test_files_and_locked_memory_are_ours(python: Python) -> None:
         "from deepspeed.runtime.swap_tensor import partitioned_param_swapper\n"
         "assert op_builder.AsyncIOBuilder.__module__ == 'ds_plugin_sdk.op_builder.cpu.host'\n"
         "assert partitioned_param_swapper.AsyncIOBuilder is op_builder.AsyncIOBuilder\n"
-        "assert op_builder.PinMemoryBuilder.__module__ == 'ds_plugin_sdk.op_builder.builder'\n"
+        "assert op_builder.PinMemoryBuilder.__module__ == 'ds_plugin_sdk.op_builder.sourceless'\n"
         "assert op_builder.FusedAdamBuilder.__module__ == 'ds_plugin_sdk.op_builder.cpu.kernels'\n"
         "assert op_builder.UtilsBuilder.NAME == 'utils'\n"
     )
