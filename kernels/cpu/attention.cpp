@@ -120,24 +120,29 @@ struct AttentionOf {
 
   // Items [first, last), each for all queries of its key's group.
   static void attend(const AttentionTask& task, int64_t first, int64_t last) {
-    for (int64_t i = first; i < last; ++i) attend(task, Item(task, i), task.partial + i * task.partial_size());
+    for (int64_t i = first; i < last; ++i) {
+      const Item next(task, i + 1 < last ? i + 1 : i);
+      const Cached* next_keys = key_cache(task, next.b, next.kv, next.begin);
+      attend(task, Item(task, i), next_keys, task.partial + i * task.partial_size());
+    }
   }
 
-  static void attend(const AttentionTask& task, const Item& item, float* partial) {
+  static void attend(const AttentionTask& task, const Item& item, const Cached* next_keys, float* partial) {
     append(task, item.b, item.kv, item.begin, item.end);  // new tokens may lie in several parts, attended to at the same time
     const int64_t group = task.group();
     int64_t g = 0;
-    for (; g + 4 <= group; g += 4) attend<4>(task, item, g, partial);
+    for (; g + 4 <= group; g += 4) attend<4>(task, item, next_keys, g, partial);
     if (g + 2 <= group) {
-      attend<2>(task, item, g, partial);
+      attend<2>(task, item, next_keys, g, partial);
       g += 2;
     }
-    if (g < group) attend<1>(task, item, g, partial);
+    if (g < group) attend<1>(task, item, next_keys, g, partial);
   }
 
   // Queries of some heads of a group from `g` on, one of each at a time.
   template <int queries>
-  static void attend(const AttentionTask& task, const Item& item, int64_t g, float* partial) {
+  static void attend(const AttentionTask& task, const Item& item, const Cached* next_keys, int64_t g,
+                     float* partial) {
     const int64_t head_dim = task.head_dim;
     for (int64_t t = 0; t < task.tokens; ++t) {
       float* to[queries];
@@ -147,7 +152,7 @@ struct AttentionOf {
         running[q] = {kNever, 0, to[q] + 2};
         for (int64_t i = 0; i < head_dim; ++i) running[q].result[i] = 0;
       }
-      attend<queries>(task, item, item.kv * task.group() + g, t, running);
+      attend<queries>(task, item, next_keys, item.kv * task.group() + g, t, running);
       for (int q = 0; q < queries; ++q) {
         to[q][0] = running[q].top;
         to[q][1] = running[q].sum;
@@ -155,9 +160,9 @@ struct AttentionOf {
     }
   }
 
-  // Queries of one token, of heads from `h` on.
+  // Queries of one token, of heads from `h` on. What is read after the item begins at `next_keys`.
   template <int queries>
-  static void attend(const Attention& task, const Item& item, int64_t h, int64_t t,
+  static void attend(const Attention& task, const Item& item, const Cached* next_keys, int64_t h, int64_t t,
                      Running (&running)[queries]) {
     constexpr int64_t kHeadDim = 1024;  // the binding sees to it
     const int64_t head_dim = task.head_dim, b = item.b, kv = item.kv;
@@ -177,9 +182,19 @@ struct AttentionOf {
     const Range allowed = range(task, t);
     const int64_t begin = item.begin > allowed.begin ? item.begin : allowed.begin;
     const int64_t end = item.end < allowed.end ? item.end : allowed.end;
-    for (int64_t first = begin; first < end; first += kPositions) {
-      const int64_t count = end - first < kPositions ? end - first : kPositions;
-      score(of_query, key_cache(task, b, kv, first), task.key_cache_strides.token, count, head_dim, of_scores);
+    // Blocks of about one size: the last rows of one fetch the first of the next.
+    const int64_t blocks = (end - begin + kPositions - 1) / kPositions;
+    const int64_t least = blocks > 1 ? (end - begin + blocks - 1) / blocks : kPositions;
+    const int64_t block = (least + kLanes - 1) / kLanes * kLanes;
+    static_assert(kPositions % kLanes == 0);
+    const int64_t key_stride = task.key_cache_strides.token, value_stride = task.value_cache_strides.token;
+    for (int64_t first = begin; first < end; first += block) {
+      const int64_t count = end - first < block ? end - first : block;
+      const Cached* first_value = value_cache(task, b, kv, first);
+      const Cached* later_key = first + block < end ? key_cache(task, b, kv, first + block) : next_keys;
+      const Rows<Cached> keys(key_cache(task, b, kv, first), key_stride, count, first_value, value_stride, head_dim);
+      const Rows<Cached> values(first_value, value_stride, count, later_key, key_stride, head_dim);
+      score(of_query, keys, head_dim, of_scores);
       for (int q = 0; q < queries; ++q) {
         if constexpr (kQuantized) {
           multiply(scores[q], key_scale(task, b, kv, first), task.key_scales_strides.token, count);
@@ -190,7 +205,7 @@ struct AttentionOf {
           multiply(scores[q], value_scale(task, b, kv, first), task.value_scales_strides.token, count);
         }
       }
-      add_values(by, count, value_cache(task, b, kv, first), task.value_cache_strides.token, head_dim);
+      add_values(by, values, head_dim);
     }
   }
 

@@ -67,6 +67,13 @@ constexpr int64_t kPositions = 128;
 
 constexpr float kNever = -__builtin_inff();
 
+// How far ahead keys and values are fetched. On Zen 5 a step of one token, whose caches are in memory, takes 0.5 to 0.7 times
+// as long as with 256 bytes.
+inline uintptr_t cache_prefetch_bytes() {
+  static const uintptr_t bytes = is_zen5_or_later() ? 8192 : stream_prefetch_bytes();
+  return bytes;
+}
+
 // What a query knows after some positions: `sum` and `result` are relative to e^top.
 struct Running {
   float top, sum;
@@ -87,13 +94,31 @@ inline void merge(Running& into, const Running& other, int64_t head_dim) {
   });
 }
 
-// Fetches what lies `ahead` bytes behind a row.
+// Keys or values of one head, a row for each position, and those that are read after them: the caches of a step lie in
+// memory, in runs too short for what processors fetch by themselves.
 template <class Element>
-DS_KERNELS_INLINE void fetch(const Element* row, int64_t head_dim, uintptr_t ahead) {
-  for (int64_t i = 0; i < head_dim; i += 64 / static_cast<int64_t>(sizeof(Element))) {
-    prefetch(row + i, ahead);
+struct Rows {
+  const Element* first;
+  int64_t stride, count;
+  const Element* next;
+  int64_t next_stride, ahead;
+
+  Rows(const Element* first, int64_t stride, int64_t count, const Element* next, int64_t next_stride, int64_t head_dim)
+      : first(first), stride(stride), count(count), next(next), next_stride(next_stride) {
+    const int64_t row = head_dim * static_cast<int64_t>(sizeof(Element));
+    const int64_t rows = static_cast<int64_t>(cache_prefetch_bytes()) / (row ? row : 1);
+    ahead = rows < 1 ? 1 : rows < count ? rows : count;
   }
-}
+
+  DS_KERNELS_INLINE const Element* at(int64_t p) const { return first + p * stride; }
+
+  // Fetches `columns` elements, from the i-th on, of what is read so far behind row p.
+  DS_KERNELS_INLINE void fetch(int64_t p, int64_t i, int64_t columns) const {
+    const int64_t later = p + ahead;
+    const Element* row = later < count ? at(later) : next + (later - count) * next_stride;
+    for (int64_t k = i; k < i + columns; k += 64 / static_cast<int64_t>(sizeof(Element))) prefetch(row + k, 0);
+  }
+};
 
 // Multiplies by numbers that lie `stride` apart.
 inline void multiply(float* numbers, const float* by, int64_t stride, int64_t count) {
@@ -117,13 +142,13 @@ DS_KERNELS_INLINE void add_scores(Floats* sums, Memory memory, const float* cons
 
 // scores[q][p] = query q . key p, for queries of one head of keys: each key is read, and made floats, once.
 template <int queries, class Element>
-DS_KERNELS_INLINE void score(const float* const (&query)[queries], const Element* keys, int64_t stride, int64_t count,
-                             int64_t head_dim, float* const (&scores)[queries]) {
-  const uintptr_t ahead = stream_prefetch_bytes();
+DS_KERNELS_INLINE void score(const float* const (&query)[queries], const Rows<Element>& keys, int64_t head_dim,
+                             float* const (&scores)[queries]) {
+  const int64_t stride = keys.stride, count = keys.count;
   const auto add_products = [&](Floats* sums, auto number, int64_t p) {
     constexpr int kKeys = decltype(number)::value;
-    const Element* key = keys + p * stride;
-    for (int k = 0; k < kKeys; ++k) fetch(key + k * stride, head_dim, ahead);
+    const Element* key = keys.at(p);
+    for (int k = 0; k < kKeys; ++k) keys.fetch(p + k, 0, head_dim);
     int64_t i = 0;
     for (; i + kLanes <= head_dim; i += kLanes) add_scores<queries, kKeys>(sums, PlainVector{}, query, key, stride, i);
     if (i < head_dim) add_scores<queries, kKeys>(sums, PartVector{head_dim - i}, query, key, stride, i);
@@ -146,16 +171,27 @@ DS_KERNELS_INLINE void score(const float* const (&query)[queries], const Element
   }
 }
 
+// The largest of `count` scores and `top`. NaNs do not count.
+inline float largest(const float* scores, int64_t count, float top) {
+  Floats tops = Floats{} + top;
+  int64_t p = 0;
+  for (; p + kLanes <= count; p += kLanes) tops = maximum(load(scores + p), tops);
+  top = maximum_of(tops);
+  for (; p < count; ++p) top = maximum(scores[p], top);
+  return top;
+}
+
+inline bool has_nan(const float* scores, int64_t count) {
+  bool found = false;
+  for (int64_t p = 0; p < count; ++p) found |= scores[p] != scores[p];
+  return found;
+}
+
 // Turns `count` scores into weights e^(score - top), with a top that knows them; gives by how much less what was summed
 // before now weighs.
 inline float weigh(Running& running, float* scores, int64_t count) {
-  float top = running.top;
-  bool broken = false;
-  for (int64_t p = 0; p < count; ++p) {
-    top = scores[p] > top ? scores[p] : top;
-    broken |= scores[p] != scores[p];
-  }
-  if (top == kNever && !broken) {
+  const float top = largest(scores, count, running.top);
+  if (top == kNever && !has_nan(scores, count)) {
     for (int64_t p = 0; p < count; ++p) scores[p] = 0;
     return 1;
   }
@@ -180,16 +216,14 @@ struct Weighted {
 
 // `vectors` vectors of the results, from element i on.
 template <int vectors, int queries, class Memory, class Element>
-DS_KERNELS_INLINE void add_values(const Weighted<queries>& by, Memory memory, int64_t count, const Element* values,
-                                  int64_t stride, int64_t i) {
+DS_KERNELS_INLINE void add_values(const Weighted<queries>& by, Memory memory, const Rows<Element>& values, int64_t i) {
   Floats sums[queries][vectors];
   for (int q = 0; q < queries; ++q) {
     for (int k = 0; k < vectors; ++k) sums[q][k] = memory.load(by.result[q] + i + k * kLanes) * by.faded[q];
   }
-  const uintptr_t ahead = stream_prefetch_bytes();
-  for (int64_t p = 0; p < count; ++p) {
-    const Element* row = values + p * stride + i;
-    fetch(row, vectors * kLanes, ahead);
+  for (int64_t p = 0; p < values.count; ++p) {
+    const Element* row = values.at(p) + i;
+    values.fetch(p, i, vectors * kLanes);
     Floats wide[vectors];
     DS_KERNELS_UNROLL
     for (int k = 0; k < vectors; ++k) wide[k] = memory.load(row + k * kLanes);
@@ -206,15 +240,14 @@ DS_KERNELS_INLINE void add_values(const Weighted<queries>& by, Memory memory, in
 
 // result <- faded result + sum over positions of weight * value
 template <int queries, class Element>
-DS_KERNELS_INLINE void add_values(const Weighted<queries>& by, int64_t count, const Element* values, int64_t stride,
-                                  int64_t head_dim) {
+DS_KERNELS_INLINE void add_values(const Weighted<queries>& by, const Rows<Element>& values, int64_t head_dim) {
   constexpr int kVectors = queries == 4 && kLanes < 16 ? 2 : 4;  // the sums shall stay in registers
   int64_t i = 0;
   for (; i + kVectors * kLanes <= head_dim; i += kVectors * kLanes) {
-    add_values<kVectors>(by, PlainVector{}, count, values, stride, i);
+    add_values<kVectors>(by, PlainVector{}, values, i);
   }
-  for (; i + kLanes <= head_dim; i += kLanes) add_values<1>(by, PlainVector{}, count, values, stride, i);
-  if (i < head_dim) add_values<1>(by, PartVector{head_dim - i}, count, values, stride, i);
+  for (; i + kLanes <= head_dim; i += kLanes) add_values<1>(by, PlainVector{}, values, i);
+  if (i < head_dim) add_values<1>(by, PartVector{head_dim - i}, values, i);
 }
 
 }  // namespace DS_KERNELS_CPU_LEVEL
