@@ -1,4 +1,4 @@
-// Whether Python's objects are those that were found, and samples of tensors' numbers: questions that each step of a model
+// Whether Python's objects are those that were found, and whether tensors' numbers are: questions that each step of a model
 // asks of thousands.
 //
 // They lie far apart in memory, and the weights of a step have pushed them out of the caches. Python waits for one after the
@@ -78,28 +78,72 @@ inline bool find_places(const List& tensors, std::vector<Place>& places) {
   return true;
 }
 
-constexpr int64_t kRuns = 64, kRun = 4;
+// What is kept of a tensor: numbers that are others if one of the lines that were looked at is.
+struct Digest {
+  uint64_t words[8] = {};
 
-// Adds elements of a tensor: so many runs of so many neighbours, at even distances from its first to its last one, or all if
-// these are no more. False if it is not contiguous in host memory.
-inline bool add_samples(void* impl, std::vector<char>& samples) {
+  // Another line is another result, whatever follows.
+  void add(const char* line, size_t bytes) {
+    uint64_t read[8] = {};
+    std::memcpy(read, line, bytes);
+    for (int i = 0; i < 8; ++i) {
+      const uint64_t mixed = (words[i] ^ read[i]) * 0x9e3779b97f4a7c15u;  // 2^64 over the golden ratio
+      words[i] = mixed ^ mixed >> 32;
+    }
+  }
+};
+
+constexpr size_t kLine = 64, kFewRows = 64, kFetched = 32;
+
+// Memory in rows, of which a line each is looked at, each row's in another place than the last one's. A vector's rows are
+// its lines.
+struct LinesOfRows {
+  const char* first;
+  size_t bytes, row, rows, places;
+
+  LinesOfRows(const void* data, size_t bytes, size_t row)
+      : first(static_cast<const char*>(data)), bytes(bytes), row(row < kLine ? kLine : row) {
+    rows = (bytes + this->row - 1) / this->row;
+    places = (this->row + kLine - 1) / kLine;
+  }
+
+  const char* line(size_t r, size_t turn) const {
+    const size_t place = turn % places * kLine;
+    return first + r * row + (place + kLine > row ? row - kLine : place);
+  }
+
+  // Of one row of `each`, but of 64 at least, the first and the last one among them; of just these if it is 0.
+  Digest digest(size_t each) const {
+    const size_t part = each ? (rows + each - 1) / each : 0, few = rows < kFewRows ? rows : kFewRows;
+    const size_t count = part > few ? part : few;
+    const auto at = [&](size_t i) { return line(count == rows ? i : i * (rows - 1) / (count - 1), i); };
+    Digest found;
+    for (size_t i = 0; i < count && i < kFetched; ++i) __builtin_prefetch(at(i));
+    for (size_t i = 0; i < count; ++i) {
+      if (i + kFetched < count) __builtin_prefetch(at(i + kFetched));
+      const size_t left = static_cast<size_t>(first + bytes - at(i));
+      found.add(at(i), left < kLine ? left : kLine);
+    }
+    return found;
+  }
+};
+
+// Adds what is kept of a tensor. False if it is not contiguous in host memory.
+inline bool add_digest(void* impl, size_t each, std::vector<Digest>& digests) {
   static const int32_t cpu = aoti_torch_device_type_cpu();
   const AtenTensorHandle handle = handle_of(impl);
   int32_t device, dtype;
-  int64_t numel;
+  int64_t numel, dim, *sizes;
   bool contiguous;
   void* data;
   if (aoti_torch_get_device_type(handle, &device) || device != cpu) return false;
   if (aoti_torch_is_contiguous(handle, &contiguous) || !contiguous) return false;
   if (aoti_torch_get_numel(handle, &numel) || aoti_torch_get_dtype(handle, &dtype)) return false;
+  if (aoti_torch_get_dim(handle, &dim) || aoti_torch_get_sizes(handle, &sizes)) return false;
   if (aoti_torch_get_data_ptr(handle, &data) || (data == nullptr && numel > 0)) return false;
-  const bool all = numel < kRuns * kRun;
   const size_t size = aoti_torch_dtype_element_size(dtype);
-  const size_t distance = static_cast<size_t>((numel - kRun) / (kRuns - 1)) * size;
-  const size_t count = all ? 1 : kRuns, bytes = static_cast<size_t>(all ? numel : kRun) * size;
-  const char* const first = static_cast<const char*>(data);
-  for (size_t i = 0; i < count; ++i) __builtin_prefetch(first + i * distance);
-  for (size_t i = 0; i < count; ++i) samples.insert(samples.end(), first + i * distance, first + i * distance + bytes);
+  const size_t row = dim < 2 ? kLine : static_cast<size_t>(sizes[dim - 1]) * size;
+  digests.push_back(LinesOfRows(data, static_cast<size_t>(numel) * size, row).digest(each));
   return true;
 }
 
@@ -121,13 +165,15 @@ inline Object* places_function(Object* none, Object* const* arguments, intptr_t 
   return bytes_or_none(known, places, none);
 }
 
-// (tensors) -> bytes, the same as long as the numbers are; None where these are not to be had.
+// (tensors, one row of how many, or 0) -> bytes, the same as long as the numbers that are looked at are; None where
+// these are not to be had.
 inline Object* samples_function(Object* none, Object* const* arguments, intptr_t count) {
   std::vector<void*> impls;
-  std::vector<char> samples;
-  bool known = count == 1 && find_impls(List(arguments[0]), impls);
-  for (void*& impl : impls) known = known && add_samples(impl, samples);
-  return bytes_or_none(known, samples, none);
+  std::vector<Digest> digests;
+  bool known = count == 2 && find_impls(List(arguments[0]), impls);
+  const long long each = known ? PyLong_AsLongLong(arguments[1]) : 0;
+  for (void*& impl : impls) known = known && add_digest(impl, static_cast<size_t>(each), digests);
+  return bytes_or_none(known, digests, none);
 }
 
 inline bool are_as_found(Object* none, const List& objects, const List& types, const List& empty, const List& dicts,

@@ -118,6 +118,16 @@ if __name__ == "__main__":
 """
 )
 
+# A module that the hook waits for, and that comes before it.
+HOOKED = """
+import sys
+from ds_plugin_sdk.integrations.deepspeed import import_hook
+
+import_hook._AFTER = {__name__: "after:then"}
+sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, import_hook._Finder)]
+import_hook.install()
+"""
+
 DS_CONFIG = (
     '{"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2}, "zero_allow_untested_optimizer": true}'
 )
@@ -171,6 +181,19 @@ def test_the_trainer_trains_in_bfloat16_on_the_cpu_plugin(train: Train) -> None:
     """In two ranks, without ``use_cpu``."""
     launcher = ("-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={free_port()}")
     assert train(TRAINER, launcher) == ["DeepSpeedEngine", "2", "cpu", "6", "True"]
+
+
+@pytest.mark.deepspeed
+@pytest.mark.slow
+@pytest.mark.parametrize("first", ["", "import torch\n", "import accelerate\n"])
+def test_the_trainer_may_be_what_imports_torch(first: str, train: Train) -> None:
+    """As in scripts that begin with transformers: its module of arguments was found before there was a hook."""
+    script = (
+        f"{first}from transformers import TrainingArguments\n"
+        "config = {'bf16': {'enabled': True}, 'zero_optimization': {'stage': 2}}\n"
+        "print(TrainingArguments('out', bf16=True, deepspeed=config).bf16)\n"
+    )
+    assert train(script) == ["True"]
 
 
 @pytest.mark.deepspeed
@@ -331,3 +354,21 @@ def test_a_failure_of_an_adaptation_is_one_warning(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     assert done.stderr.count("RuntimeWarning: ds-plugin-sdk") == 1
     assert "follow_in_connector failed, lightning_fabric.connector stays as it is: AttributeError" in done.stderr
+
+
+def test_a_module_that_imports_torch_is_adapted_when_it_is_done(tmp_path: Path) -> None:
+    """Once, when its own names are all there; one that fails is as without the SDK."""
+    (tmp_path / "after.py").write_text("def then(module):\n    print('then', module.done)\n")
+    (tmp_path / "whole.py").write_text(f"{HOOKED}done = True\n")
+    (tmp_path / "broken.py").write_text(f"{HOOKED}1 / 0\ndone = True\n")
+    program = (
+        "import importlib, sys, whole\n"
+        "print(type(whole.__spec__).__name__, whole.__spec__._initializing)\n"
+        "try:\n    import broken\nexcept ZeroDivisionError:\n    print('broken' in sys.modules)\n"
+        "importlib.reload(whole)\n"
+    )
+    environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines() == ["then True", "ModuleSpec False", "False", "then True"], done.stderr

@@ -77,3 +77,21 @@ def test_mistakes_in_torch_s_side_are_caught(with_change: Change, run_checks: Ru
         "pinned_copies_do_not_keep_the_host_waiting",
     }
     assert failing(run_checks, tmp_path, [*caught, "tensors_make_the_round_trip"]) == caught
+
+
+@pytest.mark.parametrize(
+    ("file", "right", "wrong", "declaration"),
+    [
+        ("memory.cpp", "void* host_malloc(", "void* hostmalloc(", "host_malloc"),
+        ("memory.cpp", "MemoryInfo memory_info(int device) {", "MemoryInfo memory_info(long device) {", "memory_info"),
+        ("device.cpp", "const char* runtime_start(const", "const char* runtime_starts(const", "runtime_start"),
+    ],
+    ids=["misspelt", "other arguments", "the first one"],
+)
+def test_a_function_that_is_missing_is_named(
+    file: str, right: str, wrong: str, declaration: str, with_change: Change, run_checks: RunChecks, tmp_path: Path
+) -> None:
+    """It is found before anything calls it, which would end the process."""
+    with_change(f"runtime/{file}", right, wrong)
+    with pytest.raises(AssertionError, match=rf"lacks functions of runtime\.h[^;]* {declaration}\([^;]*\n"):
+        run_checks(["tensors_make_the_round_trip"], "--sources", str(tmp_path))

@@ -64,13 +64,16 @@ def _load(file: int, artifact: Artifact, spec: BuildSpec) -> ModuleType | ctypes
 
 def _rejected(artifact: Artifact, spec: BuildSpec, why: str) -> ArtifactError:
     path = artifact.path
+    hint = f"it is {path}; `sdk cache why {spec.name}` says what it was made of"
+    if "cannot open shared object file" in why:  # of one that it needs
+        hint += "; extra_ldflags() of the builder can say where a library is, -Wl,-rpath,FOLDER, or LD_LIBRARY_PATH"
     entry.reject(path.parent, artifact.key, f"{path} could not be loaded: {why}")
     return ArtifactError(
         f"the {artifact.origin} binary could not be loaded",
         plugin=spec.owner,
         op=spec.name,
         why=why,
-        hint=f"it is {path}; `sdk cache why {spec.name}` says what it was made of",
+        hint=hint,
     )
 
 

@@ -277,6 +277,10 @@ def source_digests(spec: BuildSpec) -> tuple[str, ...]:
             digests[path] = file_digest(path)
         except OSError as error:
             raise CompileError(
-                "a source cannot be read", plugin=spec.owner, op=spec.name, why=f"{path}: {error.strerror or error}"
+                "a source cannot be read",
+                plugin=spec.owner,
+                op=spec.name,
+                why=f"{path}: {error.strerror or error}",
+                hint="see what the builder's sources() lists, and that the package's data has the file",
             ) from error
     return tuple(digests[source.path] for source in spec.sources)

@@ -203,8 +203,8 @@ def _modules_of(package: str) -> Iterator[ModuleType]:
     except Exception as error:
         _skipped[package] = f"{type(error).__name__}: {error}"
         warnings.warn(
-            f"ds-plugin-sdk: the builders in {package} are skipped (plugin '{package.partition('.')[0]}'): "
-            f"{_skipped[package]}",
+            f"ds-plugin-sdk: the builders in {package} are skipped (package '{package.partition('.')[0]}'): "
+            f"{_skipped[package]}\n  -> `python -c 'import {package}'` shows where; see op_builders of the accelerator",
             RuntimeWarning,
             stacklevel=2,
         )

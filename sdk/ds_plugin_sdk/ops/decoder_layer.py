@@ -31,7 +31,7 @@ call: Any = None
 # What layers ask of Python's objects before they are called, by one call: ``kernels/host/as_found.h``.
 as_found: Callable[..., int] | None = None
 places: Callable[[list[torch.Tensor]], bytes | None] | None = None
-samples: Callable[[list[torch.Tensor]], bytes | None] | None = None
+samples: Callable[[list[torch.Tensor], int], bytes | None] | None = None
 
 _functions: OpFunctions | None = None
 _GIVES_FUNCTION = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.py_object)

@@ -57,7 +57,7 @@ class BackendBuilder(CppOpBuilder):
 
     def sources(self) -> list[str]:
         # Those that take longest to compile first, so that none is left over at the end.
-        files = ("ops.cpp", "fallback.cpp", "autocast.cpp", "hooks.cpp", "allocators.cpp", "guard.cpp")
+        files = ("ops.cpp", "fallback.cpp", "autocast.cpp", "hooks.cpp", "allocators.cpp", "guard.cpp", "missing.cpp")
         return [str(_CSRC / "torch" / file) for file in files]
 
     def include_paths(self) -> list[str]:
@@ -78,9 +78,16 @@ def load_runtime(builder: RuntimeBuilder) -> ctypes.CDLL:
     return ctypes.CDLL(str(_obtain(builder, "device runtime").path), mode=ctypes.RTLD_GLOBAL)
 
 
-def load_backend(builder: BackendBuilder) -> None:
-    """Register the device with torch. The runtime must be loaded. Raises as `load_runtime`."""
-    _obtain(builder, "torch backend of the device")
+def load_backend(builder: BackendBuilder) -> str:
+    """Register the device with torch. The runtime must be loaded. Raises as `load_runtime`.
+
+    Returns:
+        The functions of ``runtime.h`` that the runtime lacks, as they are declared there, with "; " between them.
+    """
+    backend = ctypes.CDLL(str(_obtain(builder, "torch backend of the device").path))
+    backend.ds_device_missing_functions.restype = ctypes.c_char_p
+    missing: bytes = backend.ds_device_missing_functions()
+    return missing.decode()
 
 
 def _obtain(builder: CppOpBuilder, what: str) -> Artifact:

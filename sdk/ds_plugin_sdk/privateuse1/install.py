@@ -40,7 +40,7 @@ def install(name: str, *, runtime: build.RuntimeBuilder, collectives: str | None
     Raises:
         DeviceNameError: the name is malformed or torch's own, or another out-of-tree device is installed.
         BuildError: the native code can neither be found nor compiled.
-        InvalidAcceleratorError: the runtime could not be started.
+        InvalidAcceleratorError: the runtime lacks functions, or could not be started.
     """
     global _runtime, _module, _builders
     with _lock:
@@ -51,7 +51,7 @@ def install(name: str, *, runtime: build.RuntimeBuilder, collectives: str | None
         add_prebuilt(runtime.owner(), runtime.kernel_root() / "prebuilt")
         backend = build.BackendBuilder()
         _runtime = build.load_runtime(runtime)
-        build.load_backend(backend)
+        _check_functions(build.load_backend(backend), name)
         _builders = (runtime, backend)
         runtime.configure(_runtime)
         _start(_runtime, name)
@@ -111,6 +111,16 @@ def _check_name(name: str) -> None:
             f"device '{name}' cannot be installed",
             why=f"torch has one out-of-tree device in each process, and it is '{taken}'",
             hint=f"use one of the two in a process: uninstall the plugin of '{taken}', or do not install '{name}'",
+        )
+
+
+def _check_functions(missing: str, name: str) -> None:
+    if missing:
+        raise InvalidAcceleratorError(
+            "the device runtime lacks functions of runtime.h",
+            plugin=name,
+            why=f"its library defines none of this name and with these arguments: {missing}",
+            hint="define them in namespace runtime, as runtime.h does, in a file of the builder's sources()",
         )
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ds_plugin_sdk.integrations.transformers.as_found import AsFound
-from ds_plugin_sdk.integrations.transformers.weights import Samples
+from ds_plugin_sdk.integrations.transformers.weights import Look, Samples
 from ds_plugin_sdk.ops import decoder_layer
 
 pytestmark = [pytest.mark.compiler, pytest.mark.usefixtures("kernels")]
@@ -97,14 +97,44 @@ def test_numbers_that_change_are_seen(shape: tuple[int, ...], dtype: torch.dtype
 
 
 @pytest.mark.usefixtures("asked_by")
-def test_rows_that_change_are_seen() -> None:
+@pytest.mark.parametrize("look", [Look.FEW_ROWS, Look.MANY_ROWS])
+def test_rows_that_change_are_seen(look: Look) -> None:
     weight = torch.zeros(1024, 96)
     samples = Samples([weight])
     weight[512:529] = 1  # a 64th of it
-    assert samples.differ([weight])
+    assert samples.differ([weight], look)
     weight.zero_()
     weight[-1] = 1
-    assert samples.differ([weight]), "of the last row, too"
+    assert samples.differ([weight], look), "of the last row, too"
+    weight.zero_()
+    assert not samples.differ([weight], look)
+
+
+@pytest.mark.usefixtures("asked_by")
+@pytest.mark.parametrize("columns", [1, 5, 16, 96, 257])
+def test_each_row_and_each_column_of_what_makes_logits_counts(columns: int) -> None:
+    """As who writes the rows of new words does."""
+    weight = torch.zeros(300, columns)
+    samples = Samples([weight], one_of=1)
+    for row in range(300):
+        weight[row] = 1
+        assert samples.differ([weight]), row
+        weight[row] = 0
+    for column in range(columns):
+        weight[:, column] = 1
+        assert samples.differ([weight]), column
+        weight[:, column] = 0
+    assert not samples.differ([weight])
+
+
+@pytest.mark.usefixtures("asked_by")
+def test_sparse_changes_are_seen() -> None:
+    """As of adapters that add to a few numbers of each row: two of 1024."""
+    torch.manual_seed(0)
+    weight = torch.zeros(1024, 1024)
+    samples = Samples([weight])
+    weight.view(-1)[torch.randperm(1 << 20)[:2048]] = 1
+    assert samples.differ([weight])
 
 
 @pytest.mark.usefixtures("asked_by")

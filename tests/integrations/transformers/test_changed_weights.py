@@ -88,6 +88,21 @@ def test_weights_that_make_logits_are_compared_with_each_token(rows: slice) -> N
         torch.testing.assert_close(model.lm_head(hidden), other.lm_head(hidden), rtol=0.05, atol=0.05)
 
 
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_a_word_that_is_written_is_seen_by_the_next_prompt(weights: Any) -> None:
+    """Also where only the last token of a prompt makes logits, as in ``generate``."""
+    model, other = make("llama"), make("llama")
+    with accelerate(model, weights=weights), torch.no_grad():
+        for row in (0, 17, model.config.vocab_size - 1):
+            model(tokens(), logits_to_keep=1)
+            model(tokens(count=1), logits_to_keep=1)
+            for each in (model, other):
+                each.lm_head.weight.data[row] *= -4
+            with accelerate(other, weights=weights):
+                expected = other(tokens(), logits_to_keep=1).logits
+            torch.testing.assert_close(model(tokens(), logits_to_keep=1).logits, expected)
+
+
 @pytest.mark.parametrize("weights", [None, "int8"])
 def test_weights_that_are_cut_where_they_lie_are_as_large_as_the_models(weights: Any) -> None:
     """As who trims a vocabulary or an MLP does: its first rows are where they were."""

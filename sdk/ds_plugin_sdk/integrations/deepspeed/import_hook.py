@@ -86,6 +86,24 @@ class _Finder(importlib.abc.MetaPathFinder):
         return None
 
 
+class _SpecInUse(ModuleSpec):
+    """The spec of a module that is being executed, and a call when that is done. Python then says so to the spec."""
+
+    @property
+    def _initializing(self) -> bool:
+        return True
+
+    @_initializing.setter
+    def _initializing(self, value: bool) -> None:
+        if value:
+            return
+        self.__class__ = ModuleSpec  # type: ignore[assignment]  # as it was
+        self._initializing = False
+        module = sys.modules.get(self.name)
+        if module is not None:  # else it has failed
+            _call(_AFTER[self.name], module)
+
+
 def install() -> None:
     """Make plugins known to DeepSpeed, now or when it is imported. Idempotent; never raises.
 
@@ -95,11 +113,22 @@ def install() -> None:
         if any(type(finder) is _Finder for finder in sys.meta_path):
             return
         sys.meta_path.insert(0, _Finder())
-        real_accelerator = sys.modules.get(REAL_ACCELERATOR)
-        if real_accelerator is not None:  # DeepSpeed came first: do now what would have been done then
-            _call("ds_plugin_sdk.integrations.deepspeed.adopt:adopt_late", real_accelerator)
+        late = _AFTER | {REAL_ACCELERATOR: "ds_plugin_sdk.integrations.deepspeed.adopt:adopt_late"}
+        for name, then in late.items():
+            module = sys.modules.get(name)
+            if module is not None:
+                _catch_up(module, then)
     except Exception as error:
         _complain(error)
+
+
+def _catch_up(module: ModuleType, then: str) -> None:
+    """Do what is due after a module that came before torch: now, or when it is done, if it is what imports torch."""
+    spec = module.__spec__
+    if type(spec) is ModuleSpec and getattr(spec, "_initializing", False):
+        spec.__class__ = _SpecInUse
+    else:
+        _call(then, module)
 
 
 def _call(target: str, module: ModuleType) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import functools
 import inspect
@@ -72,6 +73,7 @@ class Accelerated:
 
     def __init__(self, model: transformers.PreTrainedModel, found: _Found, undo: list[Callable[[], None]]) -> None:
         self._title = type(model).__name__
+        self._model = weakref.ref(model)
         self._found = found
         self._undo = undo
 
@@ -129,15 +131,26 @@ class Accelerated:
         """Name -> why, for layers that stay the model's own code."""
         found = {name: f"{kind}: {why}" for name, (kind, why) in self._found.left.items()}
         for name, replacement in self._found.replacements.items():
-            if self._undo and not (is_replaced(replacement.module) and replacement.holds()):
-                found[name or "loss"] = f"{name_of(replacement.module)}: {replacement.why_not}"
+            if self._undo and not self._is_ours(name, replacement):
+                exchanged = "another module has taken its place: call accelerate() again"
+                why = replacement.why_not if self._has(name, replacement) else exchanged
+                found[name or "loss"] = f"{name_of(replacement.module)}: {why}"
         return found
+
+    def _is_ours(self, name: str, replacement: Replacement) -> bool:
+        return self._has(name, replacement) and is_replaced(replacement.module) and replacement.holds()
+
+    def _has(self, name: str, replacement: Replacement) -> bool:
+        """Whether the module is still the model's by this name."""
+        with contextlib.suppress(AttributeError):
+            return (model := self._model()) is not None and model.get_submodule(name) is replacement.module
+        return False
 
     def _replaced(self, kind: type[Replacement]) -> list[str]:
         return [
             name
             for name, replacement in self._found.replacements.items()
-            if self._undo and type(replacement) is kind and is_replaced(replacement.module) and replacement.holds()
+            if self._undo and type(replacement) is kind and self._is_ours(name, replacement)
         ]
 
     def __repr__(self) -> str:

@@ -19,6 +19,7 @@ from ds_plugin_sdk.integrations.transformers.kv_cache import AppendingLayer, Roo
 from ds_plugin_sdk.integrations.transformers.layer_loop import LayerLoop
 from ds_plugin_sdk.integrations.transformers.understood import are_idle, hooks_of
 from ds_plugin_sdk.integrations.transformers.watch import Watch
+from ds_plugin_sdk.integrations.transformers.weights import Look
 
 if TYPE_CHECKING:
     from ds_plugin_sdk.integrations.transformers.replacements import DecoderReplacement
@@ -210,7 +211,7 @@ class Row:
         return (
             are_idle([hooks for each in self.replacements for hooks in hooks_of(each.module)])
             and len({each.kind() for each in self.replacements}) == 1
-            and all(each.holds_apart(False) for each in self.replacements)
+            and all(each.holds_apart(Look.NONE) for each in self.replacements)
         )
 
     def keep(self, args: tuple[Any, ...], kwargs: dict[str, Any], given: Given) -> None:

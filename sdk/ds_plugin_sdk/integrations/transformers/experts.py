@@ -21,7 +21,7 @@ from ds_plugin_sdk.integrations.transformers.understood import (
     same_code,
 )
 from ds_plugin_sdk.integrations.transformers.watch import Watch
-from ds_plugin_sdk.integrations.transformers.weights import Contents, Samples, Weights, bits_of, quantize
+from ds_plugin_sdk.integrations.transformers.weights import Contents, Looks, Samples, Weights, bits_of, quantize
 
 try:
     from transformers.integrations import moe
@@ -52,6 +52,7 @@ class _Copy(NamedTuple):
 
     products: list[tuple[Tensor, Tensor]]
     samples: Samples
+    looks: Looks
 
 
 def _has_known_code(kind: type[Any]) -> bool:
@@ -129,7 +130,7 @@ class ExpertsReplacement(Replacement):
             return None
         its = [(expert, count) for expert, count in enumerate(counts) if count]
         if self._weights is not None:
-            self._compare(expert for expert, _ in its)
+            self._compare((expert for expert, _ in its), len(hidden))
         ops, each, module = ops_for(hidden.dtype), chosen.shape[-1], self._own
         inner = self._products(ops, 0, hidden[order // each], its)
         inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
@@ -196,16 +197,17 @@ class ExpertsReplacement(Replacement):
         rows = self._rows(expert)
         with torch.inference_mode(False), torch.no_grad():
             products = [quantize(each, bits_of(each.shape[1], self._weights)) for each in rows]
-        return _Copy(products, Samples(rows))
+        return _Copy(products, Samples(rows), Looks())
 
     def _rows(self, expert: int) -> list[Tensor]:
         """Its weights, ``[out, in]``."""
         return [weight.detach()[expert] for weight, _ in self._parameters()]
 
-    def _compare(self, experts: Iterable[int]) -> None:
+    def _compare(self, experts: Iterable[int], tokens: int) -> None:
         """Copy those again of whose weights a sample is another one."""
         for expert in experts:
-            if self._copies[expert].samples.differ(self._rows(expert)):
+            copy = self._copies[expert]
+            if copy.samples.differ(self._rows(expert), copy.looks.at(tokens)):
                 self._copies[expert] = self._copy(expert)
 
     def _follow(self) -> bool:

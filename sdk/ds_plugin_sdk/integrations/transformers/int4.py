@@ -28,6 +28,7 @@ from ds_plugin_sdk.integrations.transformers.understood import NotUnderstoodErro
 from ds_plugin_sdk.integrations.transformers.weights import (
     Arena,
     Contents,
+    Look,
     Matrix,
     PlainMatrix,
     Samples,
@@ -98,14 +99,11 @@ class Int4Matrix(Matrix):
     def doubt(self) -> None:
         self._doubted = True
 
-    def follow(self, compare: bool) -> bool:
+    def follow(self, look: Look) -> bool:
         """As `Matrix.follow`; False for good after a change."""
-        compare, self._doubted = compare or self._doubted, False
-        self._changed = self._changed or not self.held.holds() or (compare and self._differs())
+        look, self._doubted = Look.MANY_ROWS if self._doubted else look, False
+        self._changed = self._changed or not self.held.holds() or self._samples.differ(self.held.moved, look)
         return not self._changed and not any(layer.training for layer in self.layers)
-
-    def _differs(self) -> bool:
-        return self._samples.differ(self.held.moved)
 
     def _packed(self, found: Sequence[Int4], biases: Sequence[Tensor | None]) -> Contents:
         whole = Int4(*(torch.cat(parts) for parts in zip(*found, strict=True)))

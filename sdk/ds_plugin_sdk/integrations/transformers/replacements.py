@@ -30,7 +30,7 @@ from ds_plugin_sdk.integrations.transformers.training import linear_in_training
 from ds_plugin_sdk.integrations.transformers.training_layers import is_rms, norm_in_training
 from ds_plugin_sdk.integrations.transformers.understood import Norm, is_plain_inference
 from ds_plugin_sdk.integrations.transformers.watch import Watch
-from ds_plugin_sdk.integrations.transformers.weights import Matrix
+from ds_plugin_sdk.integrations.transformers.weights import Look, Looks, Matrix
 from ds_plugin_sdk.ops._products import torchs_from
 
 # What a decoder layer does with these is known; others may be given if they are None. The encoder's mask has no meaning
@@ -51,11 +51,15 @@ class LinearReplacement(Replacement):
     def __init__(self, module: nn.Module, matrix: Matrix) -> None:
         super().__init__(module)
         self.matrix = matrix
+        self._looks = Looks()
         self._watch = Watch.alone(module)
 
     def holds(self) -> bool:
+        return self._holds(Look.MANY_ROWS)
+
+    def _holds(self, look: Look) -> bool:
         trains = self.matrix.rounded and self.module.training
-        return not trains and self._watch.holds() and self.matrix.follow(compare=True)
+        return not trains and self._watch.holds() and self.matrix.follow(look)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.is_on:
@@ -67,8 +71,9 @@ class LinearReplacement(Replacement):
                 return trained
         elif len(args) == 1 and not kwargs and is_plain_inference(args[0]) and not self._is_torchs(args[0]):
             input: Tensor = args[0]
+            look = self._looks.at(input.shape[-2] if input.dim() > 1 else 1)
             # To hold, the matrix may take on another dtype and device.
-            if self.holds() and input.dtype == self.matrix.dtype and input.device == self.matrix.device:
+            if self._holds(look) and input.dtype == self.matrix.dtype and input.device == self.matrix.device:
                 return decoder.linear(ops_for(input.dtype), self.matrix, input)
         return self.own(*args, **kwargs)
 
@@ -139,14 +144,14 @@ class DecoderReplacement(Replacement):
         self._row = Row()
 
     def holds(self) -> bool:
-        return self.holds_apart(compare=True)
+        return self.holds_apart(Look.MANY_ROWS)
 
-    def holds_apart(self, compare: bool) -> bool:
-        """Asked of this layer alone; `compare` as in `Matrix.follow`."""
+    def holds_apart(self, look: Look) -> bool:
+        """Asked of this layer alone; `look` as in `Matrix.follow`."""
         return (
             self._watch.holds()
             and self.attends()
-            and all(matrix.follow(compare) for matrix in self.layer.matrices)
+            and all(matrix.follow(look) for matrix in self.layer.matrices)
             and self.layer.has_its_heads
             and all(norm.serves(self.layer.qkv.dtype) for norm in self.layer.norms)
         )
@@ -227,8 +232,9 @@ class DecoderReplacement(Replacement):
     def _asks(self, hidden: Tensor, cache: Cache | None) -> bool:
         """Whether it holds, after all layers in a step, alone with a prompt, which may be one token too."""
         if hidden.shape[1] > 1 or cache is None or _is_new(cache, self.attention.layer_idx):
-            return self.holds_apart(compare=True)
-        return self._row.begin(self, hidden) or self.holds_apart(compare=False)
+            Looks.count_prompt()
+            return self.holds_apart(Look.MANY_ROWS)
+        return self._row.begin(self, hidden) or self.holds_apart(Look.NONE)
 
     def _run(self, hidden: Tensor, given: Given) -> Tensor:
         room = self.room(hidden, given)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +29,10 @@ Weights = Quantized | None
 _ALIGNMENT = 64
 _MOST_GROUP = 128
 _LEAST_INT4_GROUP = 64
-# Each place of a weight that is looked at is waited for; its neighbours are not.
-_RUNS, _RUN = 64, 4
+# How much of a weight is looked at: each row is waited for; neighbours in it are not. One row of eight takes one
+# percent of a prompt's time, and finds adapters that change one number of a thousand. What makes logits has a row for
+# each word, and all are looked at.
+_FEW_ROWS, _ONE_OF, _RUN = 64, 8, 16
 
 _packing = ThreadLock()
 
@@ -92,12 +95,8 @@ class Matrix:
         """The parameters may have been changed without torch's counting it, through ``.data``."""
         raise NotImplementedError
 
-    def follow(self, compare: bool) -> bool:
-        """Make sure that the contents are those of the layers; False if they cannot be.
-
-        Args:
-            compare: look at a sample of the tensors too, for changes that torch does not count: through ``.data``.
-        """
+    def follow(self, look: Look) -> bool:
+        """Make sure that the contents are those of the layers; False if they cannot be."""
         raise NotImplementedError
 
 
@@ -158,7 +157,8 @@ class PlainMatrix(Matrix):
             self.contents = self._quantize(arena, bias)
         else:
             self.contents = Contents(_move(arena, rows, None if self._copied else self._set_rows), bias)
-        self._samples = Samples(map(_weight, self.layers) if self._copied else ())
+        weights_now = map(_weight, self.layers) if self._copied else ()
+        self._samples = Samples(weights_now, one_of=1 if self._sensitive else _ONE_OF)
         self.held = Snapshot(self._place(layer, name) for layer in self.layers for name in layer._parameters)
         self._doubted = False
 
@@ -170,8 +170,8 @@ class PlainMatrix(Matrix):
     def doubt(self) -> None:
         self._doubted = self._copied
 
-    def follow(self, compare: bool) -> bool:
-        if not self._doubted and self.held.holds() and not (compare and self._copied and self._differs()):
+    def follow(self, look: Look) -> bool:
+        if not self._doubted and self.held.holds() and not (self._copied and self._differs(look)):
             return True
         return self._pack_again()
 
@@ -201,8 +201,8 @@ class PlainMatrix(Matrix):
         if len(self.layers) > 1 and self._divided not in (None, self.rows):
             raise NotUnderstoodError("its layers have other numbers of rows than they had")
 
-    def _differs(self) -> bool:
-        return self._samples.differ(map(_weight, self.layers))
+    def _differs(self, look: Look) -> bool:
+        return self._samples.differ(map(_weight, self.layers), look)
 
     def _quantize(self, arena: Arena, bias: Tensor | None) -> Contents:
         whole = torch.cat([_rows(layer) for layer in self.layers])
@@ -341,31 +341,80 @@ def quantize(rows: Tensor, bits: Literal[4, 8]) -> tuple[Tensor, Tensor]:
     return quantize_weight(rows, next(size for size in sizes if columns % size == 0 and size % least == 0), bits)
 
 
+class Look(enum.Enum):
+    """How closely the layers' tensors are looked at for changes that torch does not count: through ``.data``.
+
+    Attributes:
+        NONE: not at all.
+        FEW_ROWS: at a run of numbers in each of 64 rows.
+        MANY_ROWS: at one in each row of what makes logits, of others in one row of eight, and in 64 at least.
+    """
+
+    NONE = enum.auto()
+    FEW_ROWS = enum.auto()
+    MANY_ROWS = enum.auto()
+
+
+class Looks:
+    """How closely one who has copies of tensors looks at these before it reads the copies: at many rows in a prompt,
+    and once after anybody's prompt, of which it may see the last token alone; else at a few.
+    """
+
+    _prompts: ClassVar[int] = 0
+
+    def __init__(self) -> None:
+        self._last = -1
+
+    def at(self, tokens: int) -> Look:
+        """In a call with so many tokens; several are a prompt."""
+        if tokens > 1:
+            self.count_prompt()
+        seen, self._last = self._last == Looks._prompts, Looks._prompts
+        return Look.FEW_ROWS if seen else Look.MANY_ROWS
+
+    @staticmethod
+    def count_prompt() -> None:
+        """Let all others look at many rows when they are called next."""
+        Looks._prompts += 1
+
+
 class Samples:
-    """Some numbers of tensors, which tell whether they have changed."""
+    """Some numbers of tensors, which tell whether they have changed.
 
-    def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
-        self._found = _samples_of([*tensors])
+    Args:
+        tensors: any.
+        one_of: a close look is at one row of so many.
+    """
 
-    def differ(self, tensors: Iterable[Tensor]) -> bool:
+    def __init__(self, tensors: Iterable[Tensor] = (), one_of: int = _ONE_OF) -> None:
+        kept, self._one_of = [*tensors], one_of
+        self._found = {look: self._of(kept, look) for look in (Look.FEW_ROWS, Look.MANY_ROWS)}
+
+    def differ(self, tensors: Iterable[Tensor], look: Look = Look.MANY_ROWS) -> bool:
         """Whether these have others."""
-        now, then = _samples_of([*tensors]), self._found
+        if look is Look.NONE:
+            return False
+        now, then = self._of([*tensors], look), self._found[look]
         if isinstance(now, bytes) or isinstance(then, bytes):
             return now != then
         return len(now) != len(then) or not all(map(torch.equal, now, then))
 
+    def _of(self, tensors: list[Tensor], look: Look) -> bytes | list[Tensor]:
+        one_of = self._one_of if look is Look.MANY_ROWS else 0
+        found = None if decoder_layer.samples is None else decoder_layer.samples(tensors, one_of)
+        return [_sample(each.detach(), one_of) for each in tensors] if found is None else found
 
-def _samples_of(tensors: list[Tensor]) -> bytes | list[Tensor]:
-    found = None if decoder_layer.samples is None else decoder_layer.samples(tensors)
-    return [_sample(each.detach()) for each in tensors] if found is None else found
 
-
-def _sample(tensor: Tensor) -> Tensor:
-    flat = tensor.flatten()
-    if flat.numel() < _RUNS * _RUN:
-        return flat.clone()
-    distance = (flat.numel() - _RUN) // (_RUNS - 1)  # no whole number of rows, as a rule: all columns have their turn
-    return flat.as_strided((_RUNS, _RUN), (distance, 1)).clone()
+def _sample(tensor: Tensor, one_of: int) -> Tensor:
+    """Runs of rows, ``[rows, run]``, each a place behind that of the one before. As ``kernels/host/as_found.h``."""
+    rows = tensor.reshape(-1, tensor.shape[-1]) if tensor.dim() > 1 and tensor.numel() else tensor.reshape(-1, 1)
+    run = min(_RUN, rows.shape[1])
+    count = max(-(-rows.shape[0] // one_of) if one_of else 0, min(rows.shape[0], _FEW_ROWS))
+    turns = torch.arange(count, device=rows.device)
+    which = turns * (rows.shape[0] - 1) // max(count - 1, 1)
+    first = (turns % -(-rows.shape[1] // run) * run).clamp(max=rows.shape[1] - run)
+    columns = first.unsqueeze(1) + torch.arange(run, device=rows.device)
+    return rows[which.unsqueeze(1), columns]
 
 
 def _move(arena: Arena, parts: Sequence[Tensor], set_part: Callable[[int, Tensor], None] | None) -> Tensor:
@@ -397,6 +446,8 @@ def _give_back(matrix: Matrix) -> None:
 __all__ = [
     "Arena",
     "Contents",
+    "Look",
+    "Looks",
     "Matrix",
     "Packer",
     "PlainMatrix",
