@@ -30,7 +30,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, finalize
 
 import torch
 from torch import Tensor, distributed
@@ -241,7 +241,8 @@ class _SharedMemory:
         size = path.stat().st_size
         self._memory = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8, device="cpu")
         # After from_file, which closes a descriptor of its own: that gives up all of a process's locks on a file.
-        self._file = path.open("r+b")
+        self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        finalize(self, os.close, self._file).atexit = False  # the lock is for as long as the process lives
         fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self._rank)
         self._pass = SharedRanks(self._memory, self._rank, self._ranks, _PATIENCE)
         self._pass.all_reduce(torch.empty(0, device="cpu"), 0)  # fails where there is no kernel

@@ -126,3 +126,33 @@ def test_the_hybrid_engine_trains_and_says_why_it_does_not_generate(model: str, 
     for line in raised:
         assert line.startswith("raised OpError DeepSpeed's kernel injection does not fit this model")
         assert f"'{model}' are written for transformers up to 4.43.4" in line and "leave out hybrid_engine" in line
+
+
+INJECTED = """
+import deepspeed, torch
+from transformers import OPTConfig, OPTForCausalLM
+sizes = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+model = OPTForCausalLM(OPTConfig(**sizes, word_embed_proj_dim=64, ffn_dim=256, max_position_embeddings=64))
+engine = deepspeed.init_inference(model, dtype=torch.float32, replace_with_kernel_inject=True)
+tokens = torch.randint(64, (2, 8))
+for call in (engine, engine.generate, engine.module, engine.module.generate):
+    try:
+        call(tokens)
+    except Exception as error:
+        print("raised", type(error).__name__, str(error).replace(chr(10), " "))
+"""
+
+
+@pytest.mark.usefixtures("compiled_once")
+def test_the_model_of_an_engine_says_the_same() -> None:
+    """With the installed transformers. Many programs call ``engine.module``."""
+    program = [sys.executable, "-W", "ignore", "-c", INJECTED]
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
+    done = subprocess.run(program, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    raised = [line for line in done.stdout.splitlines() if line.startswith("raised")]
+    assert len(raised) == 4, done.stdout
+    for line in raised:
+        assert line.startswith("raised OpError DeepSpeed's kernel injection does not fit this model"), line
+        assert "'opt' are written for transformers up to 4.43.4" in line, line
+        assert "leave out replace_with_kernel_inject" in line, line

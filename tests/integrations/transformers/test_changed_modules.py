@@ -471,6 +471,22 @@ def test_autocast_computes_in_its_dtype() -> None:
     assert torch.equal(ours, expected)
 
 
+@pytest.mark.parametrize("weights", [None, "int8"])
+def test_a_module_that_was_exchanged_is_no_longer_reported_as_ours(weights: Any) -> None:
+    """As `resize_token_embeddings` exchanges the head, which then is plain."""
+    model = make("llama")
+    handle = accelerate(model, weights=weights)
+    assert "lm_head" in handle.linear and "model.norm" in handle.norms and not handle.left
+    model.resize_token_embeddings(80)
+    model.model.norm = nn.Identity()
+    assert "lm_head" not in handle.linear and "model.norm" not in handle.norms
+    assert set(handle.left) == {"lm_head", "model.norm"}
+    assert all("another module has taken its place: call accelerate() again" in why for why in handle.left.values())
+    handle.remove()
+    handle = accelerate(model.eval(), weights=weights)  # a new head is in training mode
+    assert "lm_head" in handle.linear
+
+
 def test_the_report() -> None:
     model = make("llama")
     add_lora(model.model.layers[1].self_attn)

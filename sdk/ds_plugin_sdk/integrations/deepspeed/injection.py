@@ -49,6 +49,15 @@ def _explain(engine: ModuleType) -> None:
 
     names = ("_apply_injection_policy", "forward", "_generate")
     _wrap(engine.InferenceEngine, names, injected, "replace_with_kernel_inject")
+    initialize = engine.InferenceEngine.__init__
+
+    @functools.wraps(initialize)
+    def initialize_explained(self: Any, *args: Any, **kwargs: Any) -> None:
+        initialize(self, *args, **kwargs)
+        if injected(self) and not _fits(_type_of(self.module)):
+            _explain_calls(self.module, "replace_with_kernel_inject")
+
+    engine.InferenceEngine.__init__ = initialize_explained
 
 
 def _explain_hybrid(engine: ModuleType) -> None:
@@ -71,20 +80,46 @@ def _explaining(method: Callable[..., Any], injected: Callable[[Any], bool], opt
         try:
             return method(self, *args, **kwargs)
         except _MISFITS as error:
-            model = getattr(getattr(self.module, "config", None), "model_type", type(self.module).__name__)
+            model = _type_of(self.module)
             if not injected(self) or _fits(model):
                 raise
-            raise OpError(
-                "DeepSpeed's kernel injection does not fit this model",
-                op="transformer_inference",
-                why=f"its layers for '{model}' are written for transformers up to 4.43.4"
-                f"{', where they fail too' if model in _NEVER_FITTING else ''}; here is {_transformers()}; "
-                f"{type(error).__name__}: {error}",
-                hint="ds_plugin_sdk.integrations.transformers runs transformers 5 on the same kernels; "
-                f"leave out {option}",
-            ) from error
+            raise _explained(error, model, option) from error
 
     return explaining
+
+
+def _explain_calls(model: Any, option: str) -> None:
+    """For programs that call the engine's ``module`` themselves, a model that kernel injection does not fit."""
+
+    def explaining(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return method(*args, **kwargs)
+            except _MISFITS as error:
+                raise _explained(error, _type_of(model), option) from error
+
+        return call
+
+    for name in ("forward", "generate"):
+        method = getattr(model, name, None)
+        if method is not None:
+            setattr(model, name, explaining(method))
+
+
+def _explained(error: Exception, model: str, option: str) -> OpError:
+    return OpError(
+        "DeepSpeed's kernel injection does not fit this model",
+        op="transformer_inference",
+        why=f"its layers for '{model}' are written for transformers up to 4.43.4"
+        f"{', where they fail too' if model in _NEVER_FITTING else ''}; here is {_transformers()}; "
+        f"{type(error).__name__}: {error}",
+        hint=f"ds_plugin_sdk.integrations.transformers runs transformers 5 on the same kernels; leave out {option}",
+    )
+
+
+def _type_of(model: Any) -> str:
+    return str(getattr(getattr(model, "config", None), "model_type", type(model).__name__))
 
 
 def _fits(model: str) -> bool:

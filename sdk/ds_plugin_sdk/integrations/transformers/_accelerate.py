@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import functools
 import inspect
@@ -130,27 +129,25 @@ class Accelerated:
     def left(self) -> dict[str, str]:
         """Name -> why, for layers that stay the model's own code."""
         found = {name: f"{kind}: {why}" for name, (kind, why) in self._found.left.items()}
+        present = self._modules()
         for name, replacement in self._found.replacements.items():
-            if self._undo and not self._is_ours(name, replacement):
+            if self._undo and not _is_ours(replacement, present):
                 exchanged = "another module has taken its place: call accelerate() again"
-                why = replacement.why_not if self._has(name, replacement) else exchanged
+                why = replacement.why_not if replacement.module in present else exchanged
                 found[name or "loss"] = f"{name_of(replacement.module)}: {why}"
         return found
 
-    def _is_ours(self, name: str, replacement: Replacement) -> bool:
-        return self._has(name, replacement) and is_replaced(replacement.module) and replacement.holds()
-
-    def _has(self, name: str, replacement: Replacement) -> bool:
-        """Whether the module is still the model's by this name."""
-        with contextlib.suppress(AttributeError):
-            return (model := self._model()) is not None and model.get_submodule(name) is replacement.module
-        return False
+    def _modules(self) -> set[nn.Module]:
+        """That the model has now, by whatever names: adapters put their own into the places of others."""
+        model = self._model()
+        return set() if model is None else {*model.modules()}
 
     def _replaced(self, kind: type[Replacement]) -> list[str]:
+        present = self._modules()
         return [
             name
             for name, replacement in self._found.replacements.items()
-            if self._undo and type(replacement) is kind and self._is_ours(name, replacement)
+            if self._undo and type(replacement) is kind and _is_ours(replacement, present)
         ]
 
     def __repr__(self) -> str:
@@ -244,6 +241,10 @@ def accelerate(
         Accelerated(model, found, undo).remove()
         raise
     return Accelerated(model, found, undo)
+
+
+def _is_ours(replacement: Replacement, present: set[nn.Module]) -> bool:
+    return replacement.module in present and is_replaced(replacement.module) and replacement.holds()
 
 
 def _models_in(module: object) -> str:
