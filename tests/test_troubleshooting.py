@@ -20,6 +20,7 @@ OTHERS = {
     "Type fp16 is not supported on your device": ("deepspeed", "runtime/engine.py"),
     "Torch not compiled with CUDA enabled": ("torch", "cuda/__init__.py"),
     "doesn't have NCCL built in": ("torch", "distributed/distributed_c10d.py"),
+    "Unknown backend type": ("torch", "distributed/distributed_c10d.py"),
     "Your setup doesn't support bf16/gpu": ("transformers", "training_args.py"),
     "only supported on CUDA GPUs": ("lightning", "pytorch/strategies/deepspeed.py"),
     "Can't instantiate abstract class": None,  # Python's own

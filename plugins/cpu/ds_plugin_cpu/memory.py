@@ -14,7 +14,7 @@ import os
 import re
 from pathlib import Path
 
-from ds_plugin_sdk.settings import settings
+from ds_plugin_sdk.settings import exported, settings
 
 # Parameters of glibc's mallopt(), from malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
@@ -136,13 +136,8 @@ def keep_large_blocks() -> int:
 def _let_torch_ask_for_huge_pages() -> None:
     import torch
 
-    if os.environ.get(_HUGE_PAGES, "").strip():
-        return
-    os.environ[_HUGE_PAGES] = "1"
-    try:
+    with exported(_HUGE_PAGES, "1"):
         torch.empty(1, device="cpu")
-    finally:
-        del os.environ[_HUGE_PAGES]
 
 
 def release() -> None:

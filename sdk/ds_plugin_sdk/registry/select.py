@@ -120,7 +120,7 @@ def _explicit(name: str, installed: Mapping[str, list[Candidate]], builtin_names
             "the requested accelerator cannot be used",
             plugin=manifest.name,
             why=f"{candidate} says {probe}",
-            hint="run `sdk list --explain`, or unset DS_ACCELERATOR",
+            hint="make its device visible to this process, or unset DS_ACCELERATOR",
         )
     decision.chosen = candidate
     decision.note(name, "chosen", f"DS_ACCELERATOR={name}; {candidate}, {probe}")

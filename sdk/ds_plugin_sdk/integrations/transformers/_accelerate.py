@@ -247,11 +247,13 @@ def _is_ours(replacement: Replacement, present: set[nn.Module]) -> bool:
     return replacement.module in present and is_replaced(replacement.module) and replacement.holds()
 
 
-def _models_in(module: object) -> str:
-    """Where models of transformers are in something else, for a message."""
+def _what_to_pass(module: object) -> str:
+    """Advice for who has passed something else than a model of transformers."""
     modules = module.named_modules() if isinstance(module, nn.Module) else ()
     found = [name for name, each in modules if isinstance(each, transformers.PreTrainedModel)]
-    return f": get_submodule({found[0]!r})" if found else ""
+    if found:
+        return f"pass the model that is in it: get_submodule({found[0]!r})"
+    return "other models have the same ops by the modules and functions of ds_plugin_sdk.nn"
 
 
 def _load_kernels(model: transformers.PreTrainedModel, *names: str) -> None:
@@ -265,7 +267,7 @@ def _check(model: transformers.PreTrainedModel, weights: Weights, cache: str | N
         raise SdkError(
             f"accelerate() cannot run a {type(model).__module__}.{type(model).__qualname__}",
             why="it is for models of transformers, PreTrainedModel",
-            hint=f"pass the model that is in it{_models_in(model)}",
+            hint=_what_to_pass(model),
         )
     if weights not in (None, *get_args(Quantized)):
         raise SdkError(
