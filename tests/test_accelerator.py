@@ -185,6 +185,15 @@ def test_optional_collectives_are_absent(name: str) -> None:
     assert Minimal().get_op_builder(name) is not None
 
 
+def test_a_torch_accelerator_names_torch_s_types() -> None:
+    class Zap(TorchAccelerator):
+        device_type = "zap"
+        dtypes = ("float32", torch.bfloat16)  # type: ignore[assignment]  # this is the mistake
+
+    with pytest.raises(InvalidAcceleratorError, match=r"Zap .* one can train .*: .* dtypes has 'float32'"):
+        Zap()
+
+
 def test_a_torch_accelerator_must_name_its_device() -> None:
     class Nameless(TorchAccelerator):
         pass

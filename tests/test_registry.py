@@ -116,6 +116,18 @@ def test_what_is_installed_is_not_to_be_installed_again(variable: str, value: st
     assert "sdk list --explain" in hint
 
 
+def test_a_class_that_is_not_finished_is_no_damaged_file(install: Install) -> None:
+    """Reinstalling it would not help."""
+    site = install("zap", accelerator="zap_device:Zap")
+    (site / "zap_device.py").write_text(
+        "import abc\nclass Zap(abc.ABC):\n    @abc.abstractmethod\n    def memory_stats(self): ...\n"
+    )
+    with pytest.raises(PluginLoadError, match=r"abstract class Zap .*memory_stats") as caught:
+        load(only(scan()["zap"]))
+    assert "derive the class from TorchAccelerator, or from PortedAccelerator" in caught.value.hint
+    assert "reinstall" not in caught.value.hint
+
+
 def test_other_hardware_is_not_asked_for_when_a_device_plugin_is_available(install: Install) -> None:
     install("zap")
 

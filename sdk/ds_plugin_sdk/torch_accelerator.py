@@ -51,6 +51,14 @@ class TorchAccelerator(DeepSpeedAccelerator):
                 why="its class attribute device_type is missing",
                 hint='write device_type = "<torch device name>" in the class body',
             )
+        wrong = [each for each in self.dtypes or () if not isinstance(each, torch.dtype)]
+        if wrong:
+            raise InvalidAcceleratorError(
+                f"{type(self).__name__} does not say in which types one can train",
+                plugin=self.device_type,
+                why=f"its class attribute dtypes has {', '.join(map(repr, wrong))}",
+                hint="write torch's: dtypes = (torch.float32, torch.bfloat16)",
+            )
         super().__init__()
         self._compile_backend = self.compile_backend
 

@@ -107,12 +107,17 @@ def load(candidate: Candidate) -> DeepSpeedAccelerator:
             hint=error.hint,
         ) from error
     except (Exception, SystemExit) as error:
+        hint = (
+            "its vendor: derive the class from TorchAccelerator, or from PortedAccelerator of ds_plugin_sdk"
+            if "abstract class" in str(error)
+            else f"python -c 'from {module} import {name}; {name}()' shows where; pip install --force-reinstall "
+            f"{candidate.distribution} mends damaged files"
+        )
         raise PluginLoadError(
             "a plugin's accelerator cannot be loaded",
             plugin=candidate.name,
             why=f"{manifest.accelerator} of {candidate}: {type(error).__name__}: {error}",
-            hint=f"python -c 'from {module} import {name}; {name}()' shows where; pip install --force-reinstall "
-            f"{candidate.distribution} mends damaged files; DS_PLUGIN_AUTOLOAD=0 switches plugins off",
+            hint=f"{hint}; DS_PLUGIN_AUTOLOAD=0 switches plugins off",
         ) from error
     return accelerator
 
