@@ -81,7 +81,7 @@ def _deepspeed_chooses_on_error(real_accelerator: Any) -> Iterator[None]:
             warnings.warn(
                 f"ds-plugin-sdk: no plugin is used, DeepSpeed chooses its accelerator by itself: {error}",
                 RuntimeWarning,
-                stacklevel=2,
+                stacklevel=3,  # past contextlib
             )
 
 
