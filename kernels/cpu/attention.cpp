@@ -192,8 +192,8 @@ struct AttentionOf {
       const int64_t count = end - first < block ? end - first : block;
       const Cached* first_value = value_cache(task, b, kv, first);
       const Cached* later_key = first + block < end ? key_cache(task, b, kv, first + block) : next_keys;
-      const Rows<Cached> keys(key_cache(task, b, kv, first), key_stride, count, first_value, value_stride, head_dim);
-      const Rows<Cached> values(first_value, value_stride, count, later_key, key_stride, head_dim);
+      const CacheRows<Cached> keys(key_cache(task, b, kv, first), key_stride, count, first_value, value_stride, head_dim);
+      const CacheRows<Cached> values(first_value, value_stride, count, later_key, key_stride, head_dim);
       score(of_query, keys, head_dim, of_scores);
       for (int q = 0; q < queries; ++q) {
         if constexpr (kQuantized) {

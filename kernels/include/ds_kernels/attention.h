@@ -97,13 +97,13 @@ inline void merge(Running& into, const Running& other, int64_t head_dim) {
 // Keys or values of one head, a row for each position, and those that are read after them: the caches of a step lie in
 // memory, in runs too short for what processors fetch by themselves.
 template <class Element>
-struct Rows {
+struct CacheRows {
   const Element* first;
   int64_t stride, count;
   const Element* next;
   int64_t next_stride, ahead;
 
-  Rows(const Element* first, int64_t stride, int64_t count, const Element* next, int64_t next_stride, int64_t head_dim)
+  CacheRows(const Element* first, int64_t stride, int64_t count, const Element* next, int64_t next_stride, int64_t head_dim)
       : first(first), stride(stride), count(count), next(next), next_stride(next_stride) {
     const int64_t row = head_dim * static_cast<int64_t>(sizeof(Element));
     const int64_t rows = static_cast<int64_t>(cache_prefetch_bytes()) / (row ? row : 1);
@@ -142,7 +142,7 @@ DS_KERNELS_INLINE void add_scores(Floats* sums, Memory memory, const float* cons
 
 // scores[q][p] = query q . key p, for queries of one head of keys: each key is read, and made floats, once.
 template <int queries, class Element>
-DS_KERNELS_INLINE void score(const float* const (&query)[queries], const Rows<Element>& keys, int64_t head_dim,
+DS_KERNELS_INLINE void score(const float* const (&query)[queries], const CacheRows<Element>& keys, int64_t head_dim,
                              float* const (&scores)[queries]) {
   const int64_t stride = keys.stride, count = keys.count;
   const auto add_products = [&](Floats* sums, auto number, int64_t p) {
@@ -216,7 +216,7 @@ struct Weighted {
 
 // `vectors` vectors of the results, from element i on.
 template <int vectors, int queries, class Memory, class Element>
-DS_KERNELS_INLINE void add_values(const Weighted<queries>& by, Memory memory, const Rows<Element>& values, int64_t i) {
+DS_KERNELS_INLINE void add_values(const Weighted<queries>& by, Memory memory, const CacheRows<Element>& values, int64_t i) {
   Floats sums[queries][vectors];
   for (int q = 0; q < queries; ++q) {
     for (int k = 0; k < vectors; ++k) sums[q][k] = memory.load(by.result[q] + i + k * kLanes) * by.faded[q];
@@ -240,7 +240,7 @@ DS_KERNELS_INLINE void add_values(const Weighted<queries>& by, Memory memory, co
 
 // result <- faded result + sum over positions of weight * value
 template <int queries, class Element>
-DS_KERNELS_INLINE void add_values(const Weighted<queries>& by, const Rows<Element>& values, int64_t head_dim) {
+DS_KERNELS_INLINE void add_values(const Weighted<queries>& by, const CacheRows<Element>& values, int64_t head_dim) {
   constexpr int kVectors = queries == 4 && kLanes < 16 ? 2 : 4;  // the sums shall stay in registers
   int64_t i = 0;
   for (; i + kVectors * kLanes <= head_dim; i += kVectors * kLanes) {

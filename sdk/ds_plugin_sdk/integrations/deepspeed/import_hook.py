@@ -28,6 +28,9 @@ _AFTER = {
     "deepspeed.comm.torch": "ds_plugin_sdk.integrations.deepspeed.collectives:replace",
     "deepspeed.inference.engine": "ds_plugin_sdk.integrations.deepspeed.injection:explain",
     "deepspeed.launcher.multinode_runner": "ds_plugin_sdk.integrations.deepspeed.launcher:carry_settings",
+    "deepspeed.model_implementations.transformers.ds_transformer": (
+        "ds_plugin_sdk.integrations.deepspeed.injection:explain_layers"
+    ),
     "deepspeed.ops.op_builder.all_ops": "ds_plugin_sdk.integrations.deepspeed.op_table:complete",
     "deepspeed.runtime.hybrid_engine": "ds_plugin_sdk.integrations.deepspeed.injection:explain_hybrid",
     "deepspeed.runtime.zero.utils": "ds_plugin_sdk.integrations.deepspeed.zero:admit_optimizers",
@@ -124,7 +127,7 @@ def install() -> None:
 
 def _catch_up(module: ModuleType, then: str) -> None:
     """Do what is due after a module that came before torch: now, or when it is done, if it is what imports torch."""
-    spec = module.__spec__
+    spec = getattr(module, "__spec__", None)  # what a test puts into the place of a module may have none
     if type(spec) is ModuleSpec and getattr(spec, "_initializing", False):
         spec.__class__ = _SpecInUse
     else:

@@ -21,6 +21,8 @@ from ds_plugin_sdk.integrations.deepspeed.adopt import when_used
 _LAST_FITTING = (4, 43)
 _NEVER_FITTING = frozenset({"llama", "mistral", "internlm"})
 
+_MISFIT = "DeepSpeed's kernel injection does not fit this model"
+
 # What it looks like when two interfaces do not fit: an op is given tensors of the wrong shape or dtype, too.
 _MISFITS = (AssertionError, AttributeError, InvalidTensorError, KeyError, NotImplementedError, TypeError)
 
@@ -32,6 +34,15 @@ def explain(engine: ModuleType) -> None:
         engine: ``deepspeed.inference.engine``, executed.
     """
     when_used(_explain, engine)
+
+
+def explain_layers(ds_transformer: ModuleType) -> None:
+    """Wrap the layers that are put in: programs call the model itself, ``engine.module``, too.
+
+    Args:
+        ds_transformer: ``deepspeed.model_implementations.transformers.ds_transformer``, executed.
+    """
+    when_used(_explain_layers, ds_transformer)
 
 
 def explain_hybrid(engine: ModuleType) -> None:
@@ -49,15 +60,6 @@ def _explain(engine: ModuleType) -> None:
 
     names = ("_apply_injection_policy", "forward", "_generate")
     _wrap(engine.InferenceEngine, names, injected, "replace_with_kernel_inject")
-    initialize = engine.InferenceEngine.__init__
-
-    @functools.wraps(initialize)
-    def initialize_explained(self: Any, *args: Any, **kwargs: Any) -> None:
-        initialize(self, *args, **kwargs)
-        if injected(self) and not _fits(_type_of(self.module)):
-            _explain_calls(self.module, "replace_with_kernel_inject")
-
-    engine.InferenceEngine.__init__ = initialize_explained
 
 
 def _explain_hybrid(engine: ModuleType) -> None:
@@ -79,47 +81,44 @@ def _explaining(method: Callable[..., Any], injected: Callable[[Any], bool], opt
     def explaining(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return method(self, *args, **kwargs)
-        except _MISFITS as error:
-            model = _type_of(self.module)
-            if not injected(self) or _fits(model):
+        except (OpError, *_MISFITS) as error:
+            model = getattr(getattr(self.module, "config", None), "model_type", type(self.module).__name__)
+            of_layer = isinstance(error, OpError) and error.what == _MISFIT
+            misfit = of_layer or isinstance(error, _MISFITS)
+            if not (misfit and injected(self)) or _fits(model):
                 raise
-            raise _explained(error, model, option) from error
+            cause = error.__cause__ if of_layer else error  # the engine knows the model's name
+            raise _explained(cause, model, option) from cause
 
     return explaining
 
 
-def _explain_calls(model: Any, option: str) -> None:
-    """For programs that call the engine's ``module`` themselves, a model that kernel injection does not fit."""
+def _explain_layers(ds_transformer: ModuleType) -> None:
+    layer = ds_transformer.DeepSpeedTransformerInference
+    forward = layer.forward
 
-    def explaining(method: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(method)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return method(*args, **kwargs)
-            except _MISFITS as error:
-                raise _explained(error, _type_of(model), option) from error
+    @functools.wraps(forward)
+    def explaining(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return forward(self, *args, **kwargs)
+        except _MISFITS as error:
+            model = type(self).__name__.removeprefix("DeepSpeed").removesuffix("Inference").lower()
+            if _fits(model):
+                raise
+            raise _explained(error, model, "replace_with_kernel_inject") from error
 
-        return call
-
-    for name in ("forward", "generate"):
-        method = getattr(model, name, None)
-        if method is not None:
-            setattr(model, name, explaining(method))
+    layer.forward = explaining
 
 
-def _explained(error: Exception, model: str, option: str) -> OpError:
+def _explained(error: BaseException | None, model: str, option: str) -> OpError:
     return OpError(
-        "DeepSpeed's kernel injection does not fit this model",
+        _MISFIT,
         op="transformer_inference",
         why=f"its layers for '{model}' are written for transformers up to 4.43.4"
         f"{', where they fail too' if model in _NEVER_FITTING else ''}; here is {_transformers()}; "
         f"{type(error).__name__}: {error}",
         hint=f"ds_plugin_sdk.integrations.transformers runs transformers 5 on the same kernels; leave out {option}",
     )
-
-
-def _type_of(model: Any) -> str:
-    return str(getattr(getattr(model, "config", None), "model_type", type(model).__name__))
 
 
 def _fits(model: str) -> bool:

@@ -10,6 +10,8 @@ import functools
 import warnings
 from typing import Any
 
+from ds_plugin_sdk.integrations.deepspeed import rebind
+
 _OPTIMIZERS = "ds_plugin_sdk.optim"  # not imported here: whoever has one of its optimizers has done so
 
 
@@ -35,6 +37,7 @@ def admit_optimizers(utils: Any) -> None:
         return bool(optimizer.ELEMENTWISE)
 
     utils.is_zero_supported_optimizer = is_zero_supported_optimizer
+    rebind.replace(deepspeeds, is_zero_supported_optimizer)  # engines that came first have it by their own name
 
 
 __all__ = ["admit_optimizers"]
