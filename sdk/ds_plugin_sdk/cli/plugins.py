@@ -42,7 +42,7 @@ def list_plugins(
             ("name", "distribution", "state", "priority", ""),
             [(*row, "<- chosen" if row[0] == chosen else "") for row in rows],
         )
-        if explain:
+        if explain and steps:
             table(
                 "Why",
                 ("subject", "verdict", "reason"),
