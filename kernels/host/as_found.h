@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cstring>
+#include <numeric>
 #include <vector>
 
 #include <ds_kernels/python.h>
@@ -95,20 +96,29 @@ struct Digest {
 
 constexpr size_t kLine = 64, kFewRows = 64, kFetched = 32;
 
-// Memory in rows, of which a line each is looked at, each row's in another place than the last one's. A vector's rows are
-// its lines.
+// Memory in rows, of which a line each is looked at, in another place of each. A vector's rows are its lines.
 struct LinesOfRows {
   const char* first;
-  size_t bytes, row, rows, places;
+  size_t bytes, row, rows, places, step;
 
   LinesOfRows(const void* data, size_t bytes, size_t row)
       : first(static_cast<const char*>(data)), bytes(bytes), row(row < kLine ? kLine : row) {
     rows = (bytes + this->row - 1) / this->row;
     places = (this->row + kLine - 1) / kLine;
+    step = step_of(places);
+  }
+
+  // From one place to the next. All have their turn, and of few turns no part of a matrix has none: multiples of the golden
+  // ratio, without their whole parts, lie evenly.
+  static size_t step_of(size_t places) {
+    size_t step = places * 618 / 1000;
+    if (step == 0) return 1;
+    while (std::gcd(step, places) != 1) ++step;
+    return step;
   }
 
   const char* line(size_t r, size_t turn) const {
-    const size_t place = turn % places * kLine;
+    const size_t place = turn * step % places * kLine;
     return first + r * row + (place + kLine > row ? row - kLine : place);
   }
 

@@ -6,7 +6,6 @@ environment of a running process. ``sdk report`` prints the table below with the
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import re
@@ -335,19 +334,6 @@ def export(variables: Mapping[str, str]) -> None:
     for name, value in variables.items():
         if not os.environ.get(name, "").strip():
             os.environ[name] = value
-
-
-@contextlib.contextmanager
-def exported(name: str, value: str) -> Iterator[None]:
-    """A variable of this process's own environment for a while, for one who reads it now. The user's value stays."""
-    if os.environ.get(name, "").strip():
-        yield
-        return
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        del os.environ[name]
 
 
 def become(rank: int, ranks: int, port: int) -> None:

@@ -430,7 +430,7 @@ print(os.environ.get("THP_MEM_ALLOC_ENABLE"), asked() - before)
 @pytest.mark.parametrize(
     ("settings", "asked", "mebibytes"),
     [
-        ({}, "None", range(250, 264)),
+        ({}, "1", range(250, 264)),
         ({"THP_MEM_ALLOC_ENABLE": "0"}, "0", range(1)),
         ({"DS_PLUGIN_CPU_KEEP_MEMORY": "0"}, "None", range(1)),
     ],
@@ -439,7 +439,6 @@ print(os.environ.get("THP_MEM_ALLOC_ENABLE"), asked() - before)
 def test_huge_pages_are_asked_for_large_tensors_unless_the_user_says_otherwise(
     settings: dict[str, str], asked: str, mebibytes: range
 ) -> None:
-    """By torch's variable, which is as it was when torch has read it."""
     if not Path("/sys/kernel/mm/transparent_hugepage").exists():
         pytest.skip("the kernel has no huge pages")
     environment = {name: value for name, value in os.environ.items() if name != "THP_MEM_ALLOC_ENABLE"} | settings

@@ -14,7 +14,7 @@ import os
 import re
 from pathlib import Path
 
-from ds_plugin_sdk.settings import exported, settings
+from ds_plugin_sdk.settings import export, settings
 
 # Parameters of glibc's mallopt(), from malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
@@ -114,8 +114,7 @@ def keep_large_blocks() -> int:
     """Tell the allocator to keep freed blocks for reuse, and torch to ask the system for huge pages for large tensors.
 
     torch reads its variable, ``THP_MEM_ALLOC_ENABLE``, once, when it allocates its first tensor: huge pages are for
-    programs that make the accelerator, as ``import deepspeed`` does, before that. The user's value stays; ours is gone
-    when torch has read it, and what the program starts does not inherit it.
+    programs that make the accelerator, as ``import deepspeed`` does, before that. The user's value stays.
 
     Returns:
         Bytes kept at most; 0 where the C library is not glibc, the user runs another allocator, or
@@ -129,15 +128,8 @@ def keep_large_blocks() -> int:
     if not kept:
         return 0
     if _HUGE_PAGES_OF_KERNEL.exists():  # torch warns where a kernel has none
-        _let_torch_ask_for_huge_pages()
+        export({_HUGE_PAGES: "1"})
     return bound
-
-
-def _let_torch_ask_for_huge_pages() -> None:
-    import torch
-
-    with exported(_HUGE_PAGES, "1"):
-        torch.empty(1, device="cpu")
 
 
 def release() -> None:

@@ -40,6 +40,7 @@ Family = Literal["llama", "gpt2", "bert"]
 VOCABULARIES: dict[str, tuple[int, ...]] = {"llama": (32_000, 128_256), "gpt2": (50_257,), "bert": (30_522,)}
 EAGER, WITHOUT = "eager", "eager, no accelerator"
 _LONG = 2048  # tokens
+_AS_TORCH_COMES = {"THP_MEM_ALLOC_ENABLE": "0"}  # a process inherits what the CPU's accelerator has set
 OURS = {"llama": "accelerate", "gpt2": "accelerate", "bert": "DeepSpeed's layers"}
 
 
@@ -328,7 +329,7 @@ def _without_accelerator(
 ) -> MeasuringProcess:
     given = {"sizes": sizes, "family": family, "vocabulary": vocabulary, "dtype": str(dtype).removeprefix("torch.")}
     arguments = json.dumps({**given, "tokens": tokens, "threads": torch.get_num_threads()})
-    return MeasuringProcess(__name__, arguments)
+    return MeasuringProcess(__name__, arguments, environment=_AS_TORCH_COMES)
 
 
 def _serve(sizes: list[int], family: Family, vocabulary: int, dtype: str, tokens: int, threads: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from ds_plugin_sdk import jit
@@ -75,7 +76,8 @@ def load_runtime(builder: RuntimeBuilder) -> ctypes.CDLL:
         BuildError: it can neither be found nor compiled, or does not load.
     """
     # Global, because the backend and every kernel library refer to the runtime without being linked to it.
-    return ctypes.CDLL(str(_obtain(builder, "device runtime").path), mode=ctypes.RTLD_GLOBAL)
+    artifact, _ = _obtain(builder, "device runtime")
+    return ctypes.CDLL(str(artifact.path), mode=ctypes.RTLD_GLOBAL)
 
 
 def load_backend(builder: BackendBuilder) -> str:
@@ -84,21 +86,22 @@ def load_backend(builder: BackendBuilder) -> str:
     Returns:
         The functions of ``runtime.h`` that the runtime lacks, as they are declared there, with "; " between them.
     """
-    backend = ctypes.CDLL(str(_obtain(builder, "torch backend of the device").path))
+    _, backend = _obtain(builder, "torch backend of the device")
+    assert isinstance(backend, ctypes.CDLL)
     backend.ds_device_missing_functions.restype = ctypes.c_char_p
     missing: bytes = backend.ds_device_missing_functions()
     return missing.decode()
 
 
-def _obtain(builder: CppOpBuilder, what: str) -> Artifact:
+def _obtain(builder: CppOpBuilder, what: str) -> tuple[Artifact, ModuleType | ctypes.CDLL]:
     spec = builder.build_spec()
     compiling = jit.find(spec) is None and settings.compile and settings.local_rank == 0
     if compiling:
         _say(f"ds-plugin-sdk: compiling the {what} ({len(spec.sources)} files, once) ...")
-    artifact, _ = jit.obtain(spec)
+    artifact, library = jit.obtain(spec)
     if compiling:
         _say(f" {artifact.seconds:.0f} s\n")
-    return artifact
+    return artifact, library
 
 
 def _say(text: str) -> None:

@@ -128,6 +128,23 @@ def test_each_row_and_each_column_of_what_makes_logits_counts(columns: int) -> N
 
 
 @pytest.mark.usefixtures("asked_by")
+@pytest.mark.parametrize("shape", [(896, 4864), (512, 3584), (1024, 1024), (64, 8192), (4096, 256)], ids=str)
+@pytest.mark.parametrize("look", [Look.FEW_ROWS, Look.MANY_ROWS])
+def test_no_part_of_a_matrix_is_left_out(shape: tuple[int, int], look: Look) -> None:
+    """Few rows of many columns, too; a quarter of both is changed, wherever that lies."""
+    weight = torch.zeros(shape)
+    samples = Samples([weight])
+    rows, columns = shape[0] // 4, shape[1] // 4
+    for row in range(0, shape[0], rows):
+        for column in range(0, shape[1], columns):
+            part = weight[row : row + rows, column : column + columns]
+            part.fill_(1)
+            assert samples.differ([weight], look), (row, column)
+            part.zero_()
+    assert not samples.differ([weight], look)
+
+
+@pytest.mark.usefixtures("asked_by")
 def test_sparse_changes_are_seen() -> None:
     """As of adapters that add to a few numbers of each row: two of 1024."""
     torch.manual_seed(0)

@@ -482,6 +482,8 @@ def test_a_module_that_was_exchanged_is_no_longer_reported_as_ours(weights: Any)
     assert "lm_head" not in handle.linear and "model.norm" not in handle.norms
     assert set(handle.left) == {"lm_head", "model.norm"}
     assert all("another module has taken its place: call accelerate() again" in why for why in handle.left.values())
+    model.model.layers = model.model.layers[:1]  # what is gone is no layer that is left
+    assert set(handle.left) == {"lm_head", "model.norm"} and handle.layers == ["model.layers.0"]
     handle.remove()
     handle = accelerate(model.eval(), weights=weights)  # a new head is in training mode
     assert "lm_head" in handle.linear

@@ -130,7 +130,7 @@ class ExpertsReplacement(Replacement):
             return None
         its = [(expert, count) for expert, count in enumerate(counts) if count]
         if self._weights is not None:
-            self._compare((expert for expert, _ in its), len(hidden))
+            self._compare(expert for expert, _ in its)
         ops, each, module = ops_for(hidden.dtype), chosen.shape[-1], self._own
         inner = self._products(ops, 0, hidden[order // each], its)
         inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
@@ -203,11 +203,13 @@ class ExpertsReplacement(Replacement):
         """Its weights, ``[out, in]``."""
         return [weight.detach()[expert] for weight, _ in self._parameters()]
 
-    def _compare(self, experts: Iterable[int], tokens: int) -> None:
-        """Copy those again of whose weights a sample is another one."""
+    def _compare(self, experts: Iterable[int]) -> None:
+        """Copy those again of whose weights a sample is another one. What is a prompt, the other layers' inputs say:
+        these have no sequences any more.
+        """
         for expert in experts:
             copy = self._copies[expert]
-            if copy.samples.differ(self._rows(expert), copy.looks.at(tokens)):
+            if copy.samples.differ(self._rows(expert), copy.looks.at(tokens=1)):
                 self._copies[expert] = self._copy(expert)
 
     def _follow(self) -> bool:

@@ -71,7 +71,7 @@ class LinearReplacement(Replacement):
                 return trained
         elif len(args) == 1 and not kwargs and is_plain_inference(args[0]) and not self._is_torchs(args[0]):
             input: Tensor = args[0]
-            look = self._looks.at(input.shape[-2] if input.dim() > 1 else 1)
+            look = self._looks.at(input.shape[-2] if input.dim() > 2 else 1)  # rows alone may be a batch's
             # To hold, the matrix may take on another dtype and device.
             if self._holds(look) and input.dtype == self.matrix.dtype and input.device == self.matrix.device:
                 return decoder.linear(ops_for(input.dtype), self.matrix, input)
@@ -231,9 +231,11 @@ class DecoderReplacement(Replacement):
 
     def _asks(self, hidden: Tensor, cache: Cache | None) -> bool:
         """Whether it holds, after all layers in a step, alone with a prompt, which may be one token too."""
-        if hidden.shape[1] > 1 or cache is None or _is_new(cache, self.attention.layer_idx):
+        if cache is None or _is_new(cache, self.attention.layer_idx):
             Looks.count_prompt()
             return self.holds_apart(Look.MANY_ROWS)
+        if hidden.shape[1] > 1:  # part of a long prompt, or tokens that a smaller model has guessed
+            return self.holds_apart(Look.FEW_ROWS)
         return self._row.begin(self, hidden) or self.holds_apart(Look.NONE)
 
     def _run(self, hidden: Tensor, given: Given) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import ClassVar, Literal, NamedTuple
 
@@ -406,15 +407,23 @@ class Samples:
 
 
 def _sample(tensor: Tensor, one_of: int) -> Tensor:
-    """Runs of rows, ``[rows, run]``, each a place behind that of the one before. As ``kernels/host/as_found.h``."""
+    """Runs of rows, ``[rows, run]``, each in another place of its row. As ``kernels/host/as_found.h``."""
     rows = tensor.reshape(-1, tensor.shape[-1]) if tensor.dim() > 1 and tensor.numel() else tensor.reshape(-1, 1)
-    run = min(_RUN, rows.shape[1])
+    run = math.gcd(rows.shape[1], _RUN)
+    places = rows.shape[1] // run
     count = max(-(-rows.shape[0] // one_of) if one_of else 0, min(rows.shape[0], _FEW_ROWS))
     turns = torch.arange(count, device=rows.device)
     which = turns * (rows.shape[0] - 1) // max(count - 1, 1)
-    first = (turns % -(-rows.shape[1] // run) * run).clamp(max=rows.shape[1] - run)
-    columns = first.unsqueeze(1) + torch.arange(run, device=rows.device)
-    return rows[which.unsqueeze(1), columns]
+    return torch.unflatten(rows, 1, (places, run))[which, turns * _step_of(places) % places]
+
+
+@functools.cache
+def _step_of(places: int) -> int:
+    """From one place to the next. All have their turn, and of few turns no part of a matrix has none: multiples of the
+    golden ratio, without their whole parts, lie evenly.
+    """
+    steps = range(max(places * 618 // 1000, 1), places + 2)
+    return next(step for step in steps if math.gcd(step, places) == 1)
 
 
 def _move(arena: Arena, parts: Sequence[Tensor], set_part: Callable[[int, Tensor], None] | None) -> Tensor:
