@@ -150,7 +150,7 @@ def test_an_unknown_op_has_a_stub_of_its_name() -> None:
 
 def test_a_broken_builder_module_costs_its_own_ops_only(zap: Path) -> None:
     (zap / "op_builder" / "broken.py").write_text("import nothing_of_that_name\n", encoding="utf-8")
-    with pytest.warns(RuntimeWarning, match=r"zap_plugin.op_builder.broken are skipped \(plugin 'zap_plugin'\)"):
+    with pytest.warns(RuntimeWarning, match=r"zap_plugin.op_builder.broken are skipped \(package 'zap_plugin'\)"):
         builder = op_builder.find("FusedAdamBuilder", "zap_plugin.op_builder", "zap")
     assert builder.__module__ == "zap_plugin.op_builder.fused_adam"
 

@@ -2,7 +2,7 @@
 // ends the process.
 #include <string>
 
-#include "../runtime.h"
+#include "runtime.h"
 
 namespace {
 
