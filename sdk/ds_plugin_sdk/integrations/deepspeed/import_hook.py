@@ -100,7 +100,7 @@ class _SpecInUse(ModuleSpec):
     def _initializing(self, value: bool) -> None:
         if value:
             return
-        self.__class__ = ModuleSpec  # type: ignore[assignment]  # as it was
+        self.__class__ = ModuleSpec  # type: ignore[assignment]  # mypy wants a subclass; this is the class it had
         self._initializing = False
         module = sys.modules.get(self.name)
         if module is not None:  # else it has failed

@@ -129,28 +129,25 @@ class Accelerated:
     def left(self) -> dict[str, str]:
         """Name -> why, for layers that stay the model's own code."""
         found = {name: f"{kind}: {why}" for name, (kind, why) in self._found.left.items()}
-        present, names = self._modules(), self._names()
+        now = self._modules()
+        present = {*now.values()}
         for name, replacement in self._found.replacements.items():
             if not self._undo or _is_ours(replacement, present):
                 continue
             if replacement.module in present:
                 found[name or "loss"] = f"{name_of(replacement.module)}: {replacement.why_not}"
-            elif name in names:  # else it is gone
+            elif name in now:  # else it is gone
                 why = "another module has taken its place: call accelerate() again"
                 found[name] = f"{name_of(replacement.module)}: {why}"
         return found
 
-    def _modules(self) -> set[nn.Module]:
-        """That the model has now, by whatever names: adapters put their own into the places of others."""
+    def _modules(self) -> dict[str, nn.Module]:
+        """That the model has now. Adapters put their own into the places of others, which then have other names."""
         model = self._model()
-        return set() if model is None else {*model.modules()}
-
-    def _names(self) -> set[str]:
-        model = self._model()
-        return set() if model is None else {name for name, _ in model.named_modules()}
+        return {} if model is None else dict(model.named_modules())
 
     def _replaced(self, kind: type[Replacement]) -> list[str]:
-        present = self._modules()
+        present = {*self._modules().values()}
         return [
             name
             for name, replacement in self._found.replacements.items()

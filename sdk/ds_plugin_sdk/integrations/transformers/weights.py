@@ -158,8 +158,8 @@ class PlainMatrix(Matrix):
             self.contents = self._quantize(arena, bias)
         else:
             self.contents = Contents(_move(arena, rows, None if self._copied else self._set_rows), bias)
-        weights_now = map(_weight, self.layers) if self._copied else ()
-        self._samples = Samples(weights_now, one_of=1 if self._sensitive else _ONE_OF)
+        copied = map(_weight, self.layers) if self._copied else ()
+        self._samples = Samples(copied, one_of=1 if self._sensitive else _ONE_OF)
         self.held = Snapshot(self._place(layer, name) for layer in self.layers for name in layer._parameters)
         self._doubted = False
 
