@@ -105,9 +105,10 @@ struct AttentionOf {
     return {task.window && own - task.window + 1 > 0 ? own - task.window + 1 : 0, task.causal ? own + 1 : task.total};
   }
 
-  // An item of a task: a part of the positions of one key's head.
+  // An item of a task: a part of the positions of one key's head, and the keys that are read after it.
   struct Item {
     int64_t b, kv, begin, end;
+    const Cached* next_keys = nullptr;
 
     Item(const AttentionTask& task, int64_t item) {
       const int64_t row = item / task.parts, part = item % task.parts;
@@ -122,27 +123,27 @@ struct AttentionOf {
   static void attend(const AttentionTask& task, int64_t first, int64_t last) {
     for (int64_t i = first; i < last; ++i) {
       const Item next(task, i + 1 < last ? i + 1 : i);
-      const Cached* next_keys = key_cache(task, next.b, next.kv, next.begin);
-      attend(task, Item(task, i), next_keys, task.partial + i * task.partial_size());
+      Item item(task, i);
+      item.next_keys = key_cache(task, next.b, next.kv, next.begin);
+      attend(task, item, task.partial + i * task.partial_size());
     }
   }
 
-  static void attend(const AttentionTask& task, const Item& item, const Cached* next_keys, float* partial) {
+  static void attend(const AttentionTask& task, const Item& item, float* partial) {
     append(task, item.b, item.kv, item.begin, item.end);  // new tokens may lie in several parts, attended to at the same time
     const int64_t group = task.group();
     int64_t g = 0;
-    for (; g + 4 <= group; g += 4) attend<4>(task, item, next_keys, g, partial);
+    for (; g + 4 <= group; g += 4) attend<4>(task, item, g, partial);
     if (g + 2 <= group) {
-      attend<2>(task, item, next_keys, g, partial);
+      attend<2>(task, item, g, partial);
       g += 2;
     }
-    if (g < group) attend<1>(task, item, next_keys, g, partial);
+    if (g < group) attend<1>(task, item, g, partial);
   }
 
   // Queries of some heads of a group from `g` on, one of each at a time.
   template <int queries>
-  static void attend(const AttentionTask& task, const Item& item, const Cached* next_keys, int64_t g,
-                     float* partial) {
+  static void attend(const AttentionTask& task, const Item& item, int64_t g, float* partial) {
     const int64_t head_dim = task.head_dim;
     for (int64_t t = 0; t < task.tokens; ++t) {
       float* to[queries];
@@ -152,7 +153,7 @@ struct AttentionOf {
         running[q] = {kNever, 0, to[q] + 2};
         for (int64_t i = 0; i < head_dim; ++i) running[q].result[i] = 0;
       }
-      attend<queries>(task, item, next_keys, item.kv * task.group() + g, t, running);
+      attend<queries>(task, item, item.kv * task.group() + g, t, running);
       for (int q = 0; q < queries; ++q) {
         to[q][0] = running[q].top;
         to[q][1] = running[q].sum;
@@ -160,9 +161,9 @@ struct AttentionOf {
     }
   }
 
-  // Queries of one token, of heads from `h` on. What is read after the item begins at `next_keys`.
+  // Queries of one token, of heads from `h` on.
   template <int queries>
-  static void attend(const Attention& task, const Item& item, const Cached* next_keys, int64_t h, int64_t t,
+  static void attend(const Attention& task, const Item& item, int64_t h, int64_t t,
                      Running (&running)[queries]) {
     constexpr int64_t kHeadDim = 1024;  // the binding sees to it
     const int64_t head_dim = task.head_dim, b = item.b, kv = item.kv;
@@ -191,7 +192,7 @@ struct AttentionOf {
     for (int64_t first = begin; first < end; first += block) {
       const int64_t count = end - first < block ? end - first : block;
       const Cached* first_value = value_cache(task, b, kv, first);
-      const Cached* later_key = first + block < end ? key_cache(task, b, kv, first + block) : next_keys;
+      const Cached* later_key = first + block < end ? key_cache(task, b, kv, first + block) : item.next_keys;
       const CacheRows<Cached> keys(key_cache(task, b, kv, first), key_stride, count, first_value, value_stride, head_dim);
       const CacheRows<Cached> values(first_value, value_stride, count, later_key, key_stride, head_dim);
       score(of_query, keys, head_dim, of_scores);
