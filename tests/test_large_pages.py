@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import mmap
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -29,18 +31,68 @@ def test_a_large_one_begins_with_a_page() -> None:
     assert large_pages.zeros(LARGE, torch.zeros(1)).data_ptr() % (2 << 20) == 0
 
 
-def test_its_memory_is_given_back_with_the_last_view() -> None:
-    def mapped() -> int:
+@pytest.fixture
+def mapped() -> Iterator[Callable[[], int]]:
+    """Bytes that the process has mapped beyond what it had before the test, with nothing kept."""
+
+    def now() -> int:
+        gc.collect()
         return int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
 
     large_pages.zeros(LARGE, torch.zeros(1))  # what the first call makes
-    gc.collect()
-    before = mapped()
+    large_pages.release()
+    before = now()
+    yield lambda: now() - before
+    large_pages.release()
+
+
+def test_its_memory_is_kept_with_the_last_view_until_it_is_released(mapped: Callable[[], int]) -> None:
     view = large_pages.zeros((64, *LARGE[1:]), torch.zeros(1))[3, :2]
-    assert mapped() - before >= 256 << 20 and not view.any()
+    assert mapped() >= 256 << 20 and not view.any()
+    large_pages.release()
+    assert mapped() >= 256 << 20 and not view.any(), "it is in use"
     del view
+    assert mapped() >= 256 << 20
+    large_pages.release()
+    assert mapped() < 128 << 20
+
+
+def test_it_is_not_kept_where_memory_is_not(mapped: Callable[[], int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DS_PLUGIN_CPU_KEEP_MEMORY", "0")
+    large_pages.zeros((64, *LARGE[1:]), torch.zeros(1))
+    assert mapped() < 128 << 20
+
+
+def test_of_what_is_kept_the_oldest_goes_first(mapped: Callable[[], int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(large_pages, "_KEPT", 300 << 20)
+    for rows in (64, 16, 8):  # 256, 64 and 32 MiB
+        large_pages.zeros((rows, *LARGE[1:]), torch.zeros(1))
+    assert 96 << 20 <= mapped() < 128 << 20
+
+
+def test_kept_memory_is_zeros_again(mapped: Callable[[], int]) -> None:
+    first = large_pages.zeros(LARGE, torch.zeros(1)).fill_(torch.nan)
+    place = first.data_ptr()
+    del first
     gc.collect()
-    assert mapped() - before < 128 << 20
+    smaller = (3, *LARGE[1:])
+    for shape, same in [((1, *LARGE[1:]), False), ((5, *LARGE[1:]), False), (smaller, True), (smaller, False)]:
+        found = large_pages.zeros(shape, torch.zeros(1))
+        assert (found.data_ptr() == place) == same and found.shape == shape and not found.any()
+    two = [large_pages.zeros(LARGE, torch.zeros(1)) for _ in range(2)]
+    assert two[0].data_ptr() != two[1].data_ptr()
+
+
+def test_threads_never_share_it(mapped: Callable[[], int]) -> None:
+    def work(number: int) -> bool:
+        for _ in range(50):
+            mine = large_pages.zeros((1, *LARGE[1:]), torch.zeros(1))
+            if mine.any() or not mine.fill_(number).eq(number).all():
+                return False
+        return True
+
+    with ThreadPoolExecutor(4) as threads:
+        assert all(threads.map(work, range(1, 5)))
 
 
 def test_without_more_mappings_memory_is_the_allocators(monkeypatch: pytest.MonkeyPatch) -> None:

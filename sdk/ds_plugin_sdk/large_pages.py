@@ -2,6 +2,10 @@
 
 With pages of 4 KiB the processor spends much of the time of reading large memory on looking up addresses. Linux gives
 pages of 2 MiB to those who ask, for memory that was never touched and is aligned to them.
+
+Freed memory is kept for the next tensor: a virtual machine may have given the pages of its own free memory back to its
+host, and then touching them again takes longer than a prompt's attention. The system may take kept pages back at any
+time (``MADV_FREE``), so they are no memory that a program lacks.
 """
 
 from __future__ import annotations
@@ -10,21 +14,29 @@ import contextlib
 import ctypes
 import mmap
 import sys
+import weakref
+from collections import deque
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from ds_plugin_sdk.settings import settings
+
 _PAGE = 2 << 20  # of x86-64 and most others; where pages are larger the system rounds as it likes
-_MADV_HUGEPAGE = 14
+_MADV_FREE, _MADV_HUGEPAGE = 8, 14  # mmap has the names only where the headers that it was compiled with had them
+
+_KEPT = 1 << 30  # bytes of freed memory at most
+# Tensors end at any time, in any thread and amid any code, so that there is no lock: each method of a deque is whole.
+_freed: deque[mmap.mmap] = deque()
 
 
 def zeros(shape: Sequence[int], like: Tensor) -> Tensor:
     """A new tensor of zeros, of the dtype and device of another.
 
     Large ones on a CPU are mappings of their own: what an allocator hands out again has the pages that it had before.
-    Their storage cannot be resized. They are the allocator's where the system has no such pages or no more mappings,
-    and in a program that is being compiled.
+    Their storage cannot be resized, and its memory is kept for the next one. They are the allocator's where the system
+    has no such pages or no more mappings, and in a program that is being compiled.
     """
     size = torch.Size(shape).numel() * like.element_size()
     plain = like.device.type == "cpu" and sys.platform == "linux" and not torch.compiler.is_compiling()
@@ -35,12 +47,43 @@ def zeros(shape: Sequence[int], like: Tensor) -> Tensor:
 
 
 def _mapped(size: int) -> Tensor:
-    """Bytes of a new private mapping, which ends with the last tensor of it."""
-    memory = mmap.mmap(-1, size + _PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    """Bytes of a private mapping, which is kept when the last tensor of it ends."""
+    kept = _taken(size + _PAGE)
+    memory = kept or mmap.mmap(-1, size + _PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    owner = (ctypes.c_char * len(memory)).from_buffer(memory)  # what the tensor holds
+    if settings.cpu_keep_memory:
+        weakref.finalize(owner, _keep, memory).atexit = False
+    whole = torch.frombuffer(owner, dtype=torch.uint8)
     start = -whole.data_ptr() % _PAGE
+    found = whole[start : start + size]
+    if kept:
+        return found.zero_()
     ask(whole)
-    return whole[start : start + size]
+    return found
+
+
+def _taken(size: int) -> mmap.mmap | None:
+    """A kept mapping of that size, or up to half as large again."""
+    for memory in tuple(_freed):
+        if size <= len(memory) <= size + size // 2:
+            with contextlib.suppress(ValueError):  # another thread has taken it
+                _freed.remove(memory)
+                return memory
+    return None
+
+
+def _keep(memory: mmap.mmap) -> None:
+    with contextlib.suppress(OSError):  # Linux before 4.5
+        memory.madvise(_MADV_FREE)
+    _freed.append(memory)
+    while sum(map(len, tuple(_freed))) > _KEPT:
+        with contextlib.suppress(IndexError):  # as above
+            _freed.popleft()
+
+
+def release() -> None:
+    """Give kept memory back to the system."""
+    _freed.clear()
 
 
 def ask(memory: Tensor) -> None:
@@ -55,4 +98,4 @@ def ask(memory: Tensor) -> None:
         ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(length), ctypes.c_int(_MADV_HUGEPAGE))
 
 
-__all__ = ["ask", "zeros"]
+__all__ = ["ask", "release", "zeros"]

@@ -14,6 +14,7 @@ import os
 import re
 from pathlib import Path
 
+from ds_plugin_sdk import large_pages
 from ds_plugin_sdk.settings import export, settings
 
 # Parameters of glibc's mallopt(), from malloc.h.
@@ -133,7 +134,8 @@ def keep_large_blocks() -> int:
 
 
 def release() -> None:
-    """Give kept blocks back to the operating system."""
+    """Give kept blocks back to the operating system, those of caches of keys and values too."""
+    large_pages.release()
     library = _glibc()
     if library is not None:
         library.malloc_trim(0)

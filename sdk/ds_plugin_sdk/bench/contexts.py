@@ -1,6 +1,6 @@
 """Tokens per second of larger batches and longer contexts: transformers' own code and the SDK's ops.
 
-The models are those of `ds_plugin_sdk.bench.decode`. Each prompt is read once, and steps after it take turns.
+The models are those of `ds_plugin_sdk.bench.decode`. Prompts take turns, and steps after them.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ from ds_plugin_sdk.integrations.transformers import accelerate
 BATCHES, CONTEXTS = (1, 2, 4, 8, 16, 32), (128, 512, 2048, 8192)
 # Turns, and steps in each: the first of these does not count.
 TURNS, STEPS = 4, 3
+# Turns of a prompt, of which the first does not count: it waits for kernels of new shapes and for pages of the
+# cache. Longer ones, of which that is no part, are read once.
+PROMPTS, LONGEST_REPEATED = 3, 4096
 PLAIN = "transformers, bfloat16"
 
 _Context = Callable[[Any], AbstractContextManager[Any]]
@@ -44,7 +47,7 @@ class Row:
         batch: sequences.
         context: tokens of each before the first step.
         implementation: whose, and what weights and keys are read as.
-        prompt_tokens_per_second: of all sequences together, over the prompt.
+        prompt_tokens_per_second: of all sequences together, by the prompt's median.
         decode_tokens_per_second: of all sequences together, by the median step.
         times: decode speed in multiples of transformers' own.
         spread: of the decode speed.
@@ -85,6 +88,10 @@ def run(
 
 
 def _rows(models: dict[str, Any], batch: int, length: int, tell: Callable[[str], None]) -> Iterator[Row]:
+    prompts: dict[str, list[float]] = {name: [] for name in models}
+    for _ in range(PROMPTS if batch * length <= LONGEST_REPEATED else 0):
+        for name, model in models.items():
+            prompts[name].append(_Generation(model, batch, length).prompt)
     generations = {name: _Generation(model, batch, length) for name, model in models.items()}
     steps: dict[str, list[float]] = {name: [] for name in models}
     for _ in range(TURNS):
@@ -94,8 +101,9 @@ def _rows(models: dict[str, Any], batch: int, length: int, tell: Callable[[str],
     for name, seconds in steps.items():
         step = statistics.median(seconds)
         tell(f"batch {batch}, {length} tokens, {name}: {step:.3f} s")
+        prompt = statistics.median(prompts[name][1:] or [generations[name].prompt])
         decode = {"decode_tokens_per_second": spread([batch / each for each in seconds])}
-        yield Row(batch, length, name, batch * length / generations[name].prompt, batch / step, plain / step, decode)
+        yield Row(batch, length, name, batch * length / prompt, batch / step, plain / step, decode)
 
 
 class _Generation:

@@ -165,9 +165,10 @@ def _head(report: Report, file: Path) -> str:
     machine = [[key, value] for key, value in {**report.machine, **report.versions}.items()]
     others = max((result.others for result in report.results.values()), default=0.0)
     missing = [name for name in BENCHMARKS if name not in report.results]
+    processor = f" ({report.machine['processor']})" if "processor" in report.machine else ""
     without = " without bfloat16" if report.machine.get("bfloat16") == _SLOW else ""
     lines = [
-        f"# Performance on {report.machine.get('instructions', 'another machine')}{without}",
+        f"# Performance on {report.machine.get('instructions', 'another machine')}{without}{processor}",
         "Every figure that we state of such a machine, written by one command, which measures the peers too:",
         f"    make performance REPORT=docs/{file.name}",
         f"`sdk bench compare docs/{file.name} other/{file.name}` says what is faster or slower in another"

@@ -47,11 +47,13 @@ def _versions(target: Target) -> dict[str, str]:
 
 
 def processor() -> str:
-    """The CPU's model as Linux names it."""
+    """The CPU's model as Linux names it; on x86 with its numbers: in a virtual machine the name has no generation."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
-    named = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
-    return named or platform.processor() or platform.machine()
+    found = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    named = found.get("model name") or platform.processor() or platform.machine()
+    numbers = f", family {found['cpu family']}, model {found['model']}" if "cpu family" in found else ""
+    return named + numbers
 
 
 def _declared(target: Target, name: str) -> str:
