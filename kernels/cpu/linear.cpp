@@ -1,6 +1,7 @@
 // Loops of linear layers. Compiled once per instruction-set level, without torch.
 #include "linear_loops.h"
 
+#include "linear_amx.h"
 #include "linear_tiles.h"
 #include "loops.h"
 
@@ -119,29 +120,39 @@ __attribute__((noinline)) void add_offsets(const LinearTask& task, int64_t first
   for (; r < count; ++r) add_offsets<1>(task, first + r, group_sums, sums + r);
 }
 
-// Bias, activation, gate and residual of `count` outputs of one input. Not inline: each copy takes long to compile.
+// Sums of some inputs, those of an input `stride` after those of the one before; gates are null if there are none.
+struct Sums {
+  const float *sums, *gates;
+  int64_t stride;
+};
+
+// Bias, activation, gate and residual of `count` outputs of `inputs` inputs. Not inline: each copy takes long to compile.
 template <class Element>
-__attribute__((noinline)) void finish(const LinearLayer& task, const float* sums, const float* gates, int64_t input, int64_t first,
-                   int64_t count) {
+__attribute__((noinline)) void finish(const LinearLayer& task, const Sums& from, int64_t first_input, int64_t inputs, int64_t first,
+                                      int64_t count) {
   const auto* bias = static_cast<const Element*>(task.bias);
   const auto* gate_bias = bias ? bias + task.outputs + first : nullptr;
   const auto* residual = static_cast<const Element*>(task.residual);
-  const int64_t at = input * task.outputs + first;
-  auto* output = static_cast<Element*>(task.output) + at;
-  with_activation(task.activation, [=](auto activation) {
-    for_each_vector(count, [=](int64_t i, auto memory) {
-      Floats sum = memory.load(sums + i);
-      if (bias) sum += memory.load(bias + first + i);
-      if (gates) {
-        Floats gate = memory.load(gates + i);
-        if (gate_bias) gate += memory.load(gate_bias + i);
-        sum *= activate(activation, gate);
-      } else {
-        sum = activate(activation, sum);
-      }
-      if (residual) sum = uncontracted(sum) + memory.load(residual + at + i);
-      memory.store(output + i, sum);
-    });
+  with_activation(task.activation, [=, &task](auto activation) {
+    for (int64_t m = 0; m < inputs; ++m) {
+      const float* sums = from.sums + m * from.stride;
+      const float* gates = from.gates ? from.gates + m * from.stride : nullptr;
+      const int64_t at = (first_input + m) * task.outputs + first;
+      auto* output = static_cast<Element*>(task.output) + at;
+      for_each_vector(count, [=](int64_t i, auto memory) {
+        Floats sum = memory.load(sums + i);
+        if (bias) sum += memory.load(bias + first + i);
+        if (gates) {
+          Floats gate = memory.load(gates + i);
+          if (gate_bias) gate += memory.load(gate_bias + i);
+          sum *= activate(activation, gate);
+        } else {
+          sum = activate(activation, sum);
+        }
+        if (residual) sum = uncontracted(sum) + memory.load(residual + at + i);
+        memory.store(output + i, sum);
+      });
+    }
   });
 }
 
@@ -177,9 +188,7 @@ struct Linear {
       const int64_t count = end - o < kTileRows ? end - o : kTileRows;
       tile_sums<Weight>(task, o, count, sums);
       if (task.gated) tile_sums<Weight>(task, task.outputs + o, count, gates);
-      for (int64_t m = 0; m < task.inputs; ++m) {
-        finish<Element>(task, sums + m * kTileRows, task.gated ? gates + m * kTileRows : nullptr, m, o, count);
-      }
+      finish<Element>(task, {sums, task.gated ? gates : nullptr, kTileRows}, 0, task.inputs, o, count);
     }
   }
 
@@ -201,13 +210,10 @@ struct Linear {
         rows.count[s] = left < 0 ? 0 : left < kBlock ? left : kBlock;
       }
       dot(task, rows, first_input, inputs, sums);
-      for (int64_t m = 0; m < inputs; ++m) {
-        const int64_t at = m * kBlock, input = first_input + m;
-        for (int s = 0; s < parts; ++s) {
-          if (rows.count[s] == 0) continue;
-          finish<Element>(task, sums[s] + at, task.gated ? sums[parts + s] + at : nullptr, input, rows.first[s],
-                          rows.count[s]);
-        }
+      for (int s = 0; s < parts; ++s) {
+        if (rows.count[s] == 0) continue;
+        finish<Element>(task, {sums[s], task.gated ? sums[parts + s] : nullptr, kBlock}, first_input, inputs, rows.first[s],
+                        rows.count[s]);
       }
     }
   }
@@ -231,6 +237,33 @@ struct Linear {
         add_offsets(task, rows.first[s], rows.count[s], first_input + m, sums[s] + m * kBlock);
       }
     }
+  }
+};
+
+// Many inputs in bfloat16, but no more than kMostAmxInputs, on quantized weights by AMX.
+template <class Weight>
+struct LinearByAmx {
+  static void run(const LinearTask& task, int64_t begin, int64_t end) {
+    alignas(64) float sums[kMostAmxInputs * kAmxOutputs], gates[kMostAmxInputs * kAmxOutputs];
+    Amx::begin();
+    for (int64_t o = begin; o < end; o += kAmxOutputs) {
+      const int64_t count = end - o < kAmxOutputs ? end - o : kAmxOutputs;
+      if (task.gated) amx_sums<Weight>(task, task.outputs + o, count, gates, [](int64_t, int64_t) {});
+      amx_sums<Weight>(task, o, count, sums, [&](int64_t block, int64_t last) {
+        for (; block < last; ++block) finish_block(task, sums, task.gated ? gates : nullptr, block, o, count);
+      });
+    }
+    Amx::end();
+  }
+
+  static void finish_block(const LinearTask& task, const float* sums, const float* gates, int64_t block, int64_t first,
+                           int64_t count) {
+    alignas(64) float of_inputs[kAmxSums], gates_of_inputs[kAmxSums];
+    by_inputs(sums + block * kAmxSums, of_inputs);
+    if (gates) by_inputs(gates + block * kAmxSums, gates_of_inputs);
+    const int64_t m = block * kAmxInputs, left = task.inputs - m;
+    finish<BFloat16>(task, {of_inputs, gates ? gates_of_inputs : nullptr, kAmxOutputs}, m, left < kAmxInputs ? left : kAmxInputs,
+                     first, count);
   }
 };
 
@@ -400,6 +433,12 @@ LinearLoop choose_linear(Dtype dtype, bool quantized, bool int4) {
   return quantized ? by_dtype<QuantizedLinear>(dtype) : by_dtype<FloatLinear>(dtype);
 }
 
+bool has_amx_for(const LinearLayer& layer) {
+  return kAmx && layer.columns > 0 && layer.scales && layer.columns / layer.groups % kAmxColumns == 0;
+}
+
+LinearLoop choose_by_amx(bool int4) { return int4 ? LinearByAmx<Int4Pair>::run : LinearByAmx<int8_t>::run; }
+
 }  // namespace
 
 template <>
@@ -416,8 +455,8 @@ void compute(const LinearFinish& work, Dtype dtype, const Threads& threads) {
 
 template <>
 const LinearLoops& loops() {
-  static constexpr LinearLoops all{choose_linear,  by_dtype<LinearWiden>, has_tiles, uses_tiles,
-                                   bytes_of_input, shorten_inputs,        sum_groups};
+  static constexpr LinearLoops all{choose_linear,  by_dtype<LinearWiden>, has_tiles,   uses_tiles,    bytes_of_input,
+                                   shorten_inputs, sum_groups,            has_amx_for, choose_by_amx, pair_inputs};
   return all;
 }
 

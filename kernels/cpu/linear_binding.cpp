@@ -8,6 +8,7 @@
 #include <memory>
 #include <new>
 
+#include "amx.h"
 #include "device.h"
 
 namespace ds_kernels::cpu {
@@ -22,6 +23,11 @@ constexpr int64_t kManyInputsOfFast = 8;
 constexpr int64_t kManyInputsToWiden = 128;
 // In float32 on AMD's CPUs without AVX-512: tiles are up to 1.5 times as fast until then.
 constexpr int64_t kManyInputsOnAmd = 256;  // ds_plugin_sdk/ops/_products.py has these numbers too
+// Quantized weights with inputs in bfloat16 by AMX: from this many inputs on up to kMostAmxInputs, beyond which torch's product
+// of weights made bfloat16 is as fast. As many of them at a time as fit into the second cache, but not so few that laying out the
+// weights takes longer than their products.
+constexpr int64_t kInputsByAmx = 24;
+constexpr int64_t kPairedBytes = 1 << 20, kLeastAmxInputs = 128;
 // How much of the weights is widened at a time for that product: what then still is in the second cache, or near it.
 constexpr int64_t kBlockBytes = 2 << 20;
 constexpr int64_t kLeastBlock = 64;
@@ -39,8 +45,6 @@ bool has_feature(int bit) {
   }();
   return features >> bit & 1;
 }
-// Whether the CPU has AMX for bfloat16.
-bool has_amx() { return has_feature(22); }
 // Whether it has instructions for products of 16-bit floats.
 bool multiplies(Dtype dtype) {
   return dtype == Dtype::BFloat16 ? has_amx() || __builtin_cpu_supports("avx512bf16") : has_feature(23);
@@ -55,7 +59,6 @@ bool multiplies_few_floats_slowly() { return is_amd() && !__builtin_cpu_supports
 #else
 bool multiplies_few_fast(Dtype) { return false; }
 bool multiplies_few_floats_slowly() { return false; }
-bool has_amx() { return false; }
 bool multiplies(Dtype) { return true; }  // unknown: torch decides
 bool multiplies_fast(Dtype) { return true; }
 #endif
@@ -71,11 +74,25 @@ LinearLayer inputs_of(const LinearLayer& layer, int64_t first, int64_t count, Dt
   return some;
 }
 
+// Aligned to cache lines: where columns fill them, no vector lies in two. No std::vector: its zeros take as long to write as
+// what replaces them.
+constexpr std::align_val_t kLine{64};
+struct Delete {
+  void operator()(void* memory) const { ::operator delete(memory, kLine); }
+};
+template <class Element>
+using Room = std::unique_ptr<Element[], Delete>;
+template <class Element>
+Element* room_for(Room<Element>& room, int64_t count) {
+  room.reset(static_cast<Element*>(::operator new(count * sizeof(Element), kLine)));
+  return room.get();
+}
+
 // A layer with its inputs in floats and, for quantized weights, in 16 bits.
 class PreparedLayer {
  public:
   PreparedLayer(const LinearLoops& loops, const LinearLayer& layer, Dtype dtype)
-      : task_{layer, static_cast<const float*>(layer.input), {}, nullptr} {
+      : task_{layer, static_cast<const float*>(layer.input), {}, nullptr, nullptr} {
     if (dtype != Dtype::Float32 || layer.scales) widen(loops, layer, dtype);
     if (!layer.offsets) return;
     task_.group_sums = room_for(group_sums_, layer.inputs * layer.groups);
@@ -134,20 +151,6 @@ class PreparedLayer {
   // Those of inputs from `first` on, or null.
   uint8_t* bytes_from(int64_t first) const { return bytes_ ? bytes_.get() + first * bytes_of_input_ : nullptr; }
 
-  // Aligned to cache lines: where columns fill them, no vector lies in two. No std::vector: its zeros take as long to write as
-  // what replaces them.
-  static constexpr std::align_val_t kLine{64};
-  struct Delete {
-    void operator()(void* memory) const { ::operator delete(memory, kLine); }
-  };
-  template <class Element>
-  using Room = std::unique_ptr<Element[], Delete>;
-  template <class Element>
-  static Element* room_for(Room<Element>& room, int64_t count) {
-    room.reset(static_cast<Element*>(::operator new(count * sizeof(Element), kLine)));
-    return room.get();
-  }
-
   Room<float> widened_, short_scales_, group_sums_;
   Room<int16_t> shorts_;
   Room<int32_t> eights_;
@@ -161,6 +164,7 @@ struct Linear : Device {
   using Device::run;
 
   bool takes(const LinearLayer& layer, Dtype dtype) const {
+    if (uses_amx(layer, dtype)) return true;
     const bool amx = dtype == Dtype::BFloat16 && has_amx();
     const bool torch_is_slower = layer.scales ? !amx : is_slow(dtype);
     const auto has_tiles = [&] { return loops_for<LinearLoops>("linear").has_tiles(layer); };
@@ -173,6 +177,7 @@ struct Linear : Device {
   }
 
   void run(const char* op, const LinearLayer& layer, Dtype dtype) const {
+    if (uses_amx(layer, dtype)) return run_by_amx(op, layer);
     for (int64_t first = 0; first < layer.inputs; first += kMostInputs) {
       run_some(op, inputs_of(layer, first, std::min(layer.inputs - first, kMostInputs), dtype), dtype);
     }
@@ -189,6 +194,36 @@ struct Linear : Device {
   }
 
  private:
+  static bool uses_amx(const LinearLayer& layer, Dtype dtype) {
+    return dtype == Dtype::BFloat16 && layer.inputs >= kInputsByAmx && layer.inputs <= kMostAmxInputs && has_amx() &&
+           loops_for<LinearLoops>("linear").has_amx(layer);
+  }
+
+  // In parts of about one size, each as large as its inputs are in the second cache.
+  void run_by_amx(const char* op, const LinearLayer& layer) const {
+    const int64_t fit = kPairedBytes / (2 * layer.columns) / kAmxInputs * kAmxInputs;
+    const int64_t most = std::max(fit, kLeastAmxInputs);
+    const int64_t parts = (layer.inputs + most - 1) / most, blocks = (layer.inputs + kAmxInputs - 1) / kAmxInputs;
+    const int64_t inputs = (blocks + parts - 1) / parts * kAmxInputs;
+    for (int64_t first = 0; first < layer.inputs; first += inputs) {
+      run_some_by_amx(op, inputs_of(layer, first, std::min(layer.inputs - first, inputs), Dtype::BFloat16));
+    }
+  }
+
+  void run_some_by_amx(const char* op, const LinearLayer& layer) const {
+    const LinearLoops& loops = loops_for<LinearLoops>(op);
+    const int64_t blocks = (layer.inputs + kAmxInputs - 1) / kAmxInputs, elements = kAmxInputs * layer.columns;
+    Room<uint16_t> pairs;
+    LinearTask task{layer, nullptr, {}, nullptr, room_for(pairs, blocks * elements)};
+    parallel_for(0, blocks, grain_of(elements),
+                 [&](int64_t begin, int64_t end) { loops.pair_inputs(layer, begin, end, pairs.get()); });
+    const LinearLoop loop = loops.by_amx(layer.int4);
+    const int64_t work = kShare * layer.columns * (layer.gated ? 2 : 1) * blocks;
+    parallel_for(0, (layer.outputs + kShare - 1) / kShare, grain_of(work), [&](int64_t begin, int64_t end) {
+      loop(task, begin * kShare, std::min(end * kShare, layer.outputs));
+    });
+  }
+
   // Threads share outputs and, of many inputs, blocks of those.
   void run_some(const char* op, const LinearLayer& layer, Dtype dtype) const {
     const LinearLoops& loops = loops_for<LinearLoops>(op);

@@ -10,6 +10,7 @@ struct LinearTask : LinearLayer {
   const float* widened;     // the inputs in floats
   ShortInputs shorts;       // the same in 16 bits, for quantized weights; null where they are not to be used
   const float* group_sums;  // what sum_groups gives, for weights with offsets
+  const uint16_t* pairs;    // bfloat16 inputs as pair_inputs gives them, for AMX
 };
 
 // Computes outputs [begin, end) of every input, of which there are at most kMostTileInputs.
@@ -37,6 +38,16 @@ using ShortenLoop = bool (*)(const LinearTask& task, int16_t* values, float* sca
 // The sums of each group of a task's inputs, [inputs, groups].
 using SumGroupsLoop = void (*)(const LinearTask& task, float* sums);
 
+// Products by AMX take inputs in blocks of so many, and at most so many: their sums shall be in the second cache.
+constexpr int64_t kAmxInputs = 16, kMostAmxInputs = 512;
+
+// Whether there are products by AMX here for a layer with inputs in bfloat16: its weights are quantized.
+using HasAmx = bool (*)(const LinearLayer& layer);
+
+// Blocks [begin, end) of a layer's inputs in pairs of columns, each [columns / 2, kAmxInputs, 2]; the last is filled up with
+// zeros.
+using PairLoop = void (*)(const LinearLayer& layer, int64_t begin, int64_t end, uint16_t* pairs);
+
 struct LinearLoops {
   LinearLoop (*linear)(Dtype dtype, bool quantized, bool int4);
   WidenLoop (*widen)(Dtype dtype);
@@ -45,6 +56,9 @@ struct LinearLoops {
   BytesOfInput bytes_of_input;
   ShortenLoop shorten;
   SumGroupsLoop sum_groups;
+  HasAmx has_amx;
+  LinearLoop (*by_amx)(bool int4);
+  PairLoop pair_inputs;
 };
 
 }  // namespace ds_kernels::cpu

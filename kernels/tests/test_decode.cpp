@@ -2,6 +2,7 @@
 // block, against their formulas in double. Arrays have exactly the memory of their elements.
 #include <random>
 
+#include "amx.h"
 #include "at_levels.h"
 #include "attention_loops.h"
 #include "elements.h"
@@ -108,9 +109,6 @@ void test_linear(const LinearLoops& loops, Dtype dtype, Shape s, int bits, bool 
     task.offsets = offsets.data();
     task.group_sums = group_sums.data();
   }
-  const LinearLoop loop = loops.linear(dtype, quantized, task.int4);
-  loop(task, 0, s.outputs / 2);
-  loop(task, s.outputs / 2, s.outputs);
   const auto sum = [&](int64_t m, int64_t row) {
     double result = bias[row];
     for (int64_t c = 0; c < s.columns; ++c) {
@@ -120,13 +118,30 @@ void test_linear(const LinearLoops& loops, Dtype dtype, Shape s, int bits, bool 
     }
     return result;
   };
-  for (int64_t m = 0; m < s.inputs; ++m) {
-    for (int64_t o = 0; o < s.outputs; ++o) {
-      const double h = sum(m, o);
-      const double y = gated ? h * activated(activation, sum(m, s.outputs + o)) : activated(activation, h);
-      close("linear", output, m * s.outputs + o, y + residual[m * s.outputs + o], 2e-6 * (s.columns + std::abs(y)));
+  // `loss` is what weights lose, of the largest of them.
+  const auto check = [&](const char* what, LinearLoop loop, double loss) {
+    loop(task, 0, s.outputs / 2);
+    loop(task, s.outputs / 2, s.outputs);
+    for (int64_t m = 0; m < s.inputs; ++m) {
+      for (int64_t o = 0; o < s.outputs; ++o) {
+        const double h = sum(m, o), gate = gated ? sum(m, s.outputs + o) : 0;
+        const double y = gated ? h * activated(activation, gate) : activated(activation, h);
+        const double lost = loss * s.columns * (gated ? std::abs(h) + std::abs(gate) : 1);
+        close(what, output, m * s.outputs + o, y + residual[m * s.outputs + o], 2e-6 * (s.columns + std::abs(y)) + lost);
+        output.set(m * s.outputs + o, -1);
+      }
     }
-  }
+  };
+  check("linear", loops.linear(dtype, quantized, task.int4), 0);
+  if (dtype != Dtype::BFloat16 || !has_amx() || !loops.has_amx(task)) return;
+  const int64_t blocks = (s.inputs + kAmxInputs - 1) / kAmxInputs;
+  std::vector<uint16_t> in_pairs(blocks * kAmxInputs * s.columns, 0x7fc0);
+  task.input = x.data();
+  task.pairs = in_pairs.data();
+  loops.pair_inputs(task, 0, blocks / 2, in_pairs.data());
+  loops.pair_inputs(task, blocks / 2, blocks, in_pairs.data());
+  // Quantized weights are at most 1 + 3 / 32 times 5 / 128 of 127, and round; inputs are at most 2.
+  check("linear by AMX", loops.by_amx(task.int4), 2 * (task.int4 ? 0.5 : 5.0) / 512);
 }
 
 void test_linear_layers() {

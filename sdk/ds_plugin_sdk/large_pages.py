@@ -5,18 +5,23 @@ pages of 2 MiB to those who ask, for memory that was never touched and is aligne
 
 Freed memory is kept for the next tensor: a virtual machine may have given the pages of its own free memory back to its
 host, and then touching them again takes longer than a prompt's attention. The system may take kept pages back at any
-time (``MADV_FREE``), so they are no memory that a program lacks.
+time (``MADV_FREE``), so they are no memory that a program lacks. What would be is not kept: where address space is
+limited, and what a forked process has, too, whose pages the system takes back from neither.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import mmap
+import os
+import resource
 import sys
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -26,9 +31,21 @@ from ds_plugin_sdk.settings import settings
 _PAGE = 2 << 20  # of x86-64 and most others; where pages are larger the system rounds as it likes
 _MADV_FREE, _MADV_HUGEPAGE = 8, 14  # mmap has the names only where the headers that it was compiled with had them
 
-_KEPT = 1 << 30  # bytes of freed memory at most
+# Bytes of freed memory at most, and of one mapping: reuse makes zeros of all of it, also of room that is never used.
+_KEPT, _KEPT_OF_ONE = 1 << 30, 1 << 29
 # Tensors end at any time, in any thread and amid any code, so that there is no lock: each method of a deque is whole.
 _freed: deque[mmap.mmap] = deque()
+_forks = 0
+
+
+def _before_fork() -> None:
+    global _forks
+    _forks += 1
+    _freed.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_before_fork)
 
 
 def zeros(shape: Sequence[int], like: Tensor) -> Tensor:
@@ -49,22 +66,44 @@ def zeros(shape: Sequence[int], like: Tensor) -> Tensor:
 def _mapped(size: int) -> Tensor:
     """Bytes of a private mapping, which is kept when the last tensor of it ends."""
     kept = _taken(size + _PAGE)
-    memory = kept or mmap.mmap(-1, size + _PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = kept or _new(size + _PAGE)
     owner = (ctypes.c_char * len(memory)).from_buffer(memory)  # what the tensor holds
-    if settings.cpu_keep_memory:
-        weakref.finalize(owner, _keep, memory).atexit = False
+    start = -ctypes.addressof(owner) % _PAGE
+    if kept:  # no tensor's `zero_`, which a transform of torch.func refuses
+        ctypes.memset(ctypes.addressof(owner) + start, 0, size)
+    if len(memory) <= _KEPT_OF_ONE and settings.cpu_keep_memory and not _is_limited():
+        weakref.finalize(owner, _keep, memory, _forks).atexit = False
     whole = torch.frombuffer(owner, dtype=torch.uint8)
-    start = -whole.data_ptr() % _PAGE
-    found = whole[start : start + size]
-    if kept:
-        return found.zero_()
-    ask(whole)
-    return found
+    if not kept:
+        ask(whole)
+    return whole[start : start + size]
+
+
+def _new(size: int) -> mmap.mmap:
+    try:
+        return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError:
+        release()
+        return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+def _is_limited() -> bool:
+    """Whether kept mappings, though the system has their pages back, may be what other memory is refused for."""
+    limits = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA))
+    return any(limit != resource.RLIM_INFINITY for limit in limits) or _counts_mappings()
+
+
+@functools.cache
+def _counts_mappings() -> bool:
+    try:
+        return Path("/proc/sys/vm/overcommit_memory").read_text(encoding="ascii").strip() == "2"
+    except OSError:
+        return False
 
 
 def _taken(size: int) -> mmap.mmap | None:
-    """A kept mapping of that size, or up to half as large again."""
-    for memory in tuple(_freed):
+    """The smallest kept mapping of that size, or up to half as large again."""
+    for memory in sorted(_freed.copy(), key=len):  # a copy: ends of tensors amid a loop would end it
         if size <= len(memory) <= size + size // 2:
             with contextlib.suppress(ValueError):  # another thread has taken it
                 _freed.remove(memory)
@@ -72,11 +111,15 @@ def _taken(size: int) -> mmap.mmap | None:
     return None
 
 
-def _keep(memory: mmap.mmap) -> None:
-    with contextlib.suppress(OSError):  # Linux before 4.5
+def _keep(memory: mmap.mmap, forks: int) -> None:
+    if forks != _forks:
+        return
+    try:
         memory.madvise(_MADV_FREE)
+    except OSError:  # Linux before 4.5, gVisor; locked memory
+        return
     _freed.append(memory)
-    while sum(map(len, tuple(_freed))) > _KEPT:
+    while sum(map(len, _freed.copy())) > _KEPT:
         with contextlib.suppress(IndexError):  # as above
             _freed.popleft()
 

@@ -120,6 +120,22 @@ def test_int4_weights(inputs: int, dtype: torch.dtype) -> None:
         check(input, weight, bias, residual, activation, gated, group, 4, zeros=True)
 
 
+@pytest.mark.parametrize("inputs", [23, 24, 33, 200, 512, 513])
+@pytest.mark.parametrize(("bits", "group"), [(8, 32), (8, 96), (8, 544), (4, 64), (4, 576)])
+def test_many_inputs_of_quantized_weights(bits: Literal[4, 8], group: int, inputs: int) -> None:
+    """Blocks of inputs, outputs and columns, whole and in part, as AMX has them; columns for a few of its parts."""
+    generator = torch.Generator().manual_seed(inputs)
+    columns = 1152 if 1152 % group == 0 else 1088
+    input = torch.randn(inputs, columns, generator=generator).bfloat16()
+    for outputs, gated in ((50, False), (32, True), (81, True)):
+        rows = 2 * outputs if gated else outputs
+        weight = torch.randn(rows, columns, generator=generator) / columns**0.5
+        bias = torch.randn(rows, generator=generator).bfloat16()
+        residual = torch.randn(inputs, outputs, generator=generator).bfloat16()
+        check(input, weight, bias, residual, "silu" if gated else "identity", gated, group, bits)
+        check(input, weight, None, None, "identity", gated, group, bits, zeros=bits == 4)
+
+
 def test_int4_weights_at_their_limits() -> None:
     """All at -8 or 7, and inputs at the largest of 16 bits, in a group of 4096: sums of 32 bits must not overflow."""
     input = torch.full((2, 4096), 32767.0, dtype=torch.float32).bfloat16()

@@ -49,11 +49,11 @@ def _versions(target: Target) -> dict[str, str]:
 def processor() -> str:
     """The CPU's model as Linux names it; on x86 with its numbers: in a virtual machine the name has no generation."""
     info = Path("/proc/cpuinfo")
-    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
-    found = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    first, _, _ = info.read_text(encoding="utf-8").partition("\n\n") if info.exists() else ("", "", "")
+    found = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in first.splitlines())}
     named = found.get("model name") or platform.processor() or platform.machine()
-    numbers = f", family {found['cpu family']}, model {found['model']}" if "cpu family" in found else ""
-    return named + numbers
+    numbered = {"cpu family", "model"} <= found.keys()
+    return named + (f", family {found['cpu family']}, model {found['model']}" if numbered else "")
 
 
 def _declared(target: Target, name: str) -> str:

@@ -1,0 +1,268 @@
+// Products of weights with many inputs in bfloat16 by AMX: an instruction multiplies 16 rows of 32 weights with 16 inputs.
+//
+// Its registers have 16 rows of 64 bytes. Weights are laid out in them a few at a time, int8 and int4 as they are made
+// bfloat16, and all inputs, whose columns lie in pairs, pass by them.
+#pragma once
+
+#include <type_traits>
+
+#include "linear_loops.h"
+#include "linear_tiles.h"
+
+namespace ds_kernels {
+inline namespace DS_KERNELS_CPU_LEVEL {
+
+// Compilers that have this header have an assembler that knows the instructions.
+#if defined(__AVX512F__) && (__has_include(<amxbf16intrin.h>) || defined(DS_KERNELS_EMULATED_AMX))
+constexpr bool kAmx = true;
+
+// Rows of a register, and columns of bfloat16 in one of them.
+constexpr int64_t kAmxRows = 16, kAmxColumns = 32;
+constexpr int64_t kAmxElements = kAmxRows * kAmxColumns;
+// Rows of weights whose sums are in registers with those of two blocks of inputs, and columns that are laid out at a time.
+constexpr int64_t kAmxOutputs = 2 * kAmxRows, kAmxLaidOut = 512, kAmxPart = 128;
+// Floats of a block's sums, [2, kAmxRows, kAmxInputs].
+constexpr int64_t kAmxSums = kAmxOutputs * cpu::kAmxInputs;
+static_assert(cpu::kAmxInputs == kAmxRows && kLanes == kAmxRows, "sums are transposed in registers");
+
+#if defined(DS_KERNELS_EMULATED_AMX)
+// The same in C++, so that CPUs without it test what is around it.
+struct Amx {
+  union Register {
+    uint16_t halves[kAmxElements];
+    float floats[kAmxElements / 2];
+  };
+  static inline thread_local Register registers[8];
+
+  static void begin() {}
+  static void end() {}
+  template <int to>
+  static void clear() {
+    registers[to] = {};
+  }
+  template <int to>
+  static void load(const void* from) {
+    __builtin_memcpy(&registers[to], from, sizeof(Register));
+  }
+  template <int from>
+  static void store(float* to) {
+    __builtin_memcpy(to, &registers[from], sizeof(Register));
+  }
+  template <int sums, int weights, int inputs>
+  static void add() {
+    const auto value = [](int of, int64_t at) { return float_of(uint32_t{registers[of].halves[at]} << 16); };
+    for (int64_t i = 0; i < kAmxElements / 2; ++i) {
+      const int64_t row = i / cpu::kAmxInputs, input = i % cpu::kAmxInputs;
+      for (int64_t c = 0; c < kAmxColumns; ++c) {
+        registers[sums].floats[i] +=
+            value(weights, row * kAmxColumns + c) * value(inputs, (c / 2 * cpu::kAmxInputs + input) * 2 + c % 2);
+      }
+    }
+  }
+  static __m256i narrow(Floats x) {
+    const Halves halves = narrow_bfloat16(x);
+    __m256i narrow;
+    __builtin_memcpy(&narrow, &halves, sizeof narrow);
+    return narrow;
+  }
+};
+#else
+// By their names, so that this level's binary also runs where there are none: the binding asks has_amx().
+struct Amx {
+  // Of all registers 16 rows of 64 bytes.
+  static DS_KERNELS_INLINE void begin() {
+    struct alignas(64) {
+      uint8_t palette = 1, start_row = 0, reserved[14] = {};
+      uint16_t bytes_of_row[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+      uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+    } shapes;
+    __asm__ volatile("ldtilecfg %0" : : "m"(shapes));
+  }
+  static DS_KERNELS_INLINE void end() { __asm__ volatile("tilerelease"); }
+  template <int to>
+  static DS_KERNELS_INLINE void clear() {
+    __asm__ volatile("tilezero %%tmm%c0" : : "i"(to));
+  }
+  template <int to>
+  static DS_KERNELS_INLINE void load(const void* from) {
+    __asm__ volatile("tileloadd (%1,%2,1), %%tmm%c0" : : "i"(to), "r"(from), "r"(int64_t{64}) : "memory");
+  }
+  template <int from>
+  static DS_KERNELS_INLINE void store(float* to) {
+    __asm__ volatile("tilestored %%tmm%c0, (%1,%2,1)" : : "i"(from), "r"(to), "r"(int64_t{64}) : "memory");
+  }
+  template <int sums, int weights, int inputs>
+  static DS_KERNELS_INLINE void add() {
+    __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(sums), "i"(weights), "i"(inputs));
+  }
+  static DS_KERNELS_INLINE __m256i narrow(Floats x) {
+    __m256i narrow;
+    __asm__("vcvtneps2bf16 %1, %0" : "=v"(narrow) : "v"(x));
+    return narrow;
+  }
+};
+#endif
+
+// Blocks [begin, end) of inputs: columns in pairs, [columns / 2, kAmxInputs, 2].
+inline void pair_inputs(const LinearLayer& layer, int64_t begin, int64_t end, uint16_t* to) {
+  to += begin * cpu::kAmxInputs * layer.columns;
+  for (int64_t first = begin * cpu::kAmxInputs; first < end * cpu::kAmxInputs; first += cpu::kAmxInputs) {
+    const auto* from = static_cast<const uint16_t*>(layer.input) + first * layer.columns;
+    for (int64_t c = 0; c < layer.columns; c += kAmxColumns, to += kAmxElements) {
+      ShortVector pairs[kLanes];
+      load_columns(from + c, layer.columns * 2, layer.inputs - first, kVectorBytes, pairs);
+      __builtin_memcpy(to, pairs, sizeof pairs);
+    }
+  }
+}
+
+// ---- weights in bfloat16 -------------------------------------------------------------------------------------------
+
+// Where a row's columns are in what is laid out: [columns / kAmxColumns, kAmxOutputs, kAmxColumns].
+struct AmxRow {
+  uint16_t* to;
+  DS_KERNELS_INLINE void put(int64_t column, ShortVector values) const {
+    __builtin_memcpy(to + column * kAmxOutputs, &values, sizeof values);
+  }
+};
+
+DS_KERNELS_INLINE ShortVector both(__m256i low, __m256i high) {
+  return _mm512_maskz_inserti64x4(0xff, _mm512_maskz_broadcast_i64x4(0x0f, low), high, 1);
+}
+
+// `count` columns of a group of a row, whole steps of them.
+DS_KERNELS_INLINE void lay_out_part(const int8_t* from, int64_t count, float scale, float, AmxRow to) {
+  for (int64_t c = 0; c < count; c += kAmxColumns) {
+    const Floats low = scale * PlainVector{}.load(from + c), high = scale * PlainVector{}.load(from + c + kLanes);
+    to.put(c, both(Amx::narrow(low), Amx::narrow(high)));
+  }
+}
+
+DS_KERNELS_INLINE void lay_out_part(const Int4Pair* from, int64_t count, float scale, float offset, AmxRow to) {
+  const Floats levels = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
+  constexpr __mmask32 all = ~0u;
+  const __m256i values = Amx::narrow(levels * scale + offset);
+  // An instruction sees five bits of a word. The table has all values twice, so that the fifth says nothing.
+  const ShortVector table = both(values, values);
+  const ShortVector by_4 = both(__m256i{}, _mm256_set1_epi16(4)), by_8 = _mm512_set1_epi16(8);
+  for (int64_t c = 0; c < count; c += kInt4Block) {
+    const auto* block = reinterpret_cast<const __m256i*>(from + c / 2);
+    const ShortVector words = _mm512_maskz_broadcast_i64x4(0xff, _mm256_loadu_si256(block));
+    const ShortVector low = _mm512_maskz_srlv_epi16(all, words, by_4), high = _mm512_maskz_srlv_epi16(all, low, by_8);
+    to.put(c, _mm512_maskz_permutexvar_epi16(all, low, table));
+    to.put(c + kAmxColumns, _mm512_maskz_permutexvar_epi16(all, high, table));
+  }
+}
+
+// Fetches `bytes` of what is laid out next, `ahead` bytes behind, into the second cache.
+DS_KERNELS_INLINE void fetch_next(const void* from, int64_t ahead, int64_t bytes) {
+  const uintptr_t next = reinterpret_cast<uintptr_t>(from) + ahead;
+  for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(reinterpret_cast<const void*>(next + at), 0, 2);
+}
+
+// Columns [begin, end) of up to kAmxOutputs rows from `first` on, kAmxPart of them of all rows at a time.
+template <class Weight>
+DS_KERNELS_INLINE void lay_out_rows(const cpu::LinearTask& task, int64_t first, int64_t rows, int64_t begin, int64_t end,
+                                    uint16_t* to) {
+  const auto* weight = static_cast<const Weight*>(task.weight) + first * task.stride;
+  const int64_t width = task.columns / task.groups;
+  if (rows < kAmxOutputs) __builtin_memset(to, 0, kAmxOutputs * kAmxLaidOut * sizeof *to);
+  for (int64_t c = begin, next; c < end; c = next) {
+    const int64_t group = c / width, end_of_group = (group + 1) * width;
+    next = c + kAmxPart;
+    if (next > end_of_group) next = end_of_group;
+    if (next > end) next = end;
+    for (int64_t r = 0; r < rows; ++r) {
+      const int64_t at = (first + r) * task.groups + group;
+      const Weight* from = weight + r * task.stride + elements_of<Weight>(c);
+      fetch_next(from, kAmxOutputs * task.stride, elements_of<Weight>(next - c));
+      lay_out_part(from, next - c, task.scales[at], task.offsets ? task.offsets[at] : 0.f,
+                   AmxRow{to + (c - begin) * kAmxOutputs + r * kAmxColumns});
+    }
+  }
+}
+
+// ---- products -----------------------------------------------------------------------------------------------------
+
+// Adds the products of laid out weights with one or two blocks of inputs to their sums, or begins these.
+template <int blocks>
+DS_KERNELS_INLINE void add_blocks(const uint16_t* weights, int64_t columns, const uint16_t* inputs, int64_t stride,
+                                  bool begins, float* sums) {
+  constexpr int64_t half = kAmxSums / 2;
+  constexpr bool two = blocks == 2;
+  if (begins) {
+    Amx::clear<0>();
+    Amx::clear<1>();
+    if constexpr (two) Amx::clear<2>(), Amx::clear<3>();
+  } else {
+    Amx::load<0>(sums);
+    Amx::load<1>(sums + half);
+    if constexpr (two) Amx::load<2>(sums + kAmxSums), Amx::load<3>(sums + kAmxSums + half);
+  }
+  for (int64_t c = 0; c < columns; c += kAmxColumns) {
+    const uint16_t *rows = weights + c * kAmxOutputs, *pairs = inputs + c * kAmxRows;
+    Amx::load<4>(rows);
+    Amx::load<6>(pairs);
+    Amx::add<0, 4, 6>();
+    if constexpr (two) {
+      Amx::load<7>(pairs + stride);
+      Amx::add<2, 4, 7>();
+    }
+    Amx::load<5>(rows + kAmxElements);
+    Amx::add<1, 5, 6>();
+    if constexpr (two) Amx::add<3, 5, 7>();
+  }
+  Amx::store<0>(sums);
+  Amx::store<1>(sums + half);
+  if constexpr (two) Amx::store<2>(sums + kAmxSums), Amx::store<3>(sums + kAmxSums + half);
+}
+
+DS_KERNELS_INLINE int64_t blocks_of(int64_t inputs) { return (inputs + cpu::kAmxInputs - 1) / cpu::kAmxInputs; }
+
+// The sums of up to kAmxOutputs rows from `first` on with all inputs, kAmxSums for each block of these. `finish(begin, end)` is
+// called for some blocks at a time, as soon as they are done.
+template <class Weight, class Finish>
+DS_KERNELS_INLINE void amx_sums(const cpu::LinearTask& task, int64_t first, int64_t rows, float* sums, Finish finish) {
+  const int64_t blocks = blocks_of(task.inputs), stride = cpu::kAmxInputs * task.columns;
+  for (int64_t begin = 0; begin < task.columns; begin += kAmxLaidOut) {
+    const int64_t end = task.columns - begin < kAmxLaidOut ? task.columns : begin + kAmxLaidOut;
+    alignas(64) uint16_t laid_out[kAmxOutputs * kAmxLaidOut];
+    lay_out_rows<Weight>(task, first, rows, begin, end, laid_out);
+    for (int64_t block = 0, next; block < blocks; block = next) {
+      const uint16_t* inputs = task.pairs + begin * cpu::kAmxInputs + block * stride;
+      next = block + 2 <= blocks ? block + 2 : blocks;
+      if (next - block == 2) {
+        add_blocks<2>(laid_out, end - begin, inputs, stride, begin == 0, sums + block * kAmxSums);
+      } else {
+        add_blocks<1>(laid_out, end - begin, inputs, stride, begin == 0, sums + block * kAmxSums);
+      }
+      if (end == task.columns) finish(block, next);
+    }
+  }
+}
+
+// A block's sums by inputs, [kAmxInputs, kAmxOutputs].
+DS_KERNELS_INLINE void by_inputs(const float* sums, float* to) {
+  for (int64_t half = 0; half < 2; ++half) {
+    ShortVector rows[kLanes];
+    __builtin_memcpy(rows, sums + half * kAmxSums / 2, sizeof rows);
+    transpose(rows);
+    for (int64_t m = 0; m < kLanes; ++m) __builtin_memcpy(to + m * kAmxOutputs + half * kLanes, &rows[m], sizeof rows[m]);
+  }
+}
+#else
+constexpr bool kAmx = false;
+constexpr int64_t kAmxColumns = 1, kAmxOutputs = 1, kAmxSums = 1;
+struct Amx {
+  static void begin() {}
+  static void end() {}
+};
+inline int64_t blocks_of(int64_t) { return 0; }
+inline void pair_inputs(const LinearLayer&, int64_t, int64_t, uint16_t*) {}
+template <class Weight, class Finish>
+void amx_sums(const cpu::LinearTask&, int64_t, int64_t, float*, Finish) {}
+inline void by_inputs(const float*, float*) {}
+#endif
+
+}  // namespace DS_KERNELS_CPU_LEVEL
+}  // namespace ds_kernels
