@@ -26,7 +26,7 @@ constexpr int64_t kManyInputsOnAmd = 256;  // ds_plugin_sdk/ops/_products.py has
 // Quantized weights with inputs in bfloat16 by AMX: from this many inputs on up to kMostAmxInputs, beyond which torch's product
 // of weights made bfloat16 is as fast. As many of them at a time as fit into the second cache, but not so few that laying out the
 // weights takes longer than their products.
-constexpr int64_t kInputsByAmx = 24;
+constexpr int64_t kInputsByAmx = 16;
 constexpr int64_t kPairedBytes = 1 << 20, kLeastAmxInputs = 128;
 // How much of the weights is widened at a time for that product: what then still is in the second cache, or near it.
 constexpr int64_t kBlockBytes = 2 << 20;
