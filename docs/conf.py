@@ -82,7 +82,7 @@ NAVIGATION = {
 
 # Pages below another one in the navigation, where that is not a folder's README with its folder.
 BELOW = {
-    "docs/performance": ["performance-zen5", "performance-intel", "performance-avx2"],
+    "docs/performance": ["performance-zen5", "performance-amx", "performance-intel", "performance-avx2"],
     "docs/transformers": ["transformers-families"],
     "README": ["/plugins/cpu/README", "/plugins/cuda/README"],
     "CONTRIBUTING": ["/RELEASING", "/SECURITY"],

@@ -245,7 +245,7 @@ def test_many_processes_compile_once(tmp_path: Path) -> None:
     assert found["wheel of a_plugin", 1, ""].mib == 1
 
 
-@pytest.mark.parametrize("name", ["performance", "performance-zen5", "performance-intel", "performance-avx2"])
+@pytest.mark.parametrize("name", ["performance", *(f"performance-{of}" for of in ("zen5", "amx", "intel", "avx2"))])
 def test_a_page_in_the_documentation_is_that_of_its_report(name: str, tmp_path: Path) -> None:
     file = ROOT / "docs" / f"{name}.json"
     again = f"python -m ds_plugin_sdk.bench.report docs/{file.name}"

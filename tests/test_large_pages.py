@@ -99,6 +99,7 @@ def test_one_so_large_that_others_would_go_is_not_kept(mapped: Callable[[], int]
     assert 32 << 20 <= mapped() < 64 << 20
 
 
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")  # from Python 3.12 on, with threads
 def test_what_a_fork_has_too_is_not_kept(mapped: Callable[[], int]) -> None:
     """Linux takes no pages back that two processes have."""
     held = large_pages.zeros((64, *LARGE[1:]), torch.zeros(1))
@@ -147,7 +148,7 @@ def test_kept_memory_goes_before_there_is_none(mapped: Callable[[], int], monkey
 
 
 def test_a_tensor_may_end_while_others_are_looked_at(mapped: Callable[[], int]) -> None:
-    """The collector runs amid any code, and ends tensors of cycles: when it does depends on all that was made before."""
+    """The collector runs amid any code, and ends tensors of cycles: when that is depends on all that was made."""
     thresholds = gc.get_threshold()
     gc.set_threshold(50)
     try:

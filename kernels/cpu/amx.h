@@ -1,5 +1,4 @@
-// Whether products of bfloat16 by AMX may be had: GCC before 11 and old assemblers do not know its instructions, some CPUs
-// and some systems do not have them.
+// Whether a process may have products of bfloat16 by AMX.
 #pragma once
 
 #if defined(__x86_64__) && defined(__linux__)

@@ -12,8 +12,7 @@
 namespace ds_kernels {
 inline namespace DS_KERNELS_CPU_LEVEL {
 
-// Compilers that have this header have an assembler that knows the instructions.
-#if defined(__AVX512F__) && (__has_include(<amxbf16intrin.h>) || defined(DS_KERNELS_EMULATED_AMX))
+#if defined(__AVX512F__)
 constexpr bool kAmx = true;
 
 // Rows of a register, and columns of bfloat16 in one of them.
@@ -67,7 +66,8 @@ struct Amx {
   }
 };
 #else
-// By their names, so that this level's binary also runs where there are none: the binding asks has_amx().
+// Not by intrinsics, so that this level's binary also runs where there is no AMX: the binding asks has_amx(). And by their bytes: GCC
+// with an assembler of before 2020 does not know the names.
 struct Amx {
   // Of all registers 16 rows of 64 bytes.
   static DS_KERNELS_INLINE void begin() {
@@ -76,24 +76,30 @@ struct Amx {
       uint16_t bytes_of_row[16] = {64, 64, 64, 64, 64, 64, 64, 64};
       uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
     } shapes;
-    __asm__ volatile("ldtilecfg %0" : : "m"(shapes));
+    // ldtilecfg (rax)
+    __asm__ volatile(".byte 0xc4, 0xe2, 0x78, 0x49, 0x00" : : "a"(&shapes), "m"(shapes));
   }
-  static DS_KERNELS_INLINE void end() { __asm__ volatile("tilerelease"); }
+  // tilerelease
+  static DS_KERNELS_INLINE void end() { __asm__ volatile(".byte 0xc4, 0xe2, 0x78, 0x49, 0xc0"); }
+  // tilezero
   template <int to>
   static DS_KERNELS_INLINE void clear() {
-    __asm__ volatile("tilezero %%tmm%c0" : : "i"(to));
+    __asm__ volatile(".byte 0xc4, 0xe2, 0x7b, 0x49, %c0" : : "i"(0xc0 | to << 3));
   }
+  // tileloadd (rax, rcx, 1)
   template <int to>
   static DS_KERNELS_INLINE void load(const void* from) {
-    __asm__ volatile("tileloadd (%1,%2,1), %%tmm%c0" : : "i"(to), "r"(from), "r"(int64_t{64}) : "memory");
+    __asm__ volatile(".byte 0xc4, 0xe2, 0x7b, 0x4b, %c0, 0x08" : : "i"(0x04 | to << 3), "a"(from), "c"(int64_t{64}) : "memory");
   }
+  // tilestored (rax, rcx, 1)
   template <int from>
   static DS_KERNELS_INLINE void store(float* to) {
-    __asm__ volatile("tilestored %%tmm%c0, (%1,%2,1)" : : "i"(from), "r"(to), "r"(int64_t{64}) : "memory");
+    __asm__ volatile(".byte 0xc4, 0xe2, 0x7a, 0x4b, %c0, 0x08" : : "i"(0x04 | from << 3), "a"(to), "c"(int64_t{64}) : "memory");
   }
+  // tdpbf16ps
   template <int sums, int weights, int inputs>
   static DS_KERNELS_INLINE void add() {
-    __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(sums), "i"(weights), "i"(inputs));
+    __asm__ volatile(".byte 0xc4, 0xe2, %c0, 0x5c, %c1" : : "i"((15 - inputs) << 3 | 2), "i"(0xc0 | sums << 3 | weights));
   }
   static DS_KERNELS_INLINE __m256i narrow(Floats x) {
     __m256i narrow;
@@ -200,7 +206,7 @@ DS_KERNELS_INLINE void add_blocks(const uint16_t* weights, int64_t columns, cons
     if constexpr (two) Amx::load<2>(sums + kAmxSums), Amx::load<3>(sums + kAmxSums + half);
   }
   for (int64_t c = 0; c < columns; c += kAmxColumns) {
-    const uint16_t *rows = weights + c * kAmxOutputs, *pairs = inputs + c * kAmxRows;
+    const uint16_t *rows = weights + c * kAmxOutputs, *pairs = inputs + c * cpu::kAmxInputs;
     Amx::load<4>(rows);
     Amx::load<6>(pairs);
     Amx::add<0, 4, 6>();

@@ -38,14 +38,14 @@ _freed: deque[mmap.mmap] = deque()
 _forks = 0
 
 
-def _before_fork() -> None:
+def _forget() -> None:
     global _forks
     _forks += 1
     _freed.clear()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_before_fork)
+if hasattr(os, "register_at_fork"):  # afterwards, too: other threads go on until the very fork
+    os.register_at_fork(before=_forget, after_in_parent=_forget, after_in_child=_forget)
 
 
 def zeros(shape: Sequence[int], like: Tensor) -> Tensor:
