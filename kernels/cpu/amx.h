@@ -1,6 +1,8 @@
 // Whether a process may have products of bfloat16 by AMX.
 #pragma once
 
+#include <ds_kernels/vec.h>
+
 #if defined(__x86_64__) && defined(__linux__)
 #include <cpuid.h>
 #include <sys/syscall.h>
@@ -18,6 +20,7 @@ inline bool has_amx() {
     constexpr unsigned kBFloat16 = 1u << 22;
     constexpr long kRequest = 0x1023, kRegisters = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
     unsigned a, b, c, d;
+    if (!has_avx512_bf16()) return false;  // it rounds what is laid out
     return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & kBFloat16) && syscall(SYS_arch_prctl, kRequest, kRegisters) == 0;
   }();
   return given;

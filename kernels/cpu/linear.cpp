@@ -243,14 +243,14 @@ struct Linear {
 // Many inputs in bfloat16, but no more than kMostAmxInputs, on quantized weights by AMX.
 template <class Weight>
 struct LinearByAmx {
-  static void run(const LinearTask& task, int64_t begin, int64_t end) {
-    alignas(64) float sums[kMostAmxInputs * kAmxOutputs], gates[kMostAmxInputs * kAmxOutputs];
+  static void run(const LinearTask& task, int64_t begin, int64_t end, float* sums) {
+    float* const gates = task.gated ? sums + blocks_of(task.inputs) * kAmxSums : nullptr;
     Amx::begin();
     for (int64_t o = begin; o < end; o += kAmxOutputs) {
       const int64_t count = end - o < kAmxOutputs ? end - o : kAmxOutputs;
-      if (task.gated) amx_sums<Weight>(task, task.outputs + o, count, gates, [](int64_t, int64_t) {});
+      if (gates) amx_sums<Weight>(task, task.outputs + o, count, gates, [](int64_t, int64_t) {});
       amx_sums<Weight>(task, o, count, sums, [&](int64_t block, int64_t last) {
-        for (; block < last; ++block) finish_block(task, sums, task.gated ? gates : nullptr, block, o, count);
+        for (; block < last; ++block) finish_block(task, sums, gates, block, o, count);
       });
     }
     Amx::end();
@@ -343,7 +343,10 @@ DS_KERNELS_INLINE void scale_weights(const int8_t* from, Element* to, int64_t co
 
 // The same by AVX512-BF16's instruction, which makes zeros of subnormals. By its name, see add_pairs().
 #ifdef __AVX512F__
-inline bool narrows_by_instruction() { return __builtin_cpu_supports("avx512bf16"); }
+inline bool narrows_by_instruction() {
+  static const bool known = has_avx512_bf16();
+  return known;
+}
 DS_KERNELS_INLINE void scale_vectors(const int8_t* from, BFloat16* to, int64_t count, float scale) {
   for (int64_t i = 0; i < count; i += kLanes) {
     const Floats x = scale * PlainVector{}.load(from + i);
@@ -437,7 +440,7 @@ bool has_amx_for(const LinearLayer& layer) {
   return kAmx && layer.columns > 0 && layer.scales && layer.columns / layer.groups % kAmxColumns == 0;
 }
 
-LinearLoop choose_by_amx(bool int4) { return int4 ? LinearByAmx<Int4Pair>::run : LinearByAmx<int8_t>::run; }
+AmxLoop choose_by_amx(bool int4) { return int4 ? LinearByAmx<Int4Pair>::run : LinearByAmx<int8_t>::run; }
 
 }  // namespace
 

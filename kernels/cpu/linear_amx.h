@@ -1,7 +1,7 @@
 // Products of weights with many inputs in bfloat16 by AMX: an instruction multiplies 16 rows of 32 weights with 16 inputs.
 //
-// Its registers have 16 rows of 64 bytes. Weights are laid out in them a few at a time, int8 and int4 as they are made
-// bfloat16, and all inputs, whose columns lie in pairs, pass by them.
+// Its registers have 16 rows of 64 bytes. Weights are laid out for them a few at a time, as they are made bfloat16, and all
+// inputs, whose columns lie in pairs, pass by them.
 #pragma once
 
 #include <type_traits>
@@ -18,11 +18,12 @@ constexpr bool kAmx = true;
 // Rows of a register, and columns of bfloat16 in one of them.
 constexpr int64_t kAmxRows = 16, kAmxColumns = 32;
 constexpr int64_t kAmxElements = kAmxRows * kAmxColumns;
-// Rows of weights whose sums are in registers with those of two blocks of inputs, and columns that are laid out at a time.
-constexpr int64_t kAmxOutputs = 2 * kAmxRows, kAmxLaidOut = 512, kAmxPart = 128;
+// Columns that are laid out at a time, and that those of all rows are made of.
+constexpr int64_t kAmxLaidOut = 512, kAmxPart = 128;
 // Floats of a block's sums, [2, kAmxRows, kAmxInputs].
-constexpr int64_t kAmxSums = kAmxOutputs * cpu::kAmxInputs;
+constexpr int64_t kAmxSums = cpu::kAmxOutputs * cpu::kAmxInputs;
 static_assert(cpu::kAmxInputs == kAmxRows && kLanes == kAmxRows, "sums are transposed in registers");
+static_assert(cpu::kAmxOutputs == 2 * kAmxRows, "with two blocks of inputs their sums are in registers");
 
 #if defined(DS_KERNELS_EMULATED_AMX)
 // The same in C++, so that CPUs without it test what is around it.
@@ -66,8 +67,8 @@ struct Amx {
   }
 };
 #else
-// Not by intrinsics, so that this level's binary also runs where there is no AMX: the binding asks has_amx(). And by their bytes: GCC
-// with an assembler of before 2020 does not know the names.
+// Not by intrinsics, so that this level's binary also runs where there is no AMX: the binding asks has_amx(). And by their bytes: assemblers
+// before binutils 2.35 do not know the names.
 struct Amx {
   // Of all registers 16 rows of 64 bytes.
   static DS_KERNELS_INLINE void begin() {
@@ -128,7 +129,7 @@ inline void pair_inputs(const LinearLayer& layer, int64_t begin, int64_t end, ui
 struct AmxRow {
   uint16_t* to;
   DS_KERNELS_INLINE void put(int64_t column, ShortVector values) const {
-    __builtin_memcpy(to + column * kAmxOutputs, &values, sizeof values);
+    __builtin_memcpy(to + column * cpu::kAmxOutputs, &values, sizeof values);
   }
 };
 
@@ -160,7 +161,7 @@ DS_KERNELS_INLINE void lay_out_part(const Int4Pair* from, int64_t count, float s
   }
 }
 
-// Fetches `bytes` of what is laid out next, `ahead` bytes behind, into the second cache.
+// Fetches `bytes` of what is laid out next, `ahead` bytes further on, into the second cache.
 DS_KERNELS_INLINE void fetch_next(const void* from, int64_t ahead, int64_t bytes) {
   const uintptr_t next = reinterpret_cast<uintptr_t>(from) + ahead;
   for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(reinterpret_cast<const void*>(next + at), 0, 2);
@@ -172,7 +173,7 @@ DS_KERNELS_INLINE void lay_out_rows(const cpu::LinearTask& task, int64_t first, 
                                     uint16_t* to) {
   const auto* weight = static_cast<const Weight*>(task.weight) + first * task.stride;
   const int64_t width = task.columns / task.groups;
-  if (rows < kAmxOutputs) __builtin_memset(to, 0, kAmxOutputs * kAmxLaidOut * sizeof *to);
+  if (rows < cpu::kAmxOutputs) __builtin_memset(to, 0, cpu::kAmxOutputs * kAmxLaidOut * sizeof *to);
   for (int64_t c = begin, next; c < end; c = next) {
     const int64_t group = c / width, end_of_group = (group + 1) * width;
     next = c + kAmxPart;
@@ -181,9 +182,9 @@ DS_KERNELS_INLINE void lay_out_rows(const cpu::LinearTask& task, int64_t first, 
     for (int64_t r = 0; r < rows; ++r) {
       const int64_t at = (first + r) * task.groups + group;
       const Weight* from = weight + r * task.stride + elements_of<Weight>(c);
-      fetch_next(from, kAmxOutputs * task.stride, elements_of<Weight>(next - c));
+      fetch_next(from, cpu::kAmxOutputs * task.stride, elements_of<Weight>(next - c));
       lay_out_part(from, next - c, task.scales[at], task.offsets ? task.offsets[at] : 0.f,
-                   AmxRow{to + (c - begin) * kAmxOutputs + r * kAmxColumns});
+                   AmxRow{to + (c - begin) * cpu::kAmxOutputs + r * kAmxColumns});
     }
   }
 }
@@ -206,7 +207,7 @@ DS_KERNELS_INLINE void add_blocks(const uint16_t* weights, int64_t columns, cons
     if constexpr (two) Amx::load<2>(sums + kAmxSums), Amx::load<3>(sums + kAmxSums + half);
   }
   for (int64_t c = 0; c < columns; c += kAmxColumns) {
-    const uint16_t *rows = weights + c * kAmxOutputs, *pairs = inputs + c * cpu::kAmxInputs;
+    const uint16_t *rows = weights + c * cpu::kAmxOutputs, *pairs = inputs + c * cpu::kAmxInputs;
     Amx::load<4>(rows);
     Amx::load<6>(pairs);
     Amx::add<0, 4, 6>();
@@ -232,7 +233,7 @@ DS_KERNELS_INLINE void amx_sums(const cpu::LinearTask& task, int64_t first, int6
   const int64_t blocks = blocks_of(task.inputs), stride = cpu::kAmxInputs * task.columns;
   for (int64_t begin = 0; begin < task.columns; begin += kAmxLaidOut) {
     const int64_t end = task.columns - begin < kAmxLaidOut ? task.columns : begin + kAmxLaidOut;
-    alignas(64) uint16_t laid_out[kAmxOutputs * kAmxLaidOut];
+    alignas(64) uint16_t laid_out[cpu::kAmxOutputs * kAmxLaidOut];
     lay_out_rows<Weight>(task, first, rows, begin, end, laid_out);
     for (int64_t block = 0, next; block < blocks; block = next) {
       const uint16_t* inputs = task.pairs + begin * cpu::kAmxInputs + block * stride;
@@ -253,12 +254,12 @@ DS_KERNELS_INLINE void by_inputs(const float* sums, float* to) {
     ShortVector rows[kLanes];
     __builtin_memcpy(rows, sums + half * kAmxSums / 2, sizeof rows);
     transpose(rows);
-    for (int64_t m = 0; m < kLanes; ++m) __builtin_memcpy(to + m * kAmxOutputs + half * kLanes, &rows[m], sizeof rows[m]);
+    for (int64_t m = 0; m < kLanes; ++m) __builtin_memcpy(to + m * cpu::kAmxOutputs + half * kLanes, &rows[m], sizeof rows[m]);
   }
 }
 #else
 constexpr bool kAmx = false;
-constexpr int64_t kAmxColumns = 1, kAmxOutputs = 1, kAmxSums = 1;
+constexpr int64_t kAmxColumns = 1, kAmxSums = 1;
 struct Amx {
   static void begin() {}
   static void end() {}

@@ -47,10 +47,11 @@ bool has_feature(int bit) {
 }
 // Whether it has instructions for products of 16-bit floats.
 bool multiplies(Dtype dtype) {
-  return dtype == Dtype::BFloat16 ? has_amx() || __builtin_cpu_supports("avx512bf16") : has_feature(23);
+  static const bool bfloat16 = has_amx() || has_avx512_bf16();
+  return dtype == Dtype::BFloat16 ? bfloat16 : has_feature(23);
 }
 // Whether these are as fast as those of floats. With AVX512-BF16 alone Intel's take twice as long, AMD's half as long.
-// ds_plugin_sdk/ops/_products.py has the same rule for training.
+// ds_plugin_sdk/ops/_products.py has the same rule for training, but asks no system for AMX.
 bool multiplies_fast(Dtype dtype) {
   return multiplies(dtype) && !(dtype == Dtype::BFloat16 && !has_amx() && __builtin_cpu_is("intel"));
 }
@@ -217,10 +218,13 @@ struct Linear : Device {
     LinearTask task{layer, nullptr, {}, nullptr, room_for(pairs, blocks * elements)};
     parallel_for(0, blocks, grain_of(elements),
                  [&](int64_t begin, int64_t end) { loops.pair_inputs(layer, begin, end, pairs.get()); });
-    const LinearLoop loop = loops.by_amx(layer.int4);
-    const int64_t work = kShare * layer.columns * (layer.gated ? 2 : 1) * blocks;
+    const AmxLoop loop = loops.by_amx(layer.int4);
+    const int64_t operands = layer.gated ? 2 : 1;
+    const int64_t work = kShare * layer.columns * operands * blocks;
     parallel_for(0, (layer.outputs + kShare - 1) / kShare, grain_of(work), [&](int64_t begin, int64_t end) {
-      loop(task, begin * kShare, std::min(end * kShare, layer.outputs));
+      Room<float> sums;
+      room_for(sums, operands * blocks * kAmxInputs * kAmxOutputs);
+      loop(task, begin * kShare, std::min(end * kShare, layer.outputs), sums.get());
     });
   }
 

@@ -38,11 +38,16 @@ using ShortenLoop = bool (*)(const LinearTask& task, int16_t* values, float* sca
 // The sums of each group of a task's inputs, [inputs, groups].
 using SumGroupsLoop = void (*)(const LinearTask& task, float* sums);
 
-// Products by AMX take inputs in blocks of so many, and at most so many: their sums shall be in the second cache.
-constexpr int64_t kAmxInputs = 16, kMostAmxInputs = 512;
+// Products by AMX take inputs in blocks of so many, and at most so many: their sums shall be in the second cache. Outputs are
+// computed so many at a time.
+constexpr int64_t kAmxInputs = 16, kMostAmxInputs = 512, kAmxOutputs = 32;
 
 // Whether there are products by AMX here for a layer with inputs in bfloat16: its weights are quantized.
 using HasAmx = bool (*)(const LinearLayer& layer);
+
+// Computes outputs [begin, end) of every input in pairs; there is room for kAmxOutputs sums of each input of whole blocks, and for
+// as many gates behind them.
+using AmxLoop = void (*)(const LinearTask& task, int64_t begin, int64_t end, float* room);
 
 // Blocks [begin, end) of a layer's inputs in pairs of columns, each [columns / 2, kAmxInputs, 2]; the last is filled up with
 // zeros.
@@ -57,7 +62,7 @@ struct LinearLoops {
   ShortenLoop shorten;
   SumGroupsLoop sum_groups;
   HasAmx has_amx;
-  LinearLoop (*by_amx)(bool int4);
+  AmxLoop (*by_amx)(bool int4);
   PairLoop pair_inputs;
 };
 

@@ -5,8 +5,8 @@ pages of 2 MiB to those who ask, for memory that was never touched and is aligne
 
 Freed memory is kept for the next tensor: a virtual machine may have given the pages of its own free memory back to its
 host, and then touching them again takes longer than a prompt's attention. The system may take kept pages back at any
-time (``MADV_FREE``), so they are no memory that a program lacks. What would be is not kept: where address space is
-limited, and what a forked process has, too, whose pages the system takes back from neither.
+time (``MADV_FREE``), so they are no memory that a program lacks. Nothing is kept where address space is limited. Nor
+is what a forked process has, too: the system takes the pages of that back from neither.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ def zeros(shape: Sequence[int], like: Tensor) -> Tensor:
 
 def _mapped(size: int) -> Tensor:
     """Bytes of a private mapping, which is kept when the last tensor of it ends."""
+    forks = _forks  # before anything that lets other threads fork
     kept = _taken(size + _PAGE)
     memory = kept or _new(size + _PAGE)
     owner = (ctypes.c_char * len(memory)).from_buffer(memory)  # what the tensor holds
@@ -72,7 +73,7 @@ def _mapped(size: int) -> Tensor:
     if kept:  # no tensor's `zero_`, which a transform of torch.func refuses
         ctypes.memset(ctypes.addressof(owner) + start, 0, size)
     if len(memory) <= _KEPT_OF_ONE and settings.cpu_keep_memory and not _is_limited():
-        weakref.finalize(owner, _keep, memory, _forks).atexit = False
+        weakref.finalize(owner, _keep, memory, forks).atexit = False
     whole = torch.frombuffer(owner, dtype=torch.uint8)
     if not kept:
         ask(whole)
@@ -119,6 +120,9 @@ def _keep(memory: mmap.mmap, forks: int) -> None:
     except OSError:  # Linux before 4.5, gVisor; locked memory
         return
     _freed.append(memory)
+    if forks != _forks:  # meanwhile
+        with contextlib.suppress(ValueError):
+            _freed.remove(memory)
     while sum(map(len, _freed.copy())) > _KEPT:
         with contextlib.suppress(IndexError):  # as above
             _freed.popleft()

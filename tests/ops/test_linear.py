@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 from collections.abc import Callable
 from functools import partial
 from itertools import product
@@ -13,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ds_plugin_sdk.errors import InvalidTensorError
+from ds_plugin_sdk.ops import _products
 from ds_plugin_sdk.ops._products import torchs_from
 from ds_plugin_sdk.ops.linear import ACTIVATIONS, dequantize_weight, linear, pack_int4, quantize_weight
 
@@ -325,6 +328,28 @@ def test_many_inputs_are_multiplied_by_torch(dtype: torch.dtype) -> None:
             linear(input, weight)
         products = [event.name for event in profiler.events() if event.name in ("aten::linear", "aten::copy_")]
         assert (products[:1] == ["aten::linear"]) == (inputs >= many), (inputs, products)
+
+
+def products_of_torch(layer: Callable[[], Tensor]) -> int:
+    with torch.profiler.profile() as profiler:
+        layer()
+    return sum(event.name == "aten::linear" for event in profiler.events())
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_many_inputs_of_quantized_weights_are_torchs_where_that_is_faster(bits: Literal[4, 8]) -> None:
+    """With AMX from 513 on, with tiles of 16-bit integers alone never."""
+    _, flags = _products._x86()
+    # For AMX a process asks Linux: arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA).
+    by_amx = "amx_bf16" in flags and ctypes.CDLL(None).syscall(158, 0x1023, 18) == 0
+    tiles = "avx512_vnni" in flags or ("avx2" in flags and "avx512f" not in flags)
+    if not (by_amx or tiles) or "DS_PLUGIN_CPU_LEVEL" in os.environ:
+        pytest.skip("no loops for many inputs here, or not those of this CPU")
+    weight, scales = quantize_weight(torch.randn(64, 128), 64, bits)
+    for inputs in (15, 16, 24, 512, 513):
+        input = torch.randn(inputs, 128).bfloat16()
+        found = products_of_torch(partial(linear, input, weight, scales=scales))
+        assert (found > 0) == (inputs > 512 and by_amx), inputs
 
 
 def test_a_few_outputs_of_many_inputs() -> None:

@@ -274,6 +274,16 @@ inline bool is_zen5_or_later() {
 #endif
 }
 
+// Whether it has AVX512-BF16. By its number: GCC 9 does not know it by name.
+inline bool has_avx512_bf16() {
+#if defined(__x86_64__)
+  unsigned a, b, c, d;
+  return __builtin_cpu_supports("avx512f") && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 5 & 1);
+#else
+  return false;
+#endif
+}
+
 // How far ahead of a load its array is fetched, in bytes. Intel's prefetchers stop at every page of every array that a loop
 // streams through; going on past the page made Adam's step on four large arrays 13 % faster (best at 1.5 to 2 KiB). From a
 // large cache so much is best on AMD's Zen 4, too.
