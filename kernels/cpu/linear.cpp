@@ -240,11 +240,12 @@ struct Linear {
   }
 };
 
+#if defined(__AVX512F__)
 // Many inputs in bfloat16, but no more than kMostAmxInputs, on quantized weights by AMX.
 template <class Weight>
 struct LinearByAmx {
   static void run(const LinearTask& task, int64_t begin, int64_t end, float* sums) {
-    float* const gates = task.gated ? sums + blocks_of(task.inputs) * kAmxSums : nullptr;
+    float* const gates = task.gated ? sums + amx_blocks(task.inputs) * kAmxSums : nullptr;
     Amx::begin();
     for (int64_t o = begin; o < end; o += kAmxOutputs) {
       const int64_t count = end - o < kAmxOutputs ? end - o : kAmxOutputs;
@@ -266,6 +267,16 @@ struct LinearByAmx {
                      first, count);
   }
 };
+
+bool has_amx_for(const LinearLayer& layer) {
+  return layer.columns > 0 && layer.scales && layer.columns / layer.groups % kAmxColumns == 0;
+}
+AmxLoop choose_by_amx(bool int4) { return int4 ? LinearByAmx<Int4Pair>::run : LinearByAmx<int8_t>::run; }
+#else
+bool has_amx_for(const LinearLayer&) { return false; }
+AmxLoop choose_by_amx(bool) { return nullptr; }
+constexpr PairLoop pair_inputs = nullptr;
+#endif
 
 template <class Element>
 struct LinearWiden {
@@ -435,12 +446,6 @@ LinearLoop choose_linear(Dtype dtype, bool quantized, bool int4) {
   if (int4) return by_dtype<Int4Linear>(dtype);
   return quantized ? by_dtype<QuantizedLinear>(dtype) : by_dtype<FloatLinear>(dtype);
 }
-
-bool has_amx_for(const LinearLayer& layer) {
-  return kAmx && layer.columns > 0 && layer.scales && layer.columns / layer.groups % kAmxColumns == 0;
-}
-
-AmxLoop choose_by_amx(bool int4) { return int4 ? LinearByAmx<Int4Pair>::run : LinearByAmx<int8_t>::run; }
 
 }  // namespace
 

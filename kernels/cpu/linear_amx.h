@@ -6,6 +6,7 @@
 
 #include <type_traits>
 
+#include "amx.h"
 #include "linear_loops.h"
 #include "linear_tiles.h"
 
@@ -13,102 +14,13 @@ namespace ds_kernels {
 inline namespace DS_KERNELS_CPU_LEVEL {
 
 #if defined(__AVX512F__)
-constexpr bool kAmx = true;
 
-// Rows of a register, and columns of bfloat16 in one of them.
-constexpr int64_t kAmxRows = 16, kAmxColumns = 32;
-constexpr int64_t kAmxElements = kAmxRows * kAmxColumns;
 // Columns that are laid out at a time, and that those of all rows are made of.
 constexpr int64_t kAmxLaidOut = 512, kAmxPart = 128;
 // Floats of a block's sums, [2, kAmxRows, kAmxInputs].
 constexpr int64_t kAmxSums = cpu::kAmxOutputs * cpu::kAmxInputs;
 static_assert(cpu::kAmxInputs == kAmxRows && kLanes == kAmxRows, "sums are transposed in registers");
 static_assert(cpu::kAmxOutputs == 2 * kAmxRows, "with two blocks of inputs their sums are in registers");
-
-#if defined(DS_KERNELS_EMULATED_AMX)
-// The same in C++, so that CPUs without it test what is around it.
-struct Amx {
-  union Register {
-    uint16_t halves[kAmxElements];
-    float floats[kAmxElements / 2];
-  };
-  static inline thread_local Register registers[8];
-
-  static void begin() {}
-  static void end() {}
-  template <int to>
-  static void clear() {
-    registers[to] = {};
-  }
-  template <int to>
-  static void load(const void* from) {
-    __builtin_memcpy(&registers[to], from, sizeof(Register));
-  }
-  template <int from>
-  static void store(float* to) {
-    __builtin_memcpy(to, &registers[from], sizeof(Register));
-  }
-  template <int sums, int weights, int inputs>
-  static void add() {
-    const auto value = [](int of, int64_t at) { return float_of(uint32_t{registers[of].halves[at]} << 16); };
-    for (int64_t i = 0; i < kAmxElements / 2; ++i) {
-      const int64_t row = i / cpu::kAmxInputs, input = i % cpu::kAmxInputs;
-      for (int64_t c = 0; c < kAmxColumns; ++c) {
-        registers[sums].floats[i] +=
-            value(weights, row * kAmxColumns + c) * value(inputs, (c / 2 * cpu::kAmxInputs + input) * 2 + c % 2);
-      }
-    }
-  }
-  static __m256i narrow(Floats x) {
-    const Halves halves = narrow_bfloat16(x);
-    __m256i narrow;
-    __builtin_memcpy(&narrow, &halves, sizeof narrow);
-    return narrow;
-  }
-};
-#else
-// Not by intrinsics, so that this level's binary also runs where there is no AMX: the binding asks has_amx(). And by their bytes: assemblers
-// before binutils 2.35 do not know the names.
-struct Amx {
-  // Of all registers 16 rows of 64 bytes.
-  static DS_KERNELS_INLINE void begin() {
-    struct alignas(64) {
-      uint8_t palette = 1, start_row = 0, reserved[14] = {};
-      uint16_t bytes_of_row[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-      uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-    } shapes;
-    // ldtilecfg (rax)
-    __asm__ volatile(".byte 0xc4, 0xe2, 0x78, 0x49, 0x00" : : "a"(&shapes), "m"(shapes));
-  }
-  // tilerelease
-  static DS_KERNELS_INLINE void end() { __asm__ volatile(".byte 0xc4, 0xe2, 0x78, 0x49, 0xc0"); }
-  // tilezero
-  template <int to>
-  static DS_KERNELS_INLINE void clear() {
-    __asm__ volatile(".byte 0xc4, 0xe2, 0x7b, 0x49, %c0" : : "i"(0xc0 | to << 3));
-  }
-  // tileloadd (rax, rcx, 1)
-  template <int to>
-  static DS_KERNELS_INLINE void load(const void* from) {
-    __asm__ volatile(".byte 0xc4, 0xe2, 0x7b, 0x4b, %c0, 0x08" : : "i"(0x04 | to << 3), "a"(from), "c"(int64_t{64}) : "memory");
-  }
-  // tilestored (rax, rcx, 1)
-  template <int from>
-  static DS_KERNELS_INLINE void store(float* to) {
-    __asm__ volatile(".byte 0xc4, 0xe2, 0x7a, 0x4b, %c0, 0x08" : : "i"(0x04 | from << 3), "a"(to), "c"(int64_t{64}) : "memory");
-  }
-  // tdpbf16ps
-  template <int sums, int weights, int inputs>
-  static DS_KERNELS_INLINE void add() {
-    __asm__ volatile(".byte 0xc4, 0xe2, %c0, 0x5c, %c1" : : "i"((15 - inputs) << 3 | 2), "i"(0xc0 | sums << 3 | weights));
-  }
-  static DS_KERNELS_INLINE __m256i narrow(Floats x) {
-    __m256i narrow;
-    __asm__("vcvtneps2bf16 %1, %0" : "=v"(narrow) : "v"(x));
-    return narrow;
-  }
-};
-#endif
 
 // Blocks [begin, end) of inputs: columns in pairs, [columns / 2, kAmxInputs, 2].
 inline void pair_inputs(const LinearLayer& layer, int64_t begin, int64_t end, uint16_t* to) {
@@ -224,13 +136,11 @@ DS_KERNELS_INLINE void add_blocks(const uint16_t* weights, int64_t columns, cons
   if constexpr (two) Amx::store<2>(sums + kAmxSums), Amx::store<3>(sums + kAmxSums + half);
 }
 
-DS_KERNELS_INLINE int64_t blocks_of(int64_t inputs) { return (inputs + cpu::kAmxInputs - 1) / cpu::kAmxInputs; }
-
 // The sums of up to kAmxOutputs rows from `first` on with all inputs, kAmxSums for each block of these. `finish(begin, end)` is
 // called for some blocks at a time, as soon as they are done.
 template <class Weight, class Finish>
 DS_KERNELS_INLINE void amx_sums(const cpu::LinearTask& task, int64_t first, int64_t rows, float* sums, Finish finish) {
-  const int64_t blocks = blocks_of(task.inputs), stride = cpu::kAmxInputs * task.columns;
+  const int64_t blocks = cpu::amx_blocks(task.inputs), stride = cpu::kAmxInputs * task.columns;
   for (int64_t begin = 0; begin < task.columns; begin += kAmxLaidOut) {
     const int64_t end = task.columns - begin < kAmxLaidOut ? task.columns : begin + kAmxLaidOut;
     alignas(64) uint16_t laid_out[cpu::kAmxOutputs * kAmxLaidOut];
@@ -257,18 +167,7 @@ DS_KERNELS_INLINE void by_inputs(const float* sums, float* to) {
     for (int64_t m = 0; m < kLanes; ++m) __builtin_memcpy(to + m * cpu::kAmxOutputs + half * kLanes, &rows[m], sizeof rows[m]);
   }
 }
-#else
-constexpr bool kAmx = false;
-constexpr int64_t kAmxColumns = 1, kAmxSums = 1;
-struct Amx {
-  static void begin() {}
-  static void end() {}
-};
-inline int64_t blocks_of(int64_t) { return 0; }
-inline void pair_inputs(const LinearLayer&, int64_t, int64_t, uint16_t*) {}
-template <class Weight, class Finish>
-void amx_sums(const cpu::LinearTask&, int64_t, int64_t, float*, Finish) {}
-inline void by_inputs(const float*, float*) {}
+
 #endif
 
 }  // namespace DS_KERNELS_CPU_LEVEL

@@ -204,8 +204,8 @@ struct Linear : Device {
   void run_by_amx(const char* op, const LinearLayer& layer) const {
     const int64_t fit = kPairedBytes / (2 * layer.columns) / kAmxInputs * kAmxInputs;
     const int64_t most = std::max(fit, kLeastAmxInputs);
-    const int64_t parts = (layer.inputs + most - 1) / most, blocks = (layer.inputs + kAmxInputs - 1) / kAmxInputs;
-    const int64_t inputs = (blocks + parts - 1) / parts * kAmxInputs;
+    const int64_t parts = (layer.inputs + most - 1) / most;
+    const int64_t inputs = (amx_blocks(layer.inputs) + parts - 1) / parts * kAmxInputs;
     for (int64_t first = 0; first < layer.inputs; first += inputs) {
       run_some_by_amx(op, inputs_of(layer, first, std::min(layer.inputs - first, inputs), Dtype::BFloat16));
     }
@@ -213,7 +213,7 @@ struct Linear : Device {
 
   void run_some_by_amx(const char* op, const LinearLayer& layer) const {
     const LinearLoops& loops = loops_for<LinearLoops>(op);
-    const int64_t blocks = (layer.inputs + kAmxInputs - 1) / kAmxInputs, elements = kAmxInputs * layer.columns;
+    const int64_t blocks = amx_blocks(layer.inputs), elements = kAmxInputs * layer.columns;
     Room<uint16_t> pairs;
     LinearTask task{layer, nullptr, {}, nullptr, room_for(pairs, blocks * elements)};
     parallel_for(0, blocks, grain_of(elements),

@@ -41,6 +41,7 @@ using SumGroupsLoop = void (*)(const LinearTask& task, float* sums);
 // Products by AMX take inputs in blocks of so many, and at most so many: their sums shall be in the second cache. Outputs are
 // computed so many at a time.
 constexpr int64_t kAmxInputs = 16, kMostAmxInputs = 512, kAmxOutputs = 32;
+constexpr int64_t amx_blocks(int64_t inputs) { return (inputs + kAmxInputs - 1) / kAmxInputs; }
 
 // Whether there are products by AMX here for a layer with inputs in bfloat16: its weights are quantized.
 using HasAmx = bool (*)(const LinearLayer& layer);

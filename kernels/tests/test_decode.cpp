@@ -141,7 +141,7 @@ void test_linear(const LinearLoops& loops, Dtype dtype, Shape s, int bits, bool 
   };
   check("linear", loops.linear(dtype, quantized, task.int4));
   if (dtype != Dtype::BFloat16 || !has_amx() || !loops.has_amx(task)) return;
-  const int64_t blocks = (s.inputs + kAmxInputs - 1) / kAmxInputs;
+  const int64_t blocks = amx_blocks(s.inputs);
   std::vector<uint16_t> in_pairs(blocks * kAmxInputs * s.columns, 0x7fc0);
   task.input = x.data();
   task.pairs = in_pairs.data();

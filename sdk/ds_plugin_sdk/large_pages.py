@@ -41,11 +41,11 @@ _forks = 0
 def _forget() -> None:
     global _forks
     _forks += 1
-    _freed.clear()
+    release()
 
 
-if hasattr(os, "register_at_fork"):  # afterwards, too: other threads go on until the very fork
-    os.register_at_fork(before=_forget, after_in_parent=_forget, after_in_child=_forget)
+# Afterwards, too: other threads go on until the very fork.
+os.register_at_fork(before=_forget, after_in_parent=_forget, after_in_child=_forget)
 
 
 def zeros(shape: Sequence[int], like: Tensor) -> Tensor:
@@ -81,11 +81,12 @@ def _mapped(size: int) -> Tensor:
 
 
 def _new(size: int) -> mmap.mmap:
+    new = functools.partial(mmap.mmap, -1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     try:
-        return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return new()
     except OSError:
         release()
-        return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return new()
 
 
 def _is_limited() -> bool:

@@ -97,20 +97,8 @@ def softmax_context(
         OpError: the sequence is longer than ``max_out_tokens``.
         InvalidTensorError: the columns of `qkv` are no heads.
     """
-    batch, tokens, width = qkv.shape
-    kv_heads = num_kv if num_kv > 0 else heads
-    if width % (heads + 2 * kv_heads):
-        raise InvalidTensorError(
-            "qkv does not fit the heads",
-            op="transformer_inference",
-            why=f"it has {width} columns, for {heads} heads of queries and {kv_heads} each of keys and values",
-            hint="num_kv says how many heads of keys and values there are",
-        )
-    head_dim = width // (heads + 2 * kv_heads)
-    split = qkv.view(batch, tokens, heads + 2 * kv_heads, head_dim).transpose(1, 2)
-    query, key, value = (
-        split.narrow(1, first, n) for first, n in ((0, heads), (heads, kv_heads), (-kv_heads, kv_heads))
-    )
+    batch, tokens, _ = qkv.shape
+    query, key, value = _heads_of(qkv, heads, num_kv if num_kv > 0 else heads)
     added = None if no_masking else _mask_for(mask, qkv.dtype)
     layer = workspace.layer(layer_id, key, tokens > 1 or _begins(layer_id, added))
     past, layer.length = layer.length, layer.length + tokens
@@ -133,6 +121,21 @@ def softmax_context(
     )
     filled = (cache[:batch, :, : layer.length] for cache in (layer.keys, layer.values))
     return [context.transpose(1, 2).flatten(2), *filled]
+
+
+def _heads_of(qkv: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values, views ``[batch, heads, tokens, head_dim]``."""
+    batch, tokens, width = qkv.shape
+    if width % (heads + 2 * kv_heads):
+        raise InvalidTensorError(
+            "qkv does not fit the heads",
+            op="transformer_inference",
+            why=f"it has {width} columns, for {heads} heads of queries and {kv_heads} each of keys and values",
+            hint="num_kv says how many heads of keys and values there are",
+        )
+    head_dim = width // (heads + 2 * kv_heads)
+    split = qkv.view(batch, tokens, heads + 2 * kv_heads, head_dim).transpose(1, 2)
+    return split.narrow(1, 0, heads), split.narrow(1, heads, kv_heads), split.narrow(1, heads + kv_heads, kv_heads)
 
 
 def _with_biases(mask: Tensor | None, biases: Tensor) -> Tensor:
