@@ -49,7 +49,7 @@ def _versions(target: Target) -> dict[str, str]:
 def processor() -> str:
     """The CPU's model as Linux names it; on x86 with its numbers: in a virtual machine the name has no generation."""
     info = Path("/proc/cpuinfo")
-    first, _, _ = info.read_text(encoding="utf-8").partition("\n\n") if info.exists() else ("", "", "")
+    first = info.read_text(encoding="utf-8").split("\n\n")[0] if info.exists() else ""
     found = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in first.splitlines())}
     named = found.get("model name") or platform.processor() or platform.machine()
     numbered = {"cpu family", "model"} <= found.keys()
