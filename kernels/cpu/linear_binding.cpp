@@ -51,7 +51,7 @@ bool multiplies(Dtype dtype) {
   return dtype == Dtype::BFloat16 ? bfloat16 : has_feature(23);
 }
 // Whether these are as fast as those of floats. With AVX512-BF16 alone Intel's take twice as long, AMD's half as long.
-// ds_plugin_sdk/ops/_products.py has the same rule for training, but asks no system for AMX.
+// ds_plugin_sdk/ops/_products.py has the same rule for training.
 bool multiplies_fast(Dtype dtype) {
   return multiplies(dtype) && !(dtype == Dtype::BFloat16 && !has_amx() && __builtin_cpu_is("intel"));
 }

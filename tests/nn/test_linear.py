@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -314,6 +315,22 @@ def test_the_module_is_torchs_by_another_function(calls: list[torch.Size]) -> No
 )
 def test_which_cpu_is_fast(dtype: torch.dtype, vendor: str, flags: str, fast: bool) -> None:
     assert _products._is_fast(dtype, vendor, frozenset(flags.split())) == fast
+
+
+@pytest.mark.parametrize(
+    ("flags", "refused", "amx"),
+    [
+        ("avx512_bf16 amx_bf16", 0, True),
+        ("avx512_bf16 amx_bf16", -1, False),  # in a container whose seccomp filter does not know the call
+        ("amx_bf16", 0, False),
+        ("avx512_bf16", 0, False),
+    ],
+)
+def test_amx_is_what_linux_gives(flags: str, refused: int, amx: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the kernels ask for it: else models would leave to torch what the op then takes, or the other way round."""
+    library = SimpleNamespace(syscall=lambda *arguments: refused)
+    monkeypatch.setattr(_products, "ctypes", SimpleNamespace(CDLL=lambda name: library))
+    assert _products._has_amx(frozenset(flags.split())) == amx
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import math
 import platform
@@ -56,7 +57,7 @@ def _is_fast(dtype: torch.dtype, vendor: str, flags: frozenset[str]) -> bool:
 
 
 def _x86() -> tuple[str, frozenset[str]]:
-    """Vendor and features of the first processor."""
+    """Vendor and features of the first processor, without AMX where Linux does not give it to this process."""
     try:
         with Path("/proc/cpuinfo").open(encoding="utf-8", errors="replace") as file:
             text = file.read(16384)
@@ -66,7 +67,13 @@ def _x86() -> tuple[str, frozenset[str]]:
     for line in text.splitlines():
         name, _, value = line.partition(":")
         found.setdefault(name.strip(), value.strip())
-    return found.get("vendor_id", ""), frozenset(found.get("flags", "").split())
+    flags = frozenset(found.get("flags", "").split())
+    return found.get("vendor_id", ""), flags if _has_amx(flags) else flags - {"amx_bf16"}
+
+
+def _has_amx(flags: frozenset[str]) -> bool:
+    """As ``kernels/cpu/amx.h`` asks: arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)."""
+    return {"amx_bf16", "avx512_bf16"} <= flags and ctypes.CDLL(None).syscall(158, 0x1023, 18) == 0
 
 
 def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
