@@ -195,10 +195,10 @@ struct Caches {
 // Which elements of a head angles turn together: none, the i-th of both halves, or neighbours.
 enum Turn : int64_t { kNoTurn, kTurnHalves, kTurnPairs };
 
-// What is the same for all layers of a call.
+// What a layer is given next to hidden states and caches.
 struct Given {
   const Ops& ops;
-  const OptionalTensor &mask, &cos, &sin;
+  OptionalTensor mask, cos, sin;
 
   void turn(const Tensor& heads, int64_t how) const {
     if (how != kNoTurn && cos && sin) ops.rotary_(heads, *cos, *sin, how == kTurnPairs);
@@ -324,10 +324,39 @@ class Layers {
   int64_t present_ = 0;
 };
 
-std::vector<Tensor> decoder_layers(const Tensor& hidden, std::vector<Tensor> caches, int64_t past,
-                                   const OptionalTensor& mask, const OptionalTensor& cos, const OptionalTensor& sin,
-                                   int64_t functions, std::vector<Tensor> tensors, std::vector<int64_t> integers,
-                                   std::vector<double> numbers) {
+// The masks and angles of all layers, and which each layer is given, as ds_plugin_sdk/ops/decoder_layer.py says.
+class GivenToLayers {
+ public:
+  GivenToLayers(const Ops& ops, const std::vector<Tensor>& tensors, const std::vector<int64_t>& which, size_t layers)
+      : ops_(ops), tensors_(tensors), which_(which) {
+    if (which.size() == layers * kOfEach) return;
+    reject(std::to_string(which.size()) + " numbers say what " + std::to_string(layers) +
+           " layers are given; expected three for each");
+  }
+
+  int64_t past(size_t layer) const { return which_[layer * kOfEach]; }
+  Given of(size_t layer) const {
+    const int64_t *which = &which_[layer * kOfEach], mask = which[1], cos = which[2];
+    return {ops_, at(mask), at(cos), cos < 0 ? OptionalTensor() : at(cos + 1)};
+  }
+
+ private:
+  static constexpr size_t kOfEach = 3;
+
+  OptionalTensor at(int64_t place) const {
+    if (place < 0) return {};
+    if (static_cast<size_t>(place) < tensors_.size()) return tensors_[place];
+    reject("a layer is given tensor " + std::to_string(place) + " of " + std::to_string(tensors_.size()));
+  }
+
+  const Ops& ops_;
+  const std::vector<Tensor>& tensors_;
+  const std::vector<int64_t>& which_;
+};
+
+std::vector<Tensor> decoder_layers(const Tensor& hidden, std::vector<Tensor> caches, std::vector<Tensor> given,
+                                   std::vector<int64_t> which, int64_t functions, std::vector<Tensor> tensors,
+                                   std::vector<int64_t> integers, std::vector<double> numbers) {
   const NoGrad guard;
   Ops ops{};
   if (functions && hidden.is_cpu()) ops.functions = *reinterpret_cast<const OpFunctions*>(functions);
@@ -337,11 +366,12 @@ std::vector<Tensor> decoder_layers(const Tensor& hidden, std::vector<Tensor> cac
     reject(std::to_string(caches.size()) + " caches for " + std::to_string(count) +
            " layers; expected two of each, or four");
   }
+  const GivenToLayers given_to(ops, given, which, count);
   std::vector<Tensor> results;
   results.reserve(count);
   for (size_t i = 0; i < count; ++i) {
-    const Caches of_layer{&caches[i * of_each], static_cast<int64_t>(of_each), past};
-    results.push_back(layers.next().run(i ? results.back() : hidden, of_layer, {ops, mask, cos, sin}));
+    const Caches of_layer{&caches[i * of_each], static_cast<int64_t>(of_each), given_to.past(i)};
+    results.push_back(layers.next().run(i ? results.back() : hidden, of_layer, given_to.of(i)));
   }
   layers.end();
   return results;

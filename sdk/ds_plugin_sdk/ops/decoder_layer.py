@@ -20,9 +20,11 @@ from ds_plugin_sdk.ops._op_functions import OpFunctions
 _NAMESPACE = "ds_plugin_calls"
 _library: Any = torch.library.Library(_NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]  # torch gives it no type
 # A layer has two caches, or four, its part of `tensors`, `integers` and `numbers`, and an output among the results.
+# Three numbers of `which` are a layer's: how many positions its caches hold, and where in `given` its mask is, and its
+# cosines, which its sines come after; -1 if it has none.
 _library.define(
-    "decoder_layers(Tensor hidden, Tensor(a!)[] caches, int past, Tensor? mask, Tensor? cos, Tensor? sin, "
-    "int functions, Tensor[] tensors, int[] integers, float[] numbers) -> Tensor[]"
+    "decoder_layers(Tensor hidden, Tensor(a!)[] caches, Tensor[] given, int[] which, int functions, Tensor[] tensors, "
+    "int[] integers, float[] numbers) -> Tensor[]"
 )
 
 # The op as torch's function in C, once its library is loaded.

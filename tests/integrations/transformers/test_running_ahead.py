@@ -116,8 +116,8 @@ ODD = {
 }
 
 
-def run(model: Any, odd: Odd, odd_steps: int = 1, crop: bool = False) -> list[torch.Tensor]:
-    """What steps of one token put out, those before the last odd ones; and the cache."""
+def run(model: Any, odd: Odd, odd_steps: int = 1, crop: bool = False, masked: int | None = None) -> list[torch.Tensor]:
+    """What steps of one token put out, the last but one or some odd; and the cache. A layer may have a mask in all."""
     cache = transformers.DynamicCache(config=model.config)
     model(torch.arange(3, 13).view(2, 5), past_key_values=cache)
     found = []
@@ -126,10 +126,11 @@ def run(model: Any, odd: Odd, odd_steps: int = 1, crop: bool = False) -> list[to
         angles = model.model.rotary_emb(hidden, torch.tensor([[5 + step]]))
         this = odd if STEPS - 1 - odd_steps <= step < STEPS - 1 else Odd()
 
-        def given(index: int, angles: Any = angles, this: Odd = this, step: int = step) -> dict[str, Any]:
+        def given(index: int, angles: Any = angles, this: Odd = this) -> dict[str, Any]:
             options = {"position_embeddings": angles, "past_key_values": cache}
-            if index == this.masked:
-                mask = torch.zeros(2, 1, 1, 6 + step)
+            layer = this.order[index]
+            if index == this.masked or layer == masked:
+                mask = torch.zeros(2, 1, 1, 1 + cache.get_seq_length(layer))
                 mask[..., 1:3] = torch.finfo(torch.float32).min
                 options["attention_mask"] = mask
             return options
@@ -168,12 +169,15 @@ def test_functions_of_libraries_give_what_the_dispatcher_gives(monkeypatch: pyte
         assert torch.equal(left, right)
 
 
+@pytest.mark.parametrize("masked", [None, 1], ids=["alike", "of two kinds"])
 @pytest.mark.parametrize("name", ODD)
-def test_what_is_between_layers_counts(name: str) -> None:
+def test_what_is_between_layers_counts(name: str, masked: int | None) -> None:
+    """Of layers of two kinds, the first of the second kind runs the third, which is of the first."""
     model = make()
-    expected = run(model, ODD[name])
-    with accelerate(model):
-        torch.testing.assert_close(run(model, ODD[name]), expected, rtol=1e-4, atol=1e-4)
+    expected = run(model, ODD[name], masked=masked)
+    with accelerate(model), CountedCalls() as counted:
+        torch.testing.assert_close(run(model, ODD[name], masked=masked), expected, rtol=1e-4, atol=1e-4)
+    assert counted.calls["decoder_layers"] < counted.calls["decoder_layer"]
 
 
 @pytest.mark.parametrize(
@@ -329,6 +333,13 @@ def test_lists_that_are_no_layers_are_an_error(monkeypatch: pytest.MonkeyPatch) 
     ):
         with pytest.raises(RuntimeError, match=why):
             call(*given, *lists)
+    hidden, caches, angles, which, functions = given
+    for numbers_of_layers, why in (
+        (which[1:], "8 numbers say what 3 layers are given; expected three for each"),
+        ([*which[:2], 1, *which[3:]], "given tensor 2 of 2"),
+    ):
+        with pytest.raises(RuntimeError, match=why):
+            call(hidden, caches, angles, numbers_of_layers, functions, tensors, integers, numbers)
 
 
 CACHES = [name for name in ODD if name.startswith("caches")]

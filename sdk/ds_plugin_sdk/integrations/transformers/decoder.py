@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import functools
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -219,26 +219,40 @@ def norm(ops: Ops, norm: Norm | None, input: Tensor) -> Tensor:
     return result
 
 
+# A mask as `ds_plugin_sdk.ops.attention.cached_attention` takes it, causal if None; and cosine and sine, or None.
+MaskAndAngles = tuple[Tensor | None, tuple[Tensor, Tensor] | None]
+
+
 def run_whole(
     layers: Layers,
     hidden: Tensor,
     caches: Sequence[Tensor],
-    past: int,
-    mask: Tensor | None,
-    angles: tuple[Tensor, Tensor] | None,
+    past: Iterable[int],
+    given: Sequence[MaskAndAngles],
+    kinds: Iterable[int],
     functions: int,
 ) -> list[Tensor]:
     """What each layer puts out, run one after the other by one call; each `is_one_call`.
 
     Args:
         caches: what `make_room` has given for the new keys and values of each layer, one after the other.
-        past: how many positions each holds.
-        mask: as `ds_plugin_sdk.ops.attention.cached_attention` takes it; causal if None.
+        past: how many positions those of each layer hold.
+        given: to layers of each kind.
+        kinds: of each layer.
         functions: what `functions_for` gave in this step.
     """
-    given = (past, mask, *(angles or (None, None)), functions)
-    results: list[Tensor] = decoder_layer.call(hidden, caches, *given, *layers.arguments())
+    tensors: list[Tensor] = []
+    places = [(_put(tensors, mask), _put(tensors, *(angles or ()))) for mask, angles in given]
+    which = [number for held, kind in zip(past, kinds, strict=True) for number in (held, *places[kind])]
+    results: list[Tensor] = decoder_layer.call(hidden, caches, tensors, which, functions, *layers.arguments())
     return results
+
+
+def _put(tensors: list[Tensor], *more: Tensor | None) -> int:
+    """Where the first of some is from now on; -1 if there is none."""
+    place = len(tensors)
+    tensors.extend(tensor for tensor in more if tensor is not None)
+    return place if len(tensors) > place else -1
 
 
 class _Arguments(NamedTuple):

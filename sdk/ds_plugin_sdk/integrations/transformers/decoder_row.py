@@ -1,11 +1,11 @@
-"""Decoder layers in a step of one token: all are asked once, and those that are given the same run by one call."""
+"""Decoder layers in a step of one token: all are asked once, and run by one call as far as what they get is known."""
 
 from __future__ import annotations
 
 import operator
 import threading
-from collections.abc import Sequence
-from itertools import chain
+from collections.abc import Iterable, Sequence
+from itertools import chain, takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -99,6 +99,10 @@ class Given(NamedTuple):
     grows: bool
     angles: tuple[Tensor, Tensor] | None
 
+    def goes_with(self, other: Given) -> bool:
+        """Whether a layer that is given the other can be in one call with one that is given this."""
+        return self.functions == other.functions and self.cache is other.cache and self.grows == other.grows
+
 
 class Row:
     """Decoder layers of a model, one after the other, and what they share in a pass.
@@ -108,17 +112,18 @@ class Row:
     by the model's own loop: then nothing else has run in between. Asked by each layer, between kernels that read all
     weights, the same takes several times as long.
 
-    Of layers that were given the same in the step before, the first one runs those after it as well, by one call. Each
-    then returns what was made of the very tensor that it is given; called with anything else it computes as if nothing
-    had been computed: caches count what was appended only when the layer is called.
+    The first layer runs those after it as well, by one call: as far as they were given, in the step before, what layers
+    of this step have been given already. Each then returns what was made of the very tensor that it is given; called
+    with anything else it computes as if nothing had been computed: caches count what was appended only when the layer
+    is called.
     """
 
     def __init__(self) -> None:
         self.replacements: list[DecoderReplacement] = []
         self.angles = Angles()
         self._snapshot: _RowSnapshot | None = None
-        # For each layer, up to which one those after it were given the same in the last step; none if that was odd.
-        self._ends: list[int] = []
+        # What each layer was given in the last step, by its place among all that it kept; none if that step was odd.
+        self._kinds: list[int] = []
         self._steps = _Steps()
 
     def forget(self) -> None:
@@ -135,7 +140,7 @@ class Row:
         if step.count and hidden is step.last and step.loop.goes_on():
             return True
         if step.last is not None:
-            self._ends = []  # that step did not come to its end
+            self._kinds = []  # that step did not come to its end
             step.end()
         return False
 
@@ -159,7 +164,7 @@ class Row:
         if ahead is None:
             return None
         if ahead.given is not given:  # the next step will know
-            self._ends = []
+            self._kinds = []
             step.ahead = None
             return None
         if not ahead.is_of(replacement):
@@ -171,26 +176,37 @@ class Row:
         return result
 
     def run_ahead(self, replacement: DecoderReplacement, hidden: Tensor, given: Given) -> Tensor | None:
-        """Run a layer of a step and those after it by one call, if these will be given the same: its result."""
-        step, snapshot, ends, functions = self._steps.current, self._snapshot, self._ends, given.functions
+        """Run a layer of a step and those after it by one call, as far as what they are given is known: its result."""
+        step, snapshot, functions = self._steps.current, self._snapshot, given.functions
+        if not (step.loop.is_direct and step.alike and hidden is step.last) or snapshot is None or functions is None:
+            return None
         first = step.count
-        run = self.replacements[first : ends[first] if first < len(ends) else 0]
-        if len(run) < 2 or run[0] is not replacement or snapshot is None or functions is None:
+        run, givens = self.replacements[first:], self._known_from(first, given)
+        if len(givens) < 2 or run[0] is not replacement:
             return None
-        if not (step.loop.is_direct and step.alike and hidden is step.last):
-            return None
-        rooms = _rooms_of(run, hidden, given)
+        rooms = _rooms_of(run, hidden, givens)
+        end = first + len(rooms)
         if len(rooms) < 2:
             return None
-        made, past = [room.make_room(1) for room in rooms], rooms[0].held
-        layers, caches = snapshot.layers(first, first + len(rooms)), [*chain.from_iterable(made)]
-        results = decoder.run_whole(layers, hidden, caches, past, given.mask, given.angles, functions)
+        made, past = [room.make_room(1) for room in rooms], [room.held for room in rooms]
+        caches, kinds = [*chain.from_iterable(made)], [(each.given.mask, each.given.angles) for each in step.kept]
+        layers = snapshot.layers(first, end)
+        results = decoder.run_whole(layers, hidden, caches, past, kinds, self._kinds[first:end], functions)
         is_plain = step.loop.is_plain
         if not is_plain and torch.is_inference_mode_enabled():  # of tensors that are made in it torch counts no changes
             with torch.inference_mode(False):
                 results = [result.clone() for result in results]
-        step.ahead = _Ahead(run, given, rooms, made, [hidden, *results], is_plain)
+        step.ahead = _Ahead(zip(run, givens, rooms, past, made, strict=False), [hidden, *results], is_plain)
         return step.ahead.take()
+
+    def _known_from(self, first: int, given: Given) -> list[Given]:
+        """What a layer of this step and those after it are given if it is as in the last step: the first ones of them,
+        as many as can be in one call and are given what layers of this step have been given already.
+        """
+        kept = [each.given for each in self._steps.current.kept]
+        known = range(max(len(kept) - _KINDS, 0), len(kept))
+        givens = [kept[kind] for kind in takewhile(known.__contains__, self._kinds[first:])]
+        return [*takewhile(given.goes_with, givens)] if givens and givens[0] is given else []
 
     def begin(self, replacement: DecoderReplacement, hidden: Tensor) -> bool:
         """Ask all layers, if this is the first one in a step of one token; False if each has to be asked by itself."""
@@ -233,16 +249,14 @@ class Row:
         step.count += 1
         step.givens.append(given)
         if replacement is self.replacements[-1]:
-            self._ends = _ends_of_runs(step.givens) if step.alike else []
+            self._kinds = _kinds_of(step.givens) if step.alike else []
             step.end()
 
 
-def _ends_of_runs(values: Sequence[object]) -> list[int]:
-    """For each value, up to which one those after it are the same."""
-    ends = [len(values)] * len(values)
-    for index in range(len(values) - 2, -1, -1):
-        ends[index] = ends[index + 1] if values[index] is values[index + 1] else index + 1
-    return ends
+def _kinds_of(values: Sequence[object]) -> list[int]:
+    """For each value, which of the different ones it is, in the order in which these come."""
+    places: dict[int, int] = {}
+    return [places.setdefault(id(value), len(places)) for value in values]
 
 
 # So many kinds of layers a model may have, by what they are given.
@@ -263,77 +277,99 @@ class _Kept(NamedTuple):
     given: Given
 
 
-def _rooms_of(run: Sequence[DecoderReplacement], hidden: Tensor, given: Given) -> list[AppendingLayer]:
-    """Where layers append to, the first ones of a run that one call can be made for; none that is not made yet."""
-    if given.cache is None or not given.grows:
+def _rooms_of(run: Sequence[DecoderReplacement], hidden: Tensor, givens: Sequence[Given]) -> list[AppendingLayer]:
+    """Where layers append to, the first ones that one call can be made for; none that is not made yet."""
+    if givens[0].cache is None or not givens[0].grows:
         return []
-    rooms, mask = kv_cache.alike(given.cache, map(_layer_index, run), hidden), given.mask
-    fits = mask is None or all(each.fits(room, hidden, mask) for each, room in zip(run, rooms, strict=False))
+    rooms = kv_cache.alike(givens[0].cache, map(_layer_index, run[: len(givens)]), hidden)
+    fits = all(
+        given.mask is None or each.fits(room, hidden, given.mask)
+        for each, given, room in zip(run, givens, rooms, strict=False)
+    )
     return rooms if fits else []
 
 
 _layer_index = operator.attrgetter("attention.layer_idx")
 
 
+class _Made(NamedTuple):
+    """What one layer of a run was computed to make.
+
+    Attributes:
+        replacement, given: the layer, and what it was given next to the hidden states.
+        room, past, made: where it appends to: a layer of the cache, how much that held, and its tensors.
+        read, versions: tensors that the layer reads and torch counts the writes of, and how often each was written.
+        result: the hidden states after it.
+    """
+
+    replacement: DecoderReplacement
+    given: Given
+    room: AppendingLayer
+    past: int
+    made: Room
+    read: list[Tensor]
+    versions: list[int]
+    result: Tensor
+
+
 class _Ahead:
     """What the layers of a run were computed to make of hidden states, as far as it was not taken yet.
 
     Attributes:
-        given: next to the hidden states.
         left: how many layers are left.
     """
 
     def __init__(
         self,
-        run: Sequence[DecoderReplacement],
-        given: Given,
-        rooms: Sequence[AppendingLayer],
-        made: Sequence[Room],
+        run: Iterable[tuple[DecoderReplacement, Given, AppendingLayer, int, Room]],
         hidden: Sequence[Tensor],
         is_plain: bool,
     ) -> None:
         """
         Args:
-            rooms, made: where each layer appends to.
+            run: the layers, as `_Made` begins.
             hidden: what is before the first layer, and after each.
             is_plain: whether nothing but these layers runs until all were taken.
         """
-        self.given, self.left, self._is_plain = given, len(rooms), is_plain
-        self._past = rooms[0].held
-        read: list[list[Tensor]] = [[]] * len(rooms)
-        if not is_plain:
-            read = [_counted(*each, given.mask) for each in zip(hidden, *zip(*made, strict=True), strict=False)]
-        # How often each tensor was written that a layer reads.
-        versions = [[*map(version_of, each)] for each in read]
-        self._layers = [*zip(run, rooms, made, read, versions, hidden[1:], strict=False)][::-1]
+        self._is_plain = is_plain
+        self._layers: list[_Made] = []
+        for layer, before, result in zip(run, hidden, hidden[1:], strict=False):
+            read = [] if is_plain else _counted(before, *layer[-1], layer[1].mask)
+            self._layers.append(_Made(*layer, read, [*map(version_of, read)], result))
+        self._layers.reverse()
+        self.left = len(self._layers)
+
+    @property
+    def given(self) -> Given:
+        """What the next one is given."""
+        return self._layers[-1].given
 
     def is_of(self, replacement: DecoderReplacement) -> bool:
         """Whether the next one is of a layer, and all that it was made of is what it was."""
-        made_for, room, made, read, versions, _ = self._layers[-1]
-        return made_for is replacement and (
+        layer = self._layers[-1]
+        return layer.replacement is replacement and (
             self._is_plain
             or (
-                self._holds(room, replacement.attention.layer_idx)
-                and room.grows
-                and room.held == self._past
-                and room.make_room(1) is made
-                and [*map(version_of, read)] == versions
+                self._holds(layer)
+                and layer.room.grows
+                and layer.room.held == layer.past
+                and layer.room.make_room(1) is layer.made
+                and [*map(version_of, layer.read)] == layer.versions
             )
         )
 
-    def _holds(self, room: AppendingLayer, index: int) -> bool:
-        """Whether it is still a layer of the cache, and not empty again."""
-        layers: Any = () if self.given.cache is None else self.given.cache.layers
-        return index < len(layers) and layers[index] is room and room.is_initialized
+    def _holds(self, layer: _Made) -> bool:
+        """Whether its room is still a layer of the cache, and not empty again."""
+        index = layer.replacement.attention.layer_idx
+        layers: Any = () if layer.given.cache is None else layer.given.cache.layers
+        return index < len(layers) and layers[index] is layer.room and layer.room.is_initialized
 
     def take(self) -> Tensor:
         """The next one: its keys and values are held from now on."""
-        room: AppendingLayer
-        result: Tensor
-        _, room, _, _, _, result = self._layers.pop()
+        layer = self._layers.pop()
         self.left -= 1
-        room.advance(1)
-        return result
+        layer.room.advance(1)
+        return layer.result
 
 
 def _counted(*tensors: Tensor | None) -> list[Tensor]:

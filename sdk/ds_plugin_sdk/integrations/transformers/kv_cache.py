@@ -419,16 +419,15 @@ def _appends(layer: Any) -> bool:
 
 def alike(cache: Cache, indexes: Iterable[int], states: Tensor) -> list[AppendingLayer]:
     """Layers of a cache that one call appends a position of `states` to: the first ones, as many as are initialized and
-    take them, have the same number of bits, and hold as many positions; none if one of them comes twice.
+    take them, and have the same number of bits; none if one of them comes twice.
     """
     found: list[AppendingLayer] = []
-    kinds, layers = set(), cache.layers
+    layers = cache.layers
     for index in indexes:
         layer: Any = layers[index] if index < len(layers) else None
         if not _appends(layer) or not layer.is_initialized or not layer.takes(states):
             break
-        kinds.add((type(layer) is Int8Layer, layer.held))
-        if len(kinds) > 1:
+        if found and (type(layer) is Int8Layer) != (type(found[0]) is Int8Layer):
             break
         found.append(layer)
     return found if len(found) == len(set(map(id, found))) else []

@@ -241,8 +241,8 @@ class DecoderReplacement(Replacement):
     def _run(self, hidden: Tensor, given: Given) -> Tensor:
         room = self.room(hidden, given)
         if room is not None and given.functions is not None and self.layer.is_one_call:
-            made, past = room.make_room(hidden.shape[1]), room.held
-            (result,) = decoder.run_whole(self._alone, hidden, made, past, given.mask, given.angles, given.functions)
+            made, alone = room.make_room(hidden.shape[1]), [(given.mask, given.angles)]
+            (result,) = decoder.run_whole(self._alone, hidden, made, [room.held], alone, [0], given.functions)
             room.advance(hidden.shape[1])
             return result
         self._row.differs()
