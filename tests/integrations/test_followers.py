@@ -118,6 +118,25 @@ if __name__ == "__main__":
 """
 )
 
+# Devices that the strategy's object was given; none of the last ones is here.
+LIGHTNING_DEVICES = """
+import lightning, torch
+from lightning.fabric.strategies import DeepSpeedStrategy as OfFabric
+from lightning.pytorch.strategies import DeepSpeedStrategy as OfTrainer
+
+found = []
+for accelerator in ("auto", "cpu"):
+    strategy = OfTrainer(parallel_devices=[torch.device("cpu")] * 2)
+    trainer = lightning.Trainer(accelerator=accelerator, strategy=strategy, logger=False, enable_checkpointing=False)
+    fabric = lightning.Fabric(accelerator=accelerator, strategy=OfFabric(parallel_devices=[torch.device("cpu")] * 2))
+    found += [*{type(trainer.accelerator).__name__, type(fabric.accelerator).__name__}, str(trainer.num_devices)]
+    try:
+        lightning.Trainer(accelerator=accelerator, strategy=OfTrainer(parallel_devices=[torch.device("cuda", 0)]))
+    except Exception as error:
+        found.append(str(error).split()[-1])
+print(*found)
+"""
+
 # A module that the hook waits for, and that comes before it.
 HOOKED = """
 import sys
@@ -236,6 +255,13 @@ def test_debugging_by_accelerate_trains_as_without_a_plugin(train: Train) -> Non
 @pytest.mark.slow
 def test_lightnings_strategy_trains_on_the_cpu_plugin(train: Train) -> None:
     assert train(LIGHTNING)[:4] == ["DeepSpeedEngine", "2", "cpu:0", "2"]
+
+
+@pytest.mark.deepspeed
+def test_a_lightning_strategy_may_have_its_devices(train: Train) -> None:
+    """Those of the plugin are the plugin's; of others Lightning says what it says without one."""
+    accelerator = ["PluginAccelerator", "2"]
+    assert train(LIGHTNING_DEVICES) == [*accelerator, "['cpu'].", *accelerator, "type"]
 
 
 # --- Where nothing changes --------------------------------------------------------------------------------------------

@@ -25,16 +25,36 @@ def follow_in_connector(connector: Any) -> None:
 
     @functools.wraps(check)
     def _check_config_and_set_final_flags(self: Any, strategy: Any, accelerator: Any, **others: Any) -> None:
-        deepspeed = isinstance(strategy, connector.DeepSpeedStrategy) and strategy._accelerator is None
-        if deepspeed or (isinstance(strategy, str) and strategy.lower().startswith("deepspeed")):
-            from ds_plugin_sdk.integrations.deepspeed.adopt import in_use
-
-            device = in_use()
-            if device is not None and device.device_name() != "cuda" and accelerator in _names_of(device):
-                accelerator = type("PluginAccelerator", (_Methods, connector.Accelerator), {"device": device})()
-        check(self, strategy=strategy, accelerator=accelerator, **others)
+        plugins = _accelerator_for(connector, strategy, accelerator)
+        # Of these devices in a strategy Lightning asks that the accelerator is a name.
+        is_named = _device_type_of(strategy) in ("cpu", "cuda")
+        named = accelerator if plugins is None or is_named else plugins
+        check(self, strategy=strategy, accelerator=named, **others)
+        if plugins is not None:
+            self._accelerator_flag = plugins
 
     cls._check_config_and_set_final_flags = _check_config_and_set_final_flags
+
+
+def _accelerator_for(connector: Any, strategy: Any, accelerator: Any) -> Any:
+    """The plugin's accelerator, if that is meant: the devices of a strategy's object may be others."""
+    deepspeed = isinstance(strategy, connector.DeepSpeedStrategy) and strategy._accelerator is None
+    if not (deepspeed or (isinstance(strategy, str) and strategy.lower().startswith("deepspeed"))):
+        return None
+    from ds_plugin_sdk.integrations.deepspeed.adopt import in_use
+
+    device = in_use()
+    if device is None or device.device_name() == "cuda" or accelerator not in _names_of(device):
+        return None
+    if _device_type_of(strategy) not in (None, device.device_name()):
+        return None
+    return type("PluginAccelerator", (_Methods, connector.Accelerator), {"device": device})()
+
+
+def _device_type_of(strategy: Any) -> str | None:
+    """That of the devices that a strategy's object was given, if it was."""
+    devices = getattr(strategy, "parallel_devices", None)
+    return str(devices[0].type) if devices else None
 
 
 def follow_in_strategy(module: Any) -> None:
