@@ -130,6 +130,8 @@ for accelerator in ("auto", "cpu"):
     trainer = lightning.Trainer(accelerator=accelerator, strategy=strategy, logger=False, enable_checkpointing=False)
     fabric = lightning.Fabric(accelerator=accelerator, strategy=OfFabric(parallel_devices=[torch.device("cpu")] * 2))
     found += [*{type(trainer.accelerator).__name__, type(fabric.accelerator).__name__}, str(trainer.num_devices)]
+    statistics = trainer.accelerator.get_device_stats(torch.device("cpu", 0))
+    found += [str(len({"cpu_percent", "cpu_vm_percent", "allocated_bytes.all.current"} & {*statistics}))]
     try:
         lightning.Trainer(accelerator=accelerator, strategy=OfTrainer(parallel_devices=[torch.device("cuda", 0)]))
     except Exception as error:
@@ -259,8 +261,8 @@ def test_lightnings_strategy_trains_on_the_cpu_plugin(train: Train) -> None:
 
 @pytest.mark.deepspeed
 def test_a_lightning_strategy_may_have_its_devices(train: Train) -> None:
-    """Those of the plugin are the plugin's; of others Lightning says what it says without one."""
-    accelerator = ["PluginAccelerator", "2"]
+    """Those of the plugin are the plugin's, with the CPU's statistics, too; of others Lightning says what it says."""
+    accelerator = ["PluginAccelerator", "2", "3"]
     assert train(LIGHTNING_DEVICES) == [*accelerator, "['cpu'].", *accelerator, "type"]
 
 

@@ -48,7 +48,8 @@ def _accelerator_for(connector: Any, strategy: Any, accelerator: Any) -> Any:
         return None
     if _device_type_of(strategy) not in (None, device.device_name()):
         return None
-    return type("PluginAccelerator", (_Methods, connector.Accelerator), {"device": device})()
+    members = {"device": device, "registry": getattr(connector, "AcceleratorRegistry", None)}
+    return type("PluginAccelerator", (_Methods, connector.Accelerator), members)()
 
 
 def _device_type_of(strategy: Any) -> str | None:
@@ -102,9 +103,10 @@ def _names_of(device: Any) -> tuple[str, ...]:
 
 
 class _Methods:
-    """Lightning's `Accelerator` by DeepSpeed's, which is `device`."""
+    """Lightning's `Accelerator` by DeepSpeed's, which is `device`; `registry` has Lightning's own."""
 
     device: ClassVar[Any]
+    registry: ClassVar[Any]
 
     @classmethod
     def parse_devices(cls, devices: int | str | list[int]) -> list[int]:
@@ -137,6 +139,8 @@ class _Methods:
 
     def get_device_stats(self, which: Any) -> dict[str, Any]:
         stats: dict[str, Any] = self.device.memory_stats(which.index)
+        if which.type == "cpu":  # of others Lightning asks for the CPU's itself
+            stats.update(self.registry.get("cpu").get_device_stats(which))
         return stats
 
     def teardown(self) -> None:

@@ -460,6 +460,38 @@ def test_dropout_that_is_on_drops() -> None:
         assert torch.equal(logits(model), logits(model))
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_model_in_training_mode_generates_with_our_ops(name: str) -> None:
+    """As TRL's GRPO calls it: without gradients, and nothing that is dropped."""
+    config = CONFIGS[name]()
+    for option in [each for each in vars(config) if "drop" in each]:
+        setattr(config, option, 0.0)
+    model = transformers.AutoModelForCausalLM.from_config(config).train()
+    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    expected = model.generate(tokens(), **options)
+    with accelerate(model), CountedCalls() as counted:
+        assert torch.equal(model.generate(tokens(), **options), expected)
+    assert counted.calls["decoder_layer"] == 5 * config.num_hidden_layers
+
+
+def test_what_training_mode_changes_is_the_models_own() -> None:
+    """Dropout that is switched on later; quantized weights; and without a cache, as checkpoints call layers."""
+    model = make("llama").train()
+    layer = model.model.layers[1]
+    with accelerate(model), CountedCalls() as counted, torch.no_grad():
+        model(tokens(), use_cache=False)
+        layer.self_attn.attention_dropout = 0.5
+        assert not torch.equal(logits(model), logits(model))
+        assert counted.calls["decoder_layer"] < 2 * model.config.num_hidden_layers
+        layer.self_attn.attention_dropout = 0.0
+        model.config.attention_dropout = 0.5  # some families read it there
+        counted.calls.clear()
+        logits(model)
+    assert counted.calls["decoder_layer"] == 0
+    with accelerate(make("llama").train(), "int8") as handle:
+        assert not handle.layers
+
+
 def test_autocast_computes_in_its_dtype() -> None:
     model = make("llama")
     with torch.autocast("cpu", torch.bfloat16):

@@ -19,7 +19,7 @@ with warnings.catch_warnings():
     import transformers
     from transformers.models.llama import modeling_llama
 
-from ds_plugin_sdk.integrations.transformers import accelerate
+from ds_plugin_sdk.integrations.transformers import accelerate, kv_cache
 from ds_plugin_sdk.integrations.transformers.decoder_row import Row
 from ds_plugin_sdk.ops import decoder_layer
 
@@ -340,6 +340,28 @@ def test_lists_that_are_no_layers_are_an_error(monkeypatch: pytest.MonkeyPatch) 
     ):
         with pytest.raises(RuntimeError, match=why):
             call(hidden, caches, angles, numbers_of_layers, functions, tensors, integers, numbers)
+
+
+def test_what_another_thread_does_meanwhile_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its step was odd: the next one is not run ahead."""
+    model = make()
+    expected = run(model, Odd())
+    rows: list[Row] = []
+    run_ahead, alike = Row.run_ahead, kv_cache.alike
+
+    def seen(row: Row, *args: Any) -> Any:
+        rows.append(row)
+        return run_ahead(row, *args)
+
+    def interrupted(*args: Any) -> Any:
+        rows[-1]._kinds = []
+        return alike(*args)
+
+    monkeypatch.setattr(Row, "run_ahead", seen)
+    monkeypatch.setattr(kv_cache, "alike", interrupted)
+    with accelerate(model):
+        torch.testing.assert_close(run(model, Odd()), expected, rtol=1e-4, atol=1e-4)
+    assert rows
 
 
 CACHES = [name for name in ODD if name.startswith("caches")]

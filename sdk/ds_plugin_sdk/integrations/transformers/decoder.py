@@ -93,6 +93,11 @@ class Decoder:
         return all(matrix.order is None for matrix in self.matrices)
 
     @property
+    def is_rounded(self) -> bool:
+        """Whether it is for inference: `Matrix.rounded` says why."""
+        return any(matrix.rounded for matrix in self.matrices)
+
+    @property
     def has_its_heads(self) -> bool:
         """Whether the first product still makes as many as are attended with: heads may be pruned."""
         return self.qkv.contents.weight.shape[0] == (self.heads + 2 * self.kv_heads) * self.head_dim

@@ -180,33 +180,25 @@ class Row:
         step, snapshot, functions = self._steps.current, self._snapshot, given.functions
         if not (step.loop.is_direct and step.alike and hidden is step.last) or snapshot is None or functions is None:
             return None
-        first = step.count
-        run, givens = self.replacements[first:], self._known_from(first, given)
-        if len(givens) < 2 or run[0] is not replacement:
+        first, kept = step.count, [each.given for each in step.kept]
+        run, kinds = self.replacements[first:], _known_kinds(self._kinds[first:], kept, given)
+        if len(kinds) < 2 or run[0] is not replacement:
             return None
+        givens = [kept[kind] for kind in kinds]
         rooms = _rooms_of(run, hidden, givens)
-        end = first + len(rooms)
-        if len(rooms) < 2:
+        end = len(rooms)
+        if end < 2:
             return None
         made, past = [room.make_room(1) for room in rooms], [room.held for room in rooms]
-        caches, kinds = [*chain.from_iterable(made)], [(each.given.mask, each.given.angles) for each in step.kept]
-        layers = snapshot.layers(first, end)
-        results = decoder.run_whole(layers, hidden, caches, past, kinds, self._kinds[first:end], functions)
+        caches, of_kinds = [*chain.from_iterable(made)], [(each.mask, each.angles) for each in kept]
+        layers = snapshot.layers(first, first + end)
+        results = decoder.run_whole(layers, hidden, caches, past, of_kinds, kinds[:end], functions)
         is_plain = step.loop.is_plain
         if not is_plain and torch.is_inference_mode_enabled():  # of tensors that are made in it torch counts no changes
             with torch.inference_mode(False):
                 results = [result.clone() for result in results]
         step.ahead = _Ahead(zip(run, givens, rooms, past, made, strict=False), [hidden, *results], is_plain)
         return step.ahead.take()
-
-    def _known_from(self, first: int, given: Given) -> list[Given]:
-        """What a layer of this step and those after it are given if it is as in the last step: the first ones of them,
-        as many as can be in one call and are given what layers of this step have been given already.
-        """
-        kept = [each.given for each in self._steps.current.kept]
-        known = range(max(len(kept) - _KINDS, 0), len(kept))
-        givens = [kept[kind] for kind in takewhile(known.__contains__, self._kinds[first:])]
-        return [*takewhile(given.goes_with, givens)] if givens and givens[0] is given else []
 
     def begin(self, replacement: DecoderReplacement, hidden: Tensor) -> bool:
         """Ask all layers, if this is the first one in a step of one token; False if each has to be asked by itself."""
@@ -257,6 +249,15 @@ def _kinds_of(values: Sequence[object]) -> list[int]:
     """For each value, which of the different ones it is, in the order in which these come."""
     places: dict[int, int] = {}
     return [places.setdefault(id(value), len(places)) for value in values]
+
+
+def _known_kinds(kinds: Sequence[int], kept: Sequence[Given], given: Given) -> list[int]:
+    """Those of a layer and the ones after it in the last step: the first of them, as many as this step has kept and can
+    be in one call; none if the layer is given something else now.
+    """
+    known = range(max(len(kept) - _KINDS, 0), len(kept))
+    found = [*takewhile(lambda kind: kind in known and given.goes_with(kept[kind]), kinds)]
+    return found if found and kept[found[0]] is given else []
 
 
 # So many kinds of layers a model may have, by what they are given.
@@ -435,6 +436,7 @@ class _RowSnapshot:
         ]
         # What `DecoderReplacement.attends` asks: most layers share a configuration.
         found += [(vars(each.attention), "config", each.config) for each in replacements]
+        found += [(vars(each.module), "training", False) for each in replacements if each.layer.is_rounded]
         self._found = AsFound(named=found)
         self._different = list({id(each.config): each for each in replacements}.values())
 

@@ -151,6 +151,7 @@ class DecoderReplacement(Replacement):
         return (
             self._watch.holds()
             and self.attends()
+            and not (self.module.training and self.layer.is_rounded)
             and all(matrix.follow(look) for matrix in self.layer.matrices)
             and self.layer.has_its_heads
             and all(norm.serves(self.layer.qkv.dtype) for norm in self.layer.norms)
@@ -221,6 +222,8 @@ class DecoderReplacement(Replacement):
             and (named.keys() <= _KNOWN_ARGUMENTS or _are_known(named))
             and not named.get("output_attentions")
             and (cache is None or (isinstance(cache, Cache) and not isinstance(cache, EncoderDecoderCache)))
+            # Checkpoints run a layer that trains once without gradients, and must get the same with them.
+            and not (cache is None and self.module.training)
             # transformers 5.0 tells static caches where to write.
             and (named.get("cache_position") is None or cache is None or type(cache) is DynamicCache)
             and (named.get("position_embeddings") is None) != layer.rotary

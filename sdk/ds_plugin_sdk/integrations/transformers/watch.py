@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import repeat
 from typing import Any
 
@@ -63,6 +64,8 @@ class Watch:
         read = [each for each in attributes if _is_read(*each[1:])]
         read += [(vars(module), "_norm", None) for module in self._modules if hasattr(type(module), "_norm")]
         read += [(vars(module), "_call_impl", None) for module in inner]
+        configs = {id(config): config for config in map(_options_of, inner)}  # most share one
+        read += [(config, *each) for config in configs.values() for each in _dropping(config)]
         self._owners: list[dict[str, Any]] = [owner for owner, _, _ in read]
         self._names, self._values = [name for _, name, _ in read], [value for _, _, value in read]
         self._gather()
@@ -139,7 +142,23 @@ def _is_read(name: str, value: object) -> bool:
 def _ignores_training(module: nn.Module) -> bool:
     """Whether the module does the same in training."""
     kind = type(module)
-    return kind in (nn.Linear, nn.LayerNorm, Conv1D, *ACTIVATIONS) or has_code(module, *RMS_NORMS, GemmaRMSNorm)
+    if kind in (nn.Linear, nn.LayerNorm, Conv1D, *ACTIVATIONS) or has_code(module, *RMS_NORMS, GemmaRMSNorm):
+        return True
+    if kind is nn.Dropout:
+        return bool(module.p == 0)
+    options = [value for owner in (vars(module), _options_of(module)) for _, value in _dropping(owner)]
+    asks = "training" in inspect.unwrap(kind.forward).__code__.co_names
+    return not any(options) and (bool(options) or not asks)
+
+
+def _options_of(module: nn.Module) -> dict[str, Any]:
+    """Those of its configuration."""
+    return getattr(getattr(module, "config", None), "__dict__", {})
+
+
+def _dropping(options: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Those of a module or its configuration that say how much its code drops, or changes at random, in training."""
+    return ((name, value) for name, value in options.items() if "drop" in name or "jitter" in name)
 
 
 __all__ = ["Watch"]
