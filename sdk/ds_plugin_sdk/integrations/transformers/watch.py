@@ -93,7 +93,7 @@ class Watch:
         self._found = AsFound(self._modules, self._kinds, self._hooks, found)
 
     def holds(self) -> bool:
-        """No hooks, no other forward, no other class or code, no other children or numbers, no training mode."""
+        """No hooks, no other forward, class or code, no other children or numbers, no training mode that matters."""
         if RemovableHandle.next_id != self._registered:
             self._find_hooks()  # a module may have got other dictionaries before
             self._gather()
@@ -147,7 +147,8 @@ def _ignores_training(module: nn.Module) -> bool:
     if kind is nn.Dropout:
         return bool(module.p == 0)
     options = [value for owner in (vars(module), _options_of(module)) for _, value in _dropping(owner)]
-    asks = "training" in inspect.unwrap(kind.forward).__code__.co_names
+    code = getattr(inspect.unwrap(kind.forward), "__code__", None)
+    asks = code is None or "training" in code.co_names
     return not any(options) and (bool(options) or not asks)
 
 
