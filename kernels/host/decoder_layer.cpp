@@ -346,7 +346,8 @@ class GivenToLayers {
   OptionalTensor at(int64_t place) const {
     if (place < 0) return {};
     if (static_cast<size_t>(place) < tensors_.size()) return tensors_[place];
-    reject("a layer is given tensor " + std::to_string(place) + " of " + std::to_string(tensors_.size()));
+    reject("a layer is given tensor " + std::to_string(place) + " of " + std::to_string(tensors_.size()) +
+           "; expected a place in the list, or -1");
   }
 
   const Ops& ops_;

@@ -318,7 +318,7 @@ def test_which_cpu_is_fast(dtype: torch.dtype, vendor: str, flags: str, fast: bo
 
 
 @pytest.mark.parametrize(
-    ("flags", "refused", "amx"),
+    ("flags", "answer", "amx"),
     [
         ("avx512_bf16 amx_bf16", 0, True),
         ("avx512_bf16 amx_bf16", -1, False),  # in a container whose seccomp filter does not know the call
@@ -326,9 +326,9 @@ def test_which_cpu_is_fast(dtype: torch.dtype, vendor: str, flags: str, fast: bo
         ("avx512_bf16", 0, False),
     ],
 )
-def test_amx_is_what_linux_gives(flags: str, refused: int, amx: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_amx_is_what_linux_gives(flags: str, answer: int, amx: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the kernels ask for it: else models would leave to torch what the op then takes, or the other way round."""
-    library = SimpleNamespace(syscall=lambda *arguments: refused)
+    library = SimpleNamespace(syscall=lambda *arguments: answer)
     monkeypatch.setattr(_products, "ctypes", SimpleNamespace(CDLL=lambda name: library))
     assert _products._has_amx(frozenset(flags.split())) == amx
 

@@ -25,13 +25,12 @@ def follow_in_connector(connector: Any) -> None:
 
     @functools.wraps(check)
     def _check_config_and_set_final_flags(self: Any, strategy: Any, accelerator: Any, **others: Any) -> None:
-        plugins = _accelerator_for(connector, strategy, accelerator)
-        # Of these devices in a strategy Lightning asks that the accelerator is a name.
-        is_named = _device_type_of(strategy) in ("cpu", "cuda")
-        named = accelerator if plugins is None or is_named else plugins
-        check(self, strategy=strategy, accelerator=named, **others)
-        if plugins is not None:
-            self._accelerator_flag = plugins
+        ours = _accelerator_for(connector, strategy, accelerator)
+        # Where a strategy has devices of these types, Lightning asks that the accelerator is a name.
+        by_name = ours is None or _device_type_of(strategy) in ("cpu", "cuda")
+        check(self, strategy=strategy, accelerator=accelerator if by_name else ours, **others)
+        if ours is not None:
+            self._accelerator_flag = ours
 
     cls._check_config_and_set_final_flags = _check_config_and_set_final_flags
 
