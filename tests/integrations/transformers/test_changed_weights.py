@@ -190,6 +190,35 @@ def test_a_bias_of_one_element_is_for_all_also_where_it_comes_later() -> None:
         assert_as_plain(model)
 
 
+_NORMS = ["model.norm", "model.layers.1.self_attn.k_norm", "model.layers.1.post_attention_layernorm"]
+
+
+@pytest.mark.parametrize("name", _NORMS)
+def test_a_norm_with_one_number_multiplies_all_by_it(name: str) -> None:
+    model = make("exaone4")
+    norm = model.get_submodule(name)
+    its_own, for_all = norm.weight, nn.Parameter(torch.full((1,), 1.5))
+    with accelerate(model):
+        norm.weight = for_all
+        assert_as_plain(model)
+        norm.weight = its_own
+        assert_as_plain(model)
+    norm.weight = for_all
+    with accelerate(model):
+        assert_as_plain(model)
+
+
+def test_a_norm_of_another_size_is_the_models_error() -> None:
+    """The op would take it: it has as many numbers as all heads, which OLMo's norms as one."""
+    model = make("exaone4")
+    with accelerate(model) as handle:
+        norm = model.model.layers[1].self_attn.q_norm
+        norm.weight = nn.Parameter(torch.ones(32))
+        with pytest.raises(RuntimeError, match="must match the size of tensor"):
+            logits(model)
+        assert handle.layers == ["model.layers.0"]
+
+
 def test_weights_in_a_larger_buffer_stay_there() -> None:
     """ZeRO keeps all parameters in one buffer, and its optimizer writes there."""
     model = make("llama")

@@ -68,9 +68,21 @@ def describe(layer: nn.Module, matrix_of: MatrixOf) -> Decoder:
     if "output_attentions" in inspect.signature(type(layer).forward).parameters:
         raise NotUnderstoodError("it takes output_attentions, so that it puts out a tuple")
     try:
-        return found[0](layer, matrix_of)
+        described = found[0](layer, matrix_of)
     except AttributeError as why:
         raise NotUnderstoodError(f"it is not as in the releases of transformers that are known: {why}") from why
+    _check_norms(described)
+    return described
+
+
+def _check_norms(layer: Decoder) -> None:
+    """Raise `NotUnderstoodError` unless each has a number for every element; torch would repeat a single one."""
+    hidden, head = layer.mlp_out.rows[0], layer.head_dim
+    of_heads = (layer.query_norm, layer.heads), (layer.key_norm, layer.kv_heads)
+    fit = all(norm is None or norm.columns in (head, heads * head) for norm, heads in of_heads)
+    of_tokens = layer.attention_norm, layer.attention_post_norm, layer.mlp_norm, layer.mlp_post_norm
+    if not fit or any(norm is not None and norm.columns != hidden for norm in of_tokens):
+        raise NotUnderstoodError("a norm's weight is of another size than what it norms")
 
 
 def families_of_ops(model: nn.Module) -> list[str]:

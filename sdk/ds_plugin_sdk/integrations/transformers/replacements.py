@@ -112,7 +112,7 @@ class NormReplacement(Replacement):
                 return trained
         elif len(args) == 1 and not kwargs and is_plain_inference(args[0]) and self.holds():
             input: Tensor = args[0]
-            if self._norm.serves(input.dtype):
+            if self._norm.serves(input.dtype) and input.shape[-1:] == (self._norm.columns,):
                 return decoder.norm(ops_for(input.dtype), self._norm, input)
         return self.own(*args, **kwargs)
 

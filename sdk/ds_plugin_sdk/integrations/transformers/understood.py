@@ -76,34 +76,36 @@ GLOBAL_HOOKS = (nn_module._global_forward_hooks, nn_module._global_forward_pre_h
 
 @dataclass(frozen=True)
 class Norm:
-    """Layer norm, or RMS norm: its module's parameters by name, whichever they are at a call."""
+    """Layer norm, or RMS norm: its module's parameters by name, whichever they are at a call.
+
+    Attributes:
+        columns: how many elements are normed as one.
+    """
 
     parameters: dict[str, nn.Parameter | None]
+    columns: int
     eps: float
     rms: bool
     weight_offset: float = 0.0  # of an RMS norm
 
     def places(self) -> list[Place]:
-        return [Place(self.parameters, name, moved=False) for name in (("weight",) if self.rms else ("weight", "bias"))]
+        return [Place(self.parameters, name, moved=False) for name in _names(self.rms)]
 
     def arguments(self) -> tuple[Tensor | None, Tensor | None, float, float]:
         """Weight, bias (None for RMS norm), eps and what is added to the weight."""
         return self.parameters["weight"], None if self.rms else self.parameters["bias"], self.eps, self.weight_offset
 
-    @property
-    def columns(self) -> int:
-        """How many elements are normed as one."""
-        weight = self.parameters["weight"]
-        assert weight is not None
-        return weight.shape[0]
-
     def serves(self, dtype: torch.dtype) -> bool:
-        """Whether the parameters are plain ones of the input's dtype."""
-        weight = self.parameters.get("weight")
-        if type(weight) is not nn.Parameter or weight.dtype != dtype:
-            return False
-        bias = weight if self.rms else self.parameters.get("bias")
-        return type(bias) is nn.Parameter and bias.dtype == dtype
+        """Whether the parameters are plain ones of the input's dtype, with a number for each column."""
+        return all(
+            type(parameter) is nn.Parameter and parameter.dtype == dtype and parameter.shape == (self.columns,)
+            for parameter in map(self.parameters.get, _names(self.rms))
+        )
+
+
+def _names(rms: bool) -> tuple[str, ...]:
+    """Of a norm's parameters."""
+    return ("weight",) if rms else ("weight", "bias")
 
 
 class NotUnderstoodError(Exception):
@@ -333,9 +335,9 @@ def norm_of(module: Any) -> Norm:
     else:
         raise NotUnderstoodError(f"{name_of(module)} is no norm that is known")
     check_own_code(module)
-    for name in ("weight",) if rms else ("weight", "bias"):
+    for name in _names(rms):
         check_parameter(module._parameters.get(name), f"{name_of(module)}.{name}")
-    return Norm(module._parameters, eps, rms, offset)
+    return Norm(module._parameters, module.weight.numel(), eps, rms, offset)
 
 
 def _is_gemmas(module: Any) -> bool:
