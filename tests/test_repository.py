@@ -27,7 +27,7 @@ PACKAGES = {
     "ds-plugin-cuda": ROOT / "plugins" / "cuda" / "ds_plugin_cuda",
 }
 PLUGINS = [name for name in PACKAGES if name != "ds-plugin-sdk"]
-PYTHONS = ["3.10", "3.11", "3.12", "3.13"]
+PYTHONS = ["3.10", "3.11", "3.12", "3.13", "3.14"]
 
 
 def project(name: str) -> dict[str, Any]:

@@ -266,7 +266,7 @@ OF_17 = "#include <type_traits>\nbool b = std::is_same_v<int, int>;"
         (STRING, {"link_args": ("-nodefaultlibs",)}, "undefined reference", "is CXX a C compiler"),
         (OF_17, {"cxx_args": ("-std=c++14",)}, "is_same_v", "older -std="),
         ("", {"link_args": ("-static", "-lnosuchlibrary")}, "cannot find -lnosuchlibrary", ""),
-        ("", {"link_args": ("-Wl,--no-such",)}, "ld: unrecognized option '--no-such'", "LDFLAGS"),
+        ("", {"link_args": ("-Wl,--no-such",)}, r"ld(\.bfd)?: unrecognized option '--no-such'", "LDFLAGS"),
     ],
 )
 def test_what_the_compiler_says(

@@ -9,6 +9,8 @@ import pytest
 from deepspeed_support import Python
 
 from ds_plugin_sdk import op_builder
+from ds_plugin_sdk.errors import ToolchainError
+from ds_plugin_sdk.jit import CudaToolchain
 from ds_plugin_sdk.op_builder import lookup, op_table
 
 # What DeepSpeed's own accelerators have builders for, and the names of those ops; from the releases themselves.
@@ -54,6 +56,13 @@ def test_every_builder_of_a_release_is_in_the_table(release: str) -> None:
         assert {name: known.get(name) for name in builders} == builders, device
 
 
+def _has_nvcc() -> bool:
+    try:
+        return bool(CudaToolchain().find())
+    except ToolchainError:
+        return False
+
+
 @pytest.mark.deepspeed
 def test_what_was_compatible_is_compatible(python: Python) -> None:
     """By both devices' classes, ours and DeepSpeed's; it takes no GPU to ask."""
@@ -61,7 +70,10 @@ def test_what_was_compatible_is_compatible(python: Python) -> None:
     for device, builders in table.items():
         had = {name: before for name, (before, _, _) in builders.items() if before is not None}
         assert had.keys() == RELEASES["0.19.8"][device].keys()
-        assert [name for name, before in had.items() if before and not builders[name][1]] == []
+        lost = [name for name, before in had.items() if before and not builders[name][1]]
+        # With torch's build for CUDA, DeepSpeed says yes without nvcc too, and fails when it compiles.
+        compiled = [name for name in lost if builders[name][2].startswith("ds_plugin_cuda.")]
+        assert lost == ([] if device == "cpu" or _has_nvcc() else compiled)
         assert all(builders[name][1] is not None for name in had)
     own = {name for name, (_, _, module) in table["cuda"].items() if module.startswith("deepspeed.")}
     assert own >= {"GDSBuilder", "DeepCompileBuilder", "InferenceCutlassBuilder", "RaggedOpsBuilder"}

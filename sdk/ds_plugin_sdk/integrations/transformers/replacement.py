@@ -179,8 +179,8 @@ def _new_forward(own: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-# What is between a module's call and its replacement.
-FORWARD_CODE = next(each for each in _new_forward.__code__.co_consts if isinstance(each, types.CodeType))
+# What is between a module's call and its replacement. Python 3.14 has the code of its annotations beside it.
+FORWARD_CODE = _new_forward(nn.Identity.forward).__code__
 
 
 def is_own(module: nn.Module, forward: object) -> bool:
