@@ -2,6 +2,8 @@
 #include <ds_kernels/rotary.h>
 #include <ds_kernels/vec.h>
 
+#include <utility>
+
 #include "loops.h"
 
 namespace ds_kernels::cpu {
@@ -30,6 +32,16 @@ struct Halves {
   }
 };
 
+// Lane 0 of what is in lane 1, and the other way round, and so on. By a loop over lanes, GCC 16 warns of the result.
+template <size_t... lanes>
+DS_KERNELS_INLINE Floats neighbours(Floats x, std::index_sequence<lanes...>) {
+#ifdef __clang__
+  return __builtin_shufflevector(x, x, (lanes ^ 1)...);
+#else
+  return __builtin_shuffle(x, Words{(lanes ^ 1)...});
+#endif
+}
+
 struct Interleaved {
   template <class Element>
   static void turn(const Element* x, Element* y, const float* cos, const float* sin, int64_t head_dim,
@@ -37,17 +49,15 @@ struct Interleaved {
     // Pairs of a vector's lanes: each lane meets its neighbour's value, with a sign.
     for_each_vector(rotary_dim, [=](int64_t i, auto memory) {
       const Floats value = memory.load(x + i);
-      Floats neighbour, c, s;
-      for (int lane = 0; lane < kLanes; lane += 2) {
+      Floats c, s;
+      for (int lane = 0; lane < kLanes; ++lane) {
         const int64_t pair = (i + lane) / 2;
         const bool inside = i + lane < rotary_dim;
-        neighbour[lane] = value[lane + 1];
-        neighbour[lane + 1] = value[lane];
-        c[lane] = c[lane + 1] = inside ? cos[pair] : 0.f;
-        s[lane + 1] = inside ? sin[pair] : 0.f;
-        s[lane] = -s[lane + 1];
+        const float sine = inside ? sin[pair] : 0.f;
+        c[lane] = inside ? cos[pair] : 0.f;
+        s[lane] = lane % 2 == 0 ? -sine : sine;
       }
-      memory.store(y + i, value * c + neighbour * s);
+      memory.store(y + i, value * c + neighbours(value, std::make_index_sequence<kLanes>{}) * s);
     });
     copy_rest(x, y, rotary_dim, head_dim);
   }

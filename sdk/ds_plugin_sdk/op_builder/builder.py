@@ -469,9 +469,11 @@ def _distribution_version(distribution: str) -> str:
     import importlib.metadata
 
     try:
-        return importlib.metadata.version(distribution) or "unknown"  # None: it has no METADATA
-    except (importlib.metadata.PackageNotFoundError, KeyError, ValueError):  # KeyError in later versions of Python
+        metadata = importlib.metadata.metadata(distribution)
+    except (importlib.metadata.PackageNotFoundError, ValueError):
         return "unknown"
+    found: list[str] = metadata.get_all("Version", ["unknown"])  # a folder may have no METADATA
+    return found[0]
 
 
 def define_ops(name: str) -> None:
