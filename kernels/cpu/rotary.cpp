@@ -32,34 +32,36 @@ struct Halves {
   }
 };
 
-// Lane 0 of what is in lane 1, and the other way round, and so on. By a loop over lanes, GCC 16 warns of the result.
+// Lanes of a vector in another order; a lane may come twice.
 template <size_t... lanes>
-DS_KERNELS_INLINE Floats neighbours(Floats x, std::index_sequence<lanes...>) {
+DS_KERNELS_INLINE Floats picked(Floats x) {
 #ifdef __clang__
-  return __builtin_shufflevector(x, x, (lanes ^ 1)...);
+  return __builtin_shufflevector(x, x, lanes...);
 #else
-  return __builtin_shuffle(x, Words{(lanes ^ 1)...});
+  return __builtin_shuffle(x, Words{lanes...});
 #endif
 }
+
+// How the angles of a vector's pairs lie: one for two elements.
+DS_KERNELS_INLINE PartVector half(WholeVector) { return {kLanes / 2}; }
+DS_KERNELS_INLINE PartVector half(PartVector part) { return {part.count / 2}; }
 
 struct Interleaved {
   template <class Element>
   static void turn(const Element* x, Element* y, const float* cos, const float* sin, int64_t head_dim,
                    int64_t rotary_dim) {
-    // Pairs of a vector's lanes: each lane meets its neighbour's value, with a sign.
     for_each_vector(rotary_dim, [=](int64_t i, auto memory) {
-      const Floats value = memory.load(x + i);
-      Floats c, s;
-      for (int lane = 0; lane < kLanes; ++lane) {
-        const int64_t pair = (i + lane) / 2;
-        const bool inside = i + lane < rotary_dim;
-        const float sine = inside ? sin[pair] : 0.f;
-        c[lane] = inside ? cos[pair] : 0.f;
-        s[lane] = lane % 2 == 0 ? -sine : sine;
-      }
-      memory.store(y + i, value * c + neighbours(value, std::make_index_sequence<kLanes>{}) * s);
+      const Floats c = half(memory).load(cos + i / 2), s = half(memory).load(sin + i / 2);
+      memory.store(y + i, turned(memory.load(x + i), c, s, std::make_index_sequence<kLanes>{}));
     });
     copy_rest(x, y, rotary_dim, head_dim);
+  }
+
+  // Pairs of a vector's lanes: each lane meets its neighbour's value, with a sign. The first half of `c` and `s` counts.
+  template <size_t... lanes>
+  static DS_KERNELS_INLINE Floats turned(Floats value, Floats c, Floats s, std::index_sequence<lanes...>) {
+    const Floats signs{(lanes % 2 == 0 ? -1.f : 1.f)...};
+    return value * picked<lanes / 2 ...>(c) + picked<lanes ^ 1 ...>(value) * (picked<lanes / 2 ...>(s) * signs);
   }
 };
 
