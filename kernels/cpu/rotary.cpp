@@ -42,16 +42,13 @@ DS_KERNELS_INLINE Floats picked(Floats x) {
 #endif
 }
 
-// How the angles of a vector's pairs lie: one for two elements.
-DS_KERNELS_INLINE PartVector half(WholeVector) { return {kLanes / 2}; }
-DS_KERNELS_INLINE PartVector half(PartVector part) { return {part.count / 2}; }
-
 struct Interleaved {
   template <class Element>
   static void turn(const Element* x, Element* y, const float* cos, const float* sin, int64_t head_dim,
                    int64_t rotary_dim) {
     for_each_vector(rotary_dim, [=](int64_t i, auto memory) {
-      const Floats c = half(memory).load(cos + i / 2), s = half(memory).load(sin + i / 2);
+      const PartVector pairs{lanes_in(memory) / 2};
+      const Floats c = pairs.load(cos + i / 2), s = pairs.load(sin + i / 2);
       memory.store(y + i, turned(memory.load(x + i), c, s, std::make_index_sequence<kLanes>{}));
     });
     copy_rest(x, y, rotary_dim, head_dim);

@@ -153,10 +153,6 @@ DS_KERNELS_INLINE float from_order(int32_t order) {
 
 #ifndef DS_KERNELS_GPU_COMPILER
 
-// How many elements of a vector there are.
-DS_KERNELS_INLINE int64_t lanes_in(WholeVector) { return kLanes; }
-DS_KERNELS_INLINE int64_t lanes_in(PartVector part) { return part.count; }
-
 // The first lanes of an array.
 DS_KERNELS_INLINE Words lanes_of(const uint32_t (&array)[16]) {
   Words words;

@@ -413,6 +413,10 @@ struct PartVector {
 #endif
 };
 
+// How many elements of a vector there are.
+DS_KERNELS_INLINE int64_t lanes_in(WholeVector) { return kLanes; }
+DS_KERNELS_INLINE int64_t lanes_in(PartVector part) { return part.count; }
+
 // Calls `body(position, memory)` for the vectors that cover `count` elements.
 template <class Whole = WholeVector, class Body>
 DS_KERNELS_INLINE void for_each_vector(int64_t count, Body body) {
