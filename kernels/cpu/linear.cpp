@@ -241,17 +241,19 @@ struct Linear {
 };
 
 #if defined(__AVX512F__)
-// Many inputs in bfloat16, but no more than kMostAmxInputs, on quantized weights by AMX.
+// Many inputs in bfloat16, but no more than kMostAmxInputs, by AMX.
 template <class Weight>
 struct LinearByAmx {
-  static void run(const LinearTask& task, int64_t begin, int64_t end, float* sums) {
-    float* const gates = task.gated ? sums + amx_blocks(task.inputs) * kAmxSums : nullptr;
+  static void run(const LinearTask& task, int64_t begin, int64_t end, float* room) {
+    const int64_t at_once = amx_outputs_at_once(task.inputs), sums = at_once * amx_blocks(task.inputs) * kAmxInputs;
+    const AmxRoom rows{reinterpret_cast<uint16_t*>(room), room + at_once * amx_columns_at_once(task.inputs) / 2};
+    const AmxRoom gates{rows.laid_out, task.gated ? rows.sums + sums : nullptr};
     Amx::begin();
-    for (int64_t o = begin; o < end; o += kAmxOutputs) {
-      const int64_t count = end - o < kAmxOutputs ? end - o : kAmxOutputs;
-      if (gates) amx_sums<Weight>(task, task.outputs + o, count, gates, [](int64_t, int64_t) {});
-      amx_sums<Weight>(task, o, count, sums, [&](int64_t block, int64_t last) {
-        for (; block < last; ++block) finish_block(task, sums, gates, block, o, count);
+    for (int64_t o = begin; o < end; o += at_once) {
+      const int64_t count = end - o < at_once ? end - o : at_once;
+      if (task.gated) amx_sums<Weight>(task, task.outputs + o, count, gates, [](int64_t, int64_t) {});
+      amx_sums<Weight>(task, o, count, rows, [&](int64_t block, int64_t last) {
+        for (; block < last; ++block) finish_block(task, rows.sums, gates.sums, block, o, count);
       });
     }
     Amx::end();
@@ -259,22 +261,26 @@ struct LinearByAmx {
 
   static void finish_block(const LinearTask& task, const float* sums, const float* gates, int64_t block, int64_t first,
                            int64_t count) {
-    alignas(64) float of_inputs[kAmxSums], gates_of_inputs[kAmxSums];
-    by_inputs(sums + block * kAmxSums, of_inputs);
-    if (gates) by_inputs(gates + block * kAmxSums, gates_of_inputs);
-    const int64_t m = block * kAmxInputs, left = task.inputs - m;
-    finish<BFloat16>(task, {of_inputs, gates ? gates_of_inputs : nullptr, kAmxOutputs}, m, left < kAmxInputs ? left : kAmxInputs,
-                     first, count);
+    alignas(64) float of_inputs[kAmxInputs * kManyAmxOutputs], gates_of_inputs[kAmxInputs * kManyAmxOutputs];
+    const int64_t stride = amx_blocks(task.inputs) * kAmxSums;
+    by_inputs(sums + block * kAmxSums, stride, count, of_inputs);
+    if (gates) by_inputs(gates + block * kAmxSums, stride, count, gates_of_inputs);
+    const int64_t input = block * kAmxInputs, left = task.inputs - input;
+    finish<BFloat16>(task, {of_inputs, gates ? gates_of_inputs : nullptr, kManyAmxOutputs}, input,
+                     left < kAmxInputs ? left : kAmxInputs, first, count);
   }
 };
 
 bool has_amx_for(const LinearLayer& layer) {
-  return layer.columns > 0 && layer.scales && layer.columns / layer.groups % kAmxColumns == 0;
+  return layer.columns > 0 && layer.columns / layer.groups % kAmxColumns == 0;
 }
-AmxLoop choose_by_amx(bool int4) { return int4 ? LinearByAmx<Int4Pair>::run : LinearByAmx<int8_t>::run; }
+AmxLoop choose_by_amx(bool quantized, bool int4) {
+  if (int4) return LinearByAmx<Int4Pair>::run;
+  return quantized ? LinearByAmx<int8_t>::run : LinearByAmx<BFloat16>::run;
+}
 #else
 bool has_amx_for(const LinearLayer&) { return false; }
-AmxLoop choose_by_amx(bool) { return nullptr; }
+AmxLoop choose_by_amx(bool, bool) { return nullptr; }
 constexpr PairLoop pair_inputs = nullptr;
 #endif
 

@@ -1,7 +1,7 @@
 // Products of weights with many inputs in bfloat16 by AMX: an instruction multiplies 16 rows of 32 weights with 16 inputs.
 //
 // Its registers have 16 rows of 64 bytes. Weights are laid out for them a few at a time, as they are made bfloat16, and all
-// inputs, whose columns lie in pairs, pass by them.
+// inputs, whose columns lie in pairs, meet them.
 #pragma once
 
 #include <type_traits>
@@ -15,9 +15,9 @@ inline namespace DS_KERNELS_CPU_LEVEL {
 
 #if defined(__AVX512F__)
 
-// Columns that are laid out at a time, and that those of all rows are made of.
-constexpr int64_t kAmxLaidOut = 512, kAmxPart = 128;
-// Floats of a block's sums, [2, kAmxRows, kAmxInputs].
+// Columns of all rows of a block that are laid out before the next ones.
+constexpr int64_t kAmxPart = 128;
+// Floats of the sums of a block of outputs with one of inputs, [2, kAmxRows, kAmxInputs].
 constexpr int64_t kAmxSums = cpu::kAmxOutputs * cpu::kAmxInputs;
 static_assert(cpu::kAmxInputs == kAmxRows && kLanes == kAmxRows, "sums are transposed in registers");
 static_assert(cpu::kAmxOutputs == 2 * kAmxRows, "with two blocks of inputs their sums are in registers");
@@ -73,19 +73,28 @@ DS_KERNELS_INLINE void lay_out_part(const Int4Pair* from, int64_t count, float s
   }
 }
 
+DS_KERNELS_INLINE void lay_out_part(const BFloat16* from, int64_t count, float, float, AmxRow to) {
+  for (int64_t c = 0; c < count; c += kAmxColumns) {
+    ShortVector values;
+    __builtin_memcpy(&values, from + c, sizeof values);
+    to.put(c, values);
+  }
+}
+
 // Fetches `bytes` of what is laid out next, `ahead` bytes further on, into the second cache.
 DS_KERNELS_INLINE void fetch_next(const void* from, int64_t ahead, int64_t bytes) {
   const uintptr_t next = reinterpret_cast<uintptr_t>(from) + ahead;
   for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(reinterpret_cast<const void*>(next + at), 0, 2);
 }
 
-// Columns [begin, end) of up to kAmxOutputs rows from `first` on, kAmxPart of them of all rows at a time.
+// Columns [begin, end) of up to kAmxOutputs rows from `first` on, kAmxPart of them of all rows at a time. What is laid out next is
+// `ahead` bytes further on.
 template <class Weight>
 DS_KERNELS_INLINE void lay_out_rows(const cpu::LinearTask& task, int64_t first, int64_t rows, int64_t begin, int64_t end,
-                                    uint16_t* to) {
+                                    int64_t ahead, uint16_t* to) {
   const auto* weight = static_cast<const Weight*>(task.weight) + first * task.stride;
   const int64_t width = task.columns / task.groups;
-  if (rows < cpu::kAmxOutputs) __builtin_memset(to, 0, cpu::kAmxOutputs * kAmxLaidOut * sizeof *to);
+  if (rows < cpu::kAmxOutputs) __builtin_memset(to, 0, cpu::kAmxOutputs * (end - begin) * sizeof *to);
   for (int64_t c = begin, next; c < end; c = next) {
     const int64_t group = c / width, end_of_group = (group + 1) * width;
     next = c + kAmxPart;
@@ -94,8 +103,8 @@ DS_KERNELS_INLINE void lay_out_rows(const cpu::LinearTask& task, int64_t first, 
     for (int64_t r = 0; r < rows; ++r) {
       const int64_t at = (first + r) * task.groups + group;
       const Weight* from = weight + r * task.stride + elements_of<Weight>(c);
-      fetch_next(from, cpu::kAmxOutputs * task.stride, elements_of<Weight>(next - c));
-      lay_out_part(from, next - c, task.scales[at], task.offsets ? task.offsets[at] : 0.f,
+      fetch_next(from, ahead, elements_of<Weight>(next - c) * sizeof(Weight));
+      lay_out_part(from, next - c, task.scales ? task.scales[at] : 1.f, task.offsets ? task.offsets[at] : 0.f,
                    AmxRow{to + (c - begin) * cpu::kAmxOutputs + r * kAmxColumns});
     }
   }
@@ -103,7 +112,7 @@ DS_KERNELS_INLINE void lay_out_rows(const cpu::LinearTask& task, int64_t first, 
 
 // ---- products -----------------------------------------------------------------------------------------------------
 
-// Adds the products of laid out weights with one or two blocks of inputs to their sums, or begins these.
+// Adds the products of a block of weights with one or two blocks of inputs to their sums, or begins these.
 template <int blocks>
 DS_KERNELS_INLINE void add_blocks(const uint16_t* weights, int64_t columns, const uint16_t* inputs, int64_t stride,
                                   bool begins, float* sums) {
@@ -136,35 +145,53 @@ DS_KERNELS_INLINE void add_blocks(const uint16_t* weights, int64_t columns, cons
   if constexpr (two) Amx::store<2>(sums + kAmxSums), Amx::store<3>(sums + kAmxSums + half);
 }
 
-// The sums of up to kAmxOutputs rows from `first` on with all inputs, kAmxSums for each block of these. `finish(begin, end)` is
-// called for some blocks at a time, as soon as they are done.
+// Where laid out weights and sums are in the room of a loop.
+struct AmxRoom {
+  uint16_t* laid_out;  // blocks of outputs, each of columns at once
+  float* sums;         // blocks of outputs, each of blocks of inputs, each kAmxSums
+};
+
+// The sums of some rows from `first` on with all inputs. `finish(begin, end)` is called for some blocks of inputs as soon as they are
+// done.
 template <class Weight, class Finish>
-DS_KERNELS_INLINE void amx_sums(const cpu::LinearTask& task, int64_t first, int64_t rows, float* sums, Finish finish) {
+DS_KERNELS_INLINE void amx_sums(const cpu::LinearTask& task, int64_t first, int64_t rows, const AmxRoom& room, Finish finish) {
   const int64_t blocks = cpu::amx_blocks(task.inputs), stride = cpu::kAmxInputs * task.columns;
-  for (int64_t begin = 0; begin < task.columns; begin += kAmxLaidOut) {
-    const int64_t end = task.columns - begin < kAmxLaidOut ? task.columns : begin + kAmxLaidOut;
-    alignas(64) uint16_t laid_out[cpu::kAmxOutputs * kAmxLaidOut];
-    lay_out_rows<Weight>(task, first, rows, begin, end, laid_out);
+  const int64_t parts = (rows + cpu::kAmxOutputs - 1) / cpu::kAmxOutputs, at_once = cpu::amx_columns_at_once(task.inputs);
+  for (int64_t begin = 0; begin < task.columns; begin += at_once) {
+    const bool last = task.columns - begin <= at_once;
+    const int64_t end = last ? task.columns : begin + at_once;
+    // These rows' next columns, or the next rows' first.
+    const int64_t ahead = last ? rows * task.stride - elements_of<Weight>(begin) : elements_of<Weight>(end - begin);
+    for (int64_t part = 0; part < parts; ++part) {
+      const int64_t row = part * cpu::kAmxOutputs, left = rows - row;
+      lay_out_rows<Weight>(task, first + row, left < cpu::kAmxOutputs ? left : cpu::kAmxOutputs, begin, end,
+                           ahead * sizeof(Weight), room.laid_out + part * cpu::kAmxOutputs * at_once);
+    }
     for (int64_t block = 0, next; block < blocks; block = next) {
       const uint16_t* inputs = task.pairs + begin * cpu::kAmxInputs + block * stride;
       next = block + 2 <= blocks ? block + 2 : blocks;
-      if (next - block == 2) {
-        add_blocks<2>(laid_out, end - begin, inputs, stride, begin == 0, sums + block * kAmxSums);
-      } else {
-        add_blocks<1>(laid_out, end - begin, inputs, stride, begin == 0, sums + block * kAmxSums);
+      for (int64_t part = 0; part < parts; ++part) {
+        const uint16_t* weights = room.laid_out + part * cpu::kAmxOutputs * at_once;
+        float* sums = room.sums + (part * blocks + block) * kAmxSums;
+        if (next - block == 2) {
+          add_blocks<2>(weights, end - begin, inputs, stride, begin == 0, sums);
+        } else {
+          add_blocks<1>(weights, end - begin, inputs, stride, begin == 0, sums);
+        }
       }
-      if (end == task.columns) finish(block, next);
+      if (last) finish(block, next);
     }
   }
 }
 
-// A block's sums by inputs, [kAmxInputs, kAmxOutputs].
-DS_KERNELS_INLINE void by_inputs(const float* sums, float* to) {
-  for (int64_t half = 0; half < 2; ++half) {
+// The sums of some outputs with a block of inputs, whose sums with the next outputs are `stride` further on, by inputs:
+// [kAmxInputs, kManyAmxOutputs].
+DS_KERNELS_INLINE void by_inputs(const float* sums, int64_t stride, int64_t outputs, float* to) {
+  for (int64_t o = 0; o < outputs; o += kAmxRows) {
     ShortVector rows[kLanes];
-    __builtin_memcpy(rows, sums + half * kAmxSums / 2, sizeof rows);
+    __builtin_memcpy(rows, sums + o / cpu::kAmxOutputs * stride + o % cpu::kAmxOutputs * kAmxRows, sizeof rows);
     transpose(rows);
-    for (int64_t m = 0; m < kLanes; ++m) __builtin_memcpy(to + m * cpu::kAmxOutputs + half * kLanes, &rows[m], sizeof rows[m]);
+    for (int64_t m = 0; m < kLanes; ++m) __builtin_memcpy(to + m * cpu::kManyAmxOutputs + o, &rows[m], sizeof rows[m]);
   }
 }
 

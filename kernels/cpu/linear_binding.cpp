@@ -23,11 +23,9 @@ constexpr int64_t kManyInputsOfFast = 8;
 constexpr int64_t kManyInputsToWiden = 128;
 // In float32 on AMD's CPUs without AVX-512: tiles are up to 1.5 times as fast until then.
 constexpr int64_t kManyInputsOnAmd = 256;  // ds_plugin_sdk/ops/_products.py has these numbers too
-// Quantized weights with inputs in bfloat16 by AMX: from this many inputs on up to kMostAmxInputs, beyond which torch's product
-// of weights made bfloat16 is as fast. As many of them at a time as fit into the second cache, but not so few that laying out the
-// weights takes longer than their products.
-constexpr int64_t kInputsByAmx = 16;
-constexpr int64_t kPairedBytes = 1 << 20, kLeastAmxInputs = 128;
+// Inputs in bfloat16 by AMX: from this many on; with weights in bfloat16 from as many on up to kFewAmxInputs, beyond which torch's
+// product is as fast.
+constexpr int64_t kInputsByAmx = 16, kInputsByAmxOfPlain = 5;
 // How much of the weights is widened at a time for that product: what then still is in the second cache, or near it.
 constexpr int64_t kBlockBytes = 2 << 20;
 constexpr int64_t kLeastBlock = 64;
@@ -196,15 +194,15 @@ struct Linear : Device {
 
  private:
   static bool uses_amx(const LinearLayer& layer, Dtype dtype) {
-    return dtype == Dtype::BFloat16 && layer.inputs >= kInputsByAmx && layer.inputs <= kMostAmxInputs && has_amx() &&
+    const bool inputs_fit = layer.scales ? layer.inputs >= kInputsByAmx
+                                         : layer.inputs >= kInputsByAmxOfPlain && layer.inputs <= kFewAmxInputs;
+    return dtype == Dtype::BFloat16 && inputs_fit && has_amx() &&
            loops_for<LinearLoops>("linear").has_amx(layer);
   }
 
-  // In parts of about one size, each as large as its inputs are in the second cache.
+  // In parts of about one size.
   void run_by_amx(const char* op, const LinearLayer& layer) const {
-    const int64_t fit = kPairedBytes / (2 * layer.columns) / kAmxInputs * kAmxInputs;
-    const int64_t most = std::max(fit, kLeastAmxInputs);
-    const int64_t parts = (layer.inputs + most - 1) / most;
+    const int64_t parts = (layer.inputs + kMostAmxInputs - 1) / kMostAmxInputs;
     const int64_t inputs = (amx_blocks(layer.inputs) + parts - 1) / parts * kAmxInputs;
     for (int64_t first = 0; first < layer.inputs; first += inputs) {
       run_some_by_amx(op, inputs_of(layer, first, std::min(layer.inputs - first, inputs), Dtype::BFloat16));
@@ -218,13 +216,12 @@ struct Linear : Device {
     LinearTask task{layer, nullptr, {}, nullptr, room_for(pairs, blocks * elements)};
     parallel_for(0, blocks, grain_of(elements),
                  [&](int64_t begin, int64_t end) { loops.pair_inputs(layer, begin, end, pairs.get()); });
-    const AmxLoop loop = loops.by_amx(layer.int4);
-    const int64_t operands = layer.gated ? 2 : 1;
-    const int64_t work = kShare * layer.columns * operands * blocks;
+    const AmxLoop loop = loops.by_amx(layer.scales != nullptr, layer.int4);
+    const int64_t work = kShare * layer.columns * (layer.gated ? 2 : 1) * blocks;
     parallel_for(0, (layer.outputs + kShare - 1) / kShare, grain_of(work), [&](int64_t begin, int64_t end) {
-      Room<float> sums;
-      room_for(sums, operands * blocks * kAmxInputs * kAmxOutputs);
-      loop(task, begin * kShare, std::min(end * kShare, layer.outputs), sums.get());
+      Room<float> room;
+      room_for(room, amx_room(layer.inputs, layer.gated));
+      loop(task, begin * kShare, std::min(end * kShare, layer.outputs), room.get());
     });
   }
 

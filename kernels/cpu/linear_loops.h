@@ -38,16 +38,26 @@ using ShortenLoop = bool (*)(const LinearTask& task, int16_t* values, float* sca
 // The sums of each group of a task's inputs, [inputs, groups].
 using SumGroupsLoop = void (*)(const LinearTask& task, float* sums);
 
-// Products by AMX take inputs in blocks of so many, and at most so many: their sums shall be in the second cache. Outputs are
-// computed so many at a time.
+// Products by AMX take inputs and outputs in blocks of so many, and at most so many inputs: their sums shall be in the second cache.
 constexpr int64_t kAmxInputs = 16, kMostAmxInputs = 512, kAmxOutputs = 32;
 constexpr int64_t amx_blocks(int64_t inputs) { return (inputs + kAmxInputs - 1) / kAmxInputs; }
 
-// Whether there are products by AMX here for a layer with inputs in bfloat16: its weights are quantized.
+// Outputs and columns whose weights are laid out at a time. Those of one block of outputs stay in the first cache while a few inputs
+// pass by them; more would be waited for, so two blocks of inputs stay there while many outputs pass by. Both together fit into it.
+constexpr int64_t kFewAmxInputs = 128, kManyAmxOutputs = 256;
+constexpr int64_t amx_outputs_at_once(int64_t inputs) { return inputs <= kFewAmxInputs ? kAmxOutputs : kManyAmxOutputs; }
+constexpr int64_t amx_columns_at_once(int64_t inputs) { return inputs <= kAmxInputs ? 512 : 256; }
+
+// Floats that AmxLoop needs: for weights, two in a float, and for sums and gates.
+constexpr int64_t amx_room(int64_t inputs, bool gated) {
+  const int64_t sums = amx_blocks(inputs) * kAmxInputs * (gated ? 2 : 1);
+  return amx_outputs_at_once(inputs) * (amx_columns_at_once(inputs) / 2 + sums);
+}
+
+// Whether there are products by AMX here for a layer with inputs in bfloat16.
 using HasAmx = bool (*)(const LinearLayer& layer);
 
-// Computes outputs [begin, end) of every input in pairs; there is room for kAmxOutputs sums of each input of whole blocks, and for
-// as many gates behind them.
+// Computes outputs [begin, end) of every input in pairs; `room` has amx_room() floats, aligned to cache lines.
 using AmxLoop = void (*)(const LinearTask& task, int64_t begin, int64_t end, float* room);
 
 // Blocks [begin, end) of a layer's inputs in pairs of columns, each [columns / 2, kAmxInputs, 2]; the last is filled up with
@@ -63,7 +73,7 @@ struct LinearLoops {
   ShortenLoop shorten;
   SumGroupsLoop sum_groups;
   HasAmx has_amx;
-  AmxLoop (*by_amx)(bool int4);
+  AmxLoop (*by_amx)(bool quantized, bool int4);
   PairLoop pair_inputs;
 };
 

@@ -341,6 +341,7 @@ def test_amx_is_what_linux_gives(flags: str, answer: int, amx: bool, monkeypatch
         (torch.float32, "AuthenticAMD", "avx2", 256),
         (torch.bfloat16, "AuthenticAMD", "avx512f avx512_bf16", 8),
         (torch.bfloat16, "GenuineIntel", "avx512f avx512_bf16", math.inf),
+        (torch.bfloat16, "GenuineIntel", "avx512_bf16 amx_bf16", 129),
         (torch.float16, "GenuineIntel", "avx512_fp16", 24),
         (torch.float16, "GenuineIntel", "avx512f", math.inf),
         (torch.float64, "AuthenticAMD", "avx2", 24),

@@ -15,9 +15,9 @@ from torch import Tensor
 _FAST = {torch.bfloat16: {"amx_bf16"}, torch.float16: {"amx_fp16", "avx512_fp16"}}
 # With these alone Intel's CPUs multiply bfloat16 at half the rate of float32, AMD's at twice the rate.
 _FAST_BUT_ON_INTEL = {torch.bfloat16: {"avx512_bf16"}}
-# From how many inputs on `ops.linear` on a CPU is torch's product: of float32, of bfloat16 where x86 is fast at it, and
-# of float32 on AMD's CPUs without AVX-512. ``kernels/cpu/linear_binding.cpp`` has the same numbers.
-_MANY, _MANY_OF_BFLOAT16, _MANY_ON_AMD = 24, 8, 256
+# From how many inputs on `ops.linear` on a CPU is torch's product: of float32, of bfloat16 where x86 is fast at it, the
+# same with AMX, and of float32 on AMD's CPUs without AVX-512. ``kernels/cpu/linear_binding.cpp`` has the same numbers.
+_MANY, _MANY_OF_BFLOAT16, _MANY_BY_AMX, _MANY_ON_AMD = 24, 8, 129, 256
 # How much is in float32 at a time, as rows, columns and what is summed over: tens of MiB, as fast as all at once.
 _ROWS, _COLUMNS, _SUMMED = 2048, 2048, 4096
 
@@ -48,7 +48,9 @@ def _torchs_from(dtype: torch.dtype, vendor: str, flags: frozenset[str]) -> floa
         return _MANY_ON_AMD
     if dtype in _FAST and not _is_fast(dtype, vendor, flags):
         return math.inf
-    return _MANY_OF_BFLOAT16 if dtype == torch.bfloat16 else _MANY
+    if dtype != torch.bfloat16:
+        return _MANY
+    return _MANY_BY_AMX if "amx_bf16" in flags else _MANY_OF_BFLOAT16
 
 
 def _is_fast(dtype: torch.dtype, vendor: str, flags: frozenset[str]) -> bool:
