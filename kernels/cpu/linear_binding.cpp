@@ -200,12 +200,11 @@ struct Linear : Device {
            loops_for<LinearLoops>("linear").has_amx(layer);
   }
 
-  // In parts of about one size.
+  // As many inputs in pairs at a time as run_some() has, or more: threads shall have parts of their own.
   void run_by_amx(const char* op, const LinearLayer& layer) const {
-    const int64_t parts = (layer.inputs + kMostAmxInputs - 1) / kMostAmxInputs;
-    const int64_t inputs = (amx_blocks(layer.inputs) + parts - 1) / parts * kAmxInputs;
-    for (int64_t first = 0; first < layer.inputs; first += inputs) {
-      run_some_by_amx(op, inputs_of(layer, first, std::min(layer.inputs - first, inputs), Dtype::BFloat16));
+    constexpr int64_t most = 4 * kMostAmxInputs;
+    for (int64_t first = 0; first < layer.inputs; first += most) {
+      run_some_by_amx(op, inputs_of(layer, first, std::min(layer.inputs - first, most), Dtype::BFloat16));
     }
   }
 
@@ -213,33 +212,44 @@ struct Linear : Device {
     const LinearLoops& loops = loops_for<LinearLoops>(op);
     const int64_t blocks = amx_blocks(layer.inputs), elements = kAmxInputs * layer.columns;
     Room<uint16_t> pairs;
-    LinearTask task{layer, nullptr, {}, nullptr, room_for(pairs, blocks * elements)};
+    const LinearTask task{layer, nullptr, {}, nullptr, room_for(pairs, blocks * elements)};
     parallel_for(0, blocks, grain_of(elements),
                  [&](int64_t begin, int64_t end) { loops.pair_inputs(layer, begin, end, pairs.get()); });
     const AmxLoop loop = loops.by_amx(layer.scales != nullptr, layer.int4);
-    const int64_t work = kShare * layer.columns * (layer.gated ? 2 : 1) * blocks;
-    parallel_for(0, (layer.outputs + kShare - 1) / kShare, grain_of(work), [&](int64_t begin, int64_t end) {
+    const int64_t parts = (layer.inputs + kMostAmxInputs - 1) / kMostAmxInputs;
+    const int64_t at_once = (blocks + parts - 1) / parts * kAmxInputs;  // of about one size
+    const int64_t work = kAmxOutputs * layer.columns * amx_blocks(at_once);
+    share_layer(layer, at_once, kAmxOutputs, work, [&](int64_t first, int64_t inputs, int64_t begin, int64_t end) {
+      LinearTask some = task;
+      static_cast<LinearLayer&>(some) = inputs_of(layer, first, inputs, Dtype::BFloat16);
+      some.pairs += first * layer.columns;
       Room<float> room;
-      room_for(room, amx_room(layer.inputs, layer.gated));
-      loop(task, begin * kShare, std::min(end * kShare, layer.outputs), room.get());
+      loop(some, begin, end, room_for(room, amx_room(inputs, layer.gated)));
     });
   }
 
-  // Threads share outputs and, of many inputs, blocks of those.
   void run_some(const char* op, const LinearLayer& layer, Dtype dtype) const {
     const LinearLoops& loops = loops_for<LinearLoops>(op);
     const PreparedLayer prepared(loops, layer, dtype);
     const LinearLoop loop = loops.linear(dtype, layer.scales != nullptr, layer.int4);
-    const int64_t shares = (layer.outputs + kShare - 1) / kShare;
-    const int64_t blocks = (layer.inputs + kMostTileInputs - 1) / kMostTileInputs;
-    const int64_t work = kShare * layer.columns * (layer.gated ? 2 : 1) * std::min(layer.inputs, kMostTileInputs);
-    parallel_for(0, blocks * shares, grain_of(work), [&](int64_t begin, int64_t end) {
+    const int64_t work = kShare * layer.columns * std::min(layer.inputs, kMostTileInputs);
+    share_layer(layer, kMostTileInputs, kShare, work, [&](int64_t first, int64_t inputs, int64_t begin, int64_t end) {
+      loop(prepared.task(first, inputs, dtype), begin, end);
+    });
+  }
+
+  // Threads share outputs, `share` at a time, and, of many inputs, parts of these: `with(first, inputs, begin, end)` is called for
+  // so many inputs from one on, and outputs [begin, end). A share's work is as grain_of() counts it, without gates.
+  template <class With>
+  static void share_layer(const LinearLayer& layer, int64_t inputs_at_once, int64_t share, int64_t work, const With& with) {
+    const int64_t shares = (layer.outputs + share - 1) / share;
+    const int64_t parts = (layer.inputs + inputs_at_once - 1) / inputs_at_once;
+    parallel_for(0, parts * shares, grain_of(layer.gated ? 2 * work : work), [&](int64_t begin, int64_t end) {
       for (int64_t next; begin < end; begin = next) {
-        const int64_t block = begin / shares, input = block * kMostTileInputs;
-        next = std::min(end, (block + 1) * shares);
-        const LinearTask task = prepared.task(input, std::min(layer.inputs - input, kMostTileInputs), dtype);
-        const int64_t last = (next - block * shares) * kShare;
-        loop(task, begin % shares * kShare, std::min(last, layer.outputs));
+        const int64_t part = begin / shares, first = part * inputs_at_once;
+        next = std::min(end, (part + 1) * shares);
+        with(first, std::min(layer.inputs - first, inputs_at_once), begin % shares * share,
+             std::min((next - part * shares) * share, layer.outputs));
       }
     });
   }
