@@ -23,9 +23,9 @@ constexpr int64_t kManyInputsOfFast = 8;
 constexpr int64_t kManyInputsToWiden = 128;
 // In float32 on AMD's CPUs without AVX-512: tiles are up to 1.5 times as fast until then.
 constexpr int64_t kManyInputsOnAmd = 256;  // ds_plugin_sdk/ops/_products.py has these numbers too
-// Inputs in bfloat16 by AMX: from this many on; with weights in bfloat16 from as many on up to kFewAmxInputs, beyond which torch's
-// product is as fast.
-constexpr int64_t kInputsByAmx = 16, kInputsByAmxOfPlain = 5;
+// Inputs in bfloat16 by AMX: from this many on. With weights in bfloat16 there is a most, too, beyond which torch's product is as
+// fast; ds_plugin_sdk/ops/_products.py has it.
+constexpr int64_t kInputsByAmx = 16, kInputsByAmxOfPlain = 5, kMostInputsByAmxOfPlain = kFewAmxInputs;
 // How much of the weights is widened at a time for that product: what then still is in the second cache, or near it.
 constexpr int64_t kBlockBytes = 2 << 20;
 constexpr int64_t kLeastBlock = 64;
@@ -194,18 +194,24 @@ struct Linear : Device {
 
  private:
   static bool uses_amx(const LinearLayer& layer, Dtype dtype) {
-    const bool inputs_fit = layer.scales ? layer.inputs >= kInputsByAmx
-                                         : layer.inputs >= kInputsByAmxOfPlain && layer.inputs <= kFewAmxInputs;
+    const bool plain_fits = layer.inputs >= kInputsByAmxOfPlain && layer.inputs <= kMostInputsByAmxOfPlain && layer.stride != 0;
+    const bool inputs_fit = layer.scales ? layer.inputs >= kInputsByAmx : plain_fits;
     return dtype == Dtype::BFloat16 && inputs_fit && has_amx() &&
            loops_for<LinearLoops>("linear").has_amx(layer);
   }
 
-  // As many inputs in pairs at a time as run_some() has, or more: threads shall have parts of their own.
+  // What pair_inputs() makes of inputs takes as much memory again: that of a few parts, which threads share, is there at a time.
   void run_by_amx(const char* op, const LinearLayer& layer) const {
-    constexpr int64_t most = 4 * kMostAmxInputs;
+    const int64_t most = amx_part(layer.inputs, 4 * kMostAmxInputs);
     for (int64_t first = 0; first < layer.inputs; first += most) {
       run_some_by_amx(op, inputs_of(layer, first, std::min(layer.inputs - first, most), Dtype::BFloat16));
     }
+  }
+
+  // Inputs of one of the parts, of about one size, that have at most `most`.
+  static int64_t amx_part(int64_t inputs, int64_t most) {
+    const int64_t parts = (inputs + most - 1) / most;
+    return (amx_blocks(inputs) + parts - 1) / parts * kAmxInputs;
   }
 
   void run_some_by_amx(const char* op, const LinearLayer& layer) const {
@@ -216,8 +222,7 @@ struct Linear : Device {
     parallel_for(0, blocks, grain_of(elements),
                  [&](int64_t begin, int64_t end) { loops.pair_inputs(layer, begin, end, pairs.get()); });
     const AmxLoop loop = loops.by_amx(layer.scales != nullptr, layer.int4);
-    const int64_t parts = (layer.inputs + kMostAmxInputs - 1) / kMostAmxInputs;
-    const int64_t at_once = (blocks + parts - 1) / parts * kAmxInputs;  // of about one size
+    const int64_t at_once = amx_part(layer.inputs, kMostAmxInputs);
     const int64_t work = kAmxOutputs * layer.columns * amx_blocks(at_once);
     share_layer(layer, at_once, kAmxOutputs, work, [&](int64_t first, int64_t inputs, int64_t begin, int64_t end) {
       LinearTask some = task;

@@ -42,8 +42,9 @@ using SumGroupsLoop = void (*)(const LinearTask& task, float* sums);
 constexpr int64_t kAmxInputs = 16, kMostAmxInputs = 512, kAmxOutputs = 32;
 constexpr int64_t amx_blocks(int64_t inputs) { return (inputs + kAmxInputs - 1) / kAmxInputs; }
 
-// Outputs and columns whose weights are laid out at a time. Those of one block of outputs stay in the first cache while a few inputs
-// pass by them; more would be waited for, so two blocks of inputs stay there while many outputs pass by. Both together fit into it.
+// Outputs and columns whose weights are laid out at a time, so that these columns of a block of outputs and of two blocks of inputs
+// are in the first cache together. Few inputs come from the second one, and weights stay in the first; many would come from
+// beyond, so they stay, and the weights of many outputs come from the second.
 constexpr int64_t kFewAmxInputs = 128, kManyAmxOutputs = 256;
 constexpr int64_t amx_outputs_at_once(int64_t inputs) { return inputs <= kFewAmxInputs ? kAmxOutputs : kManyAmxOutputs; }
 constexpr int64_t amx_columns_at_once(int64_t inputs) { return inputs <= kAmxInputs ? 512 : 256; }

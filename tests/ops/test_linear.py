@@ -40,6 +40,16 @@ def activate(x: Tensor, activation: str) -> Tensor:
     return {"identity": x, "relu": x.clamp(min=0), "silu": x / (1 + torch.exp(-x))}[activation]
 
 
+def of_torch(dtype: torch.dtype, columns: int) -> int:
+    """From how many inputs on the op may be torch's product, with contiguous weights in floating point."""
+    if dtype != torch.bfloat16:
+        return 24
+    by_amx = (
+        torchs_from(dtype) == _products._MANY_BY_AMX and columns % 32 == 0 and "DS_PLUGIN_CPU_LEVEL" not in os.environ
+    )
+    return _products._MANY_BY_AMX if by_amx else _products._MANY_OF_BFLOAT16
+
+
 def check(
     input: Tensor,
     weight: Tensor,
@@ -76,7 +86,7 @@ def check(
         hidden = hidden + bias.double()
     eps = EPS[input.dtype]
     # What a sum may be off by before its activation; torch's product rounds it, and dequantized weights, too.
-    many = 24 if input.dtype != torch.bfloat16 else 16 if group else 8
+    many = 24 if input.dtype != torch.bfloat16 else 16 if group else of_torch(input.dtype, input.shape[-1])
     off = SUMS * sizes + (eps * (2 * sizes + hidden.abs()) if x.shape[0] >= many else 0)
     if gated:
         (first, second), (off_first, off_second) = hidden.chunk(2, -1), off.chunk(2, -1)
@@ -138,6 +148,24 @@ def test_many_inputs_in_bfloat16(bits: Literal[4, 8], group: int, inputs: int) -
         residual = torch.randn(inputs, outputs, generator=generator).bfloat16()
         check(input, weight, bias, residual, "silu" if gated else "identity", gated, group, bits)
         check(input, weight, None, None, "identity", gated, group, bits, zeros=bits == 4)
+
+
+@pytest.mark.parametrize("inputs", [5, 16, 40, 129])
+def test_weights_in_larger_ones(inputs: int) -> None:
+    """Rows further apart than they are long, and aligned to their elements alone."""
+    input = torch.randn(inputs, 96).bfloat16()
+    for first in (0, 1, 33):
+        check(input, torch.randn(70, 200).bfloat16()[3:, first : first + 96], None, None, "identity", False, 0)
+
+
+@pytest.mark.parametrize(("bits", "group"), [(8, 32), (4, 64)])
+def test_thousands_of_inputs(bits: Literal[4, 8], group: int) -> None:
+    """More than are prepared at a time: the last one begins anew."""
+    generator = torch.Generator().manual_seed(0)
+    input = torch.randn(2049, 64, generator=generator).bfloat16()
+    weight = torch.randn(80, 64, generator=generator) / 8
+    residual = torch.randn(2049, 40, generator=generator).bfloat16()
+    check(input, weight, None, residual, "silu", True, group, bits)
 
 
 def test_int4_weights_at_their_limits() -> None:
@@ -318,17 +346,22 @@ def test_the_same_wherever_a_share_ends(bits: Literal[4, 8] | None, inputs: int,
         same_by_threads(partial(layer, gated=True, residual=residual, activation=activation))
 
 
+@pytest.mark.parametrize("columns", [64, 72])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_many_inputs_are_multiplied_by_torch(dtype: torch.dtype) -> None:
-    """From as many on as `torchs_from` says, by which models call torch themselves."""
+def test_many_inputs_are_multiplied_by_torch(dtype: torch.dtype, columns: int) -> None:
+    """From as many on as `torchs_from` says, by which models call torch themselves; with AMX some layouts sooner."""
     many = torchs_from(dtype)
-    weight = torch.randn(64, 64).to(dtype)
-    for inputs in (7, 8, 23, 24, 127, 128, 255, 256, 1030):
-        input = torch.randn(inputs, 64).to(dtype)
-        with torch.profiler.profile() as profiler:
-            linear(input, weight)
-        products = [event.name for event in profiler.events() if event.name in ("aten::linear", "aten::copy_")]
-        assert (products[:1] == ["aten::linear"]) == (inputs >= many), (inputs, products)
+    apart = many
+    if many == _products._MANY_BY_AMX:
+        many, apart = of_torch(dtype, columns), _products._MANY_OF_BFLOAT16
+    weight = torch.randn(64, columns).to(dtype)
+    for inputs in (7, 8, 23, 24, 127, 128, 129, 255, 256, 1030):
+        input = torch.randn(inputs, columns).to(dtype)
+        for matrix, least in ((weight, many), (weight.t().contiguous().t(), apart)):
+            with torch.profiler.profile() as profiler:
+                linear(input, matrix)
+            products = [event.name for event in profiler.events() if event.name in ("aten::linear", "aten::copy_")]
+            assert (products[:1] == ["aten::linear"]) == (inputs >= least), (inputs, matrix.stride(), products)
 
 
 def products_of_torch(layer: Callable[[], Tensor]) -> int:

@@ -27,7 +27,7 @@ struct LinearLayer {
   int64_t inputs, columns, outputs;
   const void* input;     // [inputs, columns]
   const void* weight;    // [rows, columns], rows being outputs, or twice as many if gated
-  int64_t stride;        // of a row of weights, in elements, or in pairs
+  int64_t stride;        // of a row of weights, in elements, or in pairs; 0 before they are made contiguous
   bool int4;             // weights are Int4Pair
   const float* scales;   // [rows, groups] for int8 and int4 weights, else null
   const float* offsets;  // [rows, groups], added to each weight after its scale; null if none, and without int4

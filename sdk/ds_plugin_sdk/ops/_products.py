@@ -17,6 +17,7 @@ _FAST = {torch.bfloat16: {"amx_bf16"}, torch.float16: {"amx_fp16", "avx512_fp16"
 _FAST_BUT_ON_INTEL = {torch.bfloat16: {"avx512_bf16"}}
 # From how many inputs on `ops.linear` on a CPU is torch's product: of float32, of bfloat16 where x86 is fast at it, the
 # same with AMX, and of float32 on AMD's CPUs without AVX-512. ``kernels/cpu/linear_binding.cpp`` has the same numbers.
+# With AMX it may be fewer, for some layouts and without the loops of AVX-512: the op then finds that out by itself.
 _MANY, _MANY_OF_BFLOAT16, _MANY_BY_AMX, _MANY_ON_AMD = 24, 8, 129, 256
 # How much is in float32 at a time, as rows, columns and what is summed over: tens of MiB, as fast as all at once.
 _ROWS, _COLUMNS, _SUMMED = 2048, 2048, 4096

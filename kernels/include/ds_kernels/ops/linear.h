@@ -8,7 +8,8 @@
 namespace ds_kernels {
 
 // Asks its Device, see binding.h, for LinearLayer, LinearFinish and QuantizedRows. It also has
-//   bool takes(const LinearLayer& layer, Dtype dtype) const;  // whether its own kernel is the way to do it
+//   // Whether its own kernel is the way to do it; weights whose columns are apart, of which the stride is 0, are copied for it.
+//   bool takes(const LinearLayer& layer, Dtype dtype) const;
 //   // Whether torch's product is faster with floats than with these.
 //   bool widens(const LinearLayer& layer, Dtype dtype) const;
 //   // How many rows are to be widened at a time, for torch's product with them.
@@ -54,6 +55,7 @@ struct LinearOps {
       layer_.gated = gated;
       take_weight(scales);
       take_offsets(offsets);
+      layer_.stride = weight.stride(1) == 1 ? weight.stride(0) : 0;
       shape_.assign(input.sizes().begin(), input.sizes().end());
       shape_.back() = layer_.outputs;
       layer_.bias = arguments_.read("bias", bias, vector_of(rows_));
@@ -103,7 +105,7 @@ struct LinearOps {
     }
 
     Tensor few() {
-      if (weight_.stride(1) != 1) weight_ = torch::stable::contiguous(weight_);
+      if (layer_.stride == 0) weight_ = torch::stable::contiguous(weight_);
       layer_.weight = weight_.data_ptr();
       layer_.stride = weight_.stride(0);
       layer_.input = arguments_.read("input", input_, input_.sizes());
