@@ -145,7 +145,7 @@ DS_KERNELS_INLINE void add_blocks(const uint16_t* weights, int64_t columns, cons
   if constexpr (two) Amx::store<2>(sums + kAmxSums), Amx::store<3>(sums + kAmxSums + half);
 }
 
-// Where laid out weights and sums are in the room of a loop.
+// Where laid out weights and sums are in the room of a loop, of which amx_room() is the size.
 struct AmxRoom {
   uint16_t* laid_out;  // blocks of outputs, each of columns at once
   float* sums;         // blocks of outputs, each of blocks of inputs, each kAmxSums
@@ -156,23 +156,24 @@ struct AmxRoom {
 template <class Weight, class Finish>
 DS_KERNELS_INLINE void amx_sums(const cpu::LinearTask& task, int64_t first, int64_t rows, const AmxRoom& room, Finish finish) {
   const int64_t blocks = cpu::amx_blocks(task.inputs), stride = cpu::kAmxInputs * task.columns;
-  const int64_t parts = (rows + cpu::kAmxOutputs - 1) / cpu::kAmxOutputs, at_once = cpu::amx_columns_at_once(task.inputs);
+  const int64_t row_blocks = (rows + cpu::kAmxOutputs - 1) / cpu::kAmxOutputs;
+  const int64_t at_once = cpu::amx_columns_at_once(task.inputs), laid_out = cpu::kAmxOutputs * at_once;
   for (int64_t begin = 0; begin < task.columns; begin += at_once) {
     const bool last = task.columns - begin <= at_once;
     const int64_t end = last ? task.columns : begin + at_once;
     // These rows' next columns, or the next rows' first.
     const int64_t ahead = last ? rows * task.stride - elements_of<Weight>(begin) : elements_of<Weight>(end - begin);
-    for (int64_t part = 0; part < parts; ++part) {
-      const int64_t row = part * cpu::kAmxOutputs, left = rows - row;
+    for (int64_t row_block = 0; row_block < row_blocks; ++row_block) {
+      const int64_t row = row_block * cpu::kAmxOutputs, left = rows - row;
       lay_out_rows<Weight>(task, first + row, left < cpu::kAmxOutputs ? left : cpu::kAmxOutputs, begin, end,
-                           ahead * sizeof(Weight), room.laid_out + part * cpu::kAmxOutputs * at_once);
+                           ahead * sizeof(Weight), room.laid_out + row_block * laid_out);
     }
     for (int64_t block = 0, next; block < blocks; block = next) {
       const uint16_t* inputs = task.pairs + begin * cpu::kAmxInputs + block * stride;
       next = block + 2 <= blocks ? block + 2 : blocks;
-      for (int64_t part = 0; part < parts; ++part) {
-        const uint16_t* weights = room.laid_out + part * cpu::kAmxOutputs * at_once;
-        float* sums = room.sums + (part * blocks + block) * kAmxSums;
+      for (int64_t row_block = 0; row_block < row_blocks; ++row_block) {
+        const uint16_t* weights = room.laid_out + row_block * laid_out;
+        float* sums = room.sums + (row_block * blocks + block) * kAmxSums;
         if (next - block == 2) {
           add_blocks<2>(weights, end - begin, inputs, stride, begin == 0, sums);
         } else {

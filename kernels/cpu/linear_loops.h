@@ -58,7 +58,7 @@ constexpr int64_t amx_room(int64_t inputs, bool gated) {
 // Whether there are products by AMX here for a layer with inputs in bfloat16.
 using HasAmx = bool (*)(const LinearLayer& layer);
 
-// Computes outputs [begin, end) of every input in pairs; `room` has amx_room() floats, aligned to cache lines.
+// Computes outputs [begin, end) of every input in pairs; `room` has amx_room() floats.
 using AmxLoop = void (*)(const LinearTask& task, int64_t begin, int64_t end, float* room);
 
 // Blocks [begin, end) of a layer's inputs in pairs of columns, each [columns / 2, kAmxInputs, 2]; the last is filled up with
