@@ -26,7 +26,8 @@ from ds_plugin_sdk.report import versions_of
 
 FORMAT = 1
 QUIET = 0.1  # the part of all cores that others may take before a report says that its figures are provisional
-_FAST, _SLOW = "products as fast as those of float32", "products slower than those of float32"  # a level does not say
+# The level of instructions does not say how fast bfloat16 is.
+_FAST, _SLOW = "products at least as fast as those of float32", "products slower than those of float32"
 _PACKAGES = (
     "ds-plugin-sdk",
     "ds-plugin-cpu",
