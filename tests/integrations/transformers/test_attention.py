@@ -19,6 +19,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import transformers
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.models.gpt_oss import modeling_gpt_oss
 
 from ds_plugin_sdk.integrations.transformers import accelerate, attention_forward, register_attention
 from ds_plugin_sdk.integrations.transformers.attention import attend
@@ -78,6 +79,48 @@ def test_so_too_if_our_attention_was_asked_for_by_name(name: str) -> None:
     model.set_attn_implementation("ds_plugin")
     torch.testing.assert_close(logits(model), expected, rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(logits(model, attention_mask=mask)[:, -1], padded, rtol=1e-3, atol=1e-3)
+
+
+class SinksOfSomebodys(modeling_gpt_oss.GptOssAttention):  # type: ignore[misc]  # transformers is not typed where types are checked
+    """In another file than the function that knows of sinks."""
+
+
+def test_so_too_in_a_class_of_somebodys_own() -> None:
+    model = make("gpt_oss")
+    expected = logits(model)
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = SinksOfSomebodys
+    register_attention()
+    model.set_attn_implementation("ds_plugin")
+    torch.testing.assert_close(logits(model), expected, rtol=1e-3, atol=1e-3)
+
+
+def test_an_encoder_that_has_its_own_attention_alone_looks_both_ways() -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    model = transformers.SplinterModel(transformers.SplinterConfig(**sizes, vocab_size=96)).eval()
+    with torch.no_grad():
+        expected = model(tokens()).last_hidden_state
+        register_attention()
+        model.set_attn_implementation("ds_plugin")
+        torch.testing.assert_close(model(tokens()).last_hidden_state, expected, rtol=1e-3, atol=1e-3)
+
+
+class FalconOfSomebodys(transformers.FalconModel):  # type: ignore[misc]  # as above
+    """In another file than the attention that asks for torch's by its name."""
+
+
+def test_a_class_whose_base_asks_for_torchs_attention_by_name_keeps_it() -> None:
+    torch.manual_seed(0)
+    config = transformers.FalconConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=96, initializer_range=0.2
+    )
+    model = FalconOfSomebodys(config).eval()
+    with torch.no_grad():
+        expected = model(tokens()).last_hidden_state
+        with accelerate(model) as handle:
+            torch.testing.assert_close(model(tokens()).last_hidden_state, expected, rtol=1e-3, atol=1e-3)
+            assert not handle.attention
 
 
 def test_an_argument_that_nobody_knows_goes_to_torchs_attention(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -479,3 +479,11 @@ def test_weights_of_layers_that_run_alone_are_packed_again(change: str) -> None:
         expected = copy.deepcopy(model)(tokens(2, 40)).last_hidden_state
         torch.testing.assert_close(model(tokens(2, 40)).last_hidden_state, expected, rtol=1e-4, atol=1e-5)
         assert layer.weight.data_ptr() != moved
+
+
+def test_weights_given_back_in_inference_mode_can_be_trained() -> None:
+    model = make("llama")
+    with torch.inference_mode(), accelerate(model):
+        logits(model)
+    assert not any(parameter.is_inference() for parameter in model.parameters())
+    model(tokens()).logits.sum().backward()

@@ -20,6 +20,8 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import accelerate as hugging_face
     import transformers
+    from transformers.loss import loss_utils
+    from transformers.utils import ModelOutput
 
 from ds_plugin_sdk.errors import SdkError
 from ds_plugin_sdk.integrations.transformers import Accelerated, accelerate, loss
@@ -332,6 +334,37 @@ def test_a_forward_of_the_last_layers_own_is_left(calls: list[torch.Size]) -> No
     handle = accelerate(model, loss="chunked")
     assert handle.left["loss"].endswith("Linear has another forward")
     assert_same(step(model), step(plain))
+    assert not calls
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (transformers.LlamaForCausalLM, "forward"),
+        (loss_utils, "fixed_cross_entropy"),
+        (nn.functional, "cross_entropy"),
+        (nn.Linear, "forward"),
+    ],
+)
+@pytest.mark.parametrize("wraps", [True, False], ids=["wraps", "anew"])
+def test_code_that_others_have_patched_is_called(
+    owner: Any, name: str, wraps: bool, before: bool, calls: list[torch.Size], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, model = getattr(owner, name), make()
+
+    def patched(*args: Any, **options: Any) -> Any:
+        result = own(*args, **options)
+        if isinstance(result, ModelOutput):
+            return type(result)(loss=result.loss / 2, logits=result.logits.clone())
+        return result / 2
+
+    if not before:
+        accelerate(model, loss="chunked")
+    monkeypatch.setattr(owner, name, functools.wraps(own)(patched) if wraps else patched)
+    if before:
+        accelerate(model, loss="chunked")
+    assert_same(step(model), step(make()))
     assert not calls
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
+import itertools
 import multiprocessing
 import pickle
 import sys
@@ -16,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import logits, make
+from small_models import logits, make, tokens
 from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
@@ -51,6 +53,13 @@ def halved(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
     return functools.wraps(function)(halved(function))
+
+
+def of_the_same_name(function: Callable[..., Any]) -> Callable[..., Any]:
+    """As a function of somebody's own file is."""
+    half = halved(function)
+    half.__name__, half.__qualname__ = function.__name__, function.__qualname__
+    return half
 
 
 def compared(name: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -90,8 +99,23 @@ def test_another_dropout_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     assert not torch.allclose(before, expected, atol=1e-2)
 
 
-@pytest.mark.parametrize("patch", [halved, wrapped])
-@pytest.mark.parametrize("part", PATCHED)
+class Halved:
+    """No function, and called as one."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._half = halved(function)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._half(*args, **kwargs)
+
+
+PATCHES = [
+    *itertools.product(PATCHED, [halved, wrapped, of_the_same_name]),
+    *((part, Halved) for part, (owner, _) in PATCHED.items() if not isinstance(owner, type)),  # which is no method
+]
+
+
+@pytest.mark.parametrize(("part", "patch"), PATCHES)
 def test_patched_code_runs(part: str, patch: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Patched before a model is accelerated, also where another one was before that; and after."""
     owner, name = PATCHED[part]
@@ -259,19 +283,27 @@ def test_methods_and_functions_of_instances(change: Callable[..., None], monkeyp
         before = logits(model)
         change(model, monkeypatch)
         ours = logits(model)
-    assert not torch.allclose(before, ours, rtol=1e-2, atol=1e-2)
-    torch.testing.assert_close(ours, logits(model), rtol=1e-3, atol=1e-3)
+    with accelerate(model):
+        changed_before = logits(model)
+    expected = logits(model)
+    assert not torch.allclose(before, expected, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(ours, expected, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(changed_before, expected, rtol=1e-3, atol=1e-3)
+
+
+def of_somebodys(folder: Path, monkeypatch: pytest.MonkeyPatch, more: str = "") -> Any:
+    """A file of code that comes with a model, is LLaMA's, and has `more` at its end."""
+    source = Path(llama.__file__).read_text(encoding="utf-8").replace("from ...", "from transformers.")
+    source = source.replace("from .config", "from transformers.models.llama.config")
+    (folder / "modeling_somebodys.py").write_text(source + more, encoding="utf-8")
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.delitem(sys.modules, "modeling_somebodys", raising=False)
+    return importlib.import_module("modeling_somebodys")
 
 
 def test_a_file_of_somebodys_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Code that comes with a model and is LLaMA's, whose functions are patched later."""
-    source = Path(llama.__file__).read_text(encoding="utf-8").replace("from ...", "from transformers.")
-    (tmp_path / "modeling_somebodys.py").write_text(
-        source.replace("from .config", "from transformers.models.llama.config")
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    import modeling_somebodys  # type: ignore[import-not-found]  # made above
-
+    """Whose functions are patched later."""
+    modeling_somebodys = of_somebodys(tmp_path, monkeypatch)
     torch.manual_seed(0)
     model = modeling_somebodys.LlamaForCausalLM(make("llama").config).eval()
     with accelerate(model) as handle:
@@ -281,6 +313,38 @@ def test_a_file_of_somebodys_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ours = logits(model)
     assert not torch.allclose(before, ours, rtol=1e-2, atol=1e-2)
     torch.testing.assert_close(ours, logits(model), rtol=1e-3, atol=1e-3)
+
+
+def test_a_file_with_a_model_that_lacks_torchs_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others keep theirs, with gradients too, and not the slow one that the file has."""
+    own = "class Other(LlamaPreTrainedModel):\n    _supports_sdpa = False\n"
+    file = of_somebodys(tmp_path, monkeypatch, own)
+    model = file.LlamaForCausalLM(make("llama").config)
+    monkeypatch.setattr(file, "eager_attention_forward", None)
+    with accelerate(model) as handle:
+        assert handle.attention
+        model(tokens()).logits.sum().backward()
+
+
+def test_a_file_with_an_attention_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By torch's name, in a table that is the file's own."""
+    own = """
+from transformers.modeling_utils import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+def doubled(*args, **options):
+    attended, weights = sdpa_attention_forward(*args, **options)
+    return attended * 2, weights
+
+ALL_ATTENTION_FUNCTIONS = AttentionInterface()
+ALL_ATTENTION_FUNCTIONS["sdpa"] = doubled
+"""
+    model = of_somebodys(tmp_path, monkeypatch, own).LlamaForCausalLM(make("llama").config).eval()
+    expected = logits(model)
+    with accelerate(model) as handle:
+        torch.testing.assert_close(logits(model), expected)
+        assert not handle.layers and not handle.attention
+        assert "has another function than transformers' own as 'sdpa'" in str(handle)
 
 
 def test_a_step_after_one_that_failed_asks_again() -> None:

@@ -167,6 +167,16 @@ def test_who_replaces_torchs_linear_is_called(calls: dict[str, int], monkeypatch
     assert len(seen) == 15 and not calls["linear"]
 
 
+def test_another_forward_of_torchs_class_is_called(calls: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make("gpt_neox")
+    own = nn.Linear.forward
+    with accelerate(model):
+        monkeypatch.setattr(nn.Linear, "forward", lambda module, input: own(module, input) / 2)
+        ours = gradients(model)
+        assert not calls["linear"]
+    assert error(ours, gradients(model)) < 0.02
+
+
 def test_a_bias_that_is_no_parameter_is_added(calls: dict[str, int]) -> None:
     """As `torch.nn.utils.prune` leaves it."""
     model = make("gpt_neox")

@@ -17,6 +17,7 @@ with warnings.catch_warnings():
     # transformers' own dependencies warn of each other's releases.
     warnings.simplefilter("ignore")
     import transformers
+    from transformers.activations import GELUTanh
     from transformers.models.llama import modeling_llama
 
 from ds_plugin_sdk.integrations.transformers import accelerate
@@ -319,6 +320,19 @@ def test_another_silu_of_torchs_is_called(calls: Counter[str], monkeypatch: pyte
         monkeypatch.setattr(nn.functional, "silu", lambda x: x * 0.5)
         ours = gradients(model)
     assert calls == {NORM: 5, TURN: 4}
+    assert error(ours, gradients(model)) < 1e-5
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+@pytest.mark.parametrize(("name", "op"), [("gemma", GATE), ("starcoder2", GELU)])
+def test_another_function_of_an_activation_is_called(name: str, op: str, before: bool, calls: Counter[str]) -> None:
+    model = make(name)
+    first, _ = (module for module in model.modules() if isinstance(module, GELUTanh))
+    handle = None if before else accelerate(model)
+    first.act = torch.relu
+    with handle or accelerate(model):
+        ours = gradients(model)
+    assert calls[op] == 1
     assert error(ours, gradients(model)) < 1e-5
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import functools
 import inspect
 import re
@@ -21,7 +20,14 @@ from transformers.pytorch_utils import Conv1D
 
 from ds_plugin_sdk.errors import SdkError
 from ds_plugin_sdk.integrations.transformers import families, int4
-from ds_plugin_sdk.integrations.transformers.attention import ATTENTION, has_own_sdpa, register_attention
+from ds_plugin_sdk.integrations.transformers.attention import (
+    ATTENTION,
+    SDPA,
+    Name,
+    has_other_sdpa,
+    has_own_sdpa,
+    register_attention,
+)
 from ds_plugin_sdk.integrations.transformers.decoder_row import Row
 from ds_plugin_sdk.integrations.transformers.experts import ExpertsReplacement, is_experts
 from ds_plugin_sdk.integrations.transformers.int4_layouts import is_int4
@@ -47,10 +53,11 @@ from ds_plugin_sdk.thread_lock import ThreadLock
 
 _FAMILIES_OF_OPS = ("linear", "attention", "norm", "rotary", "decoder_layer")
 
-_SDPA = "sdpa"  # torch's attention, as transformers names it
-
 # Files that do something else for torch's attention by its name.
 _ASKS_FOR_SDPA = re.compile(r"""_attn_implementation\s*(==|!=|in)\s*[^\n]*["']sdpa["']""")
+# Files that have a table of their own by the name of the attention. Those of transformers read it when a model is made.
+_LOOKS_UP = re.compile(r"(?<!_FUNCTIONS)\[[^\]\n]*_attn_implementation\]")
+_MODELS = "transformers.models."
 _ASKS = "its code asks whether its attention is 'sdpa'"
 
 
@@ -385,37 +392,16 @@ def _use_attention(model: transformers.PreTrainedModel, found: _Found, undo: lis
         before = config._attn_implementation
         why = _why_not_attention(before, [user for _, user in same])
         if why is None:
-            if before == _SDPA:
-                config._attn_implementation_internal = _Name.OURS
+            if before == SDPA:
+                config._attn_implementation_internal = Name.OURS
             found.attentions[name] = config
             ours.append(config)
         else:
             found.left[f"{name}.attention".lstrip(".")] = (name_of(same[0][1]), why)
 
 
-class _Name(str, enum.Enum):
-    """The name of our attention in a configuration that had torch's; in a deep copy or a pickle of it, that of torch's.
-
-    Dynamo takes members of enumerations as constants. Of other subclasses of ``str``, torch 2.11's knows nothing.
-    """
-
-    OURS = ATTENTION
-
-    def __str__(self) -> str:
-        return self.value
-
-    def startswith(self, *args: Any) -> bool:  # in Python, so that Dynamo can trace what transformers asks
-        return self.value.startswith(*args)
-
-    def __reduce_ex__(self, protocol: object) -> tuple[type[str], tuple[str]]:
-        return str, (_SDPA,)
-
-    def __deepcopy__(self, memo: object) -> str:
-        return _SDPA
-
-
 def _why_not_attention(before: str | None, users: Iterable[transformers.PreTrainedModel]) -> str | None:
-    if before not in (_SDPA, ATTENTION):
+    if before not in (SDPA, ATTENTION):
         return f"its attention is {before!r}, which may do more than 'sdpa'"
     if not has_own_sdpa():
         return "another function than transformers' own is registered as 'sdpa'"
@@ -427,19 +413,38 @@ def _why_not_attention(before: str | None, users: Iterable[transformers.PreTrain
 
 
 def _why_not_code(user: transformers.PreTrainedModel) -> str | None:
-    kinds = {kind for module in user.modules() for kind in type(module).__mro__}
-    unread = {name for name in {kind.__module__ for kind in kinds} if _source_of(name) is None}
-    if any(_asks_for_sdpa(kind) for kind in kinds if kind.__module__ in unread):
-        return _ASKS
-    classes: tuple[Any, ...] = type(user).__mro__
-    for kind in classes:
-        if kind is transformers.PreTrainedModel:
-            break
-        if issubclass(kind, transformers.PreTrainedModel) and kind.__module__ not in unread:
-            if not kind._can_set_attn_implementation():
-                return "its attention does not go through transformers' registry"
-            return _ASKS if _ASKS_FOR_SDPA.search(_source_of(kind.__module__) or "") else None
-    return None
+    kinds = {kind for module in _own_modules(user) for kind in type(module).__mro__}
+    files = {kind.__module__ for kind in kinds}
+    if any(map(has_other_sdpa, files)):
+        return "its file has another function than transformers' own as 'sdpa'"
+    models = [kind for kind in type(user).__mro__ if issubclass(kind, transformers.PreTrainedModel)]
+    read: list[Any] = [kind for kind in models[:-1] if _source_of(kind.__module__)]  # the last is PreTrainedModel
+    if not all(kind._can_set_attn_implementation() for kind in read):
+        return "its attention does not go through transformers' registry"
+    asks = any(_asks_for_sdpa(kind) for kind in kinds if not _is_shared(kind.__module__))
+    # What else is in a file of somebody's own, with a class of a module alone, is no code of models.
+    texts = {*(kind.__module__ for kind in read), *(file for file in files if file.startswith(_MODELS))}
+    return _ASKS if asks or any(map(_has_text_that_asks, texts)) else None
+
+
+def _own_modules(model: transformers.PreTrainedModel) -> list[nn.Module]:
+    """A model's modules, but for those of models within it that have configurations of their own."""
+    modules = [*model.modules()]
+    models = [each for each in modules if isinstance(each, transformers.PreTrainedModel)]
+    others = {id(part) for each in models if each.config is not model.config for part in each.modules()}
+    return [module for module in modules if id(module) not in others]
+
+
+def _is_shared(file: str) -> bool:
+    """Whether a file, by its module's name, is torch's, Python's, or one of transformers' for all models."""
+    return file == "builtins" or (file.startswith(("torch.", "transformers.")) and not file.startswith(_MODELS))
+
+
+def _has_text_that_asks(file: str) -> bool:
+    """Whether a model's file does something else for torch's attention by its name."""
+    source = _source_of(file) or ""
+    looks_up = not file.startswith("transformers.") and _LOOKS_UP.search(source)
+    return bool(looks_up or _ASKS_FOR_SDPA.search(source))
 
 
 def _source_of(module: str) -> str | None:
@@ -454,7 +459,8 @@ def _asks_for_sdpa(kind: type) -> bool:
     """Whether a method of a class, by its compiled code, may do something else for torch's attention by its name."""
     functions = [inspect.unwrap(value) for value in vars(kind).values() if callable(value)]
     codes = [function.__code__ for function in functions if isinstance(function, types.FunctionType)]
-    return any("_attn_implementation" in code.co_names and _SDPA in _strings(code.co_consts) for code in codes)
+    used = ({*code.co_names, *_strings(code.co_consts)} for code in codes)
+    return any({"_attn_implementation", SDPA} <= names for names in used)
 
 
 def _strings(constants: Iterable[object]) -> Iterator[str]:
@@ -478,8 +484,8 @@ def _attention_again(model: transformers.PreTrainedModel, configs: list[transfor
         del _attending[model]
         shared = {id(config) for others in _attending.values() for config in others}
         for config in configs:
-            if id(config) not in shared and config._attn_implementation is _Name.OURS:
-                config._attn_implementation_internal = _SDPA
+            if id(config) not in shared and config._attn_implementation is Name.OURS:
+                config._attn_implementation_internal = SDPA
 
 
 def _patterns(names: Iterable[str]) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import sys
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ from ds_plugin_sdk.integrations.transformers.training import attends_in_training
 from ds_plugin_sdk.integrations.transformers.understood import DTYPES, is_plain_inference, torch_has_its_functions
 
 ATTENTION = "ds_plugin"
+SDPA = "sdpa"  # torch's attention, as transformers names it
 
 # Arguments without a meaning for attention with a mask: torch's attention in transformers does not read them either.
 IGNORED_ARGUMENTS = frozenset(
@@ -45,6 +47,27 @@ _TORCHS_FROM = 8
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
 
 
+class Name(str, enum.Enum):
+    """The name of our attention in a configuration that had torch's; in a deep copy or a pickle of it, that of torch's.
+
+    Dynamo takes members of enumerations as constants. Of other subclasses of ``str``, torch 2.11's knows nothing.
+    """
+
+    OURS = ATTENTION
+
+    def __str__(self) -> str:
+        return self.value
+
+    def startswith(self, *args: Any) -> bool:  # in Python, so that Dynamo can trace what transformers asks
+        return self.value.startswith(*args)
+
+    def __reduce_ex__(self, protocol: object) -> tuple[type[str], tuple[str]]:
+        return str, (SDPA,)
+
+    def __deepcopy__(self, memo: object) -> str:
+        return SDPA
+
+
 def register_attention() -> None:
     """Make ``ds_plugin`` known to transformers as a way to attend."""
     AttentionInterface.register(ATTENTION, attention_forward)
@@ -59,6 +82,13 @@ def _mask_of_sdpa(*args: Any, **kwargs: Any) -> Any:
 def has_own_sdpa() -> bool:
     """Whether ``sdpa`` is what transformers has by that name; anybody may register something else."""
     return ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward
+
+
+def has_other_sdpa(file: str) -> bool:
+    """Whether a file, by its module's name, has a table of attentions of its own with another ``sdpa``."""
+    names = vars(sys.modules[file]) if file in sys.modules else {}
+    tables = (each for each in names.values() if issubclass(type(each), AttentionInterface))
+    return any(each.get("sdpa") is not sdpa_attention_forward for each in tables)
 
 
 def attention_forward(
@@ -83,7 +113,7 @@ def attention_forward(
     model without ``sdpa``; and on a CPU for many queries, which are torch's in the op, too.
     """
     causal = query.shape[2] > 1 and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    own = _own_attention(type(module).__module__)
+    own = sdpa_attention_forward if _replaces_sdpa(module) else _own_attention(type(module))
     if own is sdpa_attention_forward and not has_own_sdpa():
         own = ALL_ATTENTION_FUNCTIONS["sdpa"]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -173,27 +203,32 @@ def _fits(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 # ---------------------------------------------------------------------- the model's own
-_own_attentions: dict[str, Attention] = {}  # by the name of a file's module; torch.compile warns of functools' caches
+_own_attentions: dict[type[nn.Module], Attention] = {}  # torch.compile warns of functools' caches
 
 
-def _own_attention(module: str) -> Attention:
-    """What the layers of a file would call by default: torch's, or the file's own if that does more."""
-    own = _own_attentions.get(module)
+def _replaces_sdpa(module: nn.Module) -> bool:
+    """Whether the model's attention was torch's, and `accelerate` has put ours there."""
+    return type(getattr(getattr(module, "config", None), "_attn_implementation_internal", None)) is Name
+
+
+def _own_attention(kind: type[nn.Module]) -> Attention:
+    """What the layers of a class's file would call by default: torch's, or the file's own if that does more."""
+    own = _own_attentions.get(kind)
     if own is None:
-        own = _own_attentions[module] = _find_own_attention(module)
+        own = _own_attentions[kind] = _find_own_attention(kind)
     return own
 
 
-def _find_own_attention(module: str) -> Attention:
-    file = sys.modules.get(module)
-    names = vars(file) if file is not None else {}
-    eager = names.get("eager_attention_forward")
-    classes: list[Any] = [value for value in names.values() if isinstance(value, type)]
-    if eager is None or all(
-        kind._supports_sdpa for kind in classes if issubclass(kind, PreTrainedModel) and kind.__module__ == module
-    ):
-        return sdpa_attention_forward  # type: ignore[no-any-return]  # transformers is not typed here
-    return functools.partial(_eager, eager)
+def _find_own_attention(kind: type[nn.Module]) -> Attention:
+    for file in dict.fromkeys(base.__module__ for base in kind.__mro__):
+        names = vars(sys.modules[file]) if file in sys.modules else {}
+        eager = names.get("eager_attention_forward")
+        classes: list[Any] = [value for value in names.values() if isinstance(value, type)]
+        models = [each for each in classes if issubclass(each, PreTrainedModel) and each.__module__ == file]
+        if eager is not None:
+            has_sdpa = all(model._supports_sdpa for model in models)
+            return sdpa_attention_forward if has_sdpa else functools.partial(_eager, eager)
+    return sdpa_attention_forward  # type: ignore[no-any-return]  # transformers is not typed here
 
 
 def _eager(
@@ -210,7 +245,7 @@ def _eager(
 ) -> tuple[Tensor, Tensor | None]:
     """A file's own function, which wants a mask to add where ours may be None or bool."""
     tokens, positions = query.shape[2], key.shape[2]
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    causal = getattr(module, "is_causal", False) if is_causal is None else is_causal  # encoders alone do not say
     mask = attention_mask
     if mask is None and causal and tokens > 1:
         mask = torch.ones((tokens, positions), dtype=torch.bool, device=query.device).tril()[None, None]
@@ -226,8 +261,11 @@ def _eager(
 __all__ = [
     "ATTENTION",
     "IGNORED_ARGUMENTS",
+    "SDPA",
+    "Name",
     "attend",
     "attention_forward",
+    "has_other_sdpa",
     "has_own_sdpa",
     "mask_fits",
     "register_attention",

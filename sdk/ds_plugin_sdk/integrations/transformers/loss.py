@@ -22,7 +22,11 @@ from transformers.utils import ModelOutput
 
 from ds_plugin_sdk.integrations.transformers.replacement import Replacement, forward_in_place, is_replaced
 from ds_plugin_sdk.integrations.transformers.understood import (
+    TORCHS_CROSS_ENTROPY,
     NotUnderstoodError,
+    check_as_written,
+    check_called,
+    check_class_forward,
     check_no_other_forward,
     has_other_hooks,
     name_of,
@@ -70,15 +74,20 @@ class LossReplacement(Replacement):
         model = self._model
         if not is_replaced(model):
             check_no_other_forward(model)
+        check_class_forward(type(model))
         if not any(same_code(type(model).forward, known.forward) for known in _KNOWN):
             raise NotUnderstoodError(f"the code of {name_of(model)} is not known")
         if model.loss_function is not ForCausalLMLoss:
             raise NotUnderstoodError("its loss is not transformers' for causal language models")
+        check_called(ForCausalLMLoss, "its loss")
+        if nn.functional.cross_entropy is not TORCHS_CROSS_ENTROPY:
+            raise NotUnderstoodError("torch.nn.functional has another cross_entropy than torch's own")
         head = model.lm_head
         if type(head) is not nn.Linear:
             raise NotUnderstoodError(f"its last layer is {name_of(head)}, no plain linear layer")
         if not is_replaced(head):
             check_no_other_forward(head)
+        check_as_written(head)
         if has_other_hooks(head):
             raise NotUnderstoodError("its last layer has hooks")
 

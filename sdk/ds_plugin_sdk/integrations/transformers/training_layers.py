@@ -24,6 +24,7 @@ from ds_plugin_sdk.integrations.transformers.understood import (
     NotUnderstoodError,
     activation_of,
     as_written,
+    check_activation,
     check_as_written,
     check_no_other_forward,
     has_hooks,
@@ -86,7 +87,14 @@ class TrainedGelu(TrainingReplacement):
     ours takes half as long.
     """
 
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        check_activation(module)
+        self._called = vars(module).get("act")
+
     def in_training(self, input: Any) -> Tensor | None:
+        if vars(self.module).get("act") is not self._called:
+            return None
         if not GELU.serves(input) or (type(self.module) is activations.GELUTanh and not input.is_cpu):
             return None
         if input.dtype != torch.float32 and is_autocast(input.device.type):  # a power may be float32
@@ -105,7 +113,7 @@ class TrainedMlp(TrainingReplacement):
         if self._act is None:
             raise NotUnderstoodError("its activation is no module")
         self._activation = activation_of(self._act)
-        self._act_forward = type(self._act).forward
+        self._act_forward, self._called = type(self._act).forward, vars(self._act).get("act")
 
     def in_training(self, input: Any) -> Any:
         mlp: Any = self.module
@@ -130,6 +138,7 @@ class TrainedMlp(TrainingReplacement):
         act = self._act
         return (
             type(act).forward is self._act_forward
+            and vars(act).get("act") is self._called
             and has_its_forward(act)
             and not has_other_hooks(act)
             and all(getattr(functional, name) is function for name, function in _FUNCTIONS.items())

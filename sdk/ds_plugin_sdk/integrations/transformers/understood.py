@@ -9,6 +9,7 @@ from __future__ import annotations
 import dis
 import functools
 import operator
+import sys
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -60,6 +61,9 @@ _WRAPPERS = [
     deprecate_kwarg("past_key_values", "999", new_name="cache")(lambda cache: cache).__code__,
     *([_Checkpointed.forward.__code__] if hasattr(_Checkpointed.forward, "__wrapped__") else []),
 ]
+
+# Whose functions files of models import.
+_LIBRARIES = {"transformers", "torch", *sys.stdlib_module_names}
 
 # What modules call of torch's: others may stand in these places, those of a profiler or of another attention.
 _FUNCTIONS = ("linear", "scaled_dot_product_attention", "layer_norm", "gelu", "relu", "silu", "dropout")
@@ -163,24 +167,50 @@ def check_as_written(module: nn.Module) -> None:
     if "_call_impl" in vars(module) or not _is_as_written(kind._call_impl, nn.Module.__module__, "Module._call_impl"):
         raise NotUnderstoodError(f"{name_of(module)} has another _call_impl")
     _check_reads(kind, code)
-    for called in called_functions(kind.forward):
-        if not _is_as_written(as_written(called.value), None, called.name):
-            raise NotUnderstoodError(f"{called.name} is not that of the file of {name_of(module)}")
+    check_called(kind.forward, name_of(module))
     if not torch_has_its_functions():
         found = zip(_FUNCTIONS, _functions_of(functional), _TORCHS, strict=True)
         others = ", ".join(name for name, function, torchs in found if function is not torchs)
         raise NotUnderstoodError(f"torch.nn.functional has another {others} than torch's own")
 
 
+def check_class_forward(kind: type[nn.Module]) -> None:
+    """Raise `NotUnderstoodError` unless a class's forward stands in its file, and transformers alone wraps it."""
+    forward: Any = kind.forward
+    while hasattr(forward, "__wrapped__") and _is_transformers(forward.__globals__):
+        forward = forward.__wrapped__
+    if not any(_is_as_written(forward, each.__module__, f"{each.__qualname__}.forward") for each in kind.__mro__):
+        raise NotUnderstoodError(f"the forward of {kind.__qualname__} is not that of its class")
+
+
+def _is_transformers(names: Mapping[str, Any]) -> bool:
+    """Whether they are those of a file of transformers."""
+    return str(names.get("__name__")).startswith("transformers.")
+
+
+def check_called(function: Callable[..., Any], name: str) -> None:
+    """Raise `NotUnderstoodError` unless the functions that one calls stand in its file; `name` is for messages."""
+    for called in called_functions(function):
+        if not _is_of_its_file(called):
+            raise NotUnderstoodError(f"{called.name} is not that of the file of {name}")
+
+
 def _check_reads(kind: type[nn.Module], forward: Any) -> None:
-    """Raise `NotUnderstoodError` if what a forward reads of its module may be computed there, and is no plain value."""
+    """Raise `NotUnderstoodError` if what a forward reads of its module may be computed there, and is neither a plain
+    value nor a method that stands in its class.
+    """
     if kind.__getattr__ is not nn.Module.__getattr__ or kind.__getattribute__ is not nn.Module.__getattribute__:
         raise NotUnderstoodError(f"{kind.__qualname__} has another __getattr__ than torch's modules")
     names = {*forward.__code__.co_names}
-    for each in kind.__mro__:
+    for each in kind.__mro__[: kind.__mro__.index(nn.Module)]:
         for name in names & vars(each).keys():
-            if isinstance(vars(each)[name], property):
+            value = vars(each)[name]
+            if isinstance(value, property):
                 raise NotUnderstoodError(f"{name} of {kind.__qualname__} is a property")
+            if isinstance(value, types.FunctionType) and not _is_as_written(
+                value, each.__module__, f"{each.__qualname__}.{name}"
+            ):
+                raise NotUnderstoodError(f"{name} of {kind.__qualname__} is not that of its class")
 
 
 def _is_as_written(function: Any, module: str | None, name: str) -> bool:
@@ -220,12 +250,34 @@ def called_functions(function: Callable[..., Any]) -> list[Called]:
             continue
         if each.__globals__ is not first.__globals__ and not each.__module__.startswith("transformers.models."):
             continue
-        for name in each.__code__.co_names:
+        for name in _names_of_its_file(each.__code__):
             value, key = each.__globals__.get(name), (id(each.__globals__), name)
-            if isinstance(value, types.FunctionType) and key not in found and name != "eager_attention_forward":
+            is_called = callable(value) and not isinstance(value, type) and name != "eager_attention_forward"
+            if is_called and key not in found:
                 found[key] = Called(each.__globals__, name, value)
                 left.append(value)
     return list(found.values())
+
+
+@functools.cache
+def _names_of_its_file(code: types.CodeType) -> tuple[str, ...]:
+    """Those that code looks up there, and not as attributes of something."""
+    found = (each.argval for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL")
+    return tuple(dict.fromkeys(found))
+
+
+def _is_of_its_file(called: Called) -> bool:
+    """Whether a function stands in the file by whose name it was called, or was imported there from a library that no
+    user writes in: one of the same name, or another object that can be called, may have been put in its place.
+    """
+    function = as_written(called.value)
+    if isinstance(function, functools._lru_cache_wrapper):
+        function = function.__wrapped__
+    if not isinstance(function, types.FunctionType | types.BuiltinFunctionType):
+        return False
+    module = function.__module__ or ""
+    known = module == called.names.get("__name__") or module.partition(".")[0] in _LIBRARIES
+    return known and _is_as_written(function, None, called.name)
 
 
 def torch_has_its_functions() -> bool:
@@ -244,6 +296,7 @@ def _torchs(name: str) -> object:
 
 _functions_of = operator.attrgetter(*_FUNCTIONS)
 _TORCHS = tuple(map(_torchs, _FUNCTIONS))
+TORCHS_CROSS_ENTROPY = _torchs("cross_entropy")
 
 
 def check_only_its_class(module: nn.Module) -> None:
@@ -356,7 +409,34 @@ def activation_of(module: nn.Module) -> Activation:
     if activation is None:
         raise NotUnderstoodError(f"{name_of(module)} is no activation that is known")
     check_own_code(module)
+    check_activation(module)
     return activation
+
+
+def check_activation(module: nn.Module) -> None:
+    """Raise `NotUnderstoodError` if an activation calls another function than its class gives its instances."""
+    kind = type(module)
+    act: Any = vars(module).get("act")
+    gelu = _TORCHS[_FUNCTIONS.index("gelu")]
+    if kind is activations.GELUTanh:
+        partial = isinstance(act, functools.partial) and act.func is gelu and not act.args
+        known = act.keywords == {"approximate": "tanh"} if partial else _is_method(act, module, "_gelu_tanh_python")
+    elif kind is activations.GELUActivation:
+        known = act is gelu or _is_method(act, module, "_gelu_python")
+    else:
+        return
+    if not known:
+        raise NotUnderstoodError(f"{name_of(module)} calls another function than its class gives it")
+
+
+def _is_method(function: Any, module: nn.Module, name: str) -> bool:
+    """Whether a function is a method of the module's, as its class has it."""
+    kind = type(module)
+    return (
+        isinstance(function, types.MethodType)
+        and function.__self__ is module
+        and _is_as_written(function.__func__, kind.__module__, f"{kind.__qualname__}.{name}")
+    )
 
 
 # ---------------------------------------------------------------------- code

@@ -447,9 +447,10 @@ def _by_itself(part: Tensor) -> Tensor:
 def _give_back(matrix: Matrix) -> None:
     """Memory of its own for each parameter that was moved and still is where it was moved to."""
     held = matrix.held
-    for parameter, address in zip(held.moved, held.addresses, strict=True):
-        if not held.counts(parameter) and parameter.data_ptr() == address:
-            parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
+    with torch.inference_mode(False), torch.no_grad():  # whose tensors could not be trained
+        for parameter, address in zip(held.moved, held.addresses, strict=True):
+            if not held.counts(parameter) and parameter.data_ptr() == address:
+                parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
 
 
 __all__ = [
