@@ -67,11 +67,12 @@ def test_an_nvcc_that_is_too_old(nvcc: Path) -> None:
 
 
 def test_the_users_own_nvcc(nvcc: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``PYTORCH_NVCC="ccache nvcc"``, as torch's own builder takes it."""
+    """``PYTORCH_NVCC="ccache nvcc -arguments"``, as torch's own builder takes it."""
     other = tmp_path / "other"
     (other / "bin").mkdir(parents=True)
-    monkeypatch.setenv("PYTORCH_NVCC", f"ccache {says(other, '13.0')}")
+    monkeypatch.setenv("PYTORCH_NVCC", f"ccache {says(other, '13.0')} -allow-unsupported-compiler")
     assert CudaToolchain().nvcc().version == "13.0"
+    assert CudaToolchain().nvcc().command == (str(other / "bin" / "nvcc"), "-allow-unsupported-compiler")
     assert CudaToolchain._launcher() == ["ccache"]
 
 

@@ -44,6 +44,12 @@ def test_eight_processes_compile_once(project: Project, counting: CountingCompil
     assert counting.count() == 1
 
 
+def test_eight_processes_build_a_damaged_entry_again_once(project: Project, spawn: Spawn) -> None:
+    acquire(project.spec()).path.write_bytes(b"")
+    said = [finish(process) for process in [spawn() for _ in range(8)]]
+    assert sorted(said) == ["cache 42"] * 7 + ["compiled 42"]
+
+
 def test_threads_of_one_process_compile_once(project: Project, counting: CountingCompiler) -> None:
     with ThreadPoolExecutor(4) as pool:
         origins = sorted(artifact.origin for artifact in pool.map(acquire, [project.spec()] * 4))

@@ -19,6 +19,7 @@ from small_op import (
     Project,
     Spawn,
     SpawnIn,
+    entry_folder,
     finish,
     in_namespace,
 )
@@ -78,17 +79,35 @@ def test_what_root_has_built_serves_other_users(for_everybody: Path, spawn_in: S
 
 
 def as_member(user: int) -> str:
-    """As `AS_ANOTHER`, of a group that has the number of another user."""
-    return AS_ANOTHER.rpartition("os.setgroups")[0] + f"os.setgroups([{GROUP}]); os.setgid({user}); os.setuid({user})\n"
+    """As `AS_ANOTHER`, of a group that has the number of another user; what they make is nobody else's by default."""
+    identity = f"os.setgroups([{GROUP}]); os.setgid({user}); os.setuid({user}); os.umask(0o077)\n"
+    return AS_ANOTHER.rpartition("os.setgroups")[0] + identity
 
 
-def test_members_of_a_trusted_group_share_what_they_build(
-    for_everybody: Path, spawn_in: SpawnIn, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    project, spawn = spawn_in(for_everybody)
+@pytest.fixture
+def for_the_group(for_everybody: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """`for_everybody`, with a cache for `GROUP`."""
     monkeypatch.setenv("DS_PLUGIN_CACHE_TRUST_GROUP", "1")
     cache.root().mkdir()
     open_to(cache.root(), GROUP, 0o2775)
+    return for_everybody
+
+
+def test_what_another_member_cannot_remove_is_built_beside_it(for_the_group: Path, spawn_in: SpawnIn) -> None:
+    _, spawn = spawn_in(for_the_group)
+    one, other = as_member(ANOTHER), as_member(ANOTHER + 1)
+    assert finish(spawn(one)) == "compiled 42"
+    (entry_folder() / "answer.so").write_bytes(b"")
+    out, err = spawn(other).communicate(timeout=200)
+    assert out == "compiled 42\n" and "it is built again" in err
+    assert finish(spawn(other)) == "cache 42"
+    assert finish(spawn(one)) == "cache 42"
+
+
+def test_members_of_a_trusted_group_share_what_they_build(
+    for_the_group: Path, spawn_in: SpawnIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project, spawn = spawn_in(for_the_group)
     one, other = as_member(ANOTHER), as_member(ANOTHER + 1)
     assert finish(spawn(one)) == "compiled 42"
     assert finish(spawn(other)) == "cache 42"

@@ -199,7 +199,6 @@ def test_cuda_architectures_that_do_not_exist(arch_list: str) -> None:
         ("clang-18", "clang++-18"),
         ("/opt/llvm/bin/clang", "/opt/llvm/bin/clang++"),
         ("powerpc64le-linux-gnu-gcc", "powerpc64le-linux-gnu-g++"),
-        ("ccache gcc", "ccache g++"),
         ("cc", "c++"),
         ("icx", "icpx"),
         ("nvc", ""),
@@ -215,6 +214,8 @@ def test_the_users_choice_of_compiler(compilers: Path, monkeypatch: pytest.Monke
     assert CxxToolchain().compiler().command == (str(compilers / "g++"),)
     monkeypatch.setenv("CC", "clang")
     assert CxxToolchain().compiler().version == "18.1.8"
+    monkeypatch.setenv("CC", "clang -m64")
+    assert CxxToolchain().compiler().command == (str(compilers / "clang++"), "-m64")
     monkeypatch.setenv("CC", "gcc-99")
     assert CxxToolchain().compiler().command == (str(compilers / "g++"),)
     monkeypatch.setenv("CXX", "g++ -m64 '-DTWO=words, one argument'")

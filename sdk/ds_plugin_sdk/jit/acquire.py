@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import errno
 import logging
+import secrets
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -41,8 +42,8 @@ def acquire(spec: BuildSpec) -> Artifact:
     with _as_build_errors(spec):
         choice = _choose(spec)
         plan = _permitted(choice) if choice.origin == "compiled" else None
-        if plan is not None and (why_not := choice.store.make()):
-            _use_private(choice, plan, why_not)
+        if plan is not None and (why_not := choice.store.make()) and not _use_private(choice, plan, why_not):
+            plan = _permitted(choice)  # to load from there, too
         if choice.origin == "cache":
             store.touch(choice.found)
         if choice.origin == "compiled" and plan is not None:
@@ -255,10 +256,10 @@ def _build(plan: Plan, choice: _Choice, start: float) -> Artifact:
     locks = place.base / ".locks"
     place.make_folder(locks)
     home = place.home(plan)
-    known = store.children(home)
+    known = {*store.children(home)}
 
     def delivered() -> bool:
-        return store.children(home) != known
+        return not known.issuperset(store.children(home))  # entries also go: damaged ones are removed
 
     file, group = locks / f"{plan.direct}.lock", store.shared_by_group(locks)
     with lock.building(file, spec.name, timeout=settings.lock_timeout, done=delivered, group=group):
@@ -266,8 +267,8 @@ def _build(plan: Plan, choice: _Choice, start: float) -> Artifact:
         if search.path is not None:
             why = "another process has just compiled it"
             return _artifact(plan.request, search.path, "cache", why, start, search.record)
-        for folder in search.useless:
-            place.discard(folder)
+        left = [folder for folder in search.useless if place.discard(folder)]  # whose owner alone can remove them
+        if search.useless:
             _log.warning("op '%s': %s; it is built again", spec.name, "; ".join(search.reasons))
         reason = _why_compiled(choice, plan)
         level = logging.INFO if place.root == store.root() else logging.WARNING  # the cache asked for is not used
@@ -278,7 +279,8 @@ def _build(plan: Plan, choice: _Choice, start: float) -> Artifact:
             except CompileError as error:
                 failures.keep(error, work / "entry" / entry.LOG_FILE, place, plan)
                 raise
-            path = place.publish(made, home / content)
+            name = content if home / content not in left else f"{content}-{secrets.token_hex(4)}"
+            path = place.publish(made, home / name)
             failures.forget(place, plan)
     return _artifact(plan.request, path, "compiled", reason, start)
 

@@ -83,7 +83,8 @@ class Pruned(NamedTuple):
 
 
 def prune(*, max_bytes: int | None = None, older_than: float | None = None, everything: bool = False) -> Pruned:
-    """Remove entries, and all object files; processes that use them are not disturbed.
+    """Remove entries, and all object files; processes that use them are not disturbed, but for those of other hosts on
+    a file system that keeps no removed file for them, as NFS.
 
     Args:
         max_bytes: remove the least recently used until the cache is no larger than this.

@@ -231,7 +231,7 @@ class _Running:
     def __init__(self, plan: Plan, makes: str, command: Sequence[str], work: Path) -> None:
         self.plan, self.command = plan, command
         self._made = work / makes
-        self.clock = Stopwatch()  # when this process is suspended, so is the command
+        self.clock = Stopwatch()  # a job that Slurm suspends is so as a whole
         self._said = bytearray()
         try:
             self._process = subprocess.Popen(
@@ -339,7 +339,7 @@ def _headers(plan: Plan, work: Path) -> list[Path]:
         try:
             names = dependencies(os.fsdecode((work / f"{source.stem}.d").read_bytes()))
             # Ccache may write them relative to `work`, which is gone afterwards.
-            found |= {Path(os.path.normpath(work / name)) for name in names}
+            found |= {_plain(work / name) for name in names}
         except OSError as error:
             why = f"{command[0]} made no list of headers ({source.stem}.d), as -MD asks"
             raise failure(plan, why, command=command) from error
@@ -350,6 +350,12 @@ def _headers(plan: Plan, work: Path) -> list[Path]:
             )
             raise failure(plan, why, command=command)
     return sorted(found - sources)
+
+
+def _plain(header: Path) -> Path:
+    """A path without ``..``: by its text, which keeps the names of links, unless one of those leads elsewhere."""
+    by_text = Path(os.path.normpath(header))
+    return by_text if by_text.exists() else Path(os.path.realpath(header))
 
 
 def dependencies(makefile: str) -> list[str]:

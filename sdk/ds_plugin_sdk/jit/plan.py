@@ -130,7 +130,8 @@ def make_request(spec: BuildSpec) -> Request:
             for source, sha256 in zip(spec.sources, digests, strict=True)
         ],
     }
-    of_user = (*(word for word in settings.cxx if word.startswith("-")), *settings.cflags, *settings.cxxflags)
+    of_compiler = (word for word in settings.cxx or settings.cc if word.startswith("-"))
+    of_user = (*of_compiler, *settings.cflags, *settings.cxxflags)
     cpu = target.named(here.target.arch, of_user)
     if here.target.runs(cpu) and _wants_native(spec, of_user):
         cpu = here.target.level

@@ -158,6 +158,10 @@ class Store:
     def publish(self, built: Path, place: Path) -> Path:
         """Move a finished entry to its place; if another builder was faster, theirs stays and ours is dropped."""
         self.make_folder(place.parent)
+        if self.root == _named_root() and shared_by_group(place.parent):
+            for each in (built, *built.iterdir()):  # whatever this user's umask
+                mode = stat.S_IMODE(each.stat().st_mode)
+                each.chmod(mode | (mode & 0o500) >> 3)
         try:
             built.rename(place)
         except OSError:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import re
-import shlex
 import shutil
 import sys
 from abc import ABC, abstractmethod
@@ -75,7 +74,8 @@ class CxxToolchain(Toolchain):
             raise ToolchainError(error.what, why=why, hint=self.install_hint) from error
 
     def _candidate(self) -> list[str]:
-        sibling = shlex.split(cxx_sibling(shlex.join(settings.cc)))
+        # Of "ccache gcc -m64" it is "ccache g++ -m64".
+        sibling = [cxx_sibling(word) or word for word in settings.cc] if any(map(cxx_sibling, settings.cc)) else []
         for command in (sibling, *([name] for name in self.candidates)):
             if command and shutil.which(command[0]):
                 return command
@@ -184,9 +184,9 @@ class CudaToolchain(Toolchain):
 
     def nvcc(self) -> Compiler:
         """nvcc of ``PYTORCH_NVCC``, else of ``CUDA_HOME``, on PATH, of pip's nvidia packages, of /usr/local/cuda."""
-        for place in self._places():
-            if shutil.which(place):
-                return identify([str(place)])
+        for program, *args in self._commands():
+            if shutil.which(program):
+                return identify([program, *args])
         raise ToolchainError(
             "no CUDA compiler",
             why="no nvcc in CUDA_HOME, on PATH, in pip's nvidia packages or in /usr/local/cuda",
@@ -194,17 +194,17 @@ class CudaToolchain(Toolchain):
         )
 
     @staticmethod
-    def _places() -> Iterable[str | Path]:
+    def _commands() -> Iterable[list[str]]:
         if settings.nvcc:
-            yield next((word for word in settings.nvcc if Path(word).name not in LAUNCHERS), settings.nvcc[0])
+            yield [word for word in settings.nvcc if Path(word).name not in LAUNCHERS] or [*settings.nvcc]
             return
         if settings.cuda_home is not None:
-            yield settings.cuda_home / "bin" / "nvcc"
+            yield [str(settings.cuda_home / "bin" / "nvcc")]
             return
-        yield "nvcc"
+        yield ["nvcc"]
         for folder in _pip_folders():
-            yield folder / "bin" / "nvcc"
-        yield "/usr/local/cuda/bin/nvcc"
+            yield [str(folder / "bin" / "nvcc")]
+        yield ["/usr/local/cuda/bin/nvcc"]
 
     @staticmethod
     def _launcher() -> list[str]:
