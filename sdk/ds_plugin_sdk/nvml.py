@@ -14,15 +14,15 @@ _LIBRARY = "libnvidia-ml.so.1"
 # Where containers and WSL have the driver's libraries, if the loader does not know.
 _PLACES = ("/usr/local/nvidia/lib64/", "/usr/lib/wsl/lib/")
 _NAME_BYTES = 96
-_DRIVER_NOT_LOADED = 9
+_NO_PERMISSION, _DRIVER_NOT_LOADED, _GPU_IS_LOST = 4, 9, 15
 
 
 class NvmlError(Exception):
     """NVML cannot be asked. `absent`: because there is no driver, rather than a driver that does not work."""
 
-    def __init__(self, message: str, absent: bool) -> None:
+    def __init__(self, message: str, absent: bool, code: int = 0) -> None:
         super().__init__(message)
-        self.absent = absent
+        self.absent, self.code = absent, code
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,8 @@ class Driver:
     Attributes:
         version: such as ``580.95.05``.
         cuda: the newest CUDA it runs, such as (13, 0).
-        gpus: all GPUs of this machine, hidden ones too.
+        gpus: all GPUs of this machine, hidden ones too, but for those that CUDA has not either: a container was not
+            given them, or they have fallen off the bus.
     """
 
     version: str
@@ -71,8 +72,8 @@ def ask(library: str = _LIBRARY) -> Driver:
         _call(nvml, "nvmlDeviceGetCount_v2", ctypes.byref(count))
         _call(nvml, "nvmlSystemGetCudaDriverVersion_v2", ctypes.byref(cuda))
         version = _text(nvml, "nvmlSystemGetDriverVersion")
-        gpus = tuple(_gpu(nvml, index) for index in range(count.value))
-        return Driver(version, (cuda.value // 1000, cuda.value % 1000 // 10), gpus)
+        gpus = (_gpu(nvml, index) for index in range(count.value))
+        return Driver(version, (cuda.value // 1000, cuda.value % 1000 // 10), tuple(filter(None, gpus)))
     finally:
         nvml.nvmlShutdown()
 
@@ -116,11 +117,17 @@ def _device(gpus: Sequence[Gpu], entry: str) -> str | None:
     return matching[0] if len(matching) == 1 else None
 
 
-def _gpu(nvml: ctypes.CDLL, index: int) -> Gpu:
+def _gpu(nvml: ctypes.CDLL, index: int) -> Gpu | None:
+    """None for one that this process may not use, or that does not answer any more."""
     handle, major, minor = ctypes.c_void_p(), ctypes.c_int(), ctypes.c_int()
-    _call(nvml, "nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(index), ctypes.byref(handle))
-    _call(nvml, "nvmlDeviceGetCudaComputeCapability", handle, ctypes.byref(major), ctypes.byref(minor))
-    name, uuid = _text(nvml, "nvmlDeviceGetName", handle), _text(nvml, "nvmlDeviceGetUUID", handle)
+    try:
+        _call(nvml, "nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(index), ctypes.byref(handle))
+        _call(nvml, "nvmlDeviceGetCudaComputeCapability", handle, ctypes.byref(major), ctypes.byref(minor))
+        name, uuid = _text(nvml, "nvmlDeviceGetName", handle), _text(nvml, "nvmlDeviceGetUUID", handle)
+    except NvmlError as error:
+        if error.code in (_NO_PERMISSION, _GPU_IS_LOST):
+            return None
+        raise
     return Gpu(name, uuid, (major.value, minor.value))
 
 
@@ -136,4 +143,4 @@ def _call(nvml: ctypes.CDLL, function: str, *args: object) -> None:
         nvml.nvmlErrorString.restype = ctypes.c_char_p
         text = nvml.nvmlErrorString(code)
         message = f"{function} says: {text.decode() if text else f'error {code}'}"
-        raise NvmlError(message, absent=code == _DRIVER_NOT_LOADED)
+        raise NvmlError(message, absent=code == _DRIVER_NOT_LOADED, code=code)

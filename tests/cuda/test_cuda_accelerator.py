@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from deepspeed.accelerator import cuda_accelerator as deepspeeds
 
 from ds_plugin_cuda import nvtx
 from ds_plugin_cuda.accelerator import CUDA_Accelerator
@@ -37,23 +38,44 @@ def test_its_names(cuda: CUDA_Accelerator) -> None:
     assert cuda.communication_backend_name() == "nccl"
     assert cuda.get_compile_backend() == "inductor"
     assert cuda.visible_devices_envs() == ["CUDA_VISIBLE_DEVICES"]
-    assert "NCCL_" in cuda.export_envs()
+    # As DeepSpeed's own: which GPUs a process may use differs from node to node.
+    assert all(each.startswith(("NCCL", "TORCH_NCCL")) for each in cuda.export_envs())
     assert cuda.on_accelerator(torch.empty(1, device="meta")) is False
 
 
+@pytest.mark.parametrize("bfloat16", [True, False])
 @pytest.mark.parametrize(
-    ("capability", "bfloat16", "float16"),
-    [((6, 1), False, False), ((7, 0), False, True), ((7, 5), False, True), ((8, 0), True, True), ((12, 0), True, True)],
+    ("capability", "deprecated", "float16"),
+    [((5, 2), "1", False), ((6, 1), "0", False), ((6, 1), "1", True), ((7, 0), "0", True), ((12, 0), "0", True)],
 )
-def test_dtypes_are_those_of_the_hardware(
-    monkeypatch: pytest.MonkeyPatch, cuda: CUDA_Accelerator, capability: tuple[int, int], bfloat16: bool, float16: bool
+def test_dtypes_are_those_that_deepspeeds_own_accelerator_has(
+    capability: tuple[int, int],
+    deprecated: str,
+    float16: bool,
+    bfloat16: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    cuda: CUDA_Accelerator,
+) -> None:
+    monkeypatch.setenv("DS_ALLOW_DEPRECATED_FP16", deprecated)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: bfloat16)
+    for each in (cuda, deepspeeds.CUDA_Accelerator()):
+        assert each.is_bf16_supported() is bfloat16
+        assert each.is_fp16_supported() is float16
+        assert set(each.supported_dtypes()) >= {torch.float32}
+
+
+@pytest.mark.parametrize(("capability", "supported"), [((7, 5), False), ((8, 0), True), ((12, 0), True)])
+def test_triton_is_for_ampere_and_later(
+    monkeypatch: pytest.MonkeyPatch, cuda: CUDA_Accelerator, capability: tuple[int, int], supported: bool
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    assert cuda.is_bf16_supported() is bfloat16
-    assert cuda.is_fp16_supported() is float16
-    assert cuda.is_triton_supported() is bfloat16
-    assert torch.float32 in cuda.supported_dtypes()
+    for there in (True, False):
+        monkeypatch.setattr("ds_plugin_cuda.accelerator.installed", lambda module, there=there: there)
+        assert cuda.is_triton_supported() is (supported and there)
 
 
 @pytest.mark.parametrize(("capability", "prefers"), [((7, 5), False), ((8, 6), True), ((8, 9), True), ((9, 0), False)])

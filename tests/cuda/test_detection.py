@@ -28,7 +28,10 @@ EXPORT const char* nvmlErrorString(int code) { return code == 9 ? "Driver Not Lo
 EXPORT int nvmlDeviceGetCount_v2(unsigned* count) { *count = 2; return 0; }
 EXPORT int nvmlSystemGetCudaDriverVersion_v2(int* version) { *version = 12080; return 0; }
 EXPORT int nvmlSystemGetDriverVersion(char* text, unsigned size) { return snprintf(text, size, "570.1") < 0; }
-EXPORT int nvmlDeviceGetHandleByIndex_v2(unsigned index, void** device) { *device = (void*)(1ul + index); return 0; }
+EXPORT int nvmlDeviceGetHandleByIndex_v2(unsigned index, void** device) {
+  *device = (void*)(1ul + index);
+  return index == 0 ? FIRST : 0;
+}
 EXPORT int nvmlDeviceGetCudaComputeCapability(void* device, int* major, int* minor) {
   *major = device == (void*)1 ? 9 : 7;
   *minor = 0;
@@ -41,10 +44,12 @@ EXPORT int nvmlDeviceGetUUID(void* device, char* text, unsigned size) {
 """
 
 
-def fake_nvml(folder: Path, init: int) -> str:
+def fake_nvml(folder: Path, init: int, first: int = 0) -> str:
+    """A driver that answers its start, and a question for the first of two GPUs, by these codes."""
     source, library = folder / "nvml.cpp", folder / f"nvml{init}.so"
     source.write_text(FAKE_NVML)
-    subprocess.run(["c++", "-shared", "-fPIC", f"-DINIT={init}", str(source), "-o", str(library)], check=True)
+    codes = [f"-DINIT={init}", f"-DFIRST={first}"]
+    subprocess.run(["c++", "-shared", "-fPIC", *codes, str(source), "-o", str(library)], check=True)
     return str(library)
 
 
@@ -52,6 +57,12 @@ def fake_nvml(folder: Path, init: int) -> str:
 def test_nvml_is_understood(tmp_path: Path) -> None:
     driver = nvml.ask(fake_nvml(tmp_path, 0))
     assert driver == Driver("570.1", (12, 8), (Gpu("GPU", "GPU-1", (9, 0)), Gpu("GPU", "GPU-2", (7, 0))))
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("code", [4, 15], ids=["a container was not given it", "lost"])
+def test_a_gpu_that_cannot_be_asked_leaves_the_others(tmp_path: Path, code: int) -> None:
+    assert nvml.ask(fake_nvml(tmp_path, 0, code)).gpus == (Gpu("GPU", "GPU-2", (7, 0)),)
 
 
 @pytest.mark.compiler

@@ -10,10 +10,9 @@ import torch
 from ds_plugin_cuda import nvtx
 from ds_plugin_sdk import TorchAccelerator
 from ds_plugin_sdk.accelerator import installed
+from ds_plugin_sdk.settings import settings
 
-# Compute capabilities from which the hardware computes in a type: IEEE half at full rate, bfloat16.
-_HALF, _BFLOAT16 = (7, 0), (8, 0)
-_HOPPER = (9, 0)
+_PASCAL, _VOLTA, _AMPERE, _HOPPER = (6, 0), (7, 0), (8, 0), (9, 0)  # compute capabilities
 
 
 class CUDA_Accelerator(TorchAccelerator):
@@ -23,23 +22,28 @@ class CUDA_Accelerator(TorchAccelerator):
     communication_backend: ClassVar[str] = "nccl"
     op_builders: ClassVar[str] = "ds_plugin_cuda.op_builder"
     visible_devices_env: ClassVar[str] = "CUDA_VISIBLE_DEVICES"
-    exported_envs: ClassVar[tuple[str, ...]] = ("NCCL_", "CUDA_", "TORCH_NCCL_")
+    exported_envs: ClassVar[tuple[str, ...]] = ("NCCL_", "TORCH_NCCL_")
     supports_nvtx_domain: ClassVar[bool] = True
 
     # ------------------------------------------------------------------ data types
     def supported_dtypes(self) -> list[torch.dtype]:
-        """float32; float16 from Volta on; bfloat16 from Ampere on. Without a GPU, what current ones have."""
-        capability = torch.cuda.get_device_capability() if self.is_available() else _BFLOAT16
-        half = [torch.float16] if capability >= _HALF else []
-        return [torch.float32, *([torch.bfloat16] if capability >= _BFLOAT16 else []), *half]
+        """float32; bfloat16 where torch has it, which converts each number before Ampere; float16 from Volta on, and on
+        Pascal, which is no faster in it, with ``DS_ALLOW_DEPRECATED_FP16=1``. Without a GPU, what current ones have.
+        """
+        if not self.is_available():
+            return [torch.float32, torch.bfloat16, torch.float16]
+        capability = torch.cuda.get_device_capability()
+        half = capability >= _VOLTA or (capability >= _PASCAL and settings.allow_deprecated_fp16)
+        bfloat16 = [torch.bfloat16] if torch.cuda.is_bf16_supported() else []
+        return [torch.float32, *bfloat16, *([torch.float16] if half else [])]
 
     def is_triton_supported(self) -> bool:
-        """From Ampere on, where DeepSpeed's Triton kernels were written for."""
-        return self.is_available() and torch.cuda.get_device_capability() >= _BFLOAT16
+        """From Ampere on, where DeepSpeed's Triton kernels were written for, if Triton is installed."""
+        return self.is_available() and torch.cuda.get_device_capability() >= _AMPERE and installed("triton")
 
     def prefer_triton_grouped_mm(self) -> bool:
         """On Ampere and Ada, where torch's grouped product is a loop over the groups; later ones have a kernel."""
-        return self.is_triton_supported() and torch.cuda.get_device_capability() < _HOPPER and installed("triton")
+        return self.is_triton_supported() and torch.cuda.get_device_capability() < _HOPPER
 
     # ------------------------------------------------------------------ communication
     def communication_backend_version(self) -> tuple[int, ...]:
