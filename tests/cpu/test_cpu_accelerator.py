@@ -103,15 +103,36 @@ def test_memory_of_the_machine(cpu: CPU_Accelerator) -> None:
     assert cpu.total_memory() <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def test_a_containers_pages_of_files_are_available(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job that has read a data set has them: the kernel gives them up for whoever allocates."""
-    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
-    numbers = {"memory.max": "80000000", "memory.current": "79000000"}
-    for name, text in {**numbers, "memory.stat": "anon 9000000\ninactive_file 70000000\n"}.items():
-        (tmp_path / name).write_text(text, encoding="ascii")
-    assert memory.available() == 71_000_000
-    (tmp_path / "memory.stat").unlink()
-    assert memory.available() == 1_000_000
+@pytest.mark.parametrize(
+    ("member", "group", "limit", "used", "files"),
+    [
+        ("0::/\n", "", "memory.max", "memory.current", "inactive_file"),  # in a container
+        ("0::/slurm/job_7/step_0\n", "slurm/job_7", "memory.max", "memory.current", "inactive_file"),
+        (
+            "9:memory:/slurm/job_7\n0::/\n",
+            "memory/slurm/job_7",
+            "memory.limit_in_bytes",
+            "memory.usage_in_bytes",
+            "total_inactive_file",
+        ),
+    ],
+)
+def test_a_job_has_the_memory_of_its_control_group(
+    member: str, group: str, limit: str, used: str, files: str, tmp_path: Path
+) -> None:
+    """A job that has read a data set has its pages: the kernel gives them up for whoever allocates."""
+    own, groups = tmp_path / "own", tmp_path / "groups"
+    own.write_text(member, encoding="utf-8")
+    (groups / group).mkdir(parents=True)
+    assert memory.total(groups, own) == pytest.approx(
+        os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), rel=0.01
+    )
+    contents = {limit: "80000000\n", used: "79000000\n", "memory.stat": f"anon 9000000\n{files} 70000000\n"}
+    for name, text in contents.items():
+        (groups / group / name).write_text(text, encoding="ascii")
+    assert (memory.total(groups, own), memory.available(groups, own)) == (80_000_000, 71_000_000)
+    (groups / group / "memory.stat").unlink()
+    assert memory.available(groups, own) == 1_000_000
 
 
 def test_random_numbers_are_restored(cpu: CPU_Accelerator) -> None:

@@ -12,8 +12,10 @@ import ctypes
 import functools
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
+from ds_plugin_cpu import control_groups
 from ds_plugin_sdk import large_pages
 from ds_plugin_sdk.settings import export, settings
 
@@ -30,7 +32,12 @@ _HUGE_PAGES_OF_KERNEL = Path("/sys/kernel/mm/transparent_hugepage")
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _MEMINFO = Path("/proc/meminfo")
-_CGROUP = Path("/sys/fs/cgroup")
+
+# A control group's limit, what it uses, and its field of inactive pages of files, in the two versions.
+_NAMES_OF_CGROUPS = (
+    ("memory.max", "memory.current", b"inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", b"total_inactive_file"),
+)
 
 
 def _read(file: Path) -> bytes:
@@ -49,12 +56,6 @@ def _kilobytes(text: bytes, field: bytes) -> int:
     """Bytes of a ``Field:  123 kB`` line; 0 where the kernel has no such line."""
     _, found, rest = text.partition(b"\n" + field + b":")
     return int(rest.split(None, 1)[0]) * 1024 if found else 0
-
-
-def _cgroup(name: str) -> int | None:
-    """A number of the memory controller that this process lives under; None without a limit."""
-    text = _read(_CGROUP / name).strip()
-    return int(text) if text.isdigit() else None
 
 
 def resident() -> int:
@@ -81,24 +82,28 @@ def reset_peak() -> None:
         return
 
 
-def total() -> int:
-    """Memory of the machine, or of the container this process lives in."""
+def total(groups: Path = control_groups.GROUPS, member: Path = control_groups.OWN) -> int:
+    """Memory of the machine, or of the container or the scheduler's job that this process lives in."""
     machine = _kilobytes(b"\n" + _read(_MEMINFO), b"MemTotal")
-    limit = _cgroup("memory.max")
-    return machine if limit is None else min(machine, limit)
+    return min([machine, *(limit for limit, _ in _limits(groups, member))])
 
 
-def available() -> int:
+def available(groups: Path = control_groups.GROUPS, member: Path = control_groups.OWN) -> int:
     """Memory that can still be allocated without swapping: pages of files that were read or written are given up."""
     machine = _kilobytes(_read(_MEMINFO), b"MemAvailable")
-    limit, used = _cgroup("memory.max"), _cgroup("memory.current")
-    return machine if limit is None or used is None else min(machine, max(0, limit - used + _pages_of_files()))
+    return min([machine, *(max(0, limit - used) for limit, used in _limits(groups, member))])
 
 
-def _pages_of_files() -> int:
-    """Bytes of files, not used lately, that count as used by this process's group; the kernel takes them back first."""
-    _, _, rest = (b"\n" + _read(_CGROUP / "memory.stat")).partition(b"\ninactive_file ")
-    return int(rest.split(None, 1)[0]) if rest else 0
+def _limits(groups: Path, member: Path) -> Iterator[tuple[int, int]]:
+    """What each control group that this process lives in may use and uses, in bytes; groups without a limit are left
+    out. Pages of files, not used lately, do not count as used: the kernel takes them back first.
+    """
+    for group in control_groups.own("memory", groups, member):
+        for limit, used, files in _NAMES_OF_CGROUPS:
+            numbers = _read(group / limit).strip(), _read(group / used).strip()
+            if all(map(bytes.isdigit, numbers)):  # "max" is no limit
+                _, _, rest = (b"\n" + _read(group / "memory.stat")).partition(b"\n%b " % files)
+                yield int(numbers[0]), int(numbers[1]) - (int(rest.split(None, 1)[0]) if rest else 0)
 
 
 @functools.cache

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
+from ds_plugin_cpu import control_groups
 from ds_plugin_sdk.settings import settings
 
 _NODES = Path("/sys/devices/system/node")
-_CGROUPS = Path("/sys/fs/cgroup")
-_OWN_CGROUPS = Path("/proc/self/cgroup")
 
 
 def usable_cores() -> frozenset[int]:
@@ -43,46 +41,28 @@ def device_count(folder: Path = _NODES) -> int:
     return settings.local_world_size() or len(numa_nodes(folder))
 
 
-def job_cores(groups: Path = _CGROUPS, own: Path = _OWN_CGROUPS) -> int:
+def job_cores(groups: Path = control_groups.GROUPS, member: Path = control_groups.OWN) -> int:
     """Cores of all ranks here together: those of this process's control group, or of the machine.
 
     Schedulers and containers confine a whole job to a control group; what binds one rank leaves the group as it is. A
     quota of CPU time counts as the cores that use it up, rounded up: a group above its quota is halted as a whole.
     """
     sets = (
-        _read(group / name)
-        for group in _own_groups("cpuset", groups, own)
+        control_groups.read(group / name)
+        for group in control_groups.own("cpuset", groups, member)
         for name in ("cpuset.cpus.effective", "cpuset.effective_cpus")
     )
     cores = len(parse_core_list(next(filter(None, sets), ""))) or os.cpu_count() or 1
-    return min([cores, *(math.ceil(quota) for quota in map(_quota, _own_groups("cpu", groups, own)) if quota)])
-
-
-def _own_groups(controller: str, groups: Path, own: Path) -> Iterator[Path]:
-    """Folders of this process's control group and of those around it, where a controller's files may be."""
-    for line in _read(own).splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":  # the second version, which has one tree for all controllers
-            tree = groups
-        elif controller in controllers.split(","):
-            tree = groups / controllers
-        else:
-            continue
-        # In a container the path may be the host's: then the tree's root is the container's group.
-        group = tree / path.lstrip("/")
-        yield from (folder for folder in (group, *group.parents) if folder.is_relative_to(tree))
+    quotas = map(_quota, control_groups.own("cpu", groups, member))
+    return min([cores, *(math.ceil(quota) for quota in quotas if quota)])
 
 
 def _quota(group: Path) -> float:
     """CPU time that a control group may take in a second, in seconds; 0 without a limit."""
-    text = _read(group / "cpu.max") or f"{_read(group / 'cpu.cfs_quota_us')} {_read(group / 'cpu.cfs_period_us')}"
+    read = control_groups.read
+    text = read(group / "cpu.max") or f"{read(group / 'cpu.cfs_quota_us')} {read(group / 'cpu.cfs_period_us')}"
     quota, _, period = text.strip().partition(" ")
     return int(quota) / int(period) if quota.isdigit() else 0.0  # "max", -1, or no such file
-
-
-def _read(file: Path) -> str:
-    """A file of the kernel's; empty where there is none."""
-    return file.read_text(encoding="utf-8").strip() if file.exists() else ""
 
 
 def fair_threads() -> int:
