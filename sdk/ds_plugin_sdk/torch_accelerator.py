@@ -162,7 +162,7 @@ class TorchAccelerator(DeepSpeedAccelerator):
         index = self.device(device_index).index
         kinds: Any = torch._C._autograd.DeviceType
         kind = getattr(kinds, self.device_type.upper(), kinds.PrivateUse1)
-        return torch.Stream(stream_id=0, device_index=index, device_type=kind)
+        return torch.Stream(stream_id=0, device_index=index, device_type=int(kind))  # pybind11's enum is none for it
 
     # ------------------------------------------------------------------ memory
     def memory_stats(self, device_index: int | None = None) -> dict[str, Any]:

@@ -136,6 +136,14 @@ def point_to_point() -> None:
         assert got.item() == 9
 
 
+def both_receive_first() -> None:
+    got = on_device(0)
+    receive, send = dist.irecv(got, 1 - RANK), dist.isend(on_device(20 + RANK), 1 - RANK)
+    send.wait()
+    receive.wait()
+    assert got.item() == 21 - RANK
+
+
 def groups() -> None:
     for ranks in ([0, 1], [1]):
         group = dist.new_group(ranks)

@@ -75,6 +75,22 @@ def copies_between_layouts_are_right() -> None:
     assert torch.equal(there.conj().imag.clone().cpu(), complex_.conj().imag.resolve_neg())
 
 
+def what_a_copy_writes_does_not_overlap() -> None:
+    """As on the CPU; what would be there then depends on the order in which elements are copied."""
+    for device in ("cpu", NAME):
+        square = torch.arange(9.0, device=device).view(3, 3)
+        line, wide = square.view(-1), torch.zeros(3, device=device).expand(3, 3)
+        for to, source in ((square, square.t()), (line[1:], line[:-1]), (wide, square)):
+            try:
+                to.copy_(source)
+            except RuntimeError as error:
+                assert "unsupported operation" in str(error), error
+            else:
+                raise AssertionError(f"a copy to {to.stride()} of {source.stride()} on {device}")
+        square.t().copy_(square.t())
+        assert square.flatten().tolist() == list(range(9))
+
+
 def storages_grow_and_shrink() -> None:
     tensor = torch.arange(6.0, device=NAME)
     storage = tensor.untyped_storage()
@@ -89,6 +105,10 @@ def storages_grow_and_shrink() -> None:
     view = torch.empty(0, device=NAME)
     view.set_(flat.untyped_storage(), 2, (2, 2), (3, 1))
     view.add_(10)
+    assert flat.tolist() == [0, 1, 12, 13, 4, 15, 16, 7]
+    assert flat.is_set_to(flat[:]) and not flat.is_set_to(view)
+    view.set_()
+    view.resize_(3).fill_(9)
     assert flat.tolist() == [0, 1, 12, 13, 4, 15, 16, 7]
     parameter = nn.Parameter(torch.zeros(4, device=NAME))
     parameter.data = flat[4:]  # as ZeRO flattens parameters
@@ -106,6 +126,14 @@ def tensors_of_two_devices_are_rejected() -> None:
                 assert "same device" in str(error)
             else:
                 raise AssertionError(f"{here.device} and {other.device} were mixed")
+    total = torch.tensor(1.0)
+    try:
+        total += here.sum()
+    except RuntimeError as error:
+        assert "same device" in str(error)
+    else:
+        raise AssertionError("the device wrote to a number of the host")
+    assert total.item() == 1
     assert (here + torch.tensor(2.0)).tolist() == [3, 3, 3]
     assert here[torch.tensor([0, 2])].tolist() == [1, 1]
 
@@ -243,6 +271,19 @@ def _keep_busy() -> None:
         torch.empty(1, device=NAME).fill_(0)
 
 
+def a_stream_is_current_while_asked_for() -> None:
+    """With its device, though it is current there before; in a context within its own, too."""
+    with torch.zap.stream(torch.zap.default_stream(1)):
+        assert torch.zap.current_device() == 1
+    assert torch.zap.current_device() == 0
+    stream, before = torch.zap.Stream(), torch.zap.current_stream()
+    with torch.zap.stream(stream):
+        with torch.zap.stream(stream):
+            assert torch.zap.current_stream() == stream
+        assert torch.zap.current_stream() == stream
+    assert torch.zap.current_stream() == before
+
+
 def a_missing_wait_gives_a_wrong_result() -> None:
     tensor, stream = torch.zeros(4, device=NAME), torch.zap.Stream()
     torch.zap.synchronize()
@@ -347,6 +388,10 @@ def pinned_copies_do_not_keep_the_host_waiting() -> None:
     pinned = torch.arange(4.0).pin_memory()
     assert pinned.is_pinned()
     assert not torch.arange(4.0).is_pinned()
+    first = torch.empty(100_000, dtype=torch.uint8).pin_memory()
+    address = first.data_ptr()
+    del first
+    assert torch.empty(90_000, dtype=torch.uint8).pin_memory().data_ptr() == address, "batches differ in length"
     enqueue(pinned)
     torch.zap.synchronize()
     with simulator.delay(10 * DELAY_US):  # half a second: a busy machine keeps a host waiting, too

@@ -22,17 +22,25 @@ class StreamContext:
 
     def __init__(self, stream: torch.Stream | None) -> None:
         self.stream = stream
+        self._before: list[tuple[int, torch.Stream]] = []  # the device, and the stream on that of `stream`
 
+    # Not by the stream's own __enter__, which keeps this in the stream, for all threads and contexts, and leaves the
+    # device alone where the stream is current on its own.
     def __enter__(self) -> torch.Stream | None:
         if self.stream is not None:
-            self.stream.__enter__()
+            accelerator = torch.accelerator
+            current = accelerator.current_stream(self.stream.device_index)
+            self._before.append((accelerator.current_device_index(), current))
+            accelerator.set_stream(self.stream)
         return self.stream
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self.stream is not None:
-            self.stream.__exit__(kind, error, trace)
+        if self._before:
+            device, stream = self._before.pop()
+            torch.accelerator.set_stream(stream)
+            torch.accelerator.set_device_index(device)
 
 
 class DeviceModule(ModuleType):
@@ -61,8 +69,8 @@ class DeviceModule(ModuleType):
         return torch.accelerator.current_device_index() if device is None or device < 0 else device
 
     def _finish(self) -> None:
-        with contextlib.suppress(RuntimeError):  # reported already, or nobody is left to report to
-            for index in range(self.device_count()):
+        for index in range(self.device_count()):
+            with contextlib.suppress(RuntimeError):  # reported already, or nobody is left to report to
                 self.synchronize(index)
 
     # ------------------------------------------------------------------ devices

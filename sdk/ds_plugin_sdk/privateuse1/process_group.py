@@ -1,13 +1,13 @@
 """Collectives of the device: tensors are staged on the host, where torch's gloo does the work.
 
 A vendor replaces it method by method with calls of their own library, or as a whole; until then it has every collective
-that torch.distributed offers. It is synchronous: when a call returns, its result is there.
+that torch.distributed offers. It is synchronous: when a call returns, its result is there, but for `irecv`.
 """
 
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -88,6 +88,27 @@ class _Received(Done):
         return self._source
 
 
+class _Receiving(_Received):
+    """A receive under way: what came is in the tensors once it was waited for."""
+
+    def __init__(self, source: int, work: Work, tensors: Tensors, staged: Tensors) -> None:
+        super().__init__(source)
+        self._under_way: Work | None = work
+        self._copies = list(zip(_flat(tensors), _flat(staged), strict=True))
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        if self._under_way is not None:
+            self._under_way.wait(*([] if timeout is None else [timeout]))
+            self._under_way = None
+            _copy_back(self._copies)
+        return True
+
+    def is_completed(self) -> bool:
+        return self._under_way is None
+
+    is_success = is_completed
+
+
 def done(tensors: list[torch.Tensor]) -> Work:
     """What a collective returns that is done, or is in its devices' current streams, with the future that
     DistributedDataParallel wants.
@@ -107,6 +128,13 @@ def _map(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().cpu()
+
+
+def _copy_back(copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Give each tensor what its host copy has, unless that is its own memory."""
+    for result, host in copies:
+        if result is not host and result.data_ptr() != host.data_ptr():
+            result.detach().copy_(host)
 
 
 def _flat(value: Tensors) -> list[torch.Tensor]:
@@ -149,11 +177,9 @@ class StagedProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch give
             if average:
                 options.reduceOp = dist.ReduceOp.AVG
         results = _flat(outputs)
-        for result, host in zip(results, _flat(staged), strict=True):
-            if average:
-                host.div_(self.size()) if host.is_floating_point() else host.floor_divide_(self.size())
-            if result is not host and result.data_ptr() != host.data_ptr():
-                result.detach().copy_(host)
+        for host in _flat(staged) if average else []:
+            host.div_(self.size()) if host.is_floating_point() else host.floor_divide_(self.size())
+        _copy_back(zip(results, _flat(staged), strict=True))
         return done(results)
 
     def _run_each(self, name: str, outputs: list[Tensors], *inputs: Any) -> Work:
@@ -234,15 +260,14 @@ class StagedProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # torch give
         return self._gloo.send(_map(_on_host, tensors), dstRank, tag)
 
     def recv(self, tensors: Tensors, srcRank: int, tag: int = 0) -> Work:
-        self._run("recv", tensors, srcRank, tag)
-        return _Received(srcRank)
+        staged = _map(_on_host, tensors)
+        return _Receiving(srcRank, self._gloo.recv(staged, srcRank, tag), tensors, staged)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:
         staged = _map(_on_host, tensors)
         work = self._gloo.recv_anysource(staged, tag)
         work.wait()
-        for result, host in zip(_flat(tensors), _flat(staged), strict=True):
-            result.detach().copy_(host)
+        _copy_back(zip(_flat(tensors), _flat(staged), strict=True))
         return _Received(work._source_rank())
 
     # ------------------------------------------------------------------ coalescing: calls are made one by one

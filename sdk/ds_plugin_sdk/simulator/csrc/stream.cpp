@@ -35,12 +35,12 @@ class Queue {
 
   void submit(Task task) {
     const std::lock_guard<std::mutex> lock(mutex_);
+    if (!started_) {
+      std::thread([this] { work(); }).detach();  // lives as long as the process; throws where the system has no more
+      started_ = true;
+    }
     tasks_.push_back(std::move(task));
     ++submitted_;
-    if (!started_) {
-      started_ = true;
-      std::thread([this] { work(); }).detach();  // lives as long as the process
-    }
     has_work_.notify_one();
   }
 

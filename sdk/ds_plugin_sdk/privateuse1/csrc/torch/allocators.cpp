@@ -38,10 +38,7 @@ std::size_t rounded(std::size_t bytes) {
 class Uses {
  public:
   explicit Uses(const std::set<StreamKey>& streams) {
-    for (const auto& [device, id] : streams) {
-      events_.push_back(runtime::event_create());
-      runtime::event_record(events_.back(), {device, id});
-    }
+    for (const auto& [device, id] : streams) events_.push_back(event_after({device, id}));
   }
   Uses(Uses&& other) noexcept = default;
   Uses& operator=(Uses&&) = delete;
@@ -212,7 +209,9 @@ class DeviceAllocator final : public c10::DeviceAllocator {
   void drop_cache(DeviceIndex device) {
     DeviceStats& stats = stats_[device];
     for (auto& [key, addresses] : cache_[device]) {
-      for (void* address : addresses) {
+      while (!addresses.empty()) {
+        void* address = addresses.back();
+        addresses.pop_back();  // first: an address whose release fails must not be given out again
         runtime::free(address);
         ++stats.num_device_free;
         add(stats.segment, -1);
@@ -289,17 +288,33 @@ class PinnedAllocator final : public c10::Allocator {
 
   void* take(std::size_t bytes) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    void* address = nullptr;
-    for (auto entry = cache_.begin(); entry != cache_.end() && address == nullptr; ++entry) {
-      if (entry->bytes != bytes || !entry->uses.done()) continue;
-      address = entry->address;
-      cache_.erase(entry);
-      break;
+    auto best = cache_.end();  // the smallest that is no longer in use, and no more than twice as large
+    for (auto entry = cache_.begin(); entry != cache_.end(); ++entry) {
+      const bool fits = bytes <= entry->bytes && entry->bytes <= 2 * bytes;
+      if (fits && (best == cache_.end() || entry->bytes < best->bytes) && entry->uses.done()) best = entry;
     }
-    if (address == nullptr) address = runtime::host_malloc(bytes);
+    void* address = nullptr;
+    if (best != cache_.end()) {
+      address = best->address;
+      bytes = best->bytes;
+      cache_.erase(best);
+    } else {
+      address = runtime::host_malloc(bytes);
+      if (address == nullptr && !cache_.empty()) {
+        free_cache();
+        address = runtime::host_malloc(bytes);
+      }
+    }
     TORCH_CHECK_WITH(OutOfMemoryError, address != nullptr, "out of pinned memory: ", bytes, " bytes were asked for");
     live_[static_cast<char*>(address)] = {bytes, {}};
     return address;
+  }
+
+  void free_cache() {
+    for (; !cache_.empty(); cache_.pop_front()) {
+      cache_.front().uses.wait();
+      runtime::host_free(cache_.front().address);
+    }
   }
 
   void give_back(char* address) {

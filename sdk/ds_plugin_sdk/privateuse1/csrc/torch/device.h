@@ -22,6 +22,9 @@ c10::Stream current_stream(c10::DeviceIndex device);
 
 inline runtime::Stream current_runtime_stream(c10::DeviceIndex device) { return to_runtime(current_stream(device)); }
 
+// A new event for what a stream has to do now. Events belong to the device that is current when they are made.
+runtime::Event* event_after(runtime::Stream stream);
+
 // --- allocators.cpp: memory
 c10::Allocator* device_allocator();
 c10::Allocator* pinned_allocator();

@@ -52,8 +52,10 @@ Counts& counts() {
 class DrawFrom {
  public:
   explicit DrawFrom(const at::Generator& device)
-      : lock_(mutex()), device_(impl(device)), cpu_(impl(at::detail::getDefaultCPUGenerator())), saved_(cpu_->clone()) {
-    move(*device_, *cpu_);
+      : lock_(mutex()), device_(impl(device)), cpu_(impl(at::detail::getDefaultCPUGenerator())) {
+    const std::lock_guard<std::mutex> lock(cpu_->mutex_);  // who draws on the CPU meanwhile draws before or after it
+    saved_ = cpu_->clone();
+    assign(*device_, *cpu_);
   }
   DrawFrom(const DrawFrom&) = delete;
   DrawFrom& operator=(const DrawFrom&) = delete;
@@ -72,6 +74,9 @@ class DrawFrom {
   }
   static void move(at::CPUGeneratorImpl& from, at::CPUGeneratorImpl& to) {
     const std::lock_guard<std::mutex> lock(to.mutex_);
+    assign(from, to);
+  }
+  static void assign(at::CPUGeneratorImpl& from, at::CPUGeneratorImpl& to) {
     to.set_engine(from.engine());
     to.set_next_float_normal_sample(from.next_float_normal_sample());
     to.set_next_double_normal_sample(from.next_double_normal_sample());
@@ -114,20 +119,22 @@ void for_each_tensor(const IValue& value, Function function) {
 // The device that a call is for: that of its tensors, else the one it names, else the current one.
 //
 // Tensors of several devices are refused as any kernel would refuse them; copying to the CPU would hide the mistake.
-// Host tensors are let through where devices take them: numbers, and indices, lengths and the like.
+// Host tensors are let through where devices take them: numbers, and indices, lengths and the like, to be read.
 DeviceIndex device_of_call(const c10::OperatorHandle& op, const Stack& stack) {
   std::optional<Device> device, named;
-  const auto see = [&](const at::Tensor& tensor) {
+  const auto see = [&](const at::Tensor& tensor, bool is_written) {
     const bool tolerated = tensor.dim() == 0 || !(tensor.is_floating_point() || tensor.is_complex());
-    if (tensor.is_cpu() && tolerated) return;
+    if (tensor.is_cpu() && tolerated && !is_written) return;
     TORCH_CHECK(!device || *device == tensor.device(), "Expected all tensors to be on the same device, but found at ",
                 "least two devices, ", *device, " and ", tensor.device(), "! (in ", op.operator_name(), ")");
     device = tensor.device();
   };
-  for (auto value = stack.end() - static_cast<std::ptrdiff_t>(op.schema().arguments().size()); value != stack.end();
-       ++value) {
-    for_each_tensor(*value, see);
+  auto value = stack.end() - static_cast<std::ptrdiff_t>(op.schema().arguments().size());
+  for (const c10::Argument& argument : op.schema().arguments()) {
+    const bool is_written = argument.alias_info() != nullptr && argument.alias_info()->isWrite();
+    for_each_tensor(*value, [&](const at::Tensor& tensor) { see(tensor, is_written); });
     if (value->isDevice() && value->toDevice().has_index()) named = value->toDevice();
+    ++value;
   }
   for (const auto& found : {device, named})
     if (found && found->type() == kDevice) return found->index();

@@ -1,4 +1,5 @@
 // The device guard: how torch itself asks for devices, streams and events.
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include <array>
@@ -98,8 +99,11 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 
   // torch makes an event at its first recording, and hands over a null one until then.
   void record(void** event, const Stream& stream, const DeviceIndex /*device*/, c10::EventFlag) const override {
-    if (*event == nullptr) *event = runtime::event_create();
-    runtime::event_record(event_of(*event), to_runtime(stream));
+    if (*event == nullptr) {
+      *event = event_after(to_runtime(stream));
+    } else {
+      runtime::event_record(event_of(*event), to_runtime(stream));
+    }
   }
   void block(void* event, const Stream& stream) const override {
     if (event != nullptr) runtime::stream_wait_event(to_runtime(stream), event_of(event));
@@ -120,6 +124,13 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
 
 }  // namespace
+
+runtime::Event* event_after(runtime::Stream stream) {
+  const c10::DeviceGuard guard(Device(kDevice, static_cast<DeviceIndex>(stream.device)));
+  runtime::Event* event = runtime::event_create();
+  runtime::event_record(event, stream);
+  return event;
+}
 
 Stream current_stream(DeviceIndex device) {
   const auto found = streams_of_thread().find(device);

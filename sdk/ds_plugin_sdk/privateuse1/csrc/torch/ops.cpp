@@ -1,12 +1,14 @@
 // The ops without which there are no tensors: making them, their views and sizes, copying, filling. All others run on
 // the CPU (fallback.cpp) until there is a kernel.
 #include <ATen/EmptyTensor.h>
+#include <ATen/MemoryOverlap.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
+#include <ATen/ops/is_set_to_native.h>
 #include <ATen/ops/set_native.h>
 #include <ATen/ops/unfold_native.h>
 #include <ATen/ops/view_as_complex_native.h>
@@ -85,6 +87,12 @@ Tensor& set_storage(Tensor& self, c10::Storage storage, std::int64_t offset, Int
   }
   grow_storage(self);
   return self;
+}
+
+// No storage of its own, and no elements.
+Tensor& set_none(Tensor& self) {
+  const c10::DeviceGuard guard(self.device());
+  return set_storage(self, c10::Storage(c10::Storage::use_byte_size_t(), 0, device_allocator(), true), 0, {0}, {});
 }
 
 void record_tensor_stream(Tensor& self, c10::Stream stream) { record_stream(self.storage().data_ptr(), stream); }
@@ -182,6 +190,7 @@ Tensor& fill_(Tensor& self, const at::Scalar& value) {
 }
 
 Tensor& zero_(Tensor& self) {
+  if (self.numel() == 0) return self;
   if (!self.is_non_overlapping_and_dense()) return fill_(self, at::Scalar(0));
   runtime::memset_async(self.mutable_data_ptr(), 0, self.nbytes(), current_runtime_stream(self.device().index()));
   return self;
@@ -215,8 +224,7 @@ void copy_on_device(const Tensor& from, const Tensor& to) {
 
 // Lets `later` continue only after what `earlier` has to do now.
 void order(runtime::Stream earlier, runtime::Stream later) {
-  runtime::Event* event = runtime::event_create();
-  runtime::event_record(event, earlier);
+  runtime::Event* event = event_after(earlier);
   runtime::stream_wait_event(later, event);
   runtime::event_destroy(event);
 }
@@ -280,6 +288,8 @@ void copy_to_host(const Tensor& from, const Tensor& to, bool non_blocking) {
 Tensor copy_from(const Tensor& self, const Tensor& to, bool non_blocking) {
   const Tensor from = self.expand(to.sizes());
   if (to.numel() == 0) return to;
+  at::assert_no_internal_overlap(to);
+  if (from.device() == to.device()) at::assert_no_partial_overlap(to, from);
   const c10::DeviceGuard guard(to.is_privateuseone() ? to.device() : from.device());
   if (!from.is_privateuseone()) {
     copy_to_device(from, to, non_blocking);
@@ -344,6 +354,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Storage", TORCH_FN(static_cast<Tensor& (*)(Tensor&, c10::Storage)>(at::native::set_)));
   m.impl("set_.source_Storage_storage_offset", set_storage);
   m.impl("set_.source_Tensor", at::native::set_tensor_);
+  m.impl("set_", set_none);
+  m.impl("is_set_to", at::native::is_set_to);
   m.impl("record_stream", record_tensor_stream);
   m.impl("fill_.Scalar", fill_);
   m.impl("zero_", zero_);
