@@ -218,6 +218,24 @@ os._exit(0)
 """
 )
 
+# In the middle of a large sum: it waits for a rank that is late, which finds its piece there and its share missing.
+ENDED_WITHIN = (
+    START
+    + """
+import threading, time
+comm.all_reduce(torch.ones(3))
+if rank == 3:
+    threading.Timer(0.5, os._exit, [0]).start()
+if rank == 1:
+    time.sleep(2)
+try:
+    comm.all_reduce(torch.ones(1 << 16))
+except CollectiveError as error:
+    say(str(error).replace("\\n", " "))
+os._exit(0)
+"""
+)
+
 INTERRUPTED = (
     START
     + """
@@ -434,6 +452,13 @@ def test_parts_are_gathered_and_sums_are_scattered(ranks: int, tmp_path: Path) -
         assert any(line.startswith(one) for line in said), said
         assert sum("start is -2 (op 'all_" in line for line in said) == 2 * ranks, said
         assert any(line.startswith(f"rank {rank}: does not fit: ") for line in said)
+
+
+@shared_memory
+def test_a_rank_that_ended_within_a_sum_is_told(tmp_path: Path) -> None:
+    said = run(ENDED_WITHIN, 4, tmp_path)
+    assert len(said) == 3, said
+    assert all("rank 3 of 4 ended before all_reduce" in line for line in said)
 
 
 @shared_memory

@@ -18,7 +18,8 @@ All of them raise:
     CollectiveError: a rank has ended, did not come within the group's time, or must not do without the kernel and has
         none (``DS_PLUGIN_FALLBACK=0``).
     BuildError: that rank is this one.
-    InvalidTensorError: the ranks call different collectives, or their tensors differ in size or dtype.
+    InvalidTensorError: the ranks call different collectives, or their tensors differ in size, or in dtype if they are
+        added up.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import contextlib
 import fcntl
 import os
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -238,6 +240,7 @@ class _SharedMemory:
         self._rank, self._ranks = group.rank(), group.size()
         self._timeout = _timeout_of(group)
         self._broken_off = False
+        self._one_at_a_time = threading.RLock()
         size = path.stat().st_size
         self._memory = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8, device="cpu")
         # After from_file, which closes a descriptor of its own: that gives up all of a process's locks on a file.
@@ -253,10 +256,12 @@ class _SharedMemory:
 
         Raises, for all, what one of them raises that has no kernel and may not do without it.
         """
-        paths = [_new_file(group.size()) if group.rank() == 0 else None]
-        distributed.broadcast_object_list(paths, group_src=0, group=group)
-        path, shared, error = paths[0], None, None
+        path = _new_file(group.size()) if group.rank() == 0 else None
+        shared, error = None, None
         try:
+            paths = [path]
+            distributed.broadcast_object_list(paths, group_src=0, group=group)
+            path = paths[0]
             if path is not None:
                 shared, error = cls._open(path, group)
             outcomes = [(False, "")] * group.size()
@@ -309,6 +314,10 @@ class _SharedMemory:
 
     def _run(self, elements: int, collective: Callable[..., int], *tensors: Tensor) -> None:
         """All of a method of `SharedRanks`, which gives where it stopped."""
+        with self._one_at_a_time:  # of the process's threads
+            self._run_alone(elements, collective, *tensors)
+
+    def _run_alone(self, elements: int, collective: Callable[..., int], *tensors: Tensor) -> None:
         if self._broken_off:
             raise CollectiveError(
                 "an earlier collective of this group was interrupted",
@@ -334,8 +343,10 @@ class _SharedMemory:
             done = collective(*tensors, done)
 
     def _see_to_the_others(self, collective: str, waited: float) -> None:
-        posted = self._memory.view(torch.int64)[: self._ranks * STATE_BYTES // 8 : STATE_BYTES // 8].tolist()
-        missing = [rank for rank, pieces in enumerate(posted) if pieces < posted[self._rank]]
+        # Pieces that each rank has posted, and pieces of which it has added up its share: RankState of the kernels.
+        states = self._memory[: self._ranks * STATE_BYTES].view(torch.int64).view(self._ranks, -1)[:, :2].tolist()
+        posted, shared = states[self._rank]
+        missing = [rank for rank, state in enumerate(states) if state[0] < posted or state[1] < shared]
         for rank in missing:
             if self._has_ended(rank):
                 raise CollectiveError(

@@ -11,6 +11,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -92,6 +93,10 @@ def test_strides_dtypes_and_gradients(backend: str, tmp_path: Path) -> None:
         io.read(into, path)
         io.wait()
         assert torch.equal(into, x)
+    conjugate = torch.randn(3000, dtype=torch.complex64).conj()
+    io.write(conjugate, path)
+    io.wait()
+    assert path.read_bytes()[: conjugate.nbytes] == conjugate.resolve_conj().numpy().tobytes()
     leaf = torch.zeros(3000, requires_grad=True)
     io.write(torch.arange(3000.0), path)
     io.wait()
@@ -238,6 +243,27 @@ def test_signals_change_nothing(tmp_path: Path) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)
     assert seen and torch.equal(back, x)
+
+
+@pytest.mark.usefixtures("backend")
+def test_what_an_interruption_leaves_is_waited_for_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    io, x = AsyncIO(), torch.arange(3 * PAGE / 4)
+    io.write(x, tmp_path / "file")
+    io.wait()
+    parts = [torch.zeros(PAGE // 4) for _ in range(3)]
+    for number, part in enumerate(parts):
+        io.read(part, tmp_path / "file", number * part.nbytes)
+    original = io._engine.wait
+
+    def interrupted(operation: Any) -> int:
+        original(operation)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(io._engine, "wait", interrupted)
+        io.wait()
+    assert io.wait() == 3
+    assert all(torch.equal(part, x[number * PAGE // 4 :][: PAGE // 4]) for number, part in enumerate(parts))
 
 
 def test_options_that_make_no_sense() -> None:

@@ -23,7 +23,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -140,14 +140,16 @@ class AsyncIO:
         """
         with self._lock:
             self._check_process()
-            pending = self._pending.copy()
-            self._pending.clear()
-            errors = [error for transfer in pending if (error := transfer.finish(self._engine)) is not None]
+            count, errors = len(self._pending), []
+            while self._pending:  # where a signal's handler raises, those that are left wait for the next call
+                error = self._pending[0].finish(self._engine)
+                self._pending.pop(0)
+                errors += [error] if error is not None else []
         if errors:
             if len(errors) > 1:
-                errors[0].why += f"; {len(errors) - 1} more of {len(pending)} have failed"
+                errors[0].why += f"; {len(errors) - 1} more of {count} have failed"
             raise errors[0]
-        return len(pending)
+        return count
 
     def alone(self) -> contextlib.AbstractContextManager[Any]:
         """Within its scope other threads cannot begin or wait: a read and the wait for it in one."""
@@ -235,7 +237,11 @@ class _Python:
         ]
 
     def wait(self, operation: list[Future[int]]) -> int:
-        return next(filter(None, [part.result() for part in operation]), 0)
+        try:
+            return next(filter(None, [part.result() for part in operation]), 0)
+        except BaseException:  # a signal's handler raises: the threads still use the memory
+            wait(operation)
+            raise
 
     def stop(self) -> None:
         self._pool.shutdown()
@@ -270,6 +276,7 @@ class _Transfer:
     memory: Tensor | None = None  # where the kernel reads or writes: the tensor, or a host buffer for it
     descriptors: list[int] = field(default_factory=list)
     operations: list[Any] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list)  # what the operations have answered
 
     def begin(self, engine: _Engine) -> None:
         """Open the file and hand the pieces to the engine. Raises FileError and OSError; `finish` must follow."""
@@ -286,16 +293,15 @@ class _Transfer:
             self.operations.append(engine.submit(fd, plain, address + start, end - begin, begin, self.write))
 
     def finish(self, engine: _Engine) -> FileError | None:
-        """Wait for it, and let go of everything. What went wrong, or None."""
-        numbers = [engine.wait(operation) for operation in self.operations]
-        self.operations.clear()
-        for descriptor in self.descriptors:
+        """Wait for it, and let go of everything. What went wrong, or None. Called again if it was interrupted."""
+        while self.operations:
+            self.numbers.append(engine.wait(self.operations.pop(0)))
+        while self.descriptors:
             try:
-                os.close(descriptor)
+                os.close(self.descriptors.pop(0))
             except OSError as error:  # a network's file system may say only now that a write failed
-                numbers.append(error.errno or errno.EIO)
-        self.descriptors.clear()
-        number = next(filter(None, numbers), 0)
+                self.numbers.append(error.errno or errno.EIO)
+        number = next(filter(None, self.numbers), 0)
         if number == 0 and not self.write and self.memory is not None and self.memory is not self.tensor:
             self.tensor.detach().copy_(self.memory.view(self.tensor.shape))
         self.memory = None
@@ -365,7 +371,8 @@ class _Transfer:
         """The tensor itself where the kernel can use its memory, else a host buffer of its content."""
         tensor = self.tensor.detach()
         fits = not direct or tensor.data_ptr() % _SECTOR == 0
-        if tensor.device.type == "cpu" and tensor.is_contiguous() and fits:
+        as_it_stands = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+        if tensor.device.type == "cpu" and as_it_stands and fits:
             return self.tensor
         buffer = pin_memory.aligned(tensor.numel(), tensor.dtype)
         if self.write:

@@ -17,6 +17,7 @@ import torch
 from ds_plugin_sdk.errors import OpError
 from ds_plugin_sdk.integrations.deepspeed import injection
 from ds_plugin_sdk.integrations.deepspeed.modules import transformer_inference as module
+from ds_plugin_sdk.integrations.deepspeed.modules.transformer_inference.workspace import workspace as shared
 from ds_plugin_sdk.op_builder import CombinedOpBuilder, OpBuilder, ReferenceOpBuilder, find
 
 pytestmark = [pytest.mark.compiler, pytest.mark.timeout(900)]
@@ -160,6 +161,26 @@ def test_a_single_token_begins_a_sequence_after_a_reset_or_with_a_short_mask() -
     attend(qkv)
     short = torch.zeros(BATCH, 1, 1, 1)
     close(attend(qkv[:, :1], mask=short, no_masking=False)[0], expected(qkv[:, :1]))
+
+
+def test_a_step_that_failed_in_a_later_layer_comes_again() -> None:
+    """With room in its mask for as many tokens as this layer holds by now."""
+    qkv = numbers(BATCH, 6, 3 * HEADS * DIM)
+    attend(qkv[:, :5])
+    for length in (6, 6):
+        mask = torch.zeros(BATCH, 1, 1, length)
+        close(attend(qkv[:, 5:], mask=mask, no_masking=False)[0], expected(qkv)[:, 5:])
+
+
+def test_a_prompt_in_inference_mode_is_followed_by_one_without() -> None:
+    qkv = numbers(BATCH, 6, 3 * HEADS * DIM)
+    with torch.inference_mode():
+        attend(qkv[:, :5])
+        module.repeat_kv_cache(BATCH, 1)
+    caches = [cache for layer in shared.layers.values() for cache in (layer.keys, layer.values)]
+    assert not any(cache.is_inference() for cache in caches)
+    with torch.no_grad():
+        close(attend(qkv)[0], expected(qkv))
 
 
 def test_a_larger_batch_gets_a_larger_cache() -> None:

@@ -64,7 +64,7 @@ def _explain(engine: ModuleType) -> None:
 
 def _explain_hybrid(engine: ModuleType) -> None:
     def injected(self: Any) -> bool:
-        return not self.module.training
+        return not self.module.training and bool(getattr(self, "_inference_containers", ()))
 
     _wrap(engine.DeepSpeedHybridEngine, ("forward", "generate"), injected, "hybrid_engine")
 

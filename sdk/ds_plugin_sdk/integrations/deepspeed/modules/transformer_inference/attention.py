@@ -76,7 +76,8 @@ def softmax_context(
     """Attention of new tokens to themselves and to those in the layer's cache, which they are appended to.
 
     Several tokens at once are a prompt and begin a sequence; a single one continues it (or begins it, where the cache
-    is empty, or `mask` is for fewer positions than it holds).
+    is empty, or `mask` is for one position). With a mask for as many positions as the cache holds, or fewer, it is the
+    last of those once more: a step that failed in a later layer is repeated.
 
     Args:
         qkv: ``[batch, tokens, (heads + 2 * kv_heads) * head_dim]``, a contiguous block each of queries, keys, values.
@@ -100,6 +101,8 @@ def softmax_context(
     batch, tokens, _ = qkv.shape
     query, key, value = _heads_of(qkv, heads, num_kv if num_kv > 0 else heads)
     added = None if no_masking else _mask_for(mask, qkv.dtype)
+    if tokens == 1:
+        _take_back(layer_id, added)
     layer = workspace.layer(layer_id, key, tokens > 1 or _begins(layer_id, added))
     past, layer.length = layer.length, layer.length + tokens
     if rotary_dim > 0:
@@ -143,8 +146,15 @@ def _with_biases(mask: Tensor | None, biases: Tensor) -> Tensor:
     return biases if mask is None else biases + mask[..., : biases.shape[-1]]
 
 
+def _take_back(layer_id: int, mask: Tensor | None) -> None:
+    """Forget the last token of a layer if the mask has no room for one more: a step that failed later comes again."""
+    layer = workspace.layers.get(layer_id)
+    if layer is not None and mask is not None and 1 < mask.shape[-1] <= layer.length:
+        layer.length = mask.shape[-1] - 1
+
+
 def _begins(layer_id: int, mask: Tensor | None) -> bool:
-    """Whether a single token begins a sequence: its mask has no room for what the cache holds."""
+    """Whether a single token begins a sequence: its mask has room for that one alone."""
     layer = workspace.layers.get(layer_id)
     return layer is not None and mask is not None and mask.shape[-1] <= layer.length
 
@@ -174,7 +184,9 @@ def _angles(
     if positions is not None:
         return angles(positions, rotary_dim, theta)
     end = first + tokens
-    cos, sin = _table(max(256, 1 << (end - 1).bit_length()), rotary_dim, theta, device)
+    # For all that caches have room for: made for the prompt, and not while a graph of a later step is captured.
+    length = workspace.room if end <= workspace.room else 1 << (end - 1).bit_length()
+    cos, sin = _table(length, rotary_dim, theta, device)
     return cos[:, first:end], sin[:, first:end]
 
 

@@ -36,7 +36,8 @@ class Workspace:
         layer = self.layers.get(number)
         if layer is None or (new_sequence and not self._fits(layer, key)):
             shape = (batch, kv_heads, self.room, head_dim)
-            layer = self.layers[number] = LayerCache(key.new_empty(shape), key.new_empty(shape))
+            with torch.inference_mode(False):  # the next prompt may come without it
+                layer = self.layers[number] = LayerCache(key.new_empty(shape), key.new_empty(shape))
         if new_sequence:
             layer.length = 0
         if layer.length + tokens > self.room:
@@ -161,7 +162,8 @@ def repeat_kv_cache(source_batch: int, repeats: int) -> list[Tensor]:
         shape = (source_batch * repeats, *layer.keys.shape[1:])
         for name in ("keys", "values"):
             filled = getattr(layer, name)[:source_batch, :, : layer.length].repeat_interleave(repeats, dim=0)
-            cache = filled.new_empty(shape)
+            with torch.inference_mode(False):
+                cache = filled.new_empty(shape)
             cache[:, :, : layer.length] = filled
             setattr(layer, name, cache)
             views.append(cache[:, :, : layer.length])
