@@ -165,6 +165,30 @@ def test_the_difference_of_two_runs(written: Path) -> None:
     assert "0 cases ended otherwise" in same.stdout
 
 
+def test_a_file_that_cannot_be_written_is_told_before_anything_runs(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("", encoding="utf-8")
+    done = run("misfit:Misfit", "-k", "runtime.misfit.passes", "--html", "taken/page.html", cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert "taken/page.html cannot be written" in done.stderr
+    assert "passes" not in done.stdout
+
+
+def test_a_report_goes_where_a_link_leads(tmp_path: Path) -> None:
+    (tmp_path / "latest.json").symlink_to("run.json")
+    run("misfit:Misfit", "-k", "runtime.misfit.passes", "--json", "latest.json", "--html", "/dev/null", cwd=tmp_path)
+    assert (tmp_path / "latest.json").is_symlink() and not Path("/dev/null").is_file()
+    assert [each["verdict"] for each in json.loads(text(tmp_path, "run.json"))["outcomes"]] == ["passed"]
+
+
+def test_a_run_of_another_target_is_none_to_go_on_with(tmp_path: Path) -> None:
+    run("misfit:Misfit", "-k", "runtime.misfit.passes", "--json", "run.json", cwd=tmp_path)
+    before = text(tmp_path, "run.json")
+    done = run("cpu", "-k", "runtime.random.restore", "--json", "run.json", "--resume", cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert "run.json is the report of misfit:Misfit" in done.stderr
+    assert text(tmp_path, "run.json") == before
+
+
 def test_a_run_goes_on_with_what_failed_and_what_is_missing_in_the_order_of_the_list(tmp_path: Path) -> None:
     def resumed(*cases: str) -> list[dict[str, Any]]:
         chosen = [option for case in cases for option in ("-k", f"runtime.misfit.{case}")]

@@ -16,7 +16,7 @@ from ds_plugin_sdk.conformance import programs
 from ds_plugin_sdk.conformance.check import NonconformanceError
 from ds_plugin_sdk.conformance.in_turn import InTurn
 from ds_plugin_sdk.conformance.programs import small_model
-from ds_plugin_sdk.conformance.runtime import support
+from ds_plugin_sdk.conformance.runtime import memory, processes, support
 from ds_plugin_sdk.conformance.target import Target
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -82,6 +82,26 @@ def test_tasks_after_a_failure_are_run_together_once_more(target: Target, monkey
     with pytest.raises(NonconformanceError, match="it is bad"):
         turn.result(target, "bad")
     assert runs == [["a", "bad", "b", "c"], ["b", "c"]]
+
+
+def test_a_device_may_take_more_from_the_driver_and_set_further_variables() -> None:
+    """Clauses R5.3, R5.4 and R11.2 say what rises and what is set, not that nothing else is."""
+
+    class Generous(CPU_Accelerator):
+        def memory_reserved(self, device_index: int | None = None) -> int:
+            return 3 * super().memory_reserved(device_index)
+
+        def max_memory_reserved(self, device_index: int | None = None) -> int:
+            return 3 * super().max_memory_reserved(device_index)
+
+        def set_visible_devices_envs(self, current_env: Any, local_accelerator_ids: Any) -> None:
+            super().set_visible_devices_envs(current_env, local_accelerator_ids)
+            current_env["CPU_DEVICE_ORDER"] = "by node"
+
+    generous = Target("cpu", Generous())
+    memory.reserved(generous)
+    memory.peak(generous, "reserved")
+    processes.visible_devices(generous)
 
 
 def test_the_random_state_is_put_back(target: Target) -> None:

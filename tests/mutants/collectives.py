@@ -43,6 +43,21 @@ def _against_the_ring(original: Kernel, output: Tensor, source: Tensor, *rest: A
     return work
 
 
+def _side_by_side(original: Kernel, output: Tensor, source: Tensor, **options: Any) -> Any:
+    work = original(output, source, **options)
+    if source.dim() > 1:
+        parts = output.view(dist.get_world_size(), *source.shape)
+        output.copy_(torch.cat([part.clone() for part in parts], 1).view(output.shape))
+    return work
+
+
+_function(
+    "side_by_side",
+    "D3.2",
+    "Matrices are gathered one beside the other.",
+    "all_gather_into_tensor",
+    _side_by_side,
+)
 _function(
     "against_the_ring",
     "D6.9",

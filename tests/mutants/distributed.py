@@ -69,6 +69,13 @@ def _always_sum(original: Function, tensor: torch.Tensor, op: Any = None, **keyw
 _function("always_sum", "D1.1", "`all_reduce` ignores the operation.", "all_reduce", _always_sum, only="MAX")
 
 
+def _signed(original: Function, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, **keywords: Any) -> Any:
+    return original(tensor.view(torch.int8) if tensor.dtype == torch.uint8 else tensor, op=op, **keywords)
+
+
+_function("signed_bytes", "D1.1", "Bytes are compared as signed numbers.", "all_reduce", _signed, only="MAX/uint8")
+
+
 def _average_is_sum(original: Function, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, **keywords: Any) -> Any:
     return original(tensor, op=dist.ReduceOp.SUM if op == dist.ReduceOp.AVG else op, **keywords)
 
@@ -178,6 +185,14 @@ def _even_only(original: Function, output: torch.Tensor, source: torch.Tensor, *
     return original(output, source, *splits)
 
 
+def _elements(original: Function, output: torch.Tensor, source: torch.Tensor, *splits: Any) -> Any:
+    if not splits:
+        return original(output, source)
+    counts = [sum(split) for split in splits]
+    return original(*(tensor.view(-1)[:count] for tensor, count in zip((output, source), counts, strict=True)), *splits)
+
+
+_function("elements_of_rows", "D4.2", "Sizes of parts count elements of a matrix.", "all_to_all_single", _elements)
 _function("even_only", "D4.2", "Uneven parts are rejected.", "all_to_all_single", _even_only)
 _function("lists_ignored", "D4.3", "`all_to_all` does nothing.", "all_to_all", _nothing)
 _function("order_of_messages", "D5.1", "What is received is not written.", "recv", lambda s, t, src: s(t.clone(), src))
@@ -253,6 +268,33 @@ def _reads_late(original: Function, output: torch.Tensor, source: torch.Tensor, 
 
 
 _function("input_given_away", "D6.10", "A dropped input is read.", "all_gather_into_tensor", _reads_late)
+
+
+def _sends_late(original: Function, operations: Any) -> Any:
+    """What is sent is read at `wait()`, whatever its memory holds then."""
+    sent = [(weakref.ref(each.tensor), each.tensor.clone()) for each in operations if each.op is dist.isend]
+    received = [each.tensor for each in operations if each.op is dist.irecv]
+    peers = {each.op: each.peer for each in operations}
+
+    def begin() -> None:
+        for alive, kept in sent:
+            if alive() is None:
+                kept.fill_(float("nan"))
+        tensors = [*((dist.isend, kept) for _, kept in sent), *((dist.irecv, tensor) for tensor in received)]
+        for work in original([dist.P2POp(operation, tensor, peers[operation]) for operation, tensor in tensors]):
+            work.wait()
+
+    return [_Later(begin)]
+
+
+_function(
+    "sent_late",
+    "D6.10",
+    "What was sent and dropped is read.",
+    "batch_isend_irecv",
+    _sends_late,
+    only="distributed.collectives.input_reused/batch_isend_irecv/dropped",
+)
 
 
 def _returns_early(original: Function, output: torch.Tensor, source: torch.Tensor, async_op: bool = False) -> Any:

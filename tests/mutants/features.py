@@ -61,6 +61,26 @@ def own_parts_kept(target: Target) -> Target:
     return target
 
 
+@mutant("features.losses_of_rank_1", "F1.1", "features", only="zero/stage_1")
+def losses_of_rank_1(target: Target) -> Target:
+    """On the second rank a loss is read before it is there."""
+    read = torch.Tensor.item
+
+    def item(self: torch.Tensor) -> Any:
+        early = self.grad_fn is not None and dist.is_initialized() and dist.get_rank() == 1
+        return 0.0 if early else read(self)
+
+    torch.Tensor.item = item  # type: ignore[method-assign, assignment]  # the defect of this mutant
+    return target
+
+
+@mutant("features.always_overflows", "F5.1", "features", target=SIMULATED, only="types/autocast_float16")
+def always_overflows(target: Target) -> Target:
+    """What looks for infinities in gradients, for torch's GradScaler, says that there are some."""
+    torch._amp_foreach_non_finite_check_and_unscale_ = lambda gradients, found, scale: found.fill_(1.0)  # type: ignore[assignment]  # the defect
+    return target
+
+
 @mutant("features.wrong_code", "F6.1", "features", only="compilation/compiled")
 def wrong_code(target: Target) -> Target:
     """Compiled code computes twice the value."""

@@ -11,7 +11,7 @@ from ds_plugin_sdk import op_builder
 from ds_plugin_sdk.conformance.target import Target
 from mutants import front_ends, model_ops  # noqa: F401  # imported to declare their mutants
 from mutants.kernels import Kernel, fake, kernel
-from mutants.mutant import mutant, override
+from mutants.mutant import SIMULATED, mutant, override
 
 
 # ---- numbers: Adam ---------------------------------------------------------------------------------------------------
@@ -241,6 +241,17 @@ def rejected_by_another_error(target: Target) -> Target:
 def no_device_rejected(target: Target) -> Target:
     """Where tensors are is not looked at."""
     return fake(target, "lion_", lambda *arguments: None)
+
+
+@mutant("reject.moves_them", "O3.3", "ops", target=SIMULATED, only="/lion_")
+def moves_them(target: Target) -> Target:
+    """Tensors that are elsewhere are moved to the device of the first."""
+
+    def function(original: Kernel, params: list[Tensor], *rest: Any) -> None:
+        device = params[0].device if params else None
+        original(params, *([t.to(device) for t in each] if isinstance(each, list) else each for each in rest))
+
+    return kernel(target, "lion_", function)
 
 
 @mutant("reject.no_overlap", "O3.4", "ops", only="lion_")

@@ -138,6 +138,24 @@ def angles_of_each(target: Target) -> Target:
     return kernel(target, "rotary", function)
 
 
+@mutant("lamb.ends_at_an_empty_tensor", "O1.1", "ops", only="/lamb_")
+def ends_at_an_empty_tensor(target: Target) -> Target:
+    """A tensor without elements is taken for the end of the list."""
+
+    def function(original: Kernel, params: list[Tensor], *a: Any) -> Tensor:
+        end = next((i for i, p in enumerate(params) if not p.numel()), len(params))
+        if end == len(params):
+            whole: Tensor = original(params, *a)
+            return whole
+        ratios = params[0].new_ones(len(params), dtype=torch.float32)
+        if end:
+            steps = a[4] if len(a[4]) == 1 else a[4][:end]
+            ratios[:end] = original(params[:end], *(each[:end] for each in a[:4]), steps, *a[5:])
+        return ratios
+
+    return kernel(target, "lamb_", function)
+
+
 @mutant("lamb.step_of_the_first", "O1.7", "ops", only="/lamb_")
 def lamb_step_of_the_first(target: Target) -> Target:
     """All tensors of a list are corrected for the step of the first."""

@@ -1,7 +1,8 @@
-"""Defects of kernels for larger calls, for 16 bits and for tensors that lie otherwise than others."""
+"""Defects of kernels for larger calls, for 16 bits, for tensors that lie otherwise than others, and of streams."""
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -149,6 +150,36 @@ def squares_of_float16(target: Target) -> Target:
         )
 
     return kernel(target, "adam_", function)
+
+
+# ---- ops: streams of other devices, and of other threads -------------------------------------------------------------
+@mutant("launch.stream_of_the_current", "O8.3", "ops", target=SIMULATED, only="/rms_norm")
+def stream_of_the_current(target: Target) -> Target:
+    """The kernel is launched on the current device's stream, which waits for no work of the arguments' device."""
+
+    def function(original: Kernel, x: Tensor, *rest: Any) -> Any:
+        if x.device.index == torch.accelerator.current_device_index():
+            return original(x, *rest)
+        with torch.Stream(device=x.device):
+            return original(x, *rest)
+
+    return kernel(target, "rms_norm", function)
+
+
+@mutant("launch.workspace_of_all_streams", "O8.4", "ops", target=SIMULATED, only="/rms_norm")
+def workspace_of_all_streams(target: Target) -> Target:
+    """Launches are made one after the other, and compute in one workspace, whichever their streams are."""
+    workspaces: dict[Any, Tensor] = {}
+    lock = threading.Lock()
+
+    def function(original: Kernel, x: Tensor, *rest: Any) -> Tensor:
+        result: Tensor = original(x, *rest)
+        with lock:
+            workspace = workspaces.setdefault((x.shape, x.dtype), torch.empty_like(result)).copy_(result)
+            torch.empty(1 << 22, device=x.device).fill_(0.0)  # the rest of the kernel
+            return workspace.clone()
+
+    return kernel(target, "rms_norm", function)
 
 
 # ---- ops: how tensors lie --------------------------------------------------------------------------------------------

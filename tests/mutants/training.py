@@ -105,6 +105,16 @@ def wrong_code(target: Target) -> Target:
     return override(target, get_compile_backend=lambda self: "doubling")
 
 
+@mutant("training.other_masks_of_rank_1", "T5.3", "training", target=SIMULATED)
+def other_masks_of_rank_1(target: Target) -> Target:
+    """On the second rank `lazy_call` does not call."""
+
+    def lazy_call(self: Any, callback: Callable[[], Any]) -> Any:
+        return callback() if torch.distributed.get_rank() == 0 else None
+
+    return override(target, lazy_call=lazy_call)
+
+
 @mutant("training.other_masks", "T5.3", "training", target=SIMULATED)
 def other_masks(target: Target) -> Target:
     """`lazy_call` does not call: DeepSpeed puts the generator's state back in such a callback."""

@@ -6,12 +6,13 @@ plugin cannot be had; 3, nothing was checked.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import json
 import textwrap
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import typer
@@ -25,6 +26,7 @@ from ds_plugin_sdk.conformance.reports import support as matrix
 from ds_plugin_sdk.conformance.run import Runner
 from ds_plugin_sdk.conformance.selection import Selection
 from ds_plugin_sdk.errors import ConformanceError
+from ds_plugin_sdk.paths import write_whole
 
 _SHOWN_IN_FULL = 10
 
@@ -78,11 +80,13 @@ def conformance(
             status = _diff(*diff)
         elif support:
             status = _support([_read(path) for path in support], html)
+        elif resume and json_ is None:
+            raise typer.BadParameter("--resume goes on with the run that the file of --json has")
         elif not name:
             raise typer.BadParameter("name a plugin; sdk list has them")
         else:
             tests = {} if deepspeed_tests is None else {"DS_PLUGIN_DEEPSPEED_TESTS": str(deepspeed_tests.resolve())}
-            done = _read(json_).outcomes if resume and json_ is not None and json_.exists() else []
+            done = _done(json_, name) if resume and json_ is not None and json_.exists() else []
             with Runner(name, timeout=timeout, environment=tests) as runner:
                 status = (
                     _list(runner, selection)
@@ -133,14 +137,24 @@ def _check(
         for path, render in wanted:
             _write(path, functools.partial(render, report))
 
+    for path, _ in files:
+        _check_writable(path)
     try:
         known = {outcome.item.id for outcome in report.outcomes}
         left = [item for item in selected if item.id not in known]
-        _run(left, lambda item: expectations.judge(runner.run(item)), report, lambda: write(files[:1]))
+        _run(left, lambda item: expectations.judge(runner.run(item)), report, lambda: _keep(write, files[:1]))
     finally:  # also what an impatient user has stopped is reported
-        write(files)
         _print(report)
+        write(files)
     return report.status
+
+
+def _keep(write: Callable[[Sequence[_File]], None], files: Sequence[_File]) -> None:
+    """What there is so far; a disk that is full now may have room at the end."""
+    try:
+        write(files)
+    except ConformanceError as error:
+        errors.print(f"{error}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _json(report: Report) -> str:
@@ -208,8 +222,29 @@ def _table(each: summary.Table) -> None:
 
 def _write(path: Path | None, render: Callable[[], str]) -> None:
     if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(render(), encoding="utf-8")
+        with _told(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, render())  # a run may be ended at any time, and go on from it
+
+
+def _check_writable(path: Path | None) -> None:
+    """That a file can be written when the run is over; it stays as it is."""
+    if path is not None and (path.is_file() or not path.exists()):
+        with _told(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            new = not path.exists()
+            path.open("a").close()
+            if new:
+                path.unlink()
+
+
+@contextlib.contextmanager
+def _told(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise ConformanceError(f"{path} cannot be written", why=why, hint="name a file in a folder of yours") from error
 
 
 def _diff(old: Path, new: Path) -> int:
@@ -226,6 +261,16 @@ def _support(reports: list[Report], html: Path | None) -> int:
     typer.echo(matrix.markdown(reports), nl=False)
     _write(html, lambda: matrix.html(reports))
     return HOLDS
+
+
+def _done(path: Path, target: str) -> list[Outcome]:
+    """What a report of the same target has."""
+    report = _read(path)
+    if report.target != target:
+        raise ConformanceError(
+            f"{path} is the report of {report.target}", hint="name another file, or leave out --resume"
+        )
+    return report.outcomes
 
 
 def _read(path: Path) -> Report:

@@ -86,9 +86,13 @@ _two_ranks = InTurn("collectives", _tasks, ranks=lambda target: 2, timeout=_SECO
 _collective(
     "all_reduce",
     "D1.1",
-    "`all_reduce` with SUM, MAX, MIN and PRODUCT gives every rank the result.",
-    "Gradients (SUM), norms and overflow flags (MAX), steps of a schedule (MIN).",
-    cases=lambda target: ({"op": op} for op in ("SUM", "MAX", "MIN", "PRODUCT")),
+    "`all_reduce` with SUM, MAX, MIN and PRODUCT gives every rank the result; MAX and MIN also in every declared dtype "
+    "and in uint8.",
+    "Gradients (SUM), norms, and overflow flags in bytes (MAX), steps of a schedule (MIN).",
+    cases=lambda target: [
+        *({"op": op} for op in ("SUM", "MAX", "MIN", "PRODUCT")),
+        *({"op": op, **each} for op in ("MAX", "MIN") for each in _declared("uint8")(target)),
+    ],
 )
 _collective(
     "all_reduce_average",
@@ -138,7 +142,7 @@ _collective(
 _collective(
     "reduce_scatter_tensor",
     "D1.9",
-    "`reduce_scatter_tensor` gives each rank its part of the sum, in every declared dtype.",
+    "`reduce_scatter_tensor` gives each rank its part of the sum, in every declared dtype; of a matrix its rows.",
     "How ZeRO-2 and 3 reduce gradients.",
     cases=_declared(),
 )
@@ -188,7 +192,8 @@ _collective(
 _collective(
     "all_gather_into_tensor",
     "D3.2",
-    "`all_gather_into_tensor` gives every rank all parts in one tensor, in order, in every declared dtype.",
+    "`all_gather_into_tensor` gives every rank all parts in one tensor, in order, in every declared dtype; of matrices "
+    "one above the other.",
     "How ZeRO-3 fetches parameters, and ZeRO-1 and 2 the updated ones.",
     cases=_declared(),
 )
@@ -216,7 +221,7 @@ _collective(
 _collective(
     "all_to_all_uneven",
     "D4.2",
-    "`all_to_all_single` takes sizes for each rank, zero among them.",
+    "`all_to_all_single` takes sizes for each rank, zero among them; of a matrix they count rows.",
     "Experts get as many tokens as chose them.",
 )
 _collective("all_to_all", "D4.3", "`all_to_all` exchanges the tensors of a list.", "Part of `deepspeed.comm`.")
@@ -280,8 +285,9 @@ _collective(
     "Buckets are filled again, and gradients freed, as soon as their reduction was submitted.",
     cases=lambda target: (
         {"collective": name, "how": how}
-        for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
+        for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "batch_isend_irecv")
         for how in ("written", "dropped")
+        if (name, how) != ("batch_isend_irecv", "written")  # what is sent is to be left alone until it is waited for
     ),
 )
 _collective(

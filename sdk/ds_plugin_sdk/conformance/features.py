@@ -243,22 +243,30 @@ FEATURES: tuple[Feature, ...] = (
         fp16={"enabled": True, "initial_scale_power": 24, "hysteresis": 1},
         zero_optimization=_zero(2),
     ),
-    Feature(
-        "types",
-        "autocast",
-        [
-            Run(
-                "train",
-                {
-                    "config": {
-                        "torch_autocast": {"enabled": True, "dtype": "bfloat16"},
-                        "zero_optimization": {"stage": 2},
-                    }
-                },
-            )
-        ],
-        _BFLOAT16,
-        torch.bfloat16,
+    # In float16 the loss is scaled by torch's GradScaler: ZeRO's optimizer has one, and without ZeRO the engine.
+    *(
+        Feature(
+            "types",
+            name,
+            [
+                Run(
+                    "train",
+                    {
+                        "config": {
+                            "torch_autocast": {"enabled": True, "dtype": str(dtype).removeprefix("torch.")},
+                            "zero_optimization": {"stage": stage},
+                        }
+                    },
+                )
+            ],
+            tolerance,
+            dtype,
+        )
+        for name, dtype, stage, tolerance in (
+            ("autocast", torch.bfloat16, 2, _BFLOAT16),
+            ("autocast_float16", torch.float16, 2, _FLOAT16),
+            ("autocast_float16_stage_0", torch.float16, 0, _FLOAT16),
+        )
     ),
     # ---- compilation
     _train("compilation", "compiled", "compiled", zero_optimization=_zero(1)),
@@ -415,7 +423,7 @@ def _server(target: str, plugin: str = "") -> _Server:
 
 
 def _numbers(target: str, feature: Feature, plugin: str) -> dict[str, list[float]]:
-    """What rank 0 gave in each run; where a rank failed, the error that says so."""
+    """What each rank gave in each run; where a rank failed, the error that says so."""
     found: dict[str, list[float]] = {}
     ops: dict[str, str] = {}
     with tempfile.TemporaryDirectory(prefix="conformance-") as folder:
@@ -423,7 +431,8 @@ def _numbers(target: str, feature: Feature, plugin: str) -> dict[str, list[float
             options = {**run.options, **({"folder": folder} if "folder" in run.options else {})}
             ranks = _server(target, plugin).run(run, options, feature.seconds)
             _expect_done(ranks)
-            found.update({f"{run.task}.{index}.{name}": values for name, values in ranks[0]["result"].items()})
+            for rank, answer in enumerate(ranks):
+                found.update({f"rank{rank}.{run.task}.{index}.{n}": values for n, values in answer["result"].items()})
             ops.update(dict(ranks[0]["ops"]))
     tell(ops=ops)
     return found
@@ -513,9 +522,11 @@ def _run(group: str, target: Target, feature: str) -> None:
     if isinstance(host, str):
         raise NonconformanceError("the run on the host failed, and there is nothing to compare with", why=host)
     _expect_same(found, host, row.tolerance)
-    saved, loaded = host.get("save.0.losses"), found.get("load.1.losses")
-    if saved is not None and loaded is not None:
-        _expect_same({"load.1.losses": loaded}, {"load.1.losses": saved}, row.tolerance)
+    for rank in range(row.ranks):
+        name = f"rank{rank}.load.1.losses"
+        saved, loaded = host.get(f"rank{rank}.save.0.losses"), found.get(name)
+        if saved is not None and loaded is not None:
+            _expect_same({name: loaded}, {name: saved}, row.tolerance)
 
 
 def _group(group: str, number: str, text: str, reason: str) -> None:

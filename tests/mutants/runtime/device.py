@@ -48,6 +48,13 @@ member(
 )
 member("device.no_synchronize", "R1.12", "`synchronize` does nothing.", target=SIMULATED, synchronize=nothing)
 member(
+    "device.synchronize_the_first",
+    "R1.12",
+    "`synchronize()` waits for device 0, whichever is current.",
+    target=SIMULATED,
+    synchronize=lambda self, index=0: original(self).synchronize(index),
+)
+member(
     "device.synchronize_current_only",
     "R1.13",
     "`synchronize(i)` waits for the current device.",
@@ -75,6 +82,19 @@ def _layout_lost() -> None:
 
 
 below("device.layout_lost", "R1.16", "A tensor that is not contiguous comes back in another order.", _layout_lost)
+
+
+def _narrow_integers() -> None:
+    original = torch.Tensor.cpu
+
+    def cpu(self: torch.Tensor) -> torch.Tensor:
+        got = original(self)
+        return got.int().long() if got.dtype == torch.int64 and self.device.type == DEVICE else got
+
+    torch.Tensor.cpu = cpu  # type: ignore[method-assign, assignment]  # the defect of this mutant
+
+
+below("device.narrow_integers", "R1.16", "The device keeps int64 in 32 bits.", _narrow_integers)
 member(
     "device.fixed_member",
     "R1.17",

@@ -208,4 +208,22 @@ below(
     _copy(lambda copy, self, source, non_blocking: copy(self, source, True)),
 )
 below("copies.by_an_engine", "R7.15", "Copies of pinned memory are ordered with nothing.", _copy(_by_an_engine))
+
+
+def _staged_badly_back(copy: Any, self: Tensor, source: Tensor, non_blocking: bool) -> Tensor:
+    """As `_staged_badly`, of copies to the host."""
+    odd = source.dtype != self.dtype or not source.is_contiguous()
+    busy = not torch.get_device_module(DEVICE).current_stream().query()
+    if self.device.type == "cpu" and non_blocking and odd and busy:
+        return self.zero_()
+    copied: Tensor = copy(self, source, non_blocking)
+    return copied
+
+
+below(
+    "copies.staged_badly_back",
+    "R7.13",
+    "The buffer by which a copy to the host converts is not kept for it.",
+    _copy(_staged_badly_back),
+)
 below("copies.staged_badly", "R7.13", "The buffer by which a copy converts is not kept for it.", _staged_badly)

@@ -21,6 +21,14 @@ member(
 member("random.seed_ignored", "R3.2", "`manual_seed` does nothing.", manual_seed=nothing)
 member("random.state_ignored", "R3.3", "`set_rng_state` does nothing.", set_rng_state=nothing)
 member(
+    "random.state_of_the_first",
+    "R3.3",
+    "Without an index the state is device 0's, whichever is current.",
+    target=SIMULATED,
+    get_rng_state=lambda self, index=0: original(self).get_rng_state(index),
+    set_rng_state=lambda self, state, index=0: original(self).set_rng_state(state, index),
+)
+member(
     "random.stale_state",
     "R3.4",
     "`get_rng_state()` is always the first state.",
@@ -84,6 +92,13 @@ def _never_seeded() -> None:
 below("random.torch_does_not_seed", "R3.11", "`torch.manual_seed` leaves the device alone.", _never_seeded)
 member("random.no_initial_seed", "R3.12", "`initial_seed()` is 0.", initial_seed=always(0))
 member(
+    "random.seed_of_the_first",
+    "R3.12",
+    "`initial_seed()` is device 0's, whichever is current.",
+    target=SIMULATED,
+    initial_seed=lambda self, seed=None: original(self).default_generator(0).initial_seed(),
+)
+member(
     "random.fork_does_nothing",
     "R3.13",
     "`fork_rng` keeps nothing.",
@@ -117,6 +132,12 @@ member(
     manual_seed=lambda self, seed: original(self).manual_seed(int.from_bytes(seed.to_bytes(4, "little"), "little")),
 )
 member(
+    "random.seeds_cut",
+    "R3.17",
+    "Of a seed 32 bits are kept.",
+    manual_seed=lambda self, seed: original(self).manual_seed(seed & 0xFFFFFFFF),
+)
+member(
     "random.no_index",
     "R3.18",
     "`set_rng_state` takes no index.",
@@ -145,12 +166,21 @@ def _drawn(change: Any) -> None:
     torch.nn.functional.dropout = drop
 
 
-def _repeated(made: Tensor, function: Any, generator: Any) -> Tensor:
-    flat = made.flatten()
-    return flat[:512].repeat(-(-max(flat.numel(), 1) // 512))[: flat.numel()].view(made.shape)
+def _repeated(every: int) -> Any:
+    def change(made: Tensor, function: Any, generator: Any) -> Tensor:
+        flat = made.flatten()
+        return flat[:every].repeat(-(-max(flat.numel(), 1) // every))[: flat.numel()].view(made.shape)
+
+    return lambda: _drawn(change)
 
 
-below("random.blocks_alike", "R3.19", "Each block of 512 threads draws the same numbers.", lambda: _drawn(_repeated))
+below("random.blocks_alike", "R3.19", "Each block of 512 threads draws the same numbers.", _repeated(512))
+below(
+    "random.turns_alike",
+    "R3.19",
+    "A grid of 2^20 threads draws the same numbers at each turn of its loop.",
+    _repeated(1 << 20),
+)
 
 
 _calls: dict[Any, int] = {}  # a state -> how many others there were before it

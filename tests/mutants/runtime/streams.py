@@ -92,6 +92,13 @@ member(
     current_stream=lambda self, index=None: original(self).current_stream(),
 )
 member(
+    "streams.of_the_first",
+    "R4.4",
+    "`Stream()` makes a stream of device 0, whichever is current.",
+    target=SIMULATED,
+    Stream=_streams(lambda device=0: torch.Stream(device=torch.device(DEVICE, device))),
+)
+member(
     "streams.default_is_new",
     "R4.5",
     "`default_stream()` is a new stream.",
@@ -141,6 +148,18 @@ def _never_recorded() -> None:
 
 below("streams.not_recorded", "R4.14", "`record_stream` does nothing.", _never_recorded)
 
+_recorded: list[torch.Tensor] = []
+
+
+def _kept_for_ever() -> None:
+    def record_stream(self: torch.Tensor, stream: Any) -> None:
+        _recorded.append(self)
+
+    torch.Tensor.record_stream = record_stream  # type: ignore[method-assign, assignment]  # the defect of this mutant
+
+
+below("streams.kept_for_ever", "R4.14", "Memory on which `record_stream` was called is not used again.", _kept_for_ever)
+
 
 def _read_at_once() -> None:
     original = torch.Tensor.item
@@ -153,6 +172,26 @@ def _read_at_once() -> None:
 
 
 below("streams.read_at_once", "R4.15", "`item` does not wait for the current stream.", _read_at_once)
+
+
+def _waits_for_the_current() -> None:
+    original = torch.Tensor.item
+
+    def item(self: torch.Tensor) -> Any:
+        if self.device.type != DEVICE or self.device.index == torch.accelerator.current_device_index():
+            return original(self)
+        with torch.Stream(device=self.device):
+            return original(self)
+
+    torch.Tensor.item = item  # type: ignore[method-assign, assignment]  # the defect of this mutant
+
+
+below(
+    "streams.waits_for_the_current",
+    "R4.15",
+    "`item` waits for the current device's stream, wherever the tensor is.",
+    _waits_for_the_current,
+)
 
 
 def _copied_at_once() -> None:
@@ -168,6 +207,21 @@ def _copied_at_once() -> None:
 
 
 below("streams.copied_at_once", "R4.16", "A copy to another device does not wait for its source.", _copied_at_once)
+
+
+def _written_at_once() -> None:
+    original = torch.Tensor.copy_
+
+    def copy_(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        if {self.device.type, source.device.type} != {DEVICE} or self.device == source.device:
+            return original(self, source, non_blocking)
+        with torch.Stream(device=self.device):
+            return original(self, source, non_blocking)
+
+    torch.Tensor.copy_ = copy_  # type: ignore[method-assign, assignment]  # the defect of this mutant
+
+
+below("streams.written_at_once", "R4.16", "A copy from another device does not wait for its target.", _written_at_once)
 member(
     "streams.no_time_is_zero", "R4.17", "An unrecorded event has time 0.", target=SIMULATED, Event=_events("no error")
 )

@@ -16,7 +16,7 @@ from torch import Tensor
 from ds_plugin_sdk.conformance.op_info.op_info import Kind, Make, OpInfo, Sample
 from ds_plugin_sdk.ops import lamb
 
-_TAILS = ((1,), (3,), (15,), (16,), (17,), (63,), (65,), (1024,), (10_007,))
+_TAILS = ((0,), (1,), (3,), (15,), (16,), (17,), (63,), (65,), (1024,), (10_007,))
 _GPT2_ATTENTION = ((768,), (768, 2304), (2304,), (768, 768))
 _OPTIONS = {"steps": 3, "lr": 1e-2, "betas": (0.9, 0.999), "weight_decay": 0.1}
 _PAPER = {"correct_inside": True, "min_coeff": 0.0, "max_coeff": math.inf}

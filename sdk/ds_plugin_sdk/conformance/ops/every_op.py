@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from ds_plugin_sdk.conformance.ops.support import (
     each_op_and_dtype,
     empty_samples,
     expanded,
+    expect_kernel,
     expect_same,
     longer,
     map_last,
@@ -47,6 +48,7 @@ from ds_plugin_sdk.conformance.ops.support import (
     with_value,
 )
 from ds_plugin_sdk.conformance.placed import same_bits
+from ds_plugin_sdk.conformance.runtime.support import has_two_devices, place
 from ds_plugin_sdk.conformance.target import Target
 from ds_plugin_sdk.errors import DOCUMENTATION, InvalidTensorError
 from ds_plugin_sdk.op_builder import op_table
@@ -151,13 +153,14 @@ def _spoilt(argument: Any, value: float, at: int) -> Any:
     "ops.deterministic",
     Clause(
         "O1.5",
-        "The same call gives the same bits each time.",
+        "The same call of a kernel gives the same bits each time.",
         reason="Activation checkpointing computes twice; ranks that hold the same replica must stay equal.",
     ),
     cases=each_op,
 )
 def deterministic(target: Target, op: str) -> None:
     info = ready(target, op)
+    expect_kernel(target, info)  # of torch's ops a device need not add up in one order
     for sample in samples_of(info, name_of(dtype_of(target, info))):
         first, second = (call_op(info, on_device(target, sample.arguments)) for _ in range(2))
         for (where, a), (_, b) in zip(first, second, strict=True):
@@ -211,12 +214,17 @@ def readonly(target: Target, op: str) -> None:
 
 # ---- what an op rejects ----------------------------------------------------------------------------------------------
 def _expect_rejected(target: Target, info: OpInfo, label: str, arguments: Mapping[str, Any]) -> None:
-    """Expect `InvalidTensorError`, and nothing written."""
-    moved = {name: map_tensors(lambda t: t if t.is_meta else t.to(target.device), v) for name, v in arguments.items()}
-    written = [t for name in info.written for t in tensors_of(moved[name]) if not t.is_meta]
+    """Expect `InvalidTensorError`, and nothing written; arguments are moved to the device."""
+    moved = {name: map_tensors(lambda t: t.to(target.device), value) for name, value in arguments.items()}
+    _expect_rejected_there(info, label, moved)
+
+
+def _expect_rejected_there(info: OpInfo, label: str, arguments: Mapping[str, Any]) -> None:
+    """The same of arguments that are where they are to be."""
+    written = [t for name in info.written for t in tensors_of(arguments[name]) if not t.is_meta]
     before = [t.clone() for t in written]
     try:
-        info.function(**moved)
+        info.function(**arguments)
     except InvalidTensorError:
         pass
     except Exception as error:
@@ -273,7 +281,8 @@ def rejects_shape(target: Target, op: str) -> None:
     "ops.rejects.device",
     Clause(
         "O3.3",
-        "An op given tensors on different devices raises `InvalidTensorError` before it writes.",
+        "An op given tensors on different devices raises `InvalidTensorError` before it writes, also if one is on the "
+        "host, or on another device of the same type.",
         reason="With optimizer offload, a host tensor is easily passed where a device tensor is meant.",
     ),
     cases=each_op,
@@ -283,8 +292,22 @@ def rejects_device(target: Target, op: str) -> None:
     sample = smallest(info, name_of(dtype_of(target, info)))
     names = tensor_names(sample)
     for name in names if len(names) > 1 else ():
-        wrong = map_last(lambda t: t.to("meta"), sample.arguments[name])
-        _expect_rejected(target, info, f"{name} on another device", {**sample.arguments, name: wrong})
+        for device in _elsewhere(target):
+            arguments = on_device(target, sample.arguments)
+            arguments[name] = map_last(_to(device), arguments[name])
+            _expect_rejected_there(info, f"{name} on {device}, beside others on {target.device}", arguments)
+
+
+def _to(device: torch.device) -> Callable[[Tensor], Tensor]:
+    return lambda tensor: tensor.to(device)
+
+
+def _elsewhere(target: Target) -> list[torch.device]:
+    """Where a tensor may be in place of the current device: nowhere, on the host, on a second device."""
+    others = [torch.device("meta"), torch.device("cpu")]
+    if has_two_devices(target):
+        others.append(place(target, 0 if target.device.index == 1 else 1))
+    return [device for device in others if device.type != target.device.type or device.index is not None]
 
 
 @check(

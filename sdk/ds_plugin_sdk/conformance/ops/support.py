@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ds_plugin_sdk import op_builder
 from ds_plugin_sdk.conformance import op_info
-from ds_plugin_sdk.conformance.check import NonconformanceError, Parameters, expect
+from ds_plugin_sdk.conformance.check import ExcusedError, NonconformanceError, Parameters, expect
 from ds_plugin_sdk.conformance.op_info import Make, OpInfo, Sample
 from ds_plugin_sdk.conformance.placed import Layout, Placed, same_bits
 from ds_plugin_sdk.conformance.target import Target
@@ -79,6 +79,12 @@ def has_kernel(target: Target, info: OpInfo) -> bool:
     """Whether an op that is ready has a kernel for the device, and is not left to its reference implementation."""
     key = dispatch_key(target.device_type)
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(f"{info.namespace}::{info.name}", key))
+
+
+def expect_kernel(target: Target, info: OpInfo) -> None:
+    """Skip the case where an op that is ready is left to its reference implementation."""
+    if not has_kernel(target, info):
+        raise ExcusedError("skipped", "no kernel for this device: torch's ops run in its place")
 
 
 # ---- calling and comparing -------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ds_plugin_sdk.conformance.check import Clause, ExcusedError, NonconformanceError, check, expect, expect_equal
+from ds_plugin_sdk.conformance.check import Clause, NonconformanceError, check, expect, expect_equal
 from ds_plugin_sdk.conformance.op_info import Make, OpInfo, Sample
 from ds_plugin_sdk.conformance.ops.support import (
     LAYOUTS,
@@ -17,6 +17,7 @@ from ds_plugin_sdk.conformance.ops.support import (
     compare,
     dtype_of,
     each_op,
+    expect_kernel,
     expect_same,
     has_kernel,
     map_last,
@@ -52,11 +53,6 @@ def _first(target: Target, op: str) -> tuple[OpInfo, Sample]:
     """An op, ready, and its cheapest call in its first dtype."""
     info = ready(target, op)
     return info, smallest(info, name_of(dtype_of(target, info)))
-
-
-def _expect_kernel(target: Target, info: OpInfo) -> None:
-    if not has_kernel(target, info):
-        raise ExcusedError("skipped", "no kernel for this device: torch's ops run in its place")
 
 
 # ---- earlier calls ---------------------------------------------------------------------------------------------------
@@ -226,15 +222,21 @@ def rejects_index(target: Target, op: str) -> None:
 )
 def stream(target: Target, op: str) -> None:
     info = ready(target, op)
-    _expect_kernel(target, info)
+    expect_kernel(target, info)
     for sample in small_and_large(target, info):
         _on_a_side_stream(target, info, sample)
 
 
-def _on_a_side_stream(target: Target, info: OpInfo, sample: Sample) -> None:
+def _zeroed(target: Target, sample: Sample) -> tuple[Arguments, list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Arguments on the device that hold zeros, and each of their tensors with what it is to hold."""
     given = on_device(target, sample.arguments)
     arguments: Arguments = {name: map_tensors(torch.zeros_like, value) for name, value in given.items()}
     pairs = [pair for name in given for pair in zip(*map(tensors_of, (arguments[name], given[name])), strict=True)]
+    return arguments, pairs
+
+
+def _on_a_side_stream(target: Target, info: OpInfo, sample: Sample) -> None:
+    arguments, pairs = _zeroed(target, sample)
     call_op(info, on_device(target, sample.arguments))  # what a first call does once is no part of this
     side = target.accelerator.Stream()
     target.accelerator.synchronize()
@@ -262,7 +264,7 @@ def _on_a_side_stream(target: Target, info: OpInfo, sample: Sample) -> None:
 )
 def asynchronous(target: Target, op: str) -> None:
     info = ready(target, op)
-    _expect_kernel(target, info)
+    expect_kernel(target, info)
     for sample in small_and_large(target, info):
         arguments = on_device(target, sample.arguments)
         waits = host_waits(target, functools.partial(call_op, info, arguments))
@@ -277,8 +279,8 @@ def asynchronous(target: Target, op: str) -> None:
     "ops.device",
     Clause(
         "O8.3",
-        "On tensors of a device that is not current an op computes on theirs: its results lie there, and the current "
-        "device stays.",
+        "On tensors of a device that is not current an op computes on theirs, a kernel on its current stream: its "
+        "results lie there, and the current device stays.",
         reason="Pipeline stages, offloaded states and autograd's threads call ops while another device is current.",
     ),
     needs=needs_two_devices,
@@ -288,6 +290,8 @@ def device(target: Target, op: str) -> None:
     info = ready(target, op)
     for sample in small_and_large(target, info):
         _on_the_second(target, info, sample)
+        if has_kernel(target, info):
+            _behind_work_of_the_second(target, info, sample)
 
 
 def _on_the_second(target: Target, info: OpInfo, sample: Sample) -> None:
@@ -303,6 +307,27 @@ def _on_the_second(target: Target, info: OpInfo, sample: Sample) -> None:
         compare(info, Sample(f"{sample.label}, on device 1", sample.arguments, sample.kind), results)
 
 
+def _behind_work_of_the_second(target: Target, info: OpInfo, sample: Sample) -> None:
+    """Device 1 is busy when its tensors are written, and they are written again after the call."""
+    accelerator = target.accelerator
+    with current_device_kept(target):
+        accelerator.set_device(1)
+        arguments, pairs = _zeroed(target, sample)
+        call_op(info, on_device(target, sample.arguments))  # what a first call does once is no part of this
+        accelerator.synchronize()
+        with slow_work(target) as keep_busy:
+            keep_busy()
+            for tensor, value in pairs:
+                tensor.copy_(value)
+            accelerator.set_device(0)
+            results = [(where, tensor.clone()) for where, tensor in call_op(info, arguments)]
+            accelerator.set_device(1)
+            for tensor, _ in pairs:
+                tensor.zero_()
+        label = f"{sample.label}, on device 1, which was busy"
+        compare(info, Sample(label, sample.arguments, sample.kind), results)
+
+
 # ---- threads ---------------------------------------------------------------------------------------------------------
 _THREADS, _CALLS = 4, 8
 
@@ -311,8 +336,10 @@ _THREADS, _CALLS = 4, 8
     "ops.threads",
     Clause(
         "O8.4",
-        "Called from several threads at the same time, an op gives each what its own arguments give.",
-        reason="torch runs the backward pass in threads of its own, and servers run a model in several.",
+        "Called from several threads at the same time, each on a stream of its own where there are streams, an op "
+        "gives each what its own arguments give.",
+        reason="torch runs the backward pass in threads of its own, servers run a model in several, and ZeRO runs ops "
+        "on side streams beside the main one.",
     ),
     cases=each_op,
 )
@@ -326,8 +353,13 @@ def _at_once(target: Target, info: OpInfo, dtype: str, first: Sample) -> None:
     seeded = [samples_of(info, dtype, seed) for seed in range(_THREADS)]
     made = [next(each for each in samples if each.label == first.label) for samples in seeded]
 
+    accelerator = target.accelerator
+
     def calls(sample: Sample) -> list[list[tuple[str, torch.Tensor]]]:
-        return [call_op(info, on_device(target, sample.arguments)) for _ in range(_CALLS)]
+        with accelerator.stream(accelerator.Stream() if accelerator.Stream is not None else None):
+            results = [call_op(info, on_device(target, sample.arguments)) for _ in range(_CALLS)]
+        accelerator.synchronize()
+        return results
 
     found = in_threads(*(lambda sample=sample: calls(sample) for sample in made))
     for number, (sample, results) in enumerate(zip(made, found, strict=True)):

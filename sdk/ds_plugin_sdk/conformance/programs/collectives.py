@@ -59,18 +59,30 @@ class _Rank:
         return self.tensor(self.rank + 1.0)
 
 
-def _values(tensor: torch.Tensor) -> list[float]:
-    values: list[float] = tensor.float().cpu().tolist()
+def _values(tensor: torch.Tensor) -> list[Any]:
+    values: list[Any] = tensor.float().cpu().tolist()
     return values
 
 
 # ---------------------------------------------------------------------------------------------------------- reductions
 @_task
-def all_reduce(it: _Rank, op: str) -> None:
+def all_reduce(it: _Rank, op: str, dtype: str = "") -> None:
+    if dtype:
+        _expect_largest_or_smallest(it, op, dtype)
+        return
     values = it.tensor(it.rank + 1.0, -3.0 * (it.rank + 1), 0.5)
     expected = {"SUM": [3, -9, 1], "MAX": [2, -3, 0.5], "MIN": [1, -6, 0.5], "PRODUCT": [2, 18, 0.25]}[op]
     dist.all_reduce(values, op=getattr(dist.ReduceOp, op))
     expect_equal(_values(values), expected, f"all_reduce({op}) of [1, -3, 0.5] and [2, -6, 0.5]")
+
+
+def _expect_largest_or_smallest(it: _Rank, op: str, dtype: str) -> None:
+    """Of bytes, also of those that are negative numbers where they are read as signed."""
+    each: list[list[float]] = [[1, 200, 5], [2, 100, 5]] if dtype == "uint8" else [[1, -3, 0.5], [2, -6, 0.5]]
+    values = it.tensor(*each[it.rank], dtype=getattr(torch, dtype))
+    dist.all_reduce(values, op=getattr(dist.ReduceOp, op))
+    expected = [max(pair) if op == "MAX" else min(pair) for pair in zip(*each, strict=True)]
+    expect_equal(_values(values), expected, f"all_reduce({op}) of {each[0]} and {each[1]} in {dtype}")
 
 
 @_task
@@ -240,6 +252,10 @@ def reduce_scatter_tensor(it: _Rank, dtype: str) -> None:
     source = it.tensor(1, 2, 3, 4, dtype=getattr(torch, dtype)) * (it.rank + 1)
     dist.reduce_scatter_tensor(out, source)
     expect_equal(_values(out), [[3.0, 6.0], [9.0, 12.0]][it.rank], f"reduce_scatter_tensor in {dtype}, rank {it.rank}")
+    row = torch.zeros(1, 2, dtype=getattr(torch, dtype), device=it.device)
+    dist.reduce_scatter_tensor(row, source.view(2, 2))
+    rows = [[[3.0, 6.0]], [[9.0, 12.0]]][it.rank]
+    expect_equal(_values(row), rows, f"reduce_scatter_tensor of a matrix in {dtype}, rank {it.rank}")
 
 
 # ---------------------------------------------------------------------------------------- broadcast, gather and scatter
@@ -288,6 +304,10 @@ def all_gather_into_tensor(it: _Rank, dtype: str) -> None:
     out = torch.zeros(4, dtype=getattr(torch, dtype), device=it.device)
     dist.all_gather_into_tensor(out, it.tensor(it.rank + 1, it.rank + 10, dtype=getattr(torch, dtype)))
     expect_equal(_values(out), [1, 10, 2, 11], f"all_gather_into_tensor in {dtype}")
+    mine = it.tensor(*range(4), dtype=getattr(torch, dtype)).view(2, 2) + 10 * it.rank
+    rows = torch.zeros(4, 2, dtype=mine.dtype, device=it.device)
+    dist.all_gather_into_tensor(rows, mine)
+    expect_equal(_values(rows), [[0, 1], [2, 3], [10, 11], [12, 13]], f"all_gather_into_tensor of matrices in {dtype}")
 
 
 @_task
@@ -329,6 +349,11 @@ def all_to_all_uneven(it: _Rank) -> None:
     source = [it.tensor(1, 2), it.tensor(3, 4)][it.rank]
     dist.all_to_all_single(out, source, [[1, 2], [1, 0]][it.rank], [[1, 1], [2, 0]][it.rank])
     expect_equal(_values(out), [[1, 3, 4], [2]][it.rank], f"all_to_all_single with uneven splits on rank {it.rank}")
+    rows = torch.zeros(len(out), 3, device=it.device)
+    of_each = it.tensor(1, 10, 100)  # what a row's columns are multiplied by
+    dist.all_to_all_single(rows, source.unsqueeze(1) * of_each, [[1, 2], [1, 0]][it.rank], [[1, 1], [2, 0]][it.rank])
+    expected = [[value, 10 * value, 100 * value] for value in [[1, 3, 4], [2]][it.rank]]
+    expect_equal(_values(rows), expected, f"all_to_all_single of uneven numbers of rows on rank {it.rank}")
 
 
 @_task

@@ -11,11 +11,13 @@ from ds_plugin_sdk.conformance.check import Clause, check, expect, expect_equal
 from ds_plugin_sdk.conformance.runtime.support import (
     SLOW_SECONDS,
     current_device_kept,
+    each_current,
     expect_raises,
     expect_type,
     in_threads,
     indexed,
     indices,
+    made_current,
     needs_indices,
     needs_streams,
     needs_two_devices,
@@ -214,10 +216,11 @@ def allocate_out_of_range(target: Target) -> None:
         "`synchronize()` returns when all work given to the current device is done.",
         reason="Called before teardown, around timers and after non-blocking copies to the host.",
     ),
+    cases=each_current,
 )
-def synchronize(target: Target) -> None:
+def synchronize(target: Target, current: str = "") -> None:
     host = target.accelerator.pin_memory(torch.zeros(1 << 10))
-    with slow_work(target) as keep_busy:
+    with made_current(target, current), slow_work(target) as keep_busy:
         values = torch.zeros(1 << 10, device=target.device)
         target.accelerator.synchronize()
         keep_busy()
@@ -325,21 +328,36 @@ def on_accelerator(target: Target) -> None:
     "runtime.device.round_trip",
     Clause(
         "R1.16",
-        "A tensor moved to any device and back is the same, in every dtype that DeepSpeed moves, view or not.",
+        "A tensor moved to any device and back is the same, in every dtype that DeepSpeed moves, view or not, to the "
+        "smallest and the largest number.",
         reason="Checkpoints, offload and every batch make this trip.",
     ),
     cases=lambda target: (
-        {"dtype": dtype} for dtype in ("float32", "bfloat16", "float16", "int64", "int32", "uint8", "bool")
+        {"dtype": dtype}
+        for dtype in ("float32", "bfloat16", "float16", "int64", "int32", "uint8", "bool", "int8", "float64")
+        if dtype != "float64" or target.accelerator.is_fp64_supported()
     ),
 )
 def round_trip(target: Target, dtype: str) -> None:
     generator = torch.Generator().manual_seed(1)
     host = (torch.randn(6, 10, generator=generator) * 3).to(getattr(torch, dtype))
     views = {"whole": host, "transposed": host.t(), "strided": host[:, ::2], "empty": host[:0], "scalar": host[2, 3]}
+    views["full-range"] = _extremes(host.dtype)
     for index in indices(target):
         for what, view in views.items():
             back = view.to(target.accelerator.device_name(index)).cpu()
             expect(torch.equal(back, view), f"a {what} {dtype} tensor came back from device {index} as {back.tolist()}")
+
+
+def _extremes(dtype: torch.dtype) -> torch.Tensor:
+    """The ends of a dtype, and of int64 a number that is another one in 32 bits and in float32."""
+    if dtype == torch.bool:
+        return torch.tensor([True, False])
+    if dtype.is_floating_point:
+        ends = torch.finfo(dtype)
+        return torch.tensor([ends.min, ends.max, ends.tiny, 1 + ends.eps, float("inf")], dtype=dtype)
+    numbers = torch.iinfo(dtype)
+    return torch.tensor([numbers.min, numbers.max, min(2**40 + 3, numbers.max)], dtype=dtype)
 
 
 @check(

@@ -25,7 +25,8 @@ def event_done(target: Target) -> None:
     event, values = accelerator.Event(), torch.zeros(1 << 10, device=target.device)
     host = accelerator.pin_memory(torch.zeros(1 << 10))
     with slow_work(target) as keep_busy:
-        keep_busy()
+        for _ in range(4):
+            keep_busy()
         values.fill_(7.0)
         host.copy_(values, non_blocking=True)
         event.record()
@@ -77,7 +78,8 @@ def event_reuse(target: Target) -> None:
     event.record()
     event.synchronize()
     with slow_work(target) as keep_busy:
-        keep_busy()
+        for _ in range(4):
+            keep_busy()
         event.record()
         expect_equal(bool(event.query()), False, "query() of an event that was recorded again behind work to do")
         event.synchronize()

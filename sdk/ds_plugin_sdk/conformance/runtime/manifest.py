@@ -30,7 +30,7 @@ def _ask(target: Target, question: str) -> Any:
     Clause(
         "R10.1",
         "The module that holds the manifest imports neither torch nor DeepSpeed, and neither does `probe()`.",
-        reason="Every process on a machine that imports torch reads the manifests of all plugins.",
+        reason="Every process on a machine that imports DeepSpeed reads the manifests of all plugins.",
     ),
     needs=_needs_plugin,
 )

@@ -299,34 +299,43 @@ def ordinary_copies(target: Target) -> None:
     "runtime.pinned.converted_copies",
     Clause(
         "R7.13",
-        "Non-blocking copies from pinned memory that convert numbers, or have gaps, bring the values too.",
-        reason="Offloaded masters in float32 are copied into parameters in 16 bits, part by part.",
+        "Non-blocking copies from and to pinned memory that convert numbers, or have gaps, bring the values too.",
+        reason="Offloaded masters in float32 are copied into parameters in 16 bits, gradients back, part by part.",
     ),
-    cases=lambda target: ({"how": how} for how in ("converted", "with gaps", "transposed")),
+    cases=lambda target: [*({"how": how} for how in _VIEWS), *({"how": how, "to": "the host"} for how in _VIEWS)],
 )
-def converted_copies(target: Target, how: str) -> None:
+def converted_copies(target: Target, how: str, to: str = "the device") -> None:
     accelerator = target.accelerator
-    views: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-        "converted": lambda tensor: tensor,
-        "with gaps": lambda tensor: tensor[:, ::2],
-        "transposed": lambda tensor: tensor.t(),
-    }
-    dtype = torch.int32 if how == "converted" else torch.float32
-    expected = views[how](_host((32, 32))).to(dtype)
-    there = torch.zeros(expected.shape, dtype=dtype, device=target.device)
+
+    def full(number: float, shape: torch.Size, dtype: torch.dtype, *, on_device: bool) -> torch.Tensor:
+        if on_device:
+            return torch.full(shape, number, dtype=dtype, device=target.device)
+        pinned: torch.Tensor = accelerator.pin_memory(torch.full(shape, number, dtype=dtype))
+        return pinned
+
+    numbers, back, dtype = _host((32, 32)), to == "the host", torch.int32 if how == "converted" else torch.float32
+    expected = _VIEWS[how](numbers).to(dtype)
+    there = full(0, expected.shape, dtype, on_device=not back)
     accelerator.synchronize()
     with slow_work(target) as keep_busy:
-        source = accelerator.pin_memory(_host((32, 32)))
+        source = numbers.to(target.device, copy=True) if back else accelerator.pin_memory(numbers)
         keep_busy()
-        there.copy_(views[how](source), non_blocking=True)
+        there.copy_(_VIEWS[how](source), non_blocking=True)
         del source
-        others = [accelerator.pin_memory(torch.full((32, 32), -1.0)) for _ in range(2)]
+        others = [full(-1, numbers.shape, numbers.dtype, on_device=back) for _ in range(2)]
         accelerator.synchronize()
         del others
     seen = there.cpu()
     expect(
         torch.equal(seen, expected), f"what was copied begins {seen[0, :4].tolist()}", why=f"{expected[0, :4].tolist()}"
     )
+
+
+_VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "converted": lambda tensor: tensor,
+    "with gaps": lambda tensor: tensor[:, ::2],
+    "transposed": lambda tensor: tensor.t(),
+}
 
 
 @check(

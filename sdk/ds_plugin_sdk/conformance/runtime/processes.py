@@ -56,7 +56,7 @@ def visible_devices(target: Target) -> None:
     expect_equal(environment.pop("UNRELATED", None), "1", "an unrelated variable after set_visible_devices_envs()")
     missing = [name for name in names if name not in environment]
     expect(not missing, f"set_visible_devices_envs() does not set {missing}", why=f"it set {environment}")
-    strange = {name: value for name, value in environment.items() if value != "0,1"}
+    strange = {name: environment[name] for name in names if environment[name] != "0,1"}
     expect(not strange, f"set_visible_devices_envs(env, [0, 1]) set {strange}", why="expected 0,1")
 
 

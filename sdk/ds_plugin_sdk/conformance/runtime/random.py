@@ -11,9 +11,11 @@ from torch.utils.checkpoint import checkpoint
 from ds_plugin_sdk.conformance.check import Clause, check, expect, expect_equal
 from ds_plugin_sdk.conformance.runtime.support import (
     current_device_kept,
+    each_current,
     expect_type,
     indexed,
     indices,
+    made_current,
     needs_two_devices,
     random_state_kept,
 )
@@ -73,9 +75,10 @@ def seed(target: Target) -> None:
         "After `set_rng_state(state)` the device draws the numbers that it drew after `get_rng_state()` gave `state`.",
         reason="Activation checkpointing recomputes with the dropout masks of the forward pass; resumed runs continue.",
     ),
+    cases=each_current,
 )
-def restore(target: Target) -> None:
-    with random_state_kept(target):
+def restore(target: Target, current: str = "") -> None:
+    with random_state_kept(target), made_current(target, current):
         for before in range(3):  # numbers drawn before the state is taken: it counts them
             for _ in range(before):
                 torch.randn(3, device=target.device)
@@ -262,9 +265,10 @@ def torch_seed(target: Target) -> None:
         "`initial_seed()` is the seed that the current device was given last.",
         reason="Part of the contract since its beginning, for users: it says how to repeat a run.",
     ),
+    cases=each_current,
 )
-def initial_seed(target: Target) -> None:
-    with random_state_kept(target):
+def initial_seed(target: Target, current: str = "") -> None:
+    with random_state_kept(target), made_current(target, current):
         for value in (51, 52):
             target.accelerator.manual_seed(value)
             expect_equal(target.accelerator.initial_seed(), value, f"initial_seed() after manual_seed({value})")
@@ -378,6 +382,7 @@ def seed_type(target: Target) -> None:
             target.accelerator.manual_seed(value)
             expect_equal(_draw(target), first, f"numbers drawn after the second manual_seed({value})")
             expect_type(target.accelerator.initial_seed(), int, "initial_seed()")
+            expect_equal(target.accelerator.initial_seed(), value, f"initial_seed() after manual_seed({value})")
 
 
 @check(
@@ -404,14 +409,38 @@ def index_of_current(target: Target) -> None:
         "The numbers of one draw differ from each other, and from those of the next draw.",
         reason="Weights that repeat from block to block stay alike in training; masks of two layers are drawn apart.",
     ),
-    cases=lambda target: ({"by": by} for by in ("rand", "randn")),
+    cases=lambda target: [
+        *({"by": by} for by in ("rand", "randn")),
+        *({"by": by, "of": "millions"} for by in ("rand", "randn")),
+    ],
 )
-def independent(target: Target, by: str) -> None:
+def independent(target: Target, by: str, of: str = "") -> None:
     with random_state_kept(target):
         target.accelerator.manual_seed(91)
+        if of:
+            _expect_pairs_differ(target, by)
+            return
         count = 4096
         draws = [set(getattr(torch, by)(count, device=target.device).cpu().tolist()) for _ in range(2)]
         # Of 2**24 numbers, or more, one pair is the same by chance.
         different, common = len(draws[0]), len(draws[0] & draws[1])
         expect(different > count - 100, f"{by}({count}) gave {different} different numbers")
         expect(common < 100, f"{common} of {count} numbers of {by} were those of the call before")
+
+
+def _expect_pairs_differ(target: Target, by: str) -> None:
+    """Of more numbers than a device draws at once: each two that lie together, in this draw and the next."""
+    count = 3_000_000
+    drawn = [getattr(torch, by)(count, device=target.device).cpu() for _ in range(2)]
+    each = [_different_pairs(numbers) for numbers in drawn]
+    both = _different_pairs(torch.cat(drawn))
+    # Of 2**46 pairs, or more, hardly one comes twice by chance.
+    different = f"{by}({count}) gave {min(each)} different pairs"
+    expect(min(each) > count // 2 - 100, different, why=f"expected nearly {count // 2}")
+    different = f"two calls of {by}({count}) gave {both} different pairs"
+    expect(both > count - 100, different, why=f"expected nearly {count}")
+
+
+def _different_pairs(numbers: torch.Tensor) -> int:
+    pairs: torch.Tensor = numbers.view(torch.int64).unique()  # type: ignore[no-untyped-call]  # torch gives it no type
+    return pairs.numel()

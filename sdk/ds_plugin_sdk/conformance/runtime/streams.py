@@ -13,8 +13,10 @@ from ds_plugin_sdk.conformance.runtime.support import (
     MIB,
     SLOW_SECONDS,
     current_device_kept,
+    has_two_devices,
     in_threads,
     indices,
+    made_current,
     needs_events,
     needs_streams,
     needs_two_devices,
@@ -103,7 +105,8 @@ def surface(target: Target) -> None:
     "runtime.streams.device_of_stream",
     Clause(
         "R4.4",
-        "`Stream(device=i)`, `current_stream(i)` and `default_stream(i)` are streams of device `i`.",
+        "`Stream(device=i)`, `current_stream(i)` and `default_stream(i)` are streams of device `i`; without an index "
+        "they are of the current device.",
         reason="Work recorded on another device's stream is ordered with nothing.",
     ),
     needs=lambda target: needs_streams(target) or needs_two_devices(target),
@@ -116,6 +119,10 @@ def device_of_stream(target: Target) -> None:
             f"current_stream({index})": accelerator.current_stream(index),
             f"default_stream({index})": accelerator.default_stream(index),
         }
+        with current_device_kept(target):
+            accelerator.set_device(index)
+            for member in ("Stream", "current_stream", "default_stream"):
+                given[f"{member}() with device {index} current"] = getattr(accelerator, member)()
         for call, stream in given.items():
             expect_equal(torch.device(stream.device).index, index, f"index of the device of {call}")
 
@@ -223,7 +230,8 @@ def stream_synchronize(target: Target) -> None:
     host, side, values = accelerator.pin_memory(torch.zeros(1 << 10)), accelerator.Stream(), _values(target)
     with slow_work(target) as keep_busy:
         with accelerator.stream(side):
-            keep_busy()
+            for _ in range(4):
+                keep_busy()
             values.fill_(7.0)
             host.copy_(values, non_blocking=True)
         expect_equal(bool(side.query()), False, "query() of a stream with work to do")
@@ -271,13 +279,17 @@ def wait_event(target: Target, by: str) -> None:
     Clause(
         "R4.14",
         "Memory of a tensor on which `record_stream(s)` was called is not given out again before the work of `s` at "
-        "its death is done.",
-        reason="ZeRO calls it on each buffer that a side stream still reads when the host releases it.",
+        "its death is done; afterwards it is used again, or given back.",
+        reason="ZeRO calls it on each buffer that a side stream still reads when the host releases it, in each step.",
     ),
     needs=needs_streams,
+    cases=lambda target: [{}, {"then": "used again"}],
 )
-def record_stream(target: Target) -> None:
-    _expect_recorded(target, lambda tensor: tensor)
+def record_stream(target: Target, then: str = "") -> None:
+    if then:
+        _expect_used_again(target)
+    else:
+        _expect_recorded(target, lambda tensor: tensor)
 
 
 @check(
@@ -313,16 +325,53 @@ def _expect_recorded(target: Target, part: Callable[[torch.Tensor], torch.Tensor
     expect_equal(seen, {1.0}, "values that a recorded stream read after its tensor died")
 
 
+def _expect_used_again(target: Target) -> None:
+    """What is recorded and dropped, step by step, does not add up."""
+    accelerator, piece, times = target.accelerator, 8 * MIB, 60
+    side = accelerator.Stream()
+
+    def step() -> None:
+        tensor = torch.ones(piece, dtype=torch.uint8, device=target.device)
+        side.wait_stream(accelerator.current_stream())
+        with accelerator.stream(side):
+            tensor.fill_(2)
+        tensor.record_stream(side)
+        del tensor
+        accelerator.synchronize()
+
+    for _ in range(4):  # a pool may grow first
+        step()
+    before = accelerator.memory_reserved()
+    for _ in range(times):
+        step()
+    grown = accelerator.memory_reserved() - before
+    what = f"after {times} recorded tensors of {piece // MIB} MiB, each dropped, memory_reserved() has risen by {grown}"
+    expect(grown < times * piece // 4, what, why="their memory is neither used again nor given back")
+
+
+_READS = ("item", "tolist", "cpu", "bool")
+
+
 @check(
     "runtime.streams.host_reads_wait",
     Clause(
         "R4.15",
-        "Reading a value on the host (`item`, `tolist`, `cpu`, `bool`) waits for the current stream.",
+        "Reading a value on the host (`item`, `tolist`, `cpu`, `bool`) waits for the current stream of the tensor's "
+        "device, whichever device is current.",
         reason="Losses, gradient norms and overflow flags are read this way, without any wait.",
     ),
-    cases=lambda target: ({"by": by} for by in ("item", "tolist", "cpu", "bool")),
+    cases=lambda target: [
+        *({"by": by} for by in _READS),
+        *({"by": by, "of": "another device"} for by in _READS if has_two_devices(target)),
+    ],
 )
-def host_reads_wait(target: Target, by: str) -> None:
+def host_reads_wait(target: Target, by: str, of: str = "") -> None:
+    with made_current(target, "1" if of else ""):
+        _expect_read_waits(target, by, elsewhere=bool(of))
+
+
+def _expect_read_waits(target: Target, by: str, *, elsewhere: bool) -> None:
+    """What the current device is about to write is written when it is read, also while device 0 is current."""
     values = torch.zeros(1, device=target.device)
     target.accelerator.synchronize()
     reads: dict[str, Any] = {
@@ -334,6 +383,8 @@ def host_reads_wait(target: Target, by: str) -> None:
     with slow_work(target) as keep_busy:
         keep_busy()
         values.fill_(7.0)
+        if elsewhere:
+            target.accelerator.set_device(0)
         seen = reads[by]()
     expect_equal(seen, 7.0, f"a value read by {by} right after it was written")
 
@@ -346,8 +397,13 @@ def host_reads_wait(target: Target, by: str) -> None:
         reason="Pipeline stages and offloaded states cross devices without explicit waits.",
     ),
     needs=needs_two_devices,
+    cases=lambda target: [{}, *({"way": way, "how": how} for way in _WAYS for how in _CROSSED)],
 )
-def between_devices(target: Target) -> None:
+def between_devices(target: Target, way: str = "", how: str = "") -> None:
+    if way:
+        for busy in _WAYS[way]:
+            _expect_crossed(target, *_WAYS[way], how, busy)
+        return
     accelerator = target.accelerator
     with current_device_kept(target):
         accelerator.set_device(0)
@@ -361,6 +417,43 @@ def between_devices(target: Target) -> None:
             values.fill_(2.0)
             seen = _seen(there)
     expect_equal(seen, {1.0}, "a copy on device 1 made between fill_(1) and fill_(2) on device 0")
+
+
+_WAYS: dict[str, tuple[int, int]] = {"0 to 1": (0, 1), "1 to 0": (1, 0)}
+
+# Of a tensor on one device, what is copied into one on another, and of which dtype that is.
+_CROSSED: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], torch.dtype]] = {
+    "as it lies": (lambda tensor: tensor, torch.float32),
+    "transposed": (lambda tensor: tensor.t(), torch.float32),
+    "converted": (lambda tensor: tensor, torch.int32),
+}
+
+
+def _expect_crossed(target: Target, source: int, to: int, how: str, busy: int) -> None:
+    """A copy reads what was written before it and not after, and writes after what was read before it."""
+    accelerator, (view, dtype) = target.accelerator, _CROSSED[how]
+    host = torch.arange(1024.0).view(32, 32)
+    numbers = host.to(accelerator.device_name(source))
+    values = torch.zeros_like(numbers)
+    there = torch.full((32, 32), -1, dtype=dtype, device=accelerator.device_name(to))
+    with current_device_kept(target):
+        accelerator.set_device(busy)
+        for index in (source, to):
+            accelerator.synchronize(index)
+        with slow_work(target) as keep_busy:
+            keep_busy()
+            values.copy_(numbers)
+            before = there.clone()
+            there.copy_(view(values))
+            values.fill_(-2.0)
+            for index in (source, to):
+                accelerator.synchronize(index)
+    what = f"{how} from device {source} to {to}, with {busy} busy,"
+    early, late = before.cpu(), there.cpu()
+    expect(bool((early == -1).all()), f"before a copy {what} the target was {early[0, :4].tolist()}", why="expected -1")
+    expected = view(host).to(dtype)
+    begin, wanted = late[0, :4].tolist(), expected[0, :4].tolist()
+    expect(torch.equal(late, expected), f"a copy {what} begins {begin}", why=f"expected {wanted}")
 
 
 @check(
@@ -393,13 +486,14 @@ def switches_device(target: Target) -> None:
 def apart(target: Target) -> None:
     accelerator = target.accelerator
     slow, quick = accelerator.Stream(), accelerator.Stream()
+    values = _values(target)  # made before: a driver may wait for all work when it gives memory
     with slow_work(target) as keep_busy:
         with accelerator.stream(slow):
             for _ in range(4):
                 keep_busy()
         begin = time.perf_counter()
         with accelerator.stream(quick):
-            torch.zeros(1, device=target.device).fill_(1.0)
+            values.fill_(1.0)
         quick.synchronize()
         seconds = time.perf_counter() - begin
         still_busy = not slow.query()

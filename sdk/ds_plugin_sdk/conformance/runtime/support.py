@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from ds_plugin_sdk import privateuse1, simulator
-from ds_plugin_sdk.conformance.check import expect
+from ds_plugin_sdk.conformance.check import Parameters, expect
 from ds_plugin_sdk.conformance.target import Target
 from ds_plugin_sdk.errors import InvalidAcceleratorError
 
@@ -54,6 +54,29 @@ def needs_indices(target: Target) -> str | None:
 def needs_two_devices(target: Target) -> str | None:
     count = len(indices(target))
     return needs_indices(target) or (None if count > 1 else f"the accelerator declares {count} device")
+
+
+def has_two_devices(target: Target) -> bool:
+    """Whether there are devices beside the first, which torch numbers."""
+    return int(target.accelerator.device_count()) > 1 and indexed(target)
+
+
+def each_current(target: Target) -> Iterator[Parameters]:
+    """The cases of what is called without an index: as the process is, and with device 1 current."""
+    yield {}
+    if has_two_devices(target):
+        yield {"current": "1"}
+
+
+@contextlib.contextmanager
+def made_current(target: Target, index: str) -> Iterator[None]:
+    """Within it a device is current, if one is named; afterwards the same as before."""
+    if not index:
+        yield
+        return
+    with current_device_kept(target):
+        target.accelerator.set_device(int(index))
+        yield
 
 
 @contextlib.contextmanager
