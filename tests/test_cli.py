@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import io
 import json
 import os
@@ -325,6 +326,42 @@ def test_a_builder_that_raises_costs_no_other_line_of_the_report(
     said = ops["zap_tools"]["reason"]
     assert re.search("op 'zap_tools'.*ZapToolsBuilder: ModuleNotFoundError: No module named 'zap_toolkit'", said)
     assert ops["fused_lion"]["origin"] == "compiles"
+
+
+ONLY_NATIVE = """
+class ZapGreetBuilder(FusedLionBuilder):
+    NAME, OWN, KIND = "zap_greet", True, "python_module"
+
+    def sources(self):
+        return [self.kernel_path("fused_adagrad.cpp")]
+"""
+
+
+def test_an_op_that_nothing_replaces_is_missing_without_a_compiler(
+    sdk: Run, install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install_broken(install, more=ONLY_NATIVE)
+    monkeypatch.setenv("DS_ACCELERATOR", "zap")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    ops = {op["name"]: op["origin"] for op in json.loads(sdk("report", "--json"))["ops"]}
+    assert (ops["zap_greet"], ops["fused_lion"]) == ("missing", "reference")
+
+
+def test_an_accelerator_that_does_not_answer_costs_no_other_line_of_the_report(sdk: Run, install: Install) -> None:
+    site = install("zap", priority=50, accelerator="zap_device:Zap")
+    (site / "zap_device.py").write_text(
+        "from ds_plugin_cpu.accelerator import CPU_Accelerator\n"
+        "class Zap(CPU_Accelerator):\n"
+        "    def supported_dtypes(self):\n"
+        "        raise RuntimeError('no driver')\n"
+    )
+    facts = json.loads(sdk("report", "--json"))
+    assert ["types", "raises RuntimeError: no driver"] in facts["accelerator"]
+    assert facts["ops"]
+    (site / "zap_device.py").unlink()
+    del sys.modules["zap_device"]
+    importlib.invalidate_caches()
+    assert "No module named 'zap_device'" in dict(json.loads(sdk("report", "--json"))["accelerator"])["problem"]
 
 
 NOT_MADE = """

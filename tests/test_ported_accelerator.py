@@ -117,6 +117,22 @@ def test_old_methods_take_what_every_release_passes(ported: Any) -> None:
     assert ported.pin_memory(tensor, make_copy=False, match_shape=False).shape == (6,)
 
 
+def test_old_methods_that_take_anything_are_given_it() -> None:
+    class Lenient(XPU_Accelerator):
+        def range_push(self, *args):
+            self.pushed = args
+
+        def range_pop(self, **kwargs):
+            return kwargs
+
+    lenient = Lenient()  # type: ignore[no-untyped-call]  # old code has no types
+    lenient.range_push("a", "d")
+    assert lenient.pushed == ("a", "d")
+    lenient.range_push("a", domain="d")
+    assert lenient.pushed == ("a",)
+    assert lenient.range_pop() == {} and lenient.range_pop(domain="d") == {"domain": "d"}
+
+
 def test_new_methods_are_left_alone() -> None:
     class New(XPU_Accelerator):
         def pin_memory(self, tensor, make_copy=True, match_shape=True):

@@ -399,6 +399,15 @@ def test_plugins_can_be_allow_listed(install: Install, monkeypatch: pytest.Monke
         decide(no_hardware)
 
 
+def test_a_list_that_allows_none_of_the_plugins_is_told(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    install("zap")
+    monkeypatch.setenv("DS_PLUGINS", "cpu,zapp")
+    assert decide(no_hardware).chosen is not None
+    monkeypatch.setenv("DS_PLUGINS", "zapp")
+    with pytest.warns(RuntimeWarning, match="DS_PLUGINS=zapp lists none of the installed plugins: cpu, zap"):
+        assert decide(no_hardware).chosen is None
+
+
 def test_autoload_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DS_PLUGIN_AUTOLOAD", "0")
     assert decide(no_hardware).chosen is None

@@ -25,6 +25,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 from ds_plugin_sdk import prebuild
 from ds_plugin_sdk.errors import BuildError
+from ds_plugin_sdk.settings import settings
 
 
 class OpsBuildHook(BuildHookInterface[Any]):
@@ -38,7 +39,7 @@ class OpsBuildHook(BuildHookInterface[Any]):
     _binaries: tempfile.TemporaryDirectory[str] | None = None
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        if self.target_name != "wheel" or version == "editable":
+        if self.target_name != "wheel" or version == "editable" or not settings.may_build_ops():
             return
         package = Path(self._stated("packages", self.build_config.packages)[0])
         sys.path.insert(0, str(Path(self.root, package).parent))  # the builders that this wheel is about to carry

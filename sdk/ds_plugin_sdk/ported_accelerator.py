@@ -21,6 +21,8 @@ from typing import Any
 from ds_plugin_sdk.accelerator import DeepSpeedAccelerator
 from ds_plugin_sdk.errors import InvalidAcceleratorError
 
+_MORE, _NAMED = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+
 # Members whose arguments changed: initial_seed lost one in 0.14.3, range_push and range_pop gained some in 0.19.0,
 # pin_memory had align_bytes and has make_copy and match_shape since 0.19.6.
 _CHANGED = ("initial_seed", "pin_memory", "range_pop", "range_push")
@@ -153,15 +155,17 @@ def _can_be_made(builder: Callable[[], Any]) -> bool:
 
 def _tolerant(method: Callable[..., Any]) -> Callable[..., Any]:
     """`method`, called with those arguments only that it knows; one that it needs and does not get is None."""
-    parameters = list(inspect.signature(method).parameters.values())[1:]
+    given = list(inspect.signature(method).parameters.values())[1:]
+    any_more, any_named = (any(each.kind == kind for each in given) for kind in (_MORE, _NAMED))  # *args, **kwargs
+    parameters = [each for each in given if each.kind not in (_MORE, _NAMED)]
     names = {parameter.name for parameter in parameters}
     needed = [parameter.name for parameter in parameters if parameter.default is inspect.Parameter.empty]
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        known = {name: value for name, value in kwargs.items() if name in names}
+        known = {name: value for name, value in kwargs.items() if any_named or name in names}
         missing = {name: None for name in needed[len(args) :] if name not in known}
-        return method(self, *args[: len(parameters)], **known, **missing)
+        return method(self, *(args if any_more else args[: len(parameters)]), **known, **missing)
 
     return call
 

@@ -7,6 +7,7 @@ table can be made of the run afterwards: ``sdk report --run FILE``.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import json
 import threading
@@ -57,8 +58,10 @@ def record(name: str, *, plugin: str, version: str, origin: Origin, seconds: flo
         _records.append(entry)
     if settings.provenance_file is not None:
         try:
-            # One short write in append mode: lines of several ranks do not mix.
+            # One short write in append mode: lines of several ranks do not mix. On NFS that takes a lock, too.
             with settings.provenance_file.open("a", encoding="utf-8") as file:
+                with contextlib.suppress(OSError):  # a file system without locks
+                    fcntl.lockf(file, fcntl.LOCK_EX)
                 file.write(json.dumps(asdict(entry)) + "\n")
         except OSError as error:
             _warn_once(settings.provenance_file, str(error))

@@ -9,14 +9,21 @@ import json
 import platform
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from ds_plugin_sdk import jit, op_builder, registry
 from ds_plugin_sdk.accelerator import DeepSpeedAccelerator, installed
 from ds_plugin_sdk.errors import BuildError, SdkError, SettingError, ToolchainError
 from ds_plugin_sdk.integrations.deepspeed.builtin_names import builtin_names
-from ds_plugin_sdk.op_builder import CombinedOpBuilder, NotImplementedBuilder, OpBuilder, ReferenceOpBuilder, op_table
+from ds_plugin_sdk.op_builder import (
+    CombinedOpBuilder,
+    LentOpBuilder,
+    NotImplementedBuilder,
+    OpBuilder,
+    ReferenceOpBuilder,
+    op_table,
+)
 from ds_plugin_sdk.provenance import Record
 from ds_plugin_sdk.settings import child_environment, settings
 
@@ -28,8 +35,8 @@ class OpStatus:
     Attributes:
         name: DeepSpeed's op name.
         origin: ``prebuilt``, ``cache``, ``compiles`` (at first use), ``failed`` (the latest build),
-            ``reference``, ``combined`` (of several families), ``lent`` (DeepSpeed's own), ``not offered`` or
-            ``broken``.
+            ``reference``, ``missing`` (there is none, and no native code can be had), ``combined`` (of several
+            families), ``lent`` (DeepSpeed's own), ``not offered`` or ``broken``.
         provider: distribution that provides it.
         reason: why this and not a better one.
     """
@@ -63,15 +70,28 @@ def collect() -> Facts:
     if decision.chosen is None:
         facts.accelerator.append(("chosen", "none of the plugins; DeepSpeed's own detection decides"))
         return facts
-    accelerator = registry.load(decision.chosen)
+    try:
+        accelerator = registry.load(decision.chosen)
+    except SdkError as error:
+        facts.accelerator.append(("problem", str(error)))
+        return facts
     facts.accelerator.append(("accelerator", repr(accelerator)))
-    facts.accelerator.append(("collectives", accelerator.communication_backend_name()))
-    facts.accelerator.append(
-        ("types", ", ".join(str(dtype).removeprefix("torch.") for dtype in accelerator.supported_dtypes()))
-    )
+    facts.accelerator.append(("collectives", _answer(accelerator.communication_backend_name)))
+    facts.accelerator.append(("types", _answer(lambda: _names_of(accelerator.supported_dtypes()))))
     facts.accelerator.extend(_plugin_lines(decision.chosen))
     facts.ops = ops(accelerator)
     return facts
+
+
+def _answer(question: Callable[[], str]) -> str:
+    try:
+        return question()
+    except Exception as error:  # the vendor's own code
+        return f"raises {type(error).__name__}: {error}"
+
+
+def _names_of(dtypes: Iterable[object]) -> str:
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
 def status(builder: type[OpBuilder]) -> OpStatus:
@@ -80,6 +100,8 @@ def status(builder: type[OpBuilder]) -> OpStatus:
         op = op_builder.made(builder)
     except BuildError as error:
         return OpStatus(builder.NAME, "broken", error.plugin or "", str(error))
+    if isinstance(op, LentOpBuilder):
+        return status(op.OURS)  # `ops` has those that are lent
     if isinstance(op, NotImplementedBuilder | CombinedOpBuilder | ReferenceOpBuilder):
         return _without_code(op)
     try:
@@ -99,9 +121,9 @@ def _origin(op: OpBuilder) -> tuple[str, str]:
         return artifact.origin, artifact.reason
     reason = "; ".join(jit.explain(spec))
     if not op.is_compatible() or jit.refusal(spec):
-        return "reference", op.error_log or reason
+        return "reference" if op.has_reference() else "missing", op.error_log or reason
     if failure := jit.failure(spec):
-        return "failed", f"{failure}; it is tried again at the next use"
+        return "failed" if op.has_reference() else "missing", f"{failure}; it is tried again at the next use"
     return "compiles", f"at first use: {reason}"
 
 

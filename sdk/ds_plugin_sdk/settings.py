@@ -1,7 +1,8 @@
 """Every environment variable that the SDK and its reference plugins read, typed and documented.
 
-Nothing else in the tree reads ``os.environ``. Values are read at each access, because launchers change the
-environment of a running process. ``sdk report`` prints the table below with the values in force.
+Nothing else in the tree reads ``os.environ``, but a plugin's ``hatch_build.py``, which may lack the SDK. Values are
+read at each access, because launchers change the environment of a running process. ``sdk report`` prints the table
+below with the values in force.
 """
 
 from __future__ import annotations
@@ -182,6 +183,9 @@ class Settings:
     cuda_visible_devices = Setting[str | None](
         "CUDA_VISIBLE_DEVICES", str, None, "GPUs that this process may use, as CUDA reads it", blank=True
     )
+    allow_deprecated_fp16 = Setting[bool](
+        "DS_ALLOW_DEPRECATED_FP16", _flag, False, "1: float16 on GPUs of Pascal too, which are slow at it"
+    )
     build_ops = Setting[bool]("DS_BUILD_OPS", _flag, False, "1: put compiled kernels inside the wheel being built")
 
     # The simulated device
@@ -229,6 +233,11 @@ class Settings:
     def build_op(self, build_var: str) -> bool | None:
         """``DS_BUILD_<OP>``: whether this op goes into the wheel; None when the variable is unset."""
         return Setting[bool | None](build_var, _flag, None, "1 or 0: build this op, or leave it out").read()
+
+    def may_build_ops(self) -> bool:
+        """Whether some ``DS_BUILD_`` variable says other than no; builders are not imported where none does."""
+        no = {"", *_FALSE}
+        return any(name.startswith("DS_BUILD_") and v.strip().lower() not in no for name, v in os.environ.items())
 
     def local_world_size(self) -> int | None:
         """Ranks on this machine as any of the common launchers says it; None outside a launcher."""

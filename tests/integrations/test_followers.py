@@ -299,7 +299,9 @@ def state(monkeypatch: pytest.MonkeyPatch, device: Device | None, kind: str = "M
     class PartialState:
         _cpu = False
 
-        def _prepare_backend(self) -> tuple[str, Any]:
+        def _prepare_backend(
+            self, cpu: bool = False, sagemaker_dp: Any = False, backend: Any = None
+        ) -> tuple[str, Any]:
             return "theirs", getattr(kinds, kind)
 
         def set_device(self) -> None: ...
@@ -338,6 +340,8 @@ def test_a_device_that_accelerate_has_found_itself_is_left_to_it(
 def test_deepspeeds_device_goes_before_one_that_accelerate_finds(monkeypatch: pytest.MonkeyPatch) -> None:
     found = state(monkeypatch, Device("zap"), "MULTI_GPU", ACCELERATE_USE_DEEPSPEED=True)
     assert found.PartialState()._prepare_backend() == ("zapccl", found.DistributedType.DEEPSPEED)
+    given = found.PartialState()._prepare_backend(False, None, "gloo")  # by InitProcessGroupKwargs
+    assert given == ("gloo", found.DistributedType.DEEPSPEED)
 
 
 def test_a_request_for_the_cpu_is_no_reason_against_another_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,7 +132,7 @@ def _deepspeed_why() -> str:
     try:
         done = subprocess.run(
             command,
-            env=child_environment(),
+            env=child_environment(DS_PLUGIN_PROVENANCE=""),  # this is no part of a run
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

@@ -127,6 +127,7 @@ def _kernels(facts: Facts) -> Iterator[_Row]:
             "warning" if facts.fallback else "fails",
             f"`sdk build {facts.plugin}` on a host with a compiler, into a cache that both see; or wheels",
         ),
+        "missing": ("fails", "no implementation in plain torch serves in its place: `sdk report` there says why"),
         "failed": ("warning" if facts.fallback else "fails", "the log has the compiler's message; `sdk report` there"),
         "broken": ("fails", "`sdk report` there"),
     }
@@ -143,7 +144,7 @@ def _few(names: list[str]) -> str:
 def _cache(facts: Facts) -> _Row:
     if not facts.cache_why:
         return "cache", "ok", facts.cache, ""
-    if not {"compiles", "failed", "reference"} & set(facts.kernels):
+    if not {"compiles", "failed", "missing", "reference"} & set(facts.kernels):
         return "cache", "ok", f"{facts.cache}: no build is needed, and none could go there: {facts.cache_why}", ""
     todo = "DS_PLUGIN_CACHE_DIR: a folder of one's own that all hosts see"
     return "cache", "warning", f"{facts.cache}: nothing can be built into it: {facts.cache_why}", todo

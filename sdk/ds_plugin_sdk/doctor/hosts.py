@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ds_plugin_sdk import registry
 from ds_plugin_sdk.doctor.facts import Facts
-from ds_plugin_sdk.errors import HostfileError, SdkError
+from ds_plugin_sdk.errors import HostfileError
 from ds_plugin_sdk.integrations.deepspeed.builtin_names import builtin_names
 from ds_plugin_sdk.settings import child_environment, for_other_nodes
 
@@ -51,7 +51,7 @@ def read_hostfile(path: Path) -> dict[str, int]:
     """
     hint = "a line for each host, such as `worker-1 slots=4`; DeepSpeed's launcher reads no other"
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError as error:
         raise HostfileError(f"the hostfile {path} cannot be read", why=str(error.strerror), hint=hint) from error
     slots: dict[str, int] = {}
@@ -78,18 +78,24 @@ def ask_all(hosts: Iterable[str], port: int, ssh: Sequence[str], timeout: float)
 
 def _command(port: int) -> str:
     """What a host's shell is to run: this Python, at the same path, with what the launcher would export."""
-    prefixes = (*_EXPORTED, *_exported_by_plugin())
-    environment = {name: value for name, value in child_environment().items() if name.startswith(prefixes)}
+    of_plugin, stays = _exported_by_plugin()
+    environment = {
+        name: value
+        for name, value in child_environment().items()
+        if name.startswith((*_EXPORTED, *of_plugin)) and name not in stays
+    }
     words = ["env", *(f"{name}={value}" for name, value in sorted((environment | for_other_nodes()).items()))]
     return shlex.join([*words, sys.executable, "-m", "ds_plugin_sdk.cli", "doctor", "--facts", "--port", str(port)])
 
 
-def _exported_by_plugin() -> list[str]:
+def _exported_by_plugin() -> tuple[Sequence[str], Sequence[str]]:
+    """Prefixes of what a plugin carries to other nodes, and the names that stay: those of this node's devices."""
     try:
         chosen = registry.preview(builtin_names()).chosen
-    except SdkError:
-        chosen = None
-    return [] if chosen is None else registry.load(chosen).export_envs()
+        accelerator = None if chosen is None else registry.load(chosen)
+        return ((), ()) if accelerator is None else (accelerator.export_envs(), accelerator.visible_devices_envs())
+    except Exception:  # the vendor's own code; this host's own row says what is wrong
+        return (), ()
 
 
 def _ask(host: str, remote: str, ssh: Sequence[str], timeout: float) -> Heard | Silent:
@@ -113,9 +119,13 @@ def _ask(host: str, remote: str, ssh: Sequence[str], timeout: float) -> Heard | 
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
-        return Silent(f"no answer in {timeout:g} s", f"is it up? Try `{ssh[0]} {host} true`, and --timeout")
+        return Silent(f"no answer in {timeout:g} s", f"is it up? Try `{shlex.join(ssh)} {host} true`, and --timeout")
     ended = time.time()
-    return _read(text, ended, began) if process.returncode == 0 else _refusal(host, process.returncode, said, ssh[0])
+    return (
+        _read(text, ended, began)
+        if process.returncode == 0
+        else _refusal(host, process.returncode, said, shlex.join(ssh))
+    )
 
 
 def _read(text: str, ended: float, began: float) -> Heard | Silent:

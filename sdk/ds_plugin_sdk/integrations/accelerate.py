@@ -44,7 +44,8 @@ def follow_in_state(state: Any) -> None:
         accelerator = accelerator_of(self) if launched() else None
         if accelerator is None or _device_type(kind) == accelerator.device_name():
             return backend, kind
-        return accelerator.communication_backend_name(), deepspeed
+        given = kwargs.get("backend") or next(iter(args[2:]), None)  # by InitProcessGroupKwargs
+        return given or accelerator.communication_backend_name(), deepspeed
 
     @functools.wraps(set_device)
     def _set_device(self: Any) -> None:

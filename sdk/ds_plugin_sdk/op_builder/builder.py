@@ -249,6 +249,10 @@ class OpBuilder:
         family = op_table.family_of(self.NAME)
         return self.name if self.KIND == "python_module" or family is None else family
 
+    def has_reference(self) -> bool:
+        """Whether the op has an implementation in plain torch, which serves where native code cannot be had."""
+        return self.KIND == "torch_library" and op_table.family_of(self.NAME) is not None
+
     # ------------------------------------------------------------------ load
     def load(self, verbose: bool = True) -> Any:
         """The op: native where that can be had, else its reference implementation.
@@ -304,7 +308,7 @@ class OpBuilder:
             try:
                 _libraries[key] = self, jit.obtain(self.build_spec())
             except BuildError as error:
-                if not settings.fallback or op_table.family_of(self.NAME) is None:
+                if not (settings.fallback and self.has_reference()):
                     raise
                 _libraries[key] = self, error
                 warn_of_reference(key[1], error)

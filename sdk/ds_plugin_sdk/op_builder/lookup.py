@@ -144,6 +144,8 @@ def is_base(class_name: str, package: str | None) -> bool:
 
 def is_native(builder: type[Any]) -> bool:
     """Whether there is native code for the whole of an op: the device's own, or torch's."""
+    if issubclass(builder, LentOpBuilder):
+        builder = builder.OURS
     parts = builder.PARTS if issubclass(builder, CombinedOpBuilder) else (builder,)
     op = op_table.by_name(builder.NAME)
     return (op is not None and op.torch) or not any(issubclass(part, ReferenceOpBuilder) for part in parts)

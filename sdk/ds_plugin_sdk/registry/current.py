@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,8 @@ _current: DeepSpeedAccelerator | None = None
 _decision: Decision | None = None
 _listeners: list[Listener] = []
 _fallback: Callable[[], Any] | None = None
+_loading: set[tuple[int, str]] = set()  # threads that load a plugin's accelerator, and its name
+_again: list[Callable[[], Any]] = []  # what was asked of `choose` meanwhile
 
 
 def get_accelerator() -> DeepSpeedAccelerator:
@@ -71,7 +74,10 @@ def choose(
     *,
     deepspeed_installed: bool = True,
 ) -> DeepSpeedAccelerator | None:
-    """Choose as `decide` does, and load the accelerator, unless there is one; None where no plugin is to be used."""
+    """Choose as `decide` does, and load the accelerator, unless there is one; None where no plugin is to be used.
+
+    None too if the accelerator's own module asks, by importing DeepSpeed: it is current as soon as it is loaded.
+    """
     global _decision
     with _lock:
         if _current is not None:
@@ -80,7 +86,12 @@ def choose(
         candidate = _decision.chosen
         if candidate is None:
             return None
+        if (threading.get_ident(), candidate.name) in _loading:
+            _again.append(lambda: choose(other_hardware, builtin_names, deepspeed_installed=deepspeed_installed))
+            return None
         accelerator = load(candidate)
+        if (meanwhile := current()) is not None:
+            return meanwhile
         _install(accelerator, _decision, plugin=candidate.name, version=candidate.version)
         return accelerator
 
@@ -91,9 +102,29 @@ def load(candidate: Candidate) -> DeepSpeedAccelerator:
     Raises:
         PluginLoadError: its module or class cannot be had, or the package of its prebuilt ops.
     """
+    prebuilt.offer(candidate)
+    this = threading.get_ident(), candidate.name
+    _loading.add(this)
+    try:
+        accelerator = _made(candidate)
+    finally:
+        _loading.discard(this)
+        asked = [*_again]
+        _again.clear()
+    for choose_again in asked:
+        choose_again()
+    return accelerator
+
+
+def is_loading() -> bool:
+    """Whether this thread loads a plugin's accelerator just now."""
+    return any(thread == threading.get_ident() for thread, _ in _loading)
+
+
+def _made(candidate: Candidate) -> DeepSpeedAccelerator:
+    """`load`, without what is to be done around it."""
     manifest = candidate.manifest
     module, _, name = manifest.accelerator.partition(":")
-    prebuilt.offer(candidate)
     try:
         cls = getattr(importlib.import_module(module), name)
         from ds_plugin_sdk.ported_accelerator import port  # imports torch

@@ -129,6 +129,9 @@ def _explicit(name: str, installed: Mapping[str, list[Candidate]], builtin_names
 
 def _best_available(installed: Mapping[str, list[Candidate]], decision: Decision) -> Candidate | None:
     available: list[Candidate] = []
+    if installed and not any(map(allowed, installed)):
+        listed = ",".join(settings.allowed_plugins or ())
+        _warn(f"DS_PLUGINS={listed} lists none of the installed plugins: {', '.join(sorted(installed))}")
     for name, candidates in installed.items():
         if not allowed(name):
             decision.note(name, "skipped", "DS_PLUGINS does not list it")
@@ -163,5 +166,9 @@ def _best_available(installed: Mapping[str, list[Candidate]], decision: Decision
 def _skip_loudly(decision: Decision, name: str, problem: SdkError | str) -> None:
     """Record that a broken plugin is not used, and warn."""
     decision.note(name, "broken", str(problem))
+    _warn(f"plugin '{name}' is skipped: {problem}")
+
+
+def _warn(text: str) -> None:
     with contextlib.suppress(Warning):  # under -W error it is an exception, and the others are still to be tried
-        warnings.warn(f"ds-plugin-sdk: plugin '{name}' is skipped: {problem}", RuntimeWarning, stacklevel=2)
+        warnings.warn(f"ds-plugin-sdk: {text}", RuntimeWarning, stacklevel=3)

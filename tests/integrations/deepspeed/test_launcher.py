@@ -17,7 +17,12 @@ pytestmark = pytest.mark.deepspeed
 # need be installed.
 PROGRAM = """
 import json
+from deepspeed.accelerator import get_accelerator
 from deepspeed.launcher import multinode_runner, runner
+
+# As an accelerator has it that names all variables of its device by one prefix.
+kind = type(get_accelerator())
+kind.exported_envs = (*getattr(kind, "exported_envs", ()), "CPU_")
 
 class Started:
     returncode = 0
@@ -59,8 +64,8 @@ COMPILERS = {
     "CPATH": "/opt",
 }
 # What the CPU's accelerator names: commas and braces are part of them.
-THREADS = {"KMP_AFFINITY": "granularity=fine,compact,1,0", "OMP_PLACES": "{0:4},{4:4}"}
-STAY = {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": "1", "DS_BUILD_OPS": "1"}
+THREADS = {"CPU_MODE": "fast", "KMP_AFFINITY": "granularity=fine,compact,1,0", "OMP_PLACES": "{0:4},{4:4}"}
+STAY = {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": "1", "CPU_VISIBLE_DEVICES": "1", "DS_BUILD_OPS": "1"}
 
 
 def pairs(option: str) -> Callable[[list[str]], dict[str, str]]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from deepspeed_support import Python
 
+from plugin_site import Install
+
 pytestmark = pytest.mark.deepspeed
 
 # Stand-ins for the modules of the vendors' torch extensions: host memory under the device's name.
@@ -160,3 +162,31 @@ def test_an_old_extensions_class_lacks_members_and_is_served(python: Python, bef
     said = python(program, DS_ACCELERATOR="cpu").stdout.splitlines()[-1]
     assert "memory_stats" in said, "what only the vendor knows stays abstract"
     assert "memory_allocated" not in said
+
+
+FIRST = {
+    "the SDK's accelerator": "from ds_plugin_sdk import get_accelerator\nours = get_accelerator()\n",
+    "a report": "from ds_plugin_sdk import report\nassert report.collect().ops\n",
+    "DeepSpeed": "",
+}
+
+
+@pytest.mark.parametrize("first", FIRST)
+@pytest.mark.parametrize("named", [{}, {"DS_ACCELERATOR": "meta"}], ids=["found", "named"])
+def test_a_plugin_whose_module_imports_deepspeed_is_used_whoever_is_asked_first(
+    first: str, named: dict[str, str], python: Python, install: Install
+) -> None:
+    site = install("meta", priority=50, accelerator="old_extension:ZAP_Accelerator")
+    (site / "old_extension.py").write_text(EXTENSION, encoding="utf-8")
+    program = (
+        f"{FIRST[first]}"
+        "import deepspeed, ds_plugin_sdk\n"
+        "accelerator = deepspeed.accelerator.get_accelerator()\n"
+        "assert accelerator is ds_plugin_sdk.get_accelerator(), accelerator\n"
+        "from deepspeed.runtime import engine\n"
+        "assert engine.get_accelerator() is accelerator\n"
+        "print(accelerator.device_name())\n"
+    )
+    done = python(program, **named)
+    assert done.stdout.splitlines()[-1] == "meta"
+    assert "ds-plugin-sdk:" not in done.stderr

@@ -299,6 +299,37 @@ def test_the_hook_costs_less_than_five_milliseconds_and_imports_nothing(python: 
     assert min(seconds) < 0.005, seconds
 
 
+WATCHED = """
+import importlib.util, sys
+import torch
+from ds_plugin_sdk.integrations.deepspeed import adopt
+
+class Watch:
+    sought = set()
+
+    def find_spec(self, name, path=None, target=None):
+        if name in self.sought:
+            return None
+        self.sought.add(name)
+        try:
+            return importlib.util.find_spec(name)
+        finally:
+            self.sought.discard(name)
+
+calls, original = [], adopt.adopt
+adopt.adopt = lambda module: calls.append(module) or original(module)
+sys.meta_path.insert(PLACE, Watch())
+import deepspeed
+print(len(calls), deepspeed.accelerator.get_accelerator().device_name())
+"""
+
+
+@pytest.mark.parametrize("place", [0, 1], ids=["before ours", "after ours"])
+def test_beside_a_hook_that_asks_the_others_deepspeed_is_joined_once(place: int, python: Python) -> None:
+    """As those of tracing tools do."""
+    assert python(WATCHED.replace("PLACE", str(place))).stdout.splitlines()[-1] == "1 cpu"
+
+
 def test_the_hook_raises_nothing(python: Python) -> None:
     """Even where adoption fails and warnings are errors, ``install()`` returns."""
     done = python(

@@ -99,6 +99,9 @@ def _join(real_accelerator: Any, detect: Callable[[], str | None]) -> None:
     accelerator = registry.choose(detect, builtin_names)
     if accelerator is not None:
         _use(real_accelerator, accelerator)
+    elif registry.is_loading():  # the plugin's module imports DeepSpeed, which does not know what DS_ACCELERATOR names
+        own = importlib.import_module(f"{real_accelerator.__package__}.cpu_accelerator")
+        real_accelerator.ds_accelerator = own.CPU_Accelerator()
 
 
 def _share_set_accelerator(real_accelerator: Any) -> None:

@@ -74,17 +74,29 @@ class _Loader(importlib.abc.Loader):
 class _Finder(importlib.abc.MetaPathFinder):
     """Finds what the other finders find, for the modules in `_AFTER` only."""
 
+    def __init__(self) -> None:
+        self._sought: set[str] = set()  # modules that the other finders are asked for, some of whom ask all in turn
+
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         then = _AFTER.get(fullname)
-        if then is None:
+        if then is None or fullname in self._sought:
             return None
+        self._sought.add(fullname)
+        try:
+            spec = self._by_others(fullname, path, target)
+        finally:
+            self._sought.discard(fullname)
+        if spec is not None:
+            spec.loader = _Loader(spec.loader, then)
+        return spec
+
+    def _by_others(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None) -> ModuleSpec | None:
         for finder in sys.meta_path:
             find = None if finder is self else getattr(finder, "find_spec", None)  # very old finders have none
             spec: ModuleSpec | None = None if find is None else find(fullname, path, target)
             if spec is not None:
-                spec.loader = _Loader(spec.loader, then)
                 return spec
         return None
 

@@ -10,7 +10,7 @@ import functools
 import shlex
 from typing import Any
 
-from ds_plugin_sdk.registry import get_accelerator
+from ds_plugin_sdk.registry import current, get_accelerator
 from ds_plugin_sdk.settings import child_environment, for_other_nodes
 
 
@@ -37,10 +37,11 @@ def carry_settings(multinode_runner: Any) -> None:
 
     @functools.wraps(add_own)
     def add_export(self: Any, key: str, var: str) -> None:
+        accelerator = get_accelerator()
         # A line of .deepspeed_env ends with a newline: it is no value of this environment.
-        if child_environment().get(key) == var and key.startswith(tuple(get_accelerator().export_envs())):
-            carry(self, {key: var})
-        else:
+        if child_environment().get(key) != var or not key.startswith(tuple(accelerator.export_envs())):
             add_own(self, key, var)
+        elif current() is None or key not in accelerator.visible_devices_envs():  # a prefix may be that of these, too
+            carry(self, {key: var})
 
     base.__init__, base.add_export = begin, add_export
