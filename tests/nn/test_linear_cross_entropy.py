@@ -83,6 +83,14 @@ def test_it_is_torchs_in_float64(bias: bool, options: dict[str, Any]) -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
 
 
+def test_torchs_default_of_the_ignored_index() -> None:
+    """torch's linear_cross_entropy has None, which means -100 for targets that are columns."""
+    leaves, target = tensors(bias=False)
+    target[0] = -100
+    options = {"linear_bias": None, "ignore_index": None}
+    assert torch.equal(linear_cross_entropy(*leaves, target, **options), linear_cross_entropy(*leaves, target))
+
+
 @pytest.mark.parametrize(
     ("dtype", "of_loss", "of_gradients"),
     [(torch.float32, 1e-6, 2e-6), (torch.bfloat16, 1e-6, 2**-7), (torch.float16, 1e-6, 2**-10)],

@@ -69,6 +69,11 @@ def test_an_option_that_would_change_the_result_is_an_error_wherever_it_comes_fr
     with expected:
         optimizer.load_state_dict(saved)
     assert optimizer.param_groups[0]["lr"] == 0.1, "something was loaded"
+    optimizer.param_groups[0][option] = value
+    before = copy.deepcopy(optimizer.param_groups[0]["params"])
+    with expected:
+        stepped(optimizer)
+    assert all(map(torch.equal, before, optimizer.param_groups[0]["params"]))
 
 
 @every_optimizer

@@ -29,7 +29,7 @@ def linear_cross_entropy(
     *,
     linear_bias: Tensor | None = None,
     reduction: str = "mean",
-    ignore_index: int = -100,
+    ignore_index: int | None = -100,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     softcap: float = 0.0,
@@ -52,7 +52,7 @@ def linear_cross_entropy(
         linear_bias: ``[columns]``.
         reduction: ``mean`` over the rows that are not ignored, or ``sum``. The mean of none is NaN, as torch's is, and
             its gradients are 0.
-        ignore_index: such rows do not count.
+        ignore_index: such rows do not count; None is -100, as in torch.
         label_smoothing: share of the target that is spread over all columns.
         z_loss: factor of the mean, or sum, of ``logsumexp(logits)^2``.
         softcap: logits become ``softcap tanh(logits / softcap)`` first; 0 for none.
@@ -69,6 +69,7 @@ def linear_cross_entropy(
         ValueError: another reduction.
     """
     _check_reduction("linear_cross_entropy", reduction)
+    ignore_index = -100 if ignore_index is None else ignore_index
     rows = math.prod(input.shape[:-1])
     dtype = autocast_to(input)
     cast: Callable[[Tensor], Tensor] = (lambda tensor: tensor) if dtype is None else lambda tensor: tensor.to(dtype)
@@ -190,7 +191,7 @@ class LinearCrossEntropyLoss(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         reduction: str = "mean",
-        ignore_index: int = -100,
+        ignore_index: int | None = -100,
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
         softcap: float = 0.0,

@@ -149,8 +149,11 @@ class FusedOptimizer(Optimizer):
         Raises:
             InvalidTensorError: a gradient or state does not fit its parameter; the group's tensors of that dtype were
                 not modified.
+            UnsupportedOptionError: a group has been given an option that would change the result; nothing was modified.
             GraphCaptureError: a device graph is being captured.
         """
+        for group in self.param_groups:
+            self._check_group(group)
         loss = None
         if closure is not None:
             with torch.enable_grad():
