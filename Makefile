@@ -8,6 +8,10 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 RANKS ?= 2
 
+ifneq ($(words $(CURDIR)),1)
+$(error make cannot work in '$(CURDIR)': its name has a space; clone into another folder)
+endif
+
 BIN := $(CURDIR)/.venv/bin
 CMAKE ?= $(BIN)/cmake
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
@@ -61,6 +65,14 @@ help:
 TORCH_READY := .venv/torch.stamp
 READY := .venv/ready.stamp
 
+# Another torch that is asked for takes the place of the one that is there.
+ifneq ($(origin TORCH),file)
+ifneq ($(shell cat $(TORCH_READY) 2>/dev/null),$(TORCH))
+$(TORCH_READY): another-torch
+another-torch: ;
+endif
+endif
+
 .PHONY: venv
 venv: $(READY)
 
@@ -69,7 +81,7 @@ $(TORCH_READY):
 	@echo 'Setting up .venv (once; some minutes): $(TORCH) ...'
 	@$(PYTHON) -m venv .venv
 	@$(PIP) install '$(TORCH)'
-	@touch $@
+	@echo '$(TORCH)' > $@
 
 $(READY): $(TORCH_READY) pyproject.toml plugins/cpu/pyproject.toml
 	@echo 'Setting up .venv: the SDK, the CPU plugin, DeepSpeed and the tools for tests ...'
@@ -340,7 +352,11 @@ REPORT ?= docs/performance.json
 # Whose speed is measured beside ours. Rows of one that cannot be had say that it is not installed.
 .venv/peers.stamp: $(READY)
 	@echo 'Setting up CTranslate2 and llama.cpp, which is compiled (once; some ten minutes) ...'
-	@for peer in ctranslate2 gguf llama-cpp-python; do \
+	@# To the header of GCC 12 an instruction of AMX reads 8 bytes of 64, and llama.cpp crashes: docs/transformers.md.
+	@if grep -qw amx_tile /proc/cpuinfo; then \
+	    export CMAKE_ARGS="$${CMAKE_ARGS:--DCMAKE_CXX_FLAGS='-fno-tree-dse -fno-dse'}"; \
+	fi; \
+	for peer in ctranslate2 gguf llama-cpp-python; do \
 	    $(PIP) install $$peer || echo "$$peer is not to be had here: the report goes without it" >&2; \
 	done
 	@touch $@

@@ -42,6 +42,9 @@ def found(text: str) -> list[str]:
         ("a.pin_memory()", ["a.pin_memory()"]),
         ("f(device='cuda:1')", ["'cuda:1'"]),
         ("device = f'cuda:{rank}'", ["f'cuda:{rank}'"]),
+        ("device = 'cuda:' + str(rank)", ["'cuda:'"]),
+        ("device = 'cuda:{}'.format(rank)", ["'cuda:{}'"]),
+        ("device = 'cuda:%d' % rank", ["'cuda:%d'"]),
         ("def f(device='cuda'): pass", ["'cuda'"]),
         ("a.device.type == 'cuda'", ["a.device.type == 'cuda'"]),
         ("init_process_group(backend='nccl')", ["'nccl'"]),
@@ -78,6 +81,8 @@ def test_what_is_bound_to_cuda_is_found(text: str, codes: list[str]) -> None:
         "torch.backends.cuda.matmul.allow_tf32 = True",
         '"""On cuda and nccl."""',
         "cuda.synchronize()",
+        "from .torch import cuda\ncuda.synchronize()",
+        "'page\f'\n\ftorch.cuda.synchronize()  # ignore-cuda",
         "torch.cuda.synchronize()  # ignore-cuda",
         "torch.cuda.synchronize()  #ignore-cuda",
     ],
@@ -160,7 +165,14 @@ def test_the_command_prints_json(sdk: Run, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "why"),
-    [(b"def f(:\n", "train.py:1: invalid syntax"), (b"# coding: iso-8859-15\n'\xa4'", None), (b"'\xff'", "train.py: ")],
+    [
+        (b"def f(:\n", "train.py:1: invalid syntax"),
+        (b"# coding: iso-8859-15\n'\xa4'", None),
+        (b"'\xff'", "train.py: "),
+        (b"a\0b", "train.py"),
+        (b"+".join([b"1"] * 3000), "train.py: "),
+    ],
+    ids=["no Python", "another encoding", "no text", "a null character", "too deep"],
 )
 def test_a_file_that_cannot_be_read_is_an_error(content: bytes, why: str | None, tmp_path: Path) -> None:
     source = tmp_path / "train.py"
@@ -170,6 +182,15 @@ def test_a_file_that_cannot_be_read_is_an_error(content: bytes, why: str | None,
         return
     with pytest.raises(SourceError, match=re.escape(why)):
         source_check.check_files([source])
+
+
+def test_what_is_called_as_a_file_and_is_none_is_passed_over(tmp_path: Path) -> None:
+    """A folder, and the link by which an editor locks a file."""
+    (tmp_path / "folder.py").mkdir()
+    (tmp_path / ".#train.py").symlink_to("user@host.1234")
+    (tmp_path / "train.py").write_text("import torch\ntorch.cuda.synchronize()\n", encoding="utf-8")
+    (finding,) = source_check.check_files([tmp_path])
+    assert finding.code == "torch.cuda.synchronize"
 
 
 def test_a_path_that_does_not_exist_is_an_error(sdk: Run, tmp_path: Path) -> None:

@@ -42,11 +42,12 @@ def test_a_project_is_whole_and_has_no_leftovers(name: str, runtime: Runtime, tm
 
 
 @pytest.mark.parametrize(
-    ("name", "device_type"), [("zap", "zap"), ("xpu", "xpusim"), ("mi400", "mi"), ("two_words", "two_words")]
+    ("name", "simulated", "known"),
+    [("zap", "zap", "zap"), ("xpu", "xpusim", "xpu"), ("mi400", "mi", "mi"), ("two_words", "two_words", "two_words")],
 )
-def test_the_simulated_device_has_a_name_that_torch_accepts(name: str, device_type: str) -> None:
-    assert Project(name).device_type == device_type
-    assert Project(name, runtime="torch").device_type == name
+def test_the_device_has_a_name_that_torch_accepts(name: str, simulated: str, known: str) -> None:
+    assert Project(name).device_type == simulated
+    assert Project(name, runtime="torch").device_type == known
 
 
 def test_the_accelerator_is_short(tmp_path: Path) -> None:

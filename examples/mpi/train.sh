@@ -8,7 +8,6 @@ shift
 
 hosts=$(sed -E 's/#.*//; /^\s*$/d' "$hostfile")
 ranks=$(awk '{ split($2, slots, "="); sum += slots[2] } END { print sum }' <<< "$hosts")
-slots=$(awk '{ split($2, slots, "="); print slots[2]; exit }' <<< "$hosts")
 MASTER_ADDR=${MASTER_ADDR:-$(awk '{ print $1; exit }' <<< "$hosts")}
 export MASTER_ADDR MASTER_PORT=${MASTER_PORT:-29500}
 
@@ -27,15 +26,11 @@ case $version in
         exec mpirun -np "$ranks" --hostfile "$hostfile" --map-by slot --bind-to none \
             "${exports[@]}" "${command[@]}"
         ;;
-    *Intel*)
-        exec mpirun -n "$ranks" -ppn "$slots" -hosts "$(awk '{ print $1 }' <<< "$hosts" | paste -sd,)" \
-            -genvlist "$(IFS=,; echo "${carried[*]}")" "${command[@]}"
-        ;;
-    *HYDRA* | *MPICH*)
+    *Intel* | *HYDRA* | *MPICH*)
         machines=$(mktemp)
         trap 'rm -f "$machines"' EXIT
         awk '{ split($2, slots, "="); print $1 ":" slots[2] }' <<< "$hosts" > "$machines"
-        mpirun -n "$ranks" -f "$machines" -genvlist "$(IFS=,; echo "${carried[*]}")" "${command[@]}"
+        mpirun -n "$ranks" -machinefile "$machines" -genvlist "$(IFS=,; echo "${carried[*]}")" "${command[@]}"
         ;;
     *)
         echo "no mpirun of Open MPI, MPICH or Intel MPI in PATH; it says: ${version%%$'\n'*}" >&2

@@ -66,7 +66,7 @@ class Project:
         simulated one has another.
         """
         if self.runtime == "torch":
-            return self.name
+            return self.letters
         return f"{self.letters}sim" if self.letters in TORCH_DEVICES else self.letters
 
     @property

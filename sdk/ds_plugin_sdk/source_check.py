@@ -187,7 +187,12 @@ def python_files(paths: Sequence[Path]) -> list[Path]:
     for path in paths:
         if not path.exists():
             raise SourceError("a source cannot be checked", why=f"{path} does not exist")
-    return [file for path in paths for file in (sorted(path.rglob("*.py")) if path.is_dir() else [path])]
+    return [file for path in paths for file in _below(path)]
+
+
+def _below(path: Path) -> list[Path]:
+    """Folders may be called x.py, too, and editors make links of such names that lead nowhere."""
+    return sorted(filter(Path.is_file, path.rglob("*.py"))) if path.is_dir() else [path]
 
 
 def read_source(file: Path) -> str:
@@ -202,14 +207,16 @@ def read_source(file: Path) -> str:
 def check_source(text: str, file: str) -> list[Finding]:
     """What is bound to CUDA in one source."""
     try:
-        tree = ast.parse(text)
+        found = _Reader(ast.parse(text)).found
     except SyntaxError as error:
         hint = "check Python files of the version that runs this command"
         raise SourceError("a source cannot be checked", why=f"{file}:{error.lineno}: {error.msg}", hint=hint) from error
-    lines = text.splitlines()
+    except (ValueError, RecursionError) as error:  # a null character, a sum of a thousand terms
+        raise SourceError("a source cannot be checked", why=f"{file}: {error}") from error
+    lines = text.split("\n")  # as Python counts them: a page break ends no line
     return [
         Finding(file, node.lineno, node.col_offset + 1, _shown(code), advice.meaning, advice.instead)
-        for node, code, advice in sorted(_Reader(tree).found, key=lambda found: (found[0].lineno, found[0].col_offset))
+        for node, code, advice in sorted(found, key=lambda found: (found[0].lineno, found[0].col_offset))
         if not any(_IGNORED.search(line) for line in lines[node.lineno - 1 : node.end_lineno])
     ]
 
@@ -337,7 +344,7 @@ def _imported(tree: ast.Module) -> Iterator[tuple[str, str]]:
             for alias in node.names:
                 if alias.name.partition(".")[0] == "torch":
                     yield (alias.asname, alias.name) if alias.asname else ("torch", "torch")
-        elif isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith("torch."):
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and f"{node.module}.".startswith("torch."):
             yield from ((alias.asname or alias.name, f"{node.module}.{alias.name}") for alias in node.names)
 
 
@@ -370,4 +377,4 @@ def _strings(node: ast.expr) -> list[str]:
 
 
 def _is_device(texts: Sequence[str] | set[str]) -> bool:
-    return any(re.fullmatch(r"cuda(:\d+)?", text) for text in texts)
+    return any(re.fullmatch(r"cuda(:(\d+|%[dis]|\{\w*\})?)?", text) for text in texts)  # also to be completed

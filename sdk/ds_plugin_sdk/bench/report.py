@@ -22,6 +22,7 @@ from ds_plugin_sdk.conformance.environment import processor
 from ds_plugin_sdk.errors import SdkError
 from ds_plugin_sdk.jit.target import here
 from ds_plugin_sdk.jit.toolchains import CxxToolchain
+from ds_plugin_sdk.paths import write_whole
 from ds_plugin_sdk.report import versions_of
 
 FORMAT = 1
@@ -98,8 +99,8 @@ def run(
     for name in names or BENCHMARKS:
         if name not in report.results:
             report.results[name] = result = measure(name, settings, end - time.monotonic())
-            tell(f"{name}: {result.seconds:.0f} s{f', failed: {result.failed}' if result.failed else ''}")
             save(report, file)
+            tell(f"{name}: {result.seconds:.0f} s{f', failed: {result.failed}' if result.failed else ''}")
     save(report, file)
     return report
 
@@ -113,8 +114,8 @@ def save(report: Report, file: Path) -> None:
     """Write the report, its page and its charts."""
     file.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"format": FORMAT, **asdict(report)}, indent=None, separators=(",", ":"))
-    file.write_text(text.replace('{"', '\n{"') + "\n", encoding="utf-8")
-    page_of(file).write_text(page(report, file), encoding="utf-8")
+    write_whole(file, text.replace('{"', '\n{"') + "\n")
+    write_whole(page_of(file), page(report, file))
 
 
 def load(file: Path) -> Report:

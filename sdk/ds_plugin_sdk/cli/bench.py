@@ -384,7 +384,8 @@ def everything(
         mpis=tuple(str(each.resolve()) for each in mpi),
         threads=min(2, len(os.sched_getaffinity(0))),
     )
-    found = benchmark.run(report, settings, names=only, resume=resume, minutes=minutes, tell=errors.print)
+    tell = functools.partial(errors.print, markup=False, highlight=False, soft_wrap=True)
+    found = benchmark.run(report, settings, names=only, resume=resume, minutes=minutes, tell=tell)
     failed = [name for name, result in found.results.items() if result.failed]
     output.print(f"{benchmark.page_of(report)}: {len(found.results)} benchmarks, {len(failed)} not whole")
 

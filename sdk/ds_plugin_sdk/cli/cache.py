@@ -24,9 +24,11 @@ def ls() -> None:
         _list(entries)
     else:
         why = store.unreadable()
-        output.print(f"The cache {store.root()} {f'cannot be read: {why}' if why else 'is empty'}.", soft_wrap=True)
+        output.print(
+            f"The cache {store.root()} {f'cannot be read: {why}' if why else 'is empty'}.", soft_wrap=True, markup=False
+        )
     if unusable := store.unusable():
-        output.print(f"Nothing can be built into it: {unusable}.", soft_wrap=True)
+        output.print(f"Nothing can be built into it: {unusable}.", soft_wrap=True, markup=False)
         output.print("Builds go to a temporary folder; DS_PLUGIN_CACHE_DIR names another.")
 
 
@@ -80,7 +82,7 @@ def verify() -> None:
 @cache.command("prune")
 def prune(
     max_size: str = typer.Option("", help="Keep the most recently used up to this size, such as 500M."),
-    older_than: float | None = typer.Option(None, help="Remove what was not used for so many days."),
+    older_than: float | None = typer.Option(None, min=0, help="Remove what was not used for so many days."),
     everything: bool = typer.Option(False, "--all", help="Remove everything."),
 ) -> None:
     """Remove compiled kernels; whatever is needed again is compiled again. Exit status 1 if any cannot be removed."""

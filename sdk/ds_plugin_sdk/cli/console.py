@@ -31,6 +31,7 @@ _COLOURS = {
     "absent": "dim",
     "broken": "red",
     "failed": "red",
+    "missing": "red",
     "not offered": "dim",
 }
 
@@ -62,7 +63,7 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) 
         view.add_column(column, overflow="fold")
     for row in rows:
         view.add_row(*(_cell(str(value)) for value in row))
-    if output.is_terminal:
+    if output.file.isatty():  # rich also takes what FORCE_COLOR is set for
         output.print(view)
     else:
         Console(file=output.file, width=_ANY_WIDTH, soft_wrap=True).print(view, crop=False)

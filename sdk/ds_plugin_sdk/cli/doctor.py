@@ -43,7 +43,7 @@ def doctor(
             findings = checks.compare(dict.fromkeys(slots, checks.Heard(checks.examine(port))), slots)
         else:
             slots = checks.read_hostfile(hosts)
-            findings = checks.compare(checks.ask_all(slots, port, shlex.split(ssh), timeout), slots)
+            findings = checks.compare(checks.ask_all(slots, port, _words(ssh), timeout), slots)
     failing = [finding for finding in findings if finding.verdict == "fails"]
     if as_json:
         print_json([asdict(finding) for finding in findings])
@@ -57,6 +57,13 @@ def doctor(
         output.print("It will fail: see the red lines." if failing else "Nothing will fail.")
     if failing:
         raise typer.Exit(1)
+
+
+def _words(command: str) -> list[str]:
+    try:
+        return shlex.split(command)
+    except ValueError as error:
+        raise typer.BadParameter(f"--ssh {command!r}: {error}") from error
 
 
 def _where(finding: Finding, count: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shlex
 from pathlib import Path
 from typing import Literal
@@ -26,7 +27,7 @@ def new_plugin(
     """Generate a plugin project that builds, passes its tests and trains under DeepSpeed."""
     project = scaffold.Project(name, vendor=vendor, runtime=runtime, license=license, output=into)
     folder = scaffold.generate(project)
-    say = output.print if output.is_terminal else typer.echo
+    say = functools.partial(output.print, markup=False, highlight=False, soft_wrap=True)
     say(f"Made {folder}: plugin '{name}', device '{project.device_type}'.")
     if project.device_type == f"{project.letters}sim":
         say(f"torch has a device '{project.letters}' itself, so the simulated one is called '{project.device_type}'.")
