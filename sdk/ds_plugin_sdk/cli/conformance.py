@@ -229,7 +229,7 @@ def _write(path: Path | None, render: Callable[[], str]) -> None:
 
 def _check_writable(path: Path | None) -> None:
     """That a file can be written when the run is over; it stays as it is."""
-    if path is not None and (path.is_file() or not path.exists()):
+    if path is not None and not path.is_symlink() and (path.is_file() or not path.exists()):
         with _told(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             new = not path.exists()

@@ -207,9 +207,8 @@ def _check_reads(kind: type[nn.Module], forward: Any) -> None:
             value = vars(each)[name]
             if isinstance(value, property):
                 raise NotUnderstoodError(f"{name} of {kind.__qualname__} is a property")
-            if isinstance(value, types.FunctionType) and not _is_as_written(
-                value, each.__module__, f"{each.__qualname__}.{name}"
-            ):
+            method = f"{each.__qualname__}.{name}"
+            if isinstance(value, types.FunctionType) and not _is_as_written(as_written(value), each.__module__, method):
                 raise NotUnderstoodError(f"{name} of {kind.__qualname__} is not that of its class")
 
 
