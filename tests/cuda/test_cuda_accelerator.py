@@ -67,26 +67,24 @@ def test_dtypes_are_those_that_deepspeeds_own_accelerator_has(
         assert set(each.supported_dtypes()) >= {torch.float32}
 
 
-@pytest.mark.parametrize(("capability", "supported"), [((7, 5), False), ((8, 0), True), ((12, 0), True)])
-def test_triton_is_for_ampere_and_later(
-    monkeypatch: pytest.MonkeyPatch, cuda: CUDA_Accelerator, capability: tuple[int, int], supported: bool
+@pytest.mark.parametrize("there", [True, False], ids=["installed", "not installed"])
+@pytest.mark.parametrize(
+    ("capability", "supported", "grouped"),
+    [((7, 5), False, False), ((8, 6), True, True), ((8, 9), True, True), ((9, 0), True, False)],
+)
+def test_triton_is_for_ampere_and_later_and_its_grouped_product_where_torch_has_none(
+    capability: tuple[int, int],
+    supported: bool,
+    grouped: bool,
+    there: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    cuda: CUDA_Accelerator,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    for there in (True, False):
-        monkeypatch.setattr("ds_plugin_cuda.accelerator.installed", lambda module, there=there: there)
-        assert cuda.is_triton_supported() is (supported and there)
-
-
-@pytest.mark.parametrize(("capability", "prefers"), [((7, 5), False), ((8, 6), True), ((8, 9), True), ((9, 0), False)])
-def test_tritons_grouped_product_serves_where_torch_has_none(
-    monkeypatch: pytest.MonkeyPatch, cuda: CUDA_Accelerator, capability: tuple[int, int], prefers: bool
-) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    for there in (True, False):
-        monkeypatch.setattr("ds_plugin_cuda.accelerator.installed", lambda module, there=there: there)
-        assert cuda.prefer_triton_grouped_mm() is (prefers and there)
+    monkeypatch.setattr("ds_plugin_cuda.accelerator.installed", lambda module: there)
+    assert cuda.is_triton_supported() is (supported and there)
+    assert cuda.prefer_triton_grouped_mm() is (grouped and there)
 
 
 def test_the_drivers_number_of_a_visible_device(monkeypatch: pytest.MonkeyPatch, cuda: CUDA_Accelerator) -> None:

@@ -112,3 +112,13 @@ def steps(model: Any, change: Callable[[Any], None] | None, layer: int = 1) -> t
             change(model.model.layers[layer].self_attn)
         result: torch.Tensor = model(tokens(count=1), past_key_values=cache).logits
     return result
+
+
+def halved(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function whose result is half of another one's: of several, the first."""
+
+    def half(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        return (result[0] / 2, *result[1:]) if isinstance(result, tuple) else result / 2
+
+    return half

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 import functools
-import importlib
 import itertools
-import multiprocessing
-import pickle
-import sys
-import types
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from small_models import logits, make, tokens
+from small_models import halved, logits, make
 from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
@@ -41,14 +34,6 @@ from ds_plugin_sdk.errors import SdkError
 from ds_plugin_sdk.integrations.transformers import accelerate
 
 pytestmark = [pytest.mark.compiler, pytest.mark.usefixtures("kernels")]
-
-
-def halved(function: Callable[..., Any]) -> Callable[..., Any]:
-    def half(*args: Any, **kwargs: Any) -> Any:
-        result = function(*args, **kwargs)
-        return (result[0] / 2, *result[1:]) if isinstance(result, tuple) else result / 2
-
-    return half
 
 
 def wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -99,7 +84,7 @@ def test_another_dropout_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     assert not torch.allclose(before, expected, atol=1e-2)
 
 
-class Halved:
+class HalvedCall:
     """No function, and called as one."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -111,7 +96,7 @@ class Halved:
 
 PATCHES = [
     *itertools.product(PATCHED, [halved, wrapped, of_the_same_name]),
-    *((part, Halved) for part, (owner, _) in PATCHED.items() if not isinstance(owner, type)),  # which is no method
+    *((part, HalvedCall) for part, (owner, _) in PATCHED.items() if not isinstance(owner, type)),  # which is no method
 ]
 
 
@@ -291,62 +276,6 @@ def test_methods_and_functions_of_instances(change: Callable[..., None], monkeyp
     torch.testing.assert_close(changed_before, expected, rtol=1e-3, atol=1e-3)
 
 
-def of_somebodys(folder: Path, monkeypatch: pytest.MonkeyPatch, more: str = "") -> Any:
-    """A file of code that comes with a model, is LLaMA's, and has `more` at its end."""
-    source = Path(llama.__file__).read_text(encoding="utf-8").replace("from ...", "from transformers.")
-    source = source.replace("from .config", "from transformers.models.llama.config")
-    (folder / "modeling_somebodys.py").write_text(source + more, encoding="utf-8")
-    monkeypatch.syspath_prepend(folder)
-    monkeypatch.delitem(sys.modules, "modeling_somebodys", raising=False)
-    return importlib.import_module("modeling_somebodys")
-
-
-def test_a_file_of_somebodys_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whose functions are patched later."""
-    modeling_somebodys = of_somebodys(tmp_path, monkeypatch)
-    torch.manual_seed(0)
-    model = modeling_somebodys.LlamaForCausalLM(make("llama").config).eval()
-    with accelerate(model) as handle:
-        assert len(handle.layers) == 2
-        before = logits(model)
-        monkeypatch.setattr(modeling_somebodys, "rotate_half", halved(modeling_somebodys.rotate_half))
-        ours = logits(model)
-    assert not torch.allclose(before, ours, rtol=1e-2, atol=1e-2)
-    torch.testing.assert_close(ours, logits(model), rtol=1e-3, atol=1e-3)
-
-
-def test_a_file_with_a_model_that_lacks_torchs_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others keep theirs, with gradients too, and not the slow one that the file has."""
-    own = "class Other(LlamaPreTrainedModel):\n    _supports_sdpa = False\n"
-    file = of_somebodys(tmp_path, monkeypatch, own)
-    model = file.LlamaForCausalLM(make("llama").config)
-    monkeypatch.setattr(file, "eager_attention_forward", None)
-    with accelerate(model) as handle:
-        assert handle.attention
-        model(tokens()).logits.sum().backward()
-
-
-def test_a_file_with_an_attention_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By torch's name, in a table that is the file's own."""
-    own = """
-from transformers.modeling_utils import AttentionInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-def doubled(*args, **options):
-    attended, weights = sdpa_attention_forward(*args, **options)
-    return attended * 2, weights
-
-ALL_ATTENTION_FUNCTIONS = AttentionInterface()
-ALL_ATTENTION_FUNCTIONS["sdpa"] = doubled
-"""
-    model = of_somebodys(tmp_path, monkeypatch, own).LlamaForCausalLM(make("llama").config).eval()
-    expected = logits(model)
-    with accelerate(model) as handle:
-        torch.testing.assert_close(logits(model), expected)
-        assert not handle.layers and not handle.attention
-        assert "has another function than transformers' own as 'sdpa'" in str(handle)
-
-
 def test_a_step_after_one_that_failed_asks_again() -> None:
     """Given the very tensor that the failed one was given."""
     model = make("llama")
@@ -372,158 +301,6 @@ def test_a_step_after_one_that_failed_asks_again() -> None:
         layer.input_layernorm.variance_epsilon = epsilon
     with accelerate(model):
         torch.testing.assert_close(after_a_failure(), expected, rtol=1e-3, atol=1e-3)
-
-
-def _in_another_process(pickled: bytes, results: Any) -> None:
-    model = pickle.loads(pickled)
-    results.put((model.config._attn_implementation, logits(model).tolist()))
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_a_copy_is_a_plain_model(copied: Callable[[Any], Any]) -> None:
-    model = make("llama")
-    expected = logits(model)
-    with accelerate(model):
-        other = copied(model)
-        assert model.config._attn_implementation == "ds_plugin"
-    assert type(other.config._attn_implementation) is str and other.config._attn_implementation == "sdpa"
-    with CountedCalls() as counted:
-        torch.testing.assert_close(logits(other), expected)
-    assert not counted.calls
-
-
-def test_a_new_process_gets_a_plain_model() -> None:
-    model = make("llama")
-    expected = logits(model)
-    context = multiprocessing.get_context("spawn")
-    results = context.SimpleQueue()
-    with accelerate(model):
-        process = context.Process(target=_in_another_process, args=(pickle.dumps(model), results))
-    process.start()
-    attention, found = results.get()
-    process.join()
-    assert attention == "sdpa"
-    torch.testing.assert_close(torch.tensor(found), expected, rtol=1e-4, atol=1e-4)
-
-
-def test_a_saved_model_names_torchs_attention(tmp_path: Path) -> None:
-    model = make("llama")
-    with accelerate(model):
-        model.save_pretrained(tmp_path)
-        torch.save(model, tmp_path / "model.pt")
-    assert "ds_plugin" not in (tmp_path / "config.json").read_text(encoding="utf-8")
-    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
-    assert loaded.config._attn_implementation == "sdpa"
-
-
-class Attention(nn.Module):
-    """Somebody's own, without a configuration."""
-
-    def forward(self, hidden_states: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
-        return hidden_states / 2, None
-
-
-@pytest.mark.parametrize("attention", [Attention, lambda: None], ids=["another", "none"])
-def test_an_attention_that_is_not_known_is_left_alone(attention: Callable[[], Any]) -> None:
-    model = make("llama")
-    model.model.layers[1].self_attn = attention()
-    with accelerate(model) as handle:
-        assert handle.layers == ["model.layers.0"]
-        if isinstance(model.model.layers[1].self_attn, Attention):
-            ours = logits(model)
-            handle.remove()
-            torch.testing.assert_close(ours, logits(model), rtol=1e-3, atol=1e-3)
-
-
-_IN_A_NOTEBOOK = """
-import transformers
-
-class Written(transformers.LlamaForCausalLM):
-    def forward(self, *args, **kwargs):
-        if {asked}:
-            return super().forward(*args, **kwargs)
-        raise NotImplementedError
-
-class Around(transformers.LlamaPreTrainedModel):
-    def __init__(self, config):
-        super().__init__(config)
-        self.model = transformers.LlamaModel(config)
-        self.lm_head = transformers.LlamaForCausalLM(config).lm_head
-        self.post_init()
-
-    def forward(self, ids):
-        states = self.model(ids).last_hidden_state
-        return transformers.modeling_outputs.CausalLMOutput(logits=self.lm_head(states))
-"""
-
-
-@pytest.mark.parametrize(
-    ("kind", "asked", "attentions"),
-    [
-        ("Written", "True", [""]),
-        ("Around", "True", [""]),
-        ("Written", "self.config._attn_implementation in ('eager', 'sdpa')", []),
-        ("Written", "self.config._attn_implementation == 'sdpa'", []),
-    ],
-)
-@pytest.mark.parametrize("imported", [True, False])
-def test_a_model_of_a_notebook_is_as_one_of_a_file(
-    kind: str, asked: str, attentions: list[str], imported: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its source cannot be read."""
-    notebook = types.ModuleType("notebook")
-    exec(_IN_A_NOTEBOOK.format(asked=asked), vars(notebook))
-    if imported:
-        monkeypatch.setitem(sys.modules, "notebook", notebook)
-    llama_model = make("llama")
-    llama_model._can_set_attn_implementation()  # is kept on the class, and inherited
-    torch.manual_seed(0)
-    model = vars(notebook)[kind](llama_model.config).eval()
-    plain = logits(model)
-    with accelerate(model) as handle:
-        assert handle.attention == attentions
-        assert bool(handle.layers) == bool(attentions)
-        torch.testing.assert_close(logits(model), plain, rtol=1e-3, atol=1e-3)
-
-
-class Halved(llama.LlamaMLP):
-    def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
-        return super()._call_impl(*args, **kwargs) / 2
-
-
-class ScaledWeight(llama.LlamaRMSNorm):
-    def __getattr__(self, name: str) -> Any:
-        value = super().__getattr__(name)
-        return value * 1.5 if name == "weight" else value
-
-
-class ComputedEps(llama.LlamaRMSNorm):
-    def _eps(self) -> float:
-        return 0.5
-
-    variance_epsilon = property(_eps, lambda self, value: None)
-
-
-@pytest.mark.parametrize(
-    ("name", "kind", "of"),
-    [
-        ("mlp", Halved, lambda model: model.config),
-        ("input_layernorm", ScaledWeight, lambda _: 32),
-        ("post_attention_layernorm", ComputedEps, lambda _: 32),
-    ],
-)
-def test_a_class_that_computes_its_calls_or_attributes_is_left_alone(
-    name: str, kind: type[nn.Module], of: Callable[[Any], Any]
-) -> None:
-    model = make("llama")
-    layer = model.model.layers[1]
-    other = kind(of(model))
-    other.load_state_dict(getattr(layer, name).state_dict())
-    setattr(layer, name, other)
-    plain = logits(model)
-    with accelerate(model) as handle:
-        assert handle.layers == ["model.layers.0"]
-        torch.testing.assert_close(logits(model), plain, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("everywhere", [False, True], ids=["one", "all"])
