@@ -21,6 +21,7 @@ class Layout:
         shift: elements before the first and after the last.
         repeated: which dimension, as a share of them, has the same memory for all its entries; None for none.
         one: whether all entries have the same memory, as the gradient of a sum has it.
+        rows: whether the dimensions before the last lie in the opposite order, each row in one piece.
     """
 
     order: float = 0.0
@@ -29,6 +30,7 @@ class Layout:
     shift: int = 0
     repeated: float | None = None
     one: bool = False
+    rows: bool = False
 
     @property
     def shared(self) -> bool:
@@ -53,6 +55,8 @@ class Layout:
         random.Random(self.order).shuffle(order)
         if self.order < 0.5:
             order.sort()
+        if self.rows:
+            order = [*reversed(order[:-1]), *order[-1:]]
         strides, step = [0] * len(shape), self.gap
         repeated = None if self.repeated is None else int(self.repeated * len(shape))
         for at in reversed(order):

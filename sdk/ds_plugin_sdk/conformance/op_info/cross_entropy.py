@@ -74,6 +74,11 @@ def _samples(make: Make) -> Iterator[Sample]:
     for label, options in OPTIONS.items():
         yield _sample(label, "random", make.normal(5, 37, scale=3.0), make_targets=make, **options)
     yield _sample("losses alone", "random", make.normal(5, 37), make_targets=make, gradient=False)
+    options = OPTIONS["all options"]
+    yield _sample("losses alone, all options", "random", make.normal(5, 37), None, make, gradient=False, **options)
+    hidden = make.normal(4, 200)
+    hidden[:, :150] = hidden[1, 180:] = -torch.inf
+    yield _sample("columns that cannot be", "adversarial", hidden, torch.full((4,), 170))
     yield _sample("all ignored", "random", make.normal(3, 20), make.integers(IGNORED, IGNORED + 1, 3))
     yield _sample("a column is ignored", "adversarial", make.normal(9, 3), make.integers(0, 3, 9), ignore_index=1)
     yield _sample("large logits", "adversarial", make.normal(4, 40, scale=1e3), make_targets=make)
@@ -84,7 +89,9 @@ def _samples(make: Make) -> Iterator[Sample]:
 
 def _large(make: Make) -> Iterator[Sample]:
     yield _sample(f"{MANY_ROWS} rows", "adversarial", make.normal(MANY_ROWS, 3), make_targets=make)
-    yield _sample(f"{MANY_COLUMNS} columns", "adversarial", make.normal(3, MANY_COLUMNS), make_targets=make)
+    for options in ({}, OPTIONS["all options"]):
+        label = f"{MANY_COLUMNS} columns" + (", all options" if options else "")
+        yield _sample(label, "adversarial", make.normal(3, MANY_COLUMNS), make_targets=make, **options)
 
 
 def _sample(
@@ -123,6 +130,6 @@ OPS = (
         rtol={torch.float32: 5e-6, torch.bfloat16: 2**-8 + 5e-6, torch.float16: 2**-11 + 5e-6},
         atol={torch.float32: 4e-6, torch.bfloat16: 4e-6, torch.float16: 4e-6},
         large=_large,
-        indices=("target",),
+        indices={"target": lambda arguments: arguments["logits"].shape[1]},
     ),
 )

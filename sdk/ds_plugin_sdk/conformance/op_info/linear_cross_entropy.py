@@ -38,7 +38,7 @@ def _samples(make: Make) -> Iterator[Sample]:
     yield _sample(make, "all ignored", "adversarial", (3, 4, 5), torch.full((3,), IGNORED), bias=True)
     yield _sample(make, "none ignored", "random", (5, 4, 6), make.integers(0, 6, 5))
     yield _sample(make, "a column is ignored", "adversarial", (9, 4, 3), make.integers(0, 3, 9), ignore_index=1)
-    yield _sample(make, "several chunks", "random", (300, 4, 40_000))
+    yield _sample(make, "several chunks", "random", (300, 4, 40_000), bias=True, label_smoothing=0.1, z_loss=1e-2)
     yield _sample(make, "a vocabulary of 8192", "real", (64, 96, 8192))
 
 
@@ -100,6 +100,6 @@ OPS = (
         gradient_atol={torch.float32: 2e-5, torch.bfloat16: 2**-6, torch.float16: 2**-9},
         schema_arguments=_schema_arguments,
         large=_large,
-        indices=("target",),
+        indices={"target": lambda arguments: arguments["weight"].shape[0]},
     ),
 )

@@ -73,7 +73,7 @@ class OpInfo:
         levels: whether a result is rounded to few levels or signs, so that the last bit of a number may decide.
         plain: whether the reference is a call or two of torch's own kernels, so that no other kernel is wanted.
         large: ``large(make)`` gives calls beyond the limits of a launch: 65,535 rows, 1,024 columns, many tensors.
-        indices: names of integer arguments whose entries say where something lies, so that a large one is out of range.
+        indices: integer arguments whose entries say where something lies, each with the first that is out of range.
         float64: whether it takes float64, for finite differences.
         namespace: of the torch op.
     """
@@ -101,7 +101,7 @@ class OpInfo:
     levels: bool = False
     plain: bool = False
     large: Callable[[Make], Iterable[Sample]] = lambda make: ()
-    indices: tuple[str, ...] = ()
+    indices: Mapping[str, Callable[[Mapping[str, Any]], int]] = field(default_factory=dict)
     float64: bool = True
     namespace: str = "ds_plugin"
 

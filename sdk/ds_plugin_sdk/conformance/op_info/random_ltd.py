@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -86,6 +86,9 @@ def _gather_samples(make: Make) -> Iterator[Sample]:
         for name, shape in _orders(batch, sequence, channels).items():
             arguments = {"activations": make.normal(*shape), "indices": indices, "batch_first": name == "batch first"}
             yield Sample(f"{label}, {name}", arguments, kind)
+            if label == "odd":
+                wide = make.integers(-(2**60), 2**60, *shape)
+                yield Sample(f"{label}, {name}, int64", {**arguments, "activations": wide}, kind)
 
 
 def _scatter_samples(make: Make) -> Iterator[Sample]:
@@ -106,6 +109,9 @@ def _bert_samples(make: Make) -> Iterator[Sample]:
     for label, (kind, (batch, sequence, reserved, _)) in _SIZES.items():
         indices = _indices(make, 2, batch, reserved, sequence=sequence)
         yield Sample(label, {"mask": make.normal(batch, 1, sequence, sequence), "indices": indices}, kind)
+        if label == "odd":
+            allowed = make.integers(0, 2, batch, 1, sequence, sequence) > 0
+            yield Sample(f"{label}, bool", {"mask": allowed, "indices": indices}, kind)
 
 
 def _gpt_samples(make: Make) -> Iterator[Sample]:
@@ -210,6 +216,10 @@ def _orders(batch: int, sequence: int, channels: int) -> dict[str, tuple[int, in
     return {"batch first": (batch, sequence, channels), "sequence first": (sequence, batch, channels)}
 
 
+def _tokens_of(name: str) -> Callable[[Mapping[str, Any]], int]:
+    return lambda arguments: int(arguments[name].shape[1 if arguments["batch_first"] else 0])
+
+
 OPS = (
     OpInfo(
         name="token_sort_",
@@ -219,7 +229,7 @@ OPS = (
         samples=_sort_samples,
         random=_random_sort,
         large=_large_sort,
-        indices=("indices",),
+        indices={"indices": lambda arguments: arguments["seq_len"]},
         written=("indices",),
     ),
     OpInfo(
@@ -230,7 +240,7 @@ OPS = (
         samples=_gather_samples,
         random=_random_gather,
         large=_large_gather,
-        indices=("indices",),
+        indices={"indices": _tokens_of("activations")},
         differentiable=("activations",),
         rtol=_EXACT,
         atol=_EXACT,
@@ -245,7 +255,7 @@ OPS = (
         samples=_scatter_samples,
         random=_random_scatter,
         large=_large_scatter,
-        indices=("indices",),
+        indices={"indices": _tokens_of("all_activations")},
         written=("all_activations",),
         rtol=_EXACT,
         atol=_EXACT,
@@ -258,7 +268,7 @@ OPS = (
         samples=_bert_samples,
         random=_random_bert,
         large=_large_bert,
-        indices=("indices",),
+        indices={"indices": lambda arguments: arguments["mask"].shape[-1]},
         rtol=_EXACT,
         atol=_EXACT,
         broadcasts=("indices",),

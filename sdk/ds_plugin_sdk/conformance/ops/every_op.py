@@ -21,6 +21,7 @@ from ds_plugin_sdk.conformance.op_info import OpInfo, Sample
 from ds_plugin_sdk.conformance.ops.support import (
     LAYOUTS,
     call_op,
+    compare,
     compare_gradients,
     dispatch_key,
     dtype_of,
@@ -30,6 +31,8 @@ from ds_plugin_sdk.conformance.ops.support import (
     expanded,
     expect_kernel,
     expect_same,
+    fullest,
+    higher,
     longer,
     map_last,
     map_tensors,
@@ -45,6 +48,7 @@ from ds_plugin_sdk.conformance.ops.support import (
     smallest,
     tensor_names,
     tensors_of,
+    widths,
     with_value,
 )
 from ds_plugin_sdk.conformance.placed import same_bits
@@ -85,13 +89,13 @@ def accuracy(target: Target, op: str, dtype: str) -> None:
 )
 def strided(target: Target, op: str, dtype: str) -> None:
     info = ready(target, op)
-    sample = smallest(info, dtype)
-    first, *others = tensor_names(sample)
-    for label, layout in LAYOUTS.items():
-        run_placed(target, info, sample, label, layout)
-        if others:
-            run_placed(target, info, sample, f"{first} {label}", layout, [first])
-            run_placed(target, info, sample, f"{', '.join(others)} {label}", layout, others)
+    for sample in (smallest(info, dtype), fullest(info, dtype)):
+        first, *others = tensor_names(sample)
+        for label, layout in LAYOUTS.items():
+            run_placed(target, info, sample, label, layout)
+            if others:
+                run_placed(target, info, sample, f"{first} {label}", layout, [first])
+                run_placed(target, info, sample, f"{', '.join(others)} {label}", layout, others)
 
 
 @check(
@@ -137,7 +141,7 @@ def _spoilable(info: OpInfo, dtype: str) -> Iterator[tuple[str, int, float, Samp
         size, step = tensors[-1].numel(), len(tensors)
         # Where what becomes of it depends on the position, there is one that the description stands for.
         positions = (size // 2,) if name in info.finite else (-1, *range(0, min(size, 16), step))
-        yield from ((name, at, value, least) for at in positions for value in (math.nan, math.inf))
+        yield from ((name, at, value, least) for at in positions for value in (math.nan, math.inf, -math.inf))
     for number, sample in enumerate(small_samples(info, dtype)[1:]):
         names = [name for name in tensor_names(sample, floating=True) if name not in info.finite]
         yield from ((name, 7 * number, math.nan, sample) for name in names)
@@ -203,13 +207,13 @@ def in_place(target: Target, op: str) -> None:
 )
 def readonly(target: Target, op: str) -> None:
     info = ready(target, op)
-    sample = smallest(info, name_of(dtype_of(target, info)))
-    arguments = on_device(target, sample.arguments)
-    kept = {name: map_tensors(Tensor.clone, value) for name, value in arguments.items() if name not in info.written}
-    call_op(info, arguments)
-    for name, old in kept.items():
-        for i, (now, then) in enumerate(zip(tensors_of(arguments[name]), tensors_of(old), strict=True)):
-            expect_same(now, then, f"{op} on '{sample.label}' modified {name}[{i}], which it may only read")
+    for sample in small_samples(info, name_of(dtype_of(target, info))):
+        arguments = on_device(target, sample.arguments)
+        kept = {name: map_tensors(Tensor.clone, value) for name, value in arguments.items() if name not in info.written}
+        call_op(info, arguments)
+        for name, old in kept.items():
+            for i, (now, then) in enumerate(zip(tensors_of(arguments[name]), tensors_of(old), strict=True)):
+                expect_same(now, then, f"{op} on '{sample.label}' modified {name}[{i}], which it may only read")
 
 
 # ---- what an op rejects ----------------------------------------------------------------------------------------------
@@ -241,20 +245,39 @@ def _expect_rejected_there(info: OpInfo, label: str, arguments: Mapping[str, Any
     "ops.rejects.dtype",
     Clause(
         "O3.1",
-        "An op given a tensor of a dtype that it does not support raises `InvalidTensorError` before it writes.",
+        "An op given a tensor of a dtype that it does not support raises `InvalidTensorError` before it writes; given "
+        "one of another floating-point dtype than the others it raises that, or computes with its values.",
         reason="Bits read as another type give numbers that can look right.",
     ),
     cases=each_op,
 )
 def rejects_dtype(target: Target, op: str) -> None:
     info = ready(target, op)
-    sample = smallest(info, name_of(dtype_of(target, info)))
+    sample = fullest(info, name_of(dtype_of(target, info)))
     for name in tensor_names(sample):
         if name not in info.any_dtype:
             wrong = map_last(other_dtype, sample.arguments[name])
             _expect_rejected(
                 target, info, f"{name} as {name_of(tensors_of(wrong)[-1].dtype)}", {**sample.arguments, name: wrong}
             )
+    for name in tensor_names(sample, floating=True):
+        for dtype in (getattr(torch, width) for width in widths(target, info)):
+            mixed = map_tensors(_to(dtype), sample.arguments[name])
+            if tensors_of(mixed)[0].dtype != tensors_of(sample.arguments[name])[0].dtype:
+                label = f"{sample.label}, {name} as {name_of(dtype)}"
+                _expect_rejected_or_right(target, info, Sample(label, {**sample.arguments, name: mixed}, sample.kind))
+
+
+def _expect_rejected_or_right(target: Target, info: OpInfo, sample: Sample) -> None:
+    arguments = on_device(target, sample.arguments)
+    try:
+        results = call_op(info, arguments)
+    except InvalidTensorError:
+        for name in info.written:
+            for now, then in zip(tensors_of(arguments[name]), tensors_of(sample.arguments[name]), strict=True):
+                expect(same_bits(now, then), f"{info.name} rejected {sample.label}, but had already written")
+    else:
+        compare(info, sample, results)
 
 
 @check(
@@ -268,13 +291,15 @@ def rejects_dtype(target: Target, op: str) -> None:
 )
 def rejects_shape(target: Target, op: str) -> None:
     info = ready(target, op)
-    sample = smallest(info, name_of(dtype_of(target, info)))
+    sample = fullest(info, name_of(dtype_of(target, info)))
     names = tensor_names(sample)
     for name in names if len(names) > 1 else ():
         if name not in info.broadcasts:
-            wrong = map_last(longer, sample.arguments[name])
-            label = f"a {name} of shape {list(tensors_of(wrong)[-1].shape)}"
-            _expect_rejected(target, info, label, {**sample.arguments, name: wrong})
+            # The first argument says how many rows there are.
+            for change in (longer, higher) if name != names[0] else (longer,):
+                wrong = map_last(change, sample.arguments[name])
+                label = f"a {name} of shape {list(tensors_of(wrong)[-1].shape)}"
+                _expect_rejected(target, info, label, {**sample.arguments, name: wrong})
 
 
 @check(
@@ -289,7 +314,7 @@ def rejects_shape(target: Target, op: str) -> None:
 )
 def rejects_device(target: Target, op: str) -> None:
     info = ready(target, op)
-    sample = smallest(info, name_of(dtype_of(target, info)))
+    sample = fullest(info, name_of(dtype_of(target, info)))
     names = tensor_names(sample)
     for name in names if len(names) > 1 else ():
         for device in _elsewhere(target):
@@ -298,8 +323,8 @@ def rejects_device(target: Target, op: str) -> None:
             _expect_rejected_there(info, f"{name} on {device}, beside others on {target.device}", arguments)
 
 
-def _to(device: torch.device) -> Callable[[Tensor], Tensor]:
-    return lambda tensor: tensor.to(device)
+def _to(other: torch.device | torch.dtype) -> Callable[[Tensor], Tensor]:
+    return lambda tensor: tensor.to(other)
 
 
 def _elsewhere(target: Target) -> list[torch.device]:
@@ -344,7 +369,7 @@ def gradients(target: Target, op: str, dtype: str) -> None:
     for sample in samples_of(info, dtype):
         compare_gradients(target, info, sample)
     for name in info.differentiable:
-        compare_gradients(target, info, smallest(info, dtype), name)
+        compare_gradients(target, info, fullest(info, dtype), name)
 
 
 @check(

@@ -28,6 +28,7 @@ LAYOUTS = {
     "with gaps": Layout(gap=2, shift=1),
     "rows apart": Layout(pad=3, shift=1),
     "transposed": Layout(order=0.87, shift=1),  # which reverses two, three and four dimensions
+    "rows in another order": Layout(rows=True, shift=1),  # heads of [batch, tokens, heads, width], sequences last
     "expanded": Layout(repeated=0.0),
     "one number": Layout(one=True),
 }
@@ -121,7 +122,7 @@ def run_placed(
     values, placed = dict(sample.arguments), list[tuple[str, Placed]]()
     given = on_device(target, sample.arguments)
     for name in tensor_names(sample):
-        dense = layout.gap == 1 and not layout.pad and layout.order < 0.5 and not layout.shared
+        dense = layout.gap == 1 and not (layout.pad or layout.rows or layout.shared) and layout.order < 0.5
         elsewhere = names is not None and name not in names
         if elsewhere or (name in info.contiguous and not dense) or (name in info.written and layout.shared):
             continue
@@ -157,7 +158,7 @@ def compare(info: OpInfo, sample: Sample, results: list[tuple[str, Tensor]]) -> 
 def compare_gradients(target: Target, info: OpInfo, sample: Sample, only: str = "") -> None:
     """Compare the gradients of all differentiable arguments, or of one, where the others want none."""
     exact, arguments = _exact(sample.arguments), on_device(target, sample.arguments)
-    names = [name for name in info.differentiable if isinstance(arguments.get(name), Tensor) and only in ("", name)]
+    names = [name for name in tensor_names(sample, floating=True) if name in info.differentiable and only in ("", name)]
     if not names:
         return
     for name in names:
@@ -238,8 +239,25 @@ def largest(info: OpInfo, dtype: str) -> Sample:
     return max((each for each in _made(info, dtype) if _elements(each) <= _MOST_ELEMENTS), key=_elements)
 
 
-def _made(info: OpInfo, dtype: str) -> Iterator[Sample]:
-    return itertools.takewhile(lambda sample: sample.kind != "real", samples_of(info, dtype))
+@functools.cache
+def fullest(info: OpInfo, dtype: str) -> Sample:
+    """The cheapest of the samples with most tensors, and of these with most dimensions: of a mask, of a batch."""
+
+    def key(sample: Sample) -> tuple[float, ...]:
+        tensors = [t for value in sample.arguments.values() for t in tensors_of(value)]
+        dimensions = sum(t.dim() for t in tensors) / max(len(tensors), 1)
+        return -len(tensor_names(sample)), -dimensions, _singles(sample), _elements(sample)
+
+    return min(_made(info, dtype), key=key)
+
+
+def _made(info: OpInfo, dtype: str, seed: int = 0) -> Iterator[Sample]:
+    return itertools.takewhile(lambda sample: sample.kind != "real", samples_of(info, dtype, seed))
+
+
+def made_again(info: OpInfo, dtype: str) -> dict[str, Sample]:
+    """The samples but for those of real models, by their labels, with other values."""
+    return {sample.label: sample for sample in _made(info, dtype, seed=1)}
 
 
 def small_and_large(target: Target, info: OpInfo) -> list[Sample]:
@@ -347,6 +365,12 @@ def other_dtype(tensor: Tensor) -> Tensor:
 
 def longer(tensor: Tensor) -> Tensor:
     return tensor.new_zeros(*tensor.shape[:-1], tensor.shape[-1] + 1) if tensor.dim() else tensor.new_zeros(2)
+
+
+def higher(tensor: Tensor) -> Tensor:
+    """By one entry of the first dimension; by two where there is one, for two may be what others have."""
+    more = [2 * size + 1 if size == 1 else size + 1 for size in tensor.shape[:1]] or [2]
+    return tensor.new_zeros(*more, *tensor.shape[1:])
 
 
 def expanded(tensor: Tensor) -> Tensor:
