@@ -27,7 +27,7 @@ _REAL = (
     (4, 16, 16, 1, 130, 64),
     (1, 16, 4, 40, 0, 64),
     (1, 8, 2, 1, 700, 128),
-    (1, 4, 2, 150, 0, 128),
+    (2, 4, 2, 150, 0, 128),
     (1, 4, 2, 100, 150, 64),
 )
 
@@ -153,7 +153,19 @@ def _with_exact_step(rows: Tensor) -> Tensor:
     largest = 127 / 64
     exact = rows.clamp(-largest, largest)
     exact[..., :1] = largest
+    exact[:, 1::2] *= -1  # of every other head the largest in size is negative
     return exact
+
+
+def _int8_samples(make: Make) -> Iterator[Sample]:
+    for each in _samples(make):
+        sample = _int8(make, each)
+        yield sample
+        if each.label.endswith("another scale"):
+            zeros = {name: sample.arguments[name].clone() for name in ("key", "value")}
+            for rows in zeros.values():
+                rows[:, :, -1] = 0
+            yield Sample(f"{sample.label}, a token of zeros", {**sample.arguments, **zeros}, sample.kind)
 
 
 def _large(make: Make) -> Iterator[Sample]:
@@ -198,6 +210,12 @@ def _others(make: Make) -> Iterator[Sample]:
         padded = torch.arange(total + 5) >= make.integers(1, 9, 2, 1)
         yield sample(f"{shape}, padding of more positions", mask=padded)
         yield sample(f"{shape}, no new keys", new=0)
+        slopes = make.positive(4, scale=0.05, dtype=torch.float32)
+        mask = make.normal(2, 4, tokens, total)
+        yield sample(f"{shape}, mask, alibi and window", mask=mask, alibi=slopes, window=4)
+        yield sample(f"{shape}, alibi and window, not causal", alibi=slopes, window=4, causal=False)
+        yield sample(f"{shape}, alibi and padding", alibi=slopes, mask=torch.arange(total) >= torch.tensor([[5], [0]]))
+        yield sample(f"{shape}, a head of 256", shape=(1, 2, 1, tokens, 9, 256))
         large = sample(f"{shape}, large products", scale=1e-5)
         sizes = {name: 300 * large.arguments[name] for name in ("query", "key", "key_cache")}
         yield Sample(large.label, {**large.arguments, **sizes}, large.kind)
@@ -271,6 +289,7 @@ OPS = (
         samples=_samples,
         random=_random,
         written=("key_cache", "value_cache"),
+        broadcasts=("mask",),  # a static cache has one of more positions
         schema_arguments=_schema_arguments,
         large=lambda make: (*_large(make), *_one_key(make)),
         # An infinite slope times the distance 0 is NaN, as is what torch makes of a later key: its score plus -inf.
@@ -284,9 +303,10 @@ OPS = (
         family="attention",
         function=cached_attention_int8,
         formula=_int8_formula,
-        samples=lambda make: (_int8(make, sample) for sample in _samples(make)),
+        samples=_int8_samples,
         random=_random_int8,
         written=("key_cache", "value_cache", "key_scales", "value_scales"),
+        broadcasts=("mask",),  # a static cache has one of more positions
         schema_arguments=_schema_arguments,
         large=lambda make: (*(_int8(make, sample) for sample in _large(make)), *_one_key_of_int8(make)),
         finite=("alibi", "query", "key", "value", "key_scales", "value_scales"),

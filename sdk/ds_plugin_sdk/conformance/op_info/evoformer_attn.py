@@ -110,7 +110,11 @@ def _forward_samples(make: Make) -> Iterator[Sample]:
 
 def _backward_samples(make: Make) -> Iterator[Sample]:
     for label, kind, arguments in _calls(make):
-        yield Sample(label, _of_backward(make, arguments), kind)
+        sample = Sample(label, _of_backward(make, arguments), kind)
+        yield sample
+        if label == "masked":
+            for name in ("mask_grad", "pair_grad"):
+                yield Sample(f"{label}, without {name}", {**sample.arguments, name: False}, kind)
 
 
 def _of_backward(make: Make, arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -81,6 +81,7 @@ def _ranged(x: Tensor, group_size: int, largest: float) -> Tensor:
     top = largest * 2.0 ** -math.ceil(math.log2(largest))  # below 1
     groups = groups.clamp(-top, top)
     groups[:, group_size // 2] = top
+    groups[1::2, group_size // 2] = -top
     return groups.reshape(x.shape)
 
 

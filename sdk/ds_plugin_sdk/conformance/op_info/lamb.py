@@ -29,6 +29,8 @@ _VARIANTS: dict[str, dict[str, Any]] = {
     "least ratio": {"min_coeff": 100.0, "max_coeff": 200.0},
     "largest ratio": {"max_coeff": 0.02},
     "paper": _PAPER,
+    "paper, eps inside": {**_PAPER, "eps": 1e-3, "eps_inside_sqrt": True},
+    "paper, no bias correction, scaled gradients": {**_PAPER, "bias_correction": False, "grad_scale": 1024.0},
 }
 
 
@@ -90,6 +92,7 @@ def _samples(make: Make) -> Iterator[Sample]:
     else:
         yield _sample(make, "tails, float32 gradients", _TAILS, {}, grad=torch.float32)
         yield _few_bits(make, "tails, own states")
+    yield _sample(make, "a number", [(), (17,)], {})
     yield _sample(make, "gpt2 attention", _GPT2_ATTENTION, {}, kind="real")
 
 

@@ -121,6 +121,9 @@ def _samples(make: Make) -> Iterator[Sample]:
         yield sample(f"a residual{more}", "adversarial", shape, "silu", False, groups, residual=True)
         yield sample(f"no residual{more}", "adversarial", shape, "silu", True, groups, residual=False)
         yield sample(f"a batch{more}", "adversarial", shape, "silu", True, groups, batch=(2,))
+    large = sample("large inputs, int8", "adversarial", (3, 64, 18), "identity", False, 4, bias=False)
+    of_one_sign = {"input": 300 * large.arguments["input"].abs(), "weight": large.arguments["weight"].abs()}
+    yield Sample(large.label, {**large.arguments, **of_one_sign}, large.kind)
     for shape in _REAL:
         yield sample(f"{shape}", "real", shape, "gelu_tanh", False, 0)
         yield sample(f"{shape}, int8", "real", shape, "silu", True, shape[1] // 128)

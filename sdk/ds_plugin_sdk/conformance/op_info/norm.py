@@ -14,7 +14,7 @@ from ds_plugin_sdk.ops import norm
 
 _EPS = 1e-5
 # Around every vector width; more than one share of work.
-_SHAPES = ((1, 1), (2, 3), (3, 15), (2, 16), (2, 17), (3, 63), (1, 2, 65), (70, 257))
+_SHAPES = ((1, 1), (2, 3), (3, 15), (2, 16), (2, 17), (3, 63), (33,), (3, 2, 65), (70, 257))
 _REAL = ((4, 768), (2, 7, 4096))
 
 
@@ -58,6 +58,14 @@ def _sample(
     return Sample(label, {"input": input, **tensors, "eps": _EPS, **others}, kind)
 
 
+def _far_from_zero(make: Make, sample: Sample) -> Sample:
+    """The same with a sum that is exact in every dtype."""
+    input = sample.arguments["input"]
+    far = {"residual": torch.full_like(input, 64.0 if make.dtype == torch.float32 else 14.0)}
+    far |= {name: torch.zeros_like(sample.arguments[name]) for name in ("input_bias",) if name in sample.arguments}
+    return Sample(sample.label, {**sample.arguments, **far}, sample.kind)
+
+
 def _large(names: Sequence[str]) -> Callable[[Make], Iterator[Sample]]:
     def large(make: Make) -> Iterator[Sample]:
         for shape in ((MANY_ROWS, 17), (3, MANY_COLUMNS), (2, LONG_ROW)):
@@ -77,6 +85,9 @@ def _samples(names: Sequence[str]) -> Callable[[Make], Iterator[Sample]]:
             yield sample("no input bias", "random", make.normal(3, 40), omit="input_bias")
         if "residual" not in names:  # there the sum itself, in float32, loses what is looked for
             yield sample("far from zero", "adversarial", make.normal(3, 200) + 100)
+        else:
+            yield _far_from_zero(make, sample("a sum far from zero", "adversarial", _eighths(make, 3, 200)))
+        yield sample("squares beyond float16", "adversarial", make.normal(3, 200, scale=1000.0))
         yield sample("tiny", "adversarial", make.normal(3, 200, scale=1e-4))
         yield sample("constant", "adversarial", torch.full((2, 70), 3.0).to(make.dtype))
         yield sample("a large eps", "adversarial", make.normal(3, 70), eps=0.5)

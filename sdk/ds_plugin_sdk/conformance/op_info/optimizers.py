@@ -33,7 +33,7 @@ DTYPES: tuple[Dtypes, ...] = (
 )
 
 # Around every vector width, and more than one slice of work.
-_TAILS = ((0,), (1,), (3,), (15,), (16,), (17,), (63,), (65,), (10_007,))
+_TAILS = ((0,), (1,), (), (5, 7), (3,), (15,), (16,), (17,), (63,), (65,), (10_007,))
 _GPT2_ATTENTION = ((768,), (768, 2304), (2304,), (768, 768))
 
 
@@ -146,8 +146,11 @@ def _samples(lists: Sequence[str], variants: Sequence[Options], make: Make) -> I
     for number, options in enumerate(variants):
         yield sample(own, _TAILS, options, number, f"tails, {_options(options)}", "adversarial")
     yield _resting(sample(own, _TAILS, variants[0], 0, "zero gradients and states", "adversarial"), lists)
+    yield _beginning(sample(own, _TAILS, variants[0], 0, "tiny gradients, zero states", "adversarial"), lists)
     for mix in mixed:
-        yield sample(mix, _TAILS, variants[-1], 0, f"tails, {_mix(mix)}", "adversarial")
+        for options in (variants[-1], *variants[-4:-3]):  # of Adam all but the decay are others
+            text = f"{_mix(mix)}, {_options(options)}"
+            yield sample(mix, _TAILS, options, 0, f"tails, {text}", "adversarial")
     for mix in (own, *mixed):
         if mix[1:] == (torch.float16, torch.float32):
             yield _far_apart(
@@ -191,6 +194,13 @@ def _far_apart(sample: Sample, lists: Sequence[str]) -> Sample:
     changed = {name: [torch.zeros_like(t) for t in sample.arguments[name]] for name in lists if name != "params"}
     for grad in changed["grads"]:
         grad.view(-1)[::2], grad.view(-1)[1::2] = 2.0**-13, 300.0
+    return Sample(sample.label, {**sample.arguments, **changed}, sample.kind)
+
+
+def _beginning(sample: Sample, lists: Sequence[str]) -> Sample:
+    """Gradients that are next to nothing in float16, and states that begin."""
+    changed = {name: [torch.zeros_like(t) for t in sample.arguments[name]] for name in lists if name != "params"}
+    changed["grads"] = [t.sign() * 2.0**-24 for t in sample.arguments["grads"]]
     return Sample(sample.label, {**sample.arguments, **changed}, sample.kind)
 
 

@@ -142,6 +142,13 @@ def _within(make: Make, groups: int, size: int, middle: float = 0.0) -> Tensor:
     return (x + middle).to(make.dtype)
 
 
+def _negative(make: Make, groups: int, size: int) -> Tensor:
+    """The same about zero, with nothing above a half, and of which the last alone is -1."""
+    x = _within(make, groups, size).clamp(-0.75, 0.5)
+    x[:, -1:] = -1
+    return x
+
+
 def _ties(make: Make, groups: int, size: int, bits: int) -> Tensor:
     """Values half way between two levels of ranges that are powers of two, the last group all zero."""
     x = (make.integers(-128, 128, groups, size) + 0.5) / 128 if bits == 8 else make.integers(-16, 17, groups, size) / 16
@@ -167,6 +174,8 @@ def _quantize_samples(make: Make) -> Iterator[Sample]:
             x = _within(make, 3, size).reshape(1, -1)
             yield sample(f"groups of {size}, {text}", x, 3, bits, symmetric, "random")
         yield sample(f"ties, {text}", _ties(make, 4, 66, bits), 4, bits, True, "adversarial")
+        if symmetric:
+            yield sample(f"the largest is negative, {text}", _negative(make, 3, 40), 3, bits, True, "adversarial")
         yield sample(f"away from zero, {text}", _within(make, 3, 40, 2), 3, bits, False, "adversarial")
     for size in (1, 3, 15, 17, 65):
         yield sample(f"groups of {size}", _within(make, 5, size).reshape(size, 5), 5, 8, True, "adversarial")
@@ -194,7 +203,8 @@ def _swizzle_samples(make: Make) -> Iterator[Sample]:
     for bits, symmetric in _FORMATS:
         for layout in ((1, 1, 1), (1, 2, 1), (1, 1, 2), (1, 2, 3), (2, 3, 2)):
             groups = 2 * math.prod(layout)
-            yield sample(_within(make, groups, 10), groups, layout, bits, symmetric, "random")
+            x = _negative(make, groups, 10) if symmetric else _within(make, groups, 10, 2)
+            yield sample(x, groups, layout, bits, symmetric, "random")
     yield sample(_within(make, 768, 768), 768, (1, 2, 4), 4, True, "real")
 
 
@@ -291,9 +301,9 @@ _LARGE = ((_MANY, 2), (8, 5000))
 
 
 def _large_quantize(make: Make) -> Iterator[Sample]:
-    for groups, size in _LARGE:
-        arguments = {"x": _within(make, groups, size), "groups": groups, "bits": 8, "symmetric": True}
-        yield Sample(f"{groups} groups of {size}", arguments, "adversarial")
+    for bits, (groups, size) in ((8, _LARGE[0]), (8, _LARGE[1]), (4, _LARGE[1])):
+        arguments = {"x": _negative(make, groups, size), "groups": groups, "bits": bits, "symmetric": True}
+        yield Sample(f"{groups} groups of {size}, {bits} bits", arguments, "adversarial")
 
 
 def _large_swizzle(make: Make) -> Iterator[Sample]:

@@ -14,7 +14,7 @@ from ds_plugin_sdk.conformance.op_info.op_info import MANY_COLUMNS, MANY_ROWS, K
 from ds_plugin_sdk.ops import residual as ops
 
 # Around every vector width; more than one share of work.
-_SHAPES = ((1, 1), (2, 3), (3, 15), (2, 16), (2, 17), (1, 2, 65), (70, 257))
+_SHAPES = ((1, 1), (2, 3), (3, 15), (2, 16), (2, 17), (3, 2, 65), (70, 257))
 
 
 # ---- residual_add_bias_ and moe_res_matmul_ --------------------------------------------------------------------------

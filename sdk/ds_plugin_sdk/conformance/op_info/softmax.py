@@ -44,6 +44,14 @@ def _samples(make: Make) -> Iterator[Sample]:
     yield _sample(
         "a mask for each row", "random", make.normal(2, 3, 4, 20), make.normal(2, 3, 4, 20, dtype=torch.float32)
     )
+    padding = torch.zeros(2, 1, 1, 150)
+    padding[0, ..., :70] = padding[1, ..., 1:40] = -torch.inf
+    yield _sample("padding on the left", "adversarial", make.normal(2, 2, 3, 150), padding)
+    slopes = make.normal(2, 3, 1, 7, dtype=torch.float32)
+    for mask in (make.normal(1, 1, 4, 7), make.normal(1, 3, 1, 7)):
+        label = f"causal, a mask of {list(mask.shape)}"
+        yield _sample(label, "adversarial", make.normal(2, 3, 4, 7), mask, slopes, causal=True, window=3)
+    yield _sample("a window, not causal", "adversarial", make.normal(2, 2, 5, 7), window=2)
     yield _sample("large scores", "adversarial", make.normal(1, 2, 3, 40, scale=1e4))
     yield _sample("a prompt of 128", "real", make.normal(2, 12, 128, 128), causal=True, scale=0.125)
     yield _sample("one token of 1000", "real", make.normal(4, 12, 1, 1000), make.normal(4, 1, 1, 1000), scale=0.125)

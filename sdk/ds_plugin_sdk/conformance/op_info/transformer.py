@@ -219,10 +219,23 @@ def _sums(p: float, bias: bool, residual: bool, norm: bool = False) -> Callable[
             "bias": _eighths(make, columns) if bias else None,
             "p": p,
             "seed": _seed(make) if p else None,
-            **({"eps": 1e-5 if residual else 0.5} if norm else {}),
+            **({"eps": 0.5} if norm else {}),
         }
 
     return arguments
+
+
+def _far_sums(make: Make, shape: tuple[int, ...]) -> Tensors:
+    """Sums far from zero, whose squares float16 does not hold; they are exact in every dtype."""
+    tensors = _sums(0.0, False, True, norm=True)(make, shape)
+    far = 40.0 if make.dtype == torch.float32 else 14.0
+    return {**tensors, "input": 512 * tensors["input"], "residual": torch.full(shape, 512 * far, dtype=make.dtype)}
+
+
+def _large_rms_norms(make: Make, shape: tuple[int, ...]) -> Tensors:
+    """Of sums whose squares float16 does not hold."""
+    tensors = _rms_norms(True)(make, shape)
+    return {**tensors, "input": 512 * tensors["input"], "residual": 512 * tensors["residual"]}
 
 
 def _sum_grads(p: float, bias: bool) -> Callable[[Make, tuple[int, ...]], Tensors]:
@@ -258,7 +271,7 @@ def _rms_norms(residual: bool) -> Callable[[Make, tuple[int, ...]], Tensors]:
         "input": _eighths(make, *shape),
         "weight": make.signed(shape[-1]),
         "residual": _eighths(make, *shape) if residual else None,
-        "eps": 1e-5 if residual else 0.5,
+        "eps": 0.5,
     }
 
 
@@ -373,6 +386,7 @@ def _describe(
     differentiable: tuple[str, ...] = (),
     schema: Callable[[Mapping[str, Any]], Sequence[Any]] | None = None,
     function: Callable[..., Any] | None = None,
+    broadcasts: tuple[str, ...] = ("mask", "seed"),
 ) -> OpInfo:
     """An op; without a function the derivative of one."""
     return OpInfo(
@@ -387,7 +401,7 @@ def _describe(
         atol=_ATOL,
         gradient_rtol=_GRADIENTS,
         gradient_atol=_GRADIENTS,
-        broadcasts=("mask", "seed"),
+        broadcasts=broadcasts,
         schema_arguments=schema,
         large=_large(variants[0]),
     )
@@ -414,6 +428,7 @@ OPS = (
             ("a tenth dropped", _sum_grads(0.1, False)),
             ("bias", _sum_grads(0.0, True)),
         ),
+        broadcasts=("grad_output", "seed"),
     ),
     _describe(
         "dropout_add_layer_norm",
@@ -422,6 +437,7 @@ OPS = (
             ("bias, residual, half dropped", _sums(0.5, True, True, norm=True)),
             ("half dropped", _sums(0.5, False, False, norm=True)),
             ("bias, residual", _sums(0.0, True, True, norm=True)),
+            ("far from zero", _far_sums),
             ("norm alone", _sums(0.0, False, False, norm=True)),
         ),
         ("input", "weight", "norm_bias", "residual", "bias"),
@@ -441,7 +457,7 @@ OPS = (
     _describe(
         "add_rms_norm",
         _rms_norm,
-        (("residual", _rms_norms(True)), ("norm alone", _rms_norms(False))),
+        (("residual", _rms_norms(True)), ("norm alone", _rms_norms(False)), ("large", _large_rms_norms)),
         ("input", "weight", "residual"),
         _in_order("input", "residual", "weight", "eps"),
         _rms_norm_face,

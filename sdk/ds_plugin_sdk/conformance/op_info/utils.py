@@ -20,6 +20,8 @@ def _samples(make: Make) -> Iterator[Sample]:
     yield Sample("empty", {"tensors": [make.normal(0), make.normal(3, 0)]}, "empty")
     yield Sample("one", {"tensors": [make.normal(5)]}, "adversarial")
     yield Sample("several", {"tensors": [make.normal(3, 4), make.normal(), make.normal(0), make.normal(17)]})
+    wide = [make.integers(-(2**60), 2**60, size) for size in (3, 17)]
+    yield Sample("int64", {"tensors": wide}, "adversarial")
     yield Sample("gpt2 attention", {"tensors": [make.normal(768), make.normal(768, 2304), make.normal(2304)]}, "real")
 
 
