@@ -274,14 +274,32 @@ def widths(target: Target, info: OpInfo) -> list[str]:
 
 
 def small_samples(info: OpInfo, dtype: str, most: int = 12) -> list[Sample]:
-    """Some of those with few elements, the smallest among them: of each part of the list."""
+    """Some of those with few elements, the smallest among them: of each kind of call, and of each part of the list."""
     least = smallest(info, dtype)
-    others = [
-        sample
-        for sample in samples_of(info, dtype)
-        if sample.kind != "real" and sample.label != least.label and _elements(sample) <= 4096
-    ]
-    return [least, *others[:: -(-len(others) // (most - 1)) or 1]]
+    kinds: dict[tuple[Any, ...], Sample] = {_kind(least): least}
+    others = list[Sample]()
+    for sample in _made(info, dtype):
+        if sample.label == least.label or _elements(sample) > 4096:
+            continue
+        if kinds.setdefault(_kind(sample), sample) is not sample:
+            others.append(sample)
+    _, *firsts = kinds.values()
+    chosen = _spread(firsts, most - 1)
+    return [least, *chosen, *_spread(others, most - 1 - len(chosen))]
+
+
+def _spread(samples: list[Sample], most: int) -> list[Sample]:
+    """As many at most, of each part of a list."""
+    return samples[:: -(-len(samples) // most) or 1] if most > 0 else []
+
+
+def _kind(sample: Sample) -> tuple[Any, ...]:
+    """What a kernel is written or compiled for: which tensors there are, of which dtypes, and what is switched."""
+    return tuple(
+        frozenset(t.dtype for t in tensors_of(value)) if tensors_of(value) else value
+        for value in sample.arguments.values()
+        if value is None or tensors_of(value) or isinstance(value, bool | str)
+    )
 
 
 def _singles(sample: Sample) -> int:
