@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -169,6 +170,28 @@ def _handle(target: Target, name: str, function: Function) -> Target:
 def aio_offset_ignored(target: Target) -> Target:
     """`async_pread` reads from the beginning of the file."""
     return _handle(target, "async_pread", lambda original, self, buffer, file, *_: original(self, buffer, file))
+
+
+@mutant("module.aio_from_the_storage", "O7.1", "ops", only="/aio_handle")
+def aio_from_the_storage(target: Target) -> Target:
+    """`sync_pwrite` writes from the beginning of the memory that a tensor is a part of."""
+
+    def whole(tensor: Tensor) -> Tensor:
+        return tensor.as_strided(tensor.shape, tensor.stride(), 0)
+
+    return _handle(target, "sync_pwrite", lambda original, self, buffer, *a: original(self, whole(buffer), *a))
+
+
+@mutant("module.aio_truncates", "O7.1", "ops", only="/aio_handle")
+def aio_truncates(target: Target) -> Target:
+    """`sync_pwrite` opens a file as if it were new: what was behind the piece that is written is lost."""
+
+    def function(original: Function, self: Any, buffer: Tensor, file: str, offset: int = 0) -> Any:
+        result = original(self, buffer, file, offset)
+        os.truncate(file, offset + buffer.nbytes)
+        return result
+
+    return _handle(target, "sync_pwrite", function)
 
 
 @mutant("module.aio_waits_for_one", "O7.1", "ops", only="/aio_handle")

@@ -35,7 +35,8 @@ def _handle(device: torch.device) -> Iterator[Result]:
                 for offset in _OFFSETS:
                     x = _bytes(size, seed=offset)
                     path.unlink(missing_ok=True)
-                    yield _number("sync_pwrite()", handle.sync_pwrite(x.to(device), str(path), offset), 1)
+                    part = torch.cat([_bytes(64), x, _bytes(64)]).to(device)[64:-64]  # of a flat buffer
+                    yield _number("sync_pwrite()", handle.sync_pwrite(part, str(path), offset), 1)
                     written = path.read_bytes()[offset:]
                     yield Result("the file", torch.tensor(list(written)), x.double(), 0.0)
                     back = torch.zeros_like(x, device=device)
@@ -46,6 +47,7 @@ def _handle(device: torch.device) -> Iterator[Result]:
                     yield Result("what is read", back, x.double(), 0.0)
                     yield Result("what is read into locked memory", again, x.double(), 0.0)
                     yield _number("free_cpu_locked_tensor()", handle.free_cpu_locked_tensor(again), True)
+            yield from _piece(handle, path, device)
             yield from _errors(handle, path, device)
         x = _bytes(5000).to(device)
         yield _number("aio_write()", module.aio_write(x, f"{path}2", 4096, 2, True, False, True), 0)
@@ -55,6 +57,15 @@ def _handle(device: torch.device) -> Iterator[Result]:
         copy = torch.zeros(100, device=device)
         module.deepspeed_memcpy(copy, torch.arange(100.0, device=device))
         yield Result("deepspeed_memcpy()", copy, torch.arange(100).double(), 0.0)
+
+
+def _piece(handle: Any, path: Path, device: torch.device) -> Iterator[Result]:
+    """A piece that is written again in the middle of a file leaves the rest."""
+    x, piece = _bytes(20_000), _bytes(4096, seed=1)
+    path.write_bytes(bytes(x.tolist()))
+    yield _number("sync_pwrite() of a piece", handle.sync_pwrite(piece.to(device), str(path), 8192), 1)
+    x[8192 : 8192 + 4096] = piece
+    yield Result("the file with a piece written again", torch.tensor(list(path.read_bytes())), x.double(), 0.0)
 
 
 def _errors(handle: Any, path: Path, device: torch.device) -> Iterator[Result]:
