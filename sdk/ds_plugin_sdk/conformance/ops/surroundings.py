@@ -97,10 +97,13 @@ def _succeed(target: Target, info: OpInfo, first: Sample, changed: Sample) -> No
 
 
 def _other_numbers(value: Any) -> Any:
-    """An argument, its floating-point numbers others; what a dropout of a half left exact, one of 3/4 does."""
+    """An argument, its floating-point numbers others.
+
+    A dropout of 3/4 leaves exact what one of a half did; with betas nearer to 1 a moment still outweighs a gradient.
+    """
     if isinstance(value, float):
         return 0.75 * value if value != 0.5 else 0.75
-    return tuple(map(_other_numbers, value)) if isinstance(value, tuple) else value
+    return tuple((1 + each) / 2 for each in value) if isinstance(value, tuple) else value
 
 
 # ---- sizes -----------------------------------------------------------------------------------------------------------
