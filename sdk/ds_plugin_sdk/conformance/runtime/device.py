@@ -60,17 +60,20 @@ def private_name(target: Target) -> None:
     Clause(
         "R1.3",
         "`device_name(i)` names device `i`: a tensor made there lies on the device of this type and index, or of this "
-        "type where torch has no indices.",
-        reason="The engine's device is `torch.device(device_name(local_rank))`; all parameters go there.",
+        "type where torch has no indices. `i` may be the text of a number.",
+        reason="The engine's device is `torch.device(device_name(local_rank))`, and zero.Init's that of "
+        '`os.environ["LOCAL_RANK"]`; all parameters go there.',
     ),
+    cases=each_current,
 )
-def name_of_index(target: Target) -> None:
-    for index in indices(target):
-        text = target.accelerator.device_name(index)
-        expect_type(text, str, f"device_name({index})")
-        expect_equal(
-            torch.empty(0, device=text).device, place(target, index), f"device of a tensor made on device_name({index})"
-        )
+def name_of_index(target: Target, current: str = "") -> None:
+    with made_current(target, current):
+        for index in indices(target):
+            for given in (index, str(index)):
+                text = target.accelerator.device_name(given)
+                expect_type(text, str, f"device_name({given!r})")
+                made = torch.empty(0, device=text)
+                expect_equal(made.device, place(target, index), f"device of a tensor made on device_name({given!r})")
 
 
 @check(
@@ -143,14 +146,17 @@ def current_name(target: Target) -> None:
         "`device(i)` is device `i` as a `torch.device`, `device()` the current one.",
         reason="The engine's device where there is no launcher: parameters are moved to it.",
     ),
+    cases=each_current,
 )
-def device_object(target: Target) -> None:
-    for arguments in ((), *((index,) for index in indices(target))):
-        given = target.accelerator.device(*arguments)
-        call = f"device({', '.join(map(str, arguments))})"
-        expect(isinstance(given, torch.device), f"{call} is {given!r}", why="expected a torch.device")
-        index = arguments[0] if arguments else target.accelerator.current_device()
-        expect_equal(torch.empty(0, device=given).device, place(target, index), f"device of a tensor made on {call}")
+def device_object(target: Target, current: str = "") -> None:
+    with made_current(target, current):
+        for arguments in ((), *((index,) for index in indices(target))):
+            given = target.accelerator.device(*arguments)
+            call = f"device({', '.join(map(str, arguments))})"
+            expect(isinstance(given, torch.device), f"{call} is {given!r}", why="expected a torch.device")
+            index = arguments[0] if arguments else target.accelerator.current_device()
+            made = torch.empty(0, device=given)
+            expect_equal(made.device, place(target, index), f"device of a tensor made on {call}")
 
 
 @check(
@@ -158,17 +164,19 @@ def device_object(target: Target) -> None:
     Clause(
         "R1.9",
         "After `set_device(i)`, device `i` is current for `current_device()`, for `current_device_name()` and for new "
-        "tensors. A device that torch does not number accepts any local rank.",
-        reason="The engine and zero.Init call it with the local rank before anything is allocated.",
+        "tensors. A device that torch does not number accepts any local rank. `i` may be a `torch.device`.",
+        reason="The engine calls it with the local rank before anything is allocated, zero.Init with a device.",
     ),
 )
 def set_device(target: Target) -> None:
     with current_device_kept(target):
-        for index in reversed(indices(target)):
-            target.accelerator.set_device(index)
+        given = list(reversed(indices(target)))
+        for each in (*given, *(place(target, index) for index in given)):
+            target.accelerator.set_device(each)
             if not indexed(target):
                 continue
-            after = f"after set_device({index})"
+            index = each.index if isinstance(each, torch.device) else each
+            after = f"after set_device({each!r})"
             expect_equal(target.accelerator.current_device(), index, f"current_device() {after}")
             expect_equal(
                 torch.device(target.accelerator.current_device_name()).index, index, f"the named index {after}"
@@ -262,23 +270,26 @@ def synchronize_streams(target: Target) -> None:
         reason="DeepSpeed passes the index of a device that another thread may have left.",
     ),
     needs=needs_two_devices,
+    cases=lambda target: [{}, {"of": "device 0"}],
 )
-def synchronize_index(target: Target) -> None:
+def synchronize_index(target: Target, of: str = "") -> None:
+    busy, current = (0, 1) if of else (1, 0)
     with current_device_kept(target):
-        target.accelerator.set_device(1)
+        target.accelerator.set_device(busy)
         host = target.accelerator.pin_memory(torch.zeros(1 << 10))
-        values = torch.zeros(1 << 10, device=target.accelerator.device_name(1))
-        target.accelerator.synchronize(1)
+        values = torch.zeros(1 << 10, device=f"{target.device_type}:{busy}")
+        target.accelerator.synchronize(busy)
         with slow_work(target) as keep_busy:
             keep_busy()
             values.fill_(7.0)
             host.copy_(values, non_blocking=True)
-            target.accelerator.set_device(0)
-            target.accelerator.synchronize(1)
+            target.accelerator.set_device(current)
+            target.accelerator.synchronize(busy)
             seen = set(host.tolist())
-            expect_equal(target.accelerator.current_device(), 0, "current_device() after synchronize(1) on device 0")
-            target.accelerator.set_device(1)
-    expect_equal(seen, {7.0}, "values that device 1 had copied to the host when synchronize(1) returned")
+            after = f"current_device() after synchronize({busy}) on device {current}"
+            expect_equal(target.accelerator.current_device(), current, after)
+            target.accelerator.set_device(busy)
+    expect_equal(seen, {7.0}, f"values that device {busy} had copied to the host when synchronize({busy}) returned")
 
 
 @check(

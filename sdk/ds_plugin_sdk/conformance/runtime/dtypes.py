@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ds_plugin_sdk.conformance.check import Clause, check, expect, expect_equal
-from ds_plugin_sdk.conformance.runtime.support import expect_type
+from ds_plugin_sdk.conformance.runtime.support import each_current, expect_type, made_current
 from ds_plugin_sdk.conformance.target import Target
 
 _TRAINABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -133,19 +133,25 @@ def fp64(target: Target) -> None:
     "runtime.dtypes.factories",
     Clause(
         "R6.5",
-        "`FloatTensor(list)` and its siblings make a tensor of their dtype on the current device.",
+        "`FloatTensor(list)` and its siblings make a tensor of their dtype on the current device, of bools too.",
         reason="Gradient norms and overflow flags are made this way and go straight into collectives.",
     ),
-    cases=lambda target: ({"factory": factory} for factory in _FACTORIES),
+    cases=lambda target: ({"factory": factory, **each} for factory in _FACTORIES for each in each_current(target)),
 )
-def factories(target: Target, factory: str) -> None:
-    if _FACTORIES[factory] == torch.float64 and not target.accelerator.is_fp64_supported():
+def factories(target: Target, factory: str, current: str = "") -> None:
+    dtype = _FACTORIES[factory]
+    if dtype == torch.float64 and not target.accelerator.is_fp64_supported():
         return
-    made = getattr(target.accelerator, factory)([1, 2, 3])
-    expect(isinstance(made, torch.Tensor), f"{factory}([1, 2, 3]) is a {type(made).__name__}", why="expected a tensor")
-    expect_equal(made.dtype, _FACTORIES[factory], f"dtype of {factory}([1, 2, 3])")
-    expect_equal(made.device, torch.empty(0, device=target.device_type).device, f"device of {factory}([1, 2, 3])")
-    expect_equal(made.cpu().tolist(), [1, 2, 3], f"values of {factory}([1, 2, 3])")
+    numbers = [1, 0.5, float("inf")] if dtype.is_floating_point else [1, 2, 3]
+    for given in (numbers, [True]):  # overflow flags are bools
+        with made_current(target, current):
+            made = getattr(target.accelerator, factory)(given)
+            place = torch.empty(0, device=target.device_type).device
+        call = f"{factory}({given})"
+        expect(isinstance(made, torch.Tensor), f"{call} is a {type(made).__name__}", why="expected a tensor")
+        expect_equal(made.dtype, dtype, f"dtype of {call}")
+        expect_equal(made.device, place, f"device of {call}")
+        expect_equal(made.cpu().tolist(), given, f"values of {call}")
 
 
 @check(

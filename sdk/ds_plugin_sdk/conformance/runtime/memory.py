@@ -138,8 +138,14 @@ def allocated(target: Target) -> None:
         "it down again.",
         reason="What other processes cannot have; `see_memory_usage` reports it.",
     ),
+    cases=each_current,
 )
-def reserved(target: Target) -> None:
+def reserved(target: Target, current: str = "") -> None:
+    with made_current(target, current):
+        _expect_reserved(target)
+
+
+def _expect_reserved(target: Target) -> None:
     _settle(target)
     before = target.accelerator.memory_reserved()
     tensor = _allocate(target)
@@ -193,7 +199,8 @@ def peak(target: Target, counter: str) -> None:
         reason="DeepSpeed measures the peak of each phase this way.",
     ),
     cases=lambda target: (
-        {"member": member, "counter": counter}
+        {"member": member, "counter": counter, **each}
+        for each in each_current(target)
         for member, counter in (
             ("reset_peak_memory_stats", "max_memory_allocated"),
             ("reset_peak_memory_stats", "max_memory_reserved"),
@@ -202,7 +209,12 @@ def peak(target: Target, counter: str) -> None:
         )
     ),
 )
-def reset_peak(target: Target, member: str, counter: str) -> None:
+def reset_peak(target: Target, member: str, counter: str, current: str = "") -> None:
+    with made_current(target, current):
+        _expect_peak_reset(target, member, counter)
+
+
+def _expect_peak_reset(target: Target, member: str, counter: str) -> None:
     tensor = _allocate(target)
     del tensor
     _settle(target)
@@ -333,13 +345,14 @@ def available_index(target: Target) -> None:
         current = before[0] - accelerator.available_memory()
         accelerator.set_device(1)
         second = before[1] - accelerator.available_memory()
+        fell_there = [then - accelerator.available_memory(index) for index, then in enumerate(before)]
     held = _SIZE * len(tensors)
-    others = [current, fell[0], *fell[2:]]
+    others = [current, fell[0], *fell[2:], fell_there[0]]
     expect(
-        all(0.5 * held <= each <= 1.5 * held for each in (fell[1], second))
+        all(0.5 * held <= each <= 1.5 * held for each in (fell[1], second, fell_there[1]))
         and all(abs(each) < 0.25 * held for each in others),
         f"while tensors of {held} bytes were made on device 1, available_memory(i) fell by {fell}, and "
-        f"available_memory() by {current} with device 0 current and by {second} with device 1",
+        f"available_memory() by {current} with device 0 current, by {fell_there} and {second} with device 1",
         why="expected about their bytes on device 1, and nothing on the others",
     )
 
@@ -357,19 +370,22 @@ def available_index(target: Target) -> None:
 def index(target: Target, counter: str) -> None:
     accelerator = target.accelerator
     read: Any = _current_bytes(accelerator) if counter == "stats" else getattr(accelerator, counter)
-    _settle(target)
-    for index in indices(target):  # so that peaks begin with what is held
-        accelerator.reset_peak_memory_stats(index)
-    with current_device_kept(target):
-        accelerator.set_device(0)
-        before = [read(index) for index in indices(target)]
-        tensor = _allocate(target, 1)
-        _expect_rise(counter, read(1) - before[1], f"{counter} of device 1 at an allocation there")
-        _expect_change(read(0) - before[0], 0, f"{counter} of device 0 at an allocation on device 1")
-        _expect_change(read() - before[0], 0, f"{counter} without an index, on device 0, at an allocation on device 1")
-        accelerator.set_device(1)
-        _expect_rise(counter, read() - before[1], f"{counter} without an index, on device 1, at an allocation there")
-        del tensor
+    for there, other in ((1, 0), (0, 1)):
+        _settle(target)
+        for index in indices(target):  # so that peaks begin with what is held
+            accelerator.reset_peak_memory_stats(index)
+        with current_device_kept(target):
+            accelerator.set_device(other)
+            before = [read(index) for index in indices(target)]
+            tensor = _allocate(target, there)
+            made = f"at an allocation on device {there}"
+            _expect_rise(counter, read(there) - before[there], f"{counter} of device {there} {made}")
+            _expect_change(read(other) - before[other], 0, f"{counter} of device {other} {made}")
+            _expect_change(read() - before[other], 0, f"{counter} without an index, on device {other}, {made}")
+            accelerator.set_device(there)
+            _expect_rise(counter, read() - before[there], f"{counter} without an index, on device {there}, {made}")
+            _expect_change(read(other) - before[other], 0, f"{counter} of device {other}, no longer current, {made}")
+            del tensor
 
 
 def _current_bytes(accelerator: Any) -> Any:

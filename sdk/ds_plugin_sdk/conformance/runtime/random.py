@@ -114,9 +114,10 @@ def state_is_a_copy(target: Target) -> None:
         reason="torch and DeepSpeed save the states of all devices that a block of activations used.",
     ),
     needs=needs_two_devices,
+    cases=each_current,
 )
-def restore_index(target: Target) -> None:
-    with random_state_kept(target):
+def restore_index(target: Target, current: str = "") -> None:
+    with random_state_kept(target), made_current(target, current):
         for index in indices(target):
             others = {other: target.accelerator.get_rng_state(other) for other in indices(target) if other != index}
             state = target.accelerator.get_rng_state(index)
@@ -154,9 +155,10 @@ def state_travels(target: Target) -> None:
         "device's.",
         reason="Activation checkpointing restores states through it.",
     ),
+    cases=each_current,
 )
-def default_generator(target: Target) -> None:
-    with random_state_kept(target):
+def default_generator(target: Target, current: str = "") -> None:
+    with random_state_kept(target), made_current(target, current):
         for index in _usable(target):
             generator = target.accelerator.default_generator(index)
             expect(hasattr(generator, "set_state"), f"default_generator({index}) is {generator!r}: no generator")
@@ -282,9 +284,10 @@ def initial_seed(target: Target, current: str = "") -> None:
         "in it; `device` may be an index or what `current_device_name()` gives.",
         reason="DeepCompile profiles a graph this way, without disturbing the run.",
     ),
+    cases=each_current,
 )
-def fork_rng(target: Target) -> None:
-    with random_state_kept(target):
+def fork_rng(target: Target, current: str = "") -> None:
+    with random_state_kept(target), made_current(target, current):
         devices: list[Any] = [
             target.accelerator.current_device(),
             torch.device(target.accelerator.current_device_name()),

@@ -113,18 +113,17 @@ def surface(target: Target) -> None:
 )
 def device_of_stream(target: Target) -> None:
     accelerator = target.accelerator
-    for index in indices(target):
-        given = {
-            f"Stream(device={index})": accelerator.Stream(device=index),
-            f"current_stream({index})": accelerator.current_stream(index),
-            f"default_stream({index})": accelerator.default_stream(index),
-        }
-        with current_device_kept(target):
-            accelerator.set_device(index)
+    with current_device_kept(target):
+        for current in indices(target):
+            accelerator.set_device(current)
             for member in ("Stream", "current_stream", "default_stream"):
-                given[f"{member}() with device {index} current"] = getattr(accelerator, member)()
-        for call, stream in given.items():
-            expect_equal(torch.device(stream.device).index, index, f"index of the device of {call}")
+                function = getattr(accelerator, member)
+                for index in indices(target):
+                    stream = function(device=index) if member == "Stream" else function(index)
+                    what = f"index of the device of {member}({index}) with device {current} current"
+                    expect_equal(torch.device(stream.device).index, index, what)
+                what = f"index of the device of {member}() with device {current} current"
+                expect_equal(torch.device(function().device).index, current, what)
 
 
 @check(
@@ -460,7 +459,8 @@ def _expect_crossed(target: Target, source: int, to: int, how: str, busy: int) -
     "runtime.streams.switches_device",
     Clause(
         "R4.18",
-        "`stream(s)` with a stream of another device makes that device current, and the former one afterwards.",
+        "`stream(s)` with a stream of another device makes that device current, and the former one afterwards; `s` is "
+        "that device's current stream, and afterwards the former one.",
         reason="As in torch.cuda; expert parallelism makes `Stream(device=i)` and enters it.",
     ),
     needs=lambda target: needs_streams(target) or needs_two_devices(target),
@@ -469,9 +469,13 @@ def switches_device(target: Target) -> None:
     accelerator = target.accelerator
     with current_device_kept(target):
         accelerator.set_device(0)
-        with accelerator.stream(accelerator.Stream(device=1)):
+        before, other = [accelerator.current_stream(index) for index in (0, 1)], accelerator.Stream(device=1)
+        with accelerator.stream(other):
             expect_equal(accelerator.current_device(), 1, "current_device() inside stream(Stream(device=1))")
+            expect_equal(accelerator.current_stream(), other, "current_stream() inside stream(Stream(device=1))")
         expect_equal(accelerator.current_device(), 0, "current_device() after stream(Stream(device=1))")
+        after = [accelerator.current_stream(index) for index in (0, 1)]
+        expect_equal(after, before, "current_stream(0) and current_stream(1) after stream(Stream(device=1))")
 
 
 @check(
