@@ -186,6 +186,21 @@ def test_a_name_of_deepspeeds_own_is_left_to_it(monkeypatch: pytest.MonkeyPatch)
     assert decide(no_hardware, builtin_names=("cuda", "cpu")).chosen is None
 
 
+@pytest.mark.parametrize("probe", ["Probe.absent('no GPU')", "Probe.broken('driver 1 < 2')"])
+def test_a_name_of_deepspeeds_own_is_left_to_it_where_the_plugin_has_no_device(
+    install: Install, monkeypatch: pytest.MonkeyPatch, probe: str
+) -> None:
+    """As DS_ACCELERATOR=cuda is how DeepSpeed's ops for GPUs are built on machines that have none."""
+    install("npu", probe=probe)
+    monkeypatch.setenv("DS_ACCELERATOR", "npu")
+    if "broken" in probe:
+        with pytest.raises(PluginError, match="driver 1 < 2"):
+            decide(no_hardware, builtin_names=("npu", "cpu"))
+    else:
+        decision = decide(no_hardware, builtin_names=("npu", "cpu"))
+        assert decision.chosen is None and "absent: no GPU" in str(decision)
+
+
 @pytest.mark.parametrize("probe", ["Probe.absent('no /dev/zap')", "Probe.broken('driver 1 < 2')", "1 / 0"])
 def test_a_request_that_cannot_be_met_raises(install: Install, monkeypatch: pytest.MonkeyPatch, probe: str) -> None:
     install("zap", probe=probe)

@@ -7,8 +7,9 @@ Called through ctypes: no package is needed. Nothing happens at import.
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 _LIBRARY = "libnvidia-ml.so.1"
 # Where containers and WSL have the driver's libraries, if the loader does not know.
@@ -78,25 +79,40 @@ def ask(library: str = _LIBRARY) -> Driver:
         nvml.nvmlShutdown()
 
 
-def visible(gpus: Sequence[Gpu], variable: str | None) -> int:
-    """How many GPUs a process sees under ``CUDA_VISIBLE_DEVICES``, by CUDA's rules.
+def visible(gpus: Sequence[Gpu], variable: str | None) -> tuple[Gpu, ...]:
+    """The GPUs that a process sees under ``CUDA_VISIBLE_DEVICES``, by CUDA's rules.
 
     Args:
         gpus: all GPUs of the machine.
-        variable: the variable's text; None if it is unset. Numbers and (beginnings of) UUIDs; what follows a wrong
-            entry is hidden too, and a MIG instance counts as a device.
+        variable: the variable's text; None if it is unset. Entries begin with a number, or are (beginnings of) UUIDs;
+            what follows a wrong entry is hidden too. A MIG instance counts as a device, and nothing follows it.
     """
     if variable is None:
-        return len(gpus)
-    seen: list[str] = []
+        return tuple(gpus)
+    seen: list[Gpu] = []
     for entry in (word.strip() for word in variable.split(",")):
-        device = _device(gpus, entry)
-        if device is None:
+        if entry.startswith("MIG-") and gpus:
+            return (*seen, replace(_parent(gpus, entry), uuid=entry))
+        gpu = _gpu_of(gpus, entry)
+        if gpu is None:
             break
-        if device in seen:  # CUDA then shows no device at all
-            return 0
-        seen.append(device)
-    return len(seen)
+        if gpu in seen:  # CUDA then shows no device at all
+            return ()
+        seen.append(gpu)
+    return tuple(seen)
+
+
+def _gpu_of(gpus: Sequence[Gpu], entry: str) -> Gpu | None:
+    if number := re.match(r"[+-]?\d+", entry):  # "1gpu" is 1, as strtol reads it
+        return gpus[int(number[0])] if 0 <= int(number[0]) < len(gpus) else None
+    matching = [gpu for gpu in gpus if entry.startswith("GPU-") and gpu.uuid.startswith(entry)]
+    return matching[0] if len(matching) == 1 else None
+
+
+def _parent(gpus: Sequence[Gpu], entry: str) -> Gpu:
+    """The GPU of a MIG instance, which only the older form of names says: else the first that has such instances."""
+    named = (gpu for gpu in gpus if gpu.uuid in entry)
+    return next(named, next((gpu for gpu in gpus if gpu.capability >= (8, 0)), gpus[0]))
 
 
 def _load(library: str) -> ctypes.CDLL:
@@ -106,15 +122,6 @@ def _load(library: str) -> ctypes.CDLL:
         except OSError:
             continue
     raise NvmlError(f"{library} is not there: no NVIDIA driver is installed", absent=True)
-
-
-def _device(gpus: Sequence[Gpu], entry: str) -> str | None:
-    if entry.isdecimal():
-        return gpus[int(entry)].uuid if int(entry) < len(gpus) else None
-    if entry.startswith("MIG-"):
-        return entry
-    matching = [gpu.uuid for gpu in gpus if entry.startswith("GPU-") and gpu.uuid.startswith(entry)]
-    return matching[0] if len(matching) == 1 else None
 
 
 def _gpu(nvml: ctypes.CDLL, index: int) -> Gpu | None:

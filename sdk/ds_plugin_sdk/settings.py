@@ -177,6 +177,9 @@ class Settings:
     )
     cuda_home = Setting[Path | None]("CUDA_HOME", _path, None, "folder of the CUDA toolkit")
     nvcc = Setting[tuple[str, ...]]("PYTORCH_NVCC", _words, (), "CUDA compiler, as torch reads it: 'ccache nvcc', say")
+    nvcc_ccbin = Setting[Path | None](
+        "NVCC_CCBIN", _path, None, "host compiler of nvcc, a program or its folder, where neither CXX nor CC is set"
+    )
     cuda_arch_list = Setting[str | None](
         "TORCH_CUDA_ARCH_LIST", str, None, "CUDA architectures to compile for, as torch reads it"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import shutil
 import subprocess
@@ -18,8 +19,8 @@ import cuda_compile
 from ds_plugin_cuda.op_builder.kernels import BUILDERS
 from ds_plugin_sdk import nvml, op_builder, prebuild
 from ds_plugin_sdk.errors import CompileError, ToolchainError
-from ds_plugin_sdk.jit import CudaToolchain, toolchains
-from ds_plugin_sdk.jit.machine import Torch
+from ds_plugin_sdk.jit import CudaToolchain, cuda_archs, toolchains
+from ds_plugin_sdk.jit.machine import Torch, find_torch
 from ds_plugin_sdk.op_builder import CUDAOpBuilder
 from ds_plugin_sdk.settings import child_environment
 from gpu_check import check
@@ -85,11 +86,11 @@ def test_ccache_is_used_where_it_is(nvcc: Path, tmp_path: Path, monkeypatch: pyt
 
 
 def test_the_cuda_runtime_is_linked_by_its_file(nvcc: Path) -> None:
-    """pip's packages have libcudart.so.13 and no libcudart.so, which -lcudart would look for."""
+    """pip's packages have libcudart.so.12 and no libcudart.so, which -lcudart would look for."""
     lib = nvcc.parents[1] / "lib"
     lib.mkdir()
-    (lib / "libcudart.so.13").touch()
-    assert CudaToolchain()._runtime() == ["--cudart=none", str(lib / "libcudart.so.13")]
+    (lib / "libcudart.so.12").touch()
+    assert CudaToolchain()._runtime() == ["--cudart=none", str(lib / "libcudart.so.12")]
 
 
 @pytest.fixture
@@ -99,11 +100,11 @@ def with_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     def put(*capabilities: tuple[int, int]) -> None:
         gpus = tuple(nvml.Gpu("GPU", f"GPU-{i}", capability) for i, capability in enumerate(capabilities))
         monkeypatch.setattr(nvml, "ask", lambda: nvml.Driver("580.1", (13, 0), gpus))
-        toolchains._capabilities.cache_clear()
+        cuda_archs.capabilities.cache_clear()
 
     monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
     yield put
-    toolchains._capabilities.cache_clear()
+    cuda_archs.capabilities.cache_clear()
 
 
 @pytest.fixture
@@ -112,17 +113,96 @@ def two_gpus(with_gpus: Callable[..., None]) -> None:
 
 
 def test_a_build_for_this_machine_is_for_its_gpus(two_gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert toolchains.cuda_archs(portable=False) == "8.0 9.0"
-    assert toolchains.cuda_archs(portable=True) is None
+    assert cuda_archs.cuda_archs(portable=False) == "8.0 9.0"
+    assert cuda_archs.cuda_archs(portable=True) is None
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "7.0+PTX")
-    assert toolchains.cuda_archs(portable=False) == toolchains.cuda_archs(portable=True) == "7.0+PTX"
+    assert cuda_archs.cuda_archs(portable=False) == cuda_archs.cuda_archs(portable=True) == "7.0+PTX"
 
 
 def test_a_gpu_that_is_too_old_keeps_no_other_from_its_kernels(with_gpus: Callable[..., None]) -> None:
     with_gpus((6, 1), (8, 9))
-    assert toolchains.cuda_archs(portable=False) == "8.9"
+    assert cuda_archs.cuda_archs(portable=False) == "8.9"
     with_gpus((6, 1))
-    assert toolchains.cuda_archs(portable=False) == "6.1", "so that nvcc says what is wrong"
+    assert cuda_archs.cuda_archs(portable=False) == "6.1", "so that nvcc says what is wrong"
+
+
+def test_a_gpu_that_nvcc_does_not_know_keeps_no_other_from_its_kernels(
+    with_gpus: Callable[..., None], nvcc: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script(nvcc, "echo 'release 13.0, V13.0'; printf 'compute_%s\\n' 75 80 86 90 100\n")
+    compiler = CudaToolchain().nvcc()
+    with_gpus((13, 0), (8, 9))
+    assert cuda_archs.cuda_archs(False, compiler) == "8.6 10.0+PTX"
+    with_gpus((7, 0), (8, 0))
+    assert cuda_archs.cuda_archs(False, compiler) == "8.0"
+    with_gpus((7, 0))
+    assert cuda_archs.cuda_archs(False, compiler) == "7.0", "so that nvcc says what is wrong"
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "native")
+    assert cuda_archs.cuda_archs(False, compiler) == "7.0"
+
+
+def test_hidden_gpus_do_not_count(with_gpus: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A display's GPU of 7.5 beside four of 8.0."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2")
+    with_gpus((7, 5), (8, 0), (8, 0))
+    assert cuda_archs.cuda_archs(portable=False) == "8.0"
+    assert CudaToolchain().misfit({"cuda_archs": cuda_archs.gencode((), "8.0", "13.0")}) == ""
+
+
+def test_a_binary_of_another_cuda_generation_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_cuda_12 = dataclasses.replace(find_torch(), cuda_release=(12, 8))
+    monkeypatch.setattr(toolchains, "find_torch", lambda: with_cuda_12)
+    made = {"nvcc": {"version": "13.0"}, "cuda_archs": ["-arch=all-major"]}
+    assert "needs the runtime of CUDA 13, and torch brings that of CUDA 12" in CudaToolchain().misfit(made)
+    assert CudaToolchain().misfit({**made, "nvcc": {"version": "12.4"}}) == ""
+
+
+def test_headers_of_the_system_are_not_named(nvcc: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With ``-isystem /usr/include`` g++ does not find the headers of C."""
+    monkeypatch.setattr(CudaToolchain, "_homes", lambda self: [Path("/usr")])
+    monkeypatch.setattr(Path, "exists", lambda self: self.name == "cuda_runtime.h")
+    assert CudaToolchain()._headers() == []
+
+
+def test_headers_and_runtime_are_of_nvcc_s_own_generation(
+    nvcc: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """nvcc on PATH may be a script that starts one of another toolkit than /usr/local/cuda."""
+    for home, release in (("other", 12080), ("own", 13000)):
+        (tmp_path / home / "include").mkdir(parents=True)
+        (tmp_path / home / "lib64").mkdir()
+        (tmp_path / home / "include" / "cuda_runtime.h").touch()
+        (tmp_path / home / "include" / "cuda_runtime_api.h").write_text(f"#define CUDART_VERSION  {release}\n")
+        (tmp_path / home / "lib64" / f"libcudart.so.{release // 1000}.0.1").touch()
+    script(nvcc, f"echo 'release 13.0, V13.0'; echo '#$ TOP={tmp_path}/own' >&2\n")
+    assert toolchains._toolkit(CudaToolchain().nvcc()) == (tmp_path / "own",)
+    monkeypatch.setattr(CudaToolchain, "_homes", lambda self: [tmp_path / "other", tmp_path / "own"])
+    assert CudaToolchain()._headers() == ["-isystem", str(tmp_path / "own" / "include")]
+    assert CudaToolchain()._runtime() == ["--cudart=none", str(tmp_path / "own" / "lib64" / "libcudart.so.13.0.1")]
+
+
+def test_nvcc_s_own_variable_names_its_host_compiler(
+    nvcc: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("CC", "CXX"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "old").mkdir()
+    script(tmp_path / "old" / "g++", "echo g++ 12.1\n")
+    for value in (tmp_path / "old", tmp_path / "old" / "g++"):
+        monkeypatch.setenv("NVCC_CCBIN", str(value))
+        assert CudaToolchain()._host_compiler() == ["-ccbin", str(tmp_path / "old" / "g++")]
+    monkeypatch.setenv("CXX", "c++")
+    assert CudaToolchain()._host_compiler() != ["-ccbin", str(tmp_path / "old" / "g++")]
+
+
+@pytest.mark.parametrize("variable", ["CUDA_HOME", "PYTORCH_NVCC"])
+def test_a_variable_that_names_no_nvcc_is_what_the_error_says(
+    variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTORCH_NVCC", raising=False)
+    monkeypatch.setenv(variable, str(tmp_path / "nothing"))
+    with pytest.raises(ToolchainError, match=f"{variable} names .*nothing.*nothing else is looked at"):
+        CudaToolchain().nvcc()
 
 
 @pytest.mark.parametrize(
@@ -139,13 +219,13 @@ def test_a_gpu_that_is_too_old_keeps_no_other_from_its_kernels(with_gpus: Callab
 def test_which_gpus_run_what_was_made(
     arch_list: str, runs: list[tuple[int, int]], does_not: list[tuple[int, int]]
 ) -> None:
-    archs = toolchains.gencode((), arch_list, "13.0")
-    assert [gpu for gpu in runs + does_not if toolchains.runs_on(archs, gpu)] == runs
+    archs = cuda_archs.gencode((), arch_list, "13.0")
+    assert [gpu for gpu in runs + does_not if cuda_archs.runs_on(archs, gpu)] == runs
 
 
 def test_a_binary_for_other_gpus_does_not_fit(with_gpus: Callable[..., None]) -> None:
     """As one that a node with other GPUs put into a cache that this one sees, too."""
-    made = {"cuda_archs": toolchains.gencode((), "8.0", "13.0")}
+    made = {"cuda_archs": cuda_archs.gencode((), "8.0", "13.0")}
     with_gpus((9, 0))
     assert "no code for a GPU of compute capability 9.0" in CudaToolchain().misfit(made)
     with_gpus((8, 6))

@@ -100,11 +100,16 @@ def test_no_driver(tmp_path: Path) -> None:
         ("GPU-bbbb2222, GPU-aaaa1111", 2),
         ("GPU-", 0),
         ("MIG-1234", 1),
+        ("MIG-1234,MIG-5678", 1),
+        ("0 1", 1),
+        ("1;0", 1),
+        ("+1", 1),
+        ("1gpu,0gpu", 2),
         ("NoDevFiles", 0),
     ],
 )
 def test_visible_devices(variable: str | None, count: int) -> None:
-    assert nvml.visible([H200, V100], variable) == count
+    assert len(nvml.visible([H200, V100], variable)) == count
 
 
 def test_a_gpu_that_can_be_used() -> None:
@@ -177,3 +182,32 @@ def test_the_manifest_costs_nothing() -> None:
         check=True,
     )
     assert done.stdout.strip() == "False"
+
+
+FAKE_CUDA = """
+#include <cstdio>
+extern "C" {
+int cuInit(unsigned) { return 0; }
+int cuDeviceGetCount(int* count) { *count = 2; return 0; }
+int cuDeviceGetName(char* name, int size, int) { return snprintf(name, size, "Orin") < 0; }
+}
+"""
+
+
+@pytest.mark.compiler
+def test_where_nvml_is_missing_cuda_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Containers that were given CUDA's driver alone, and Jetson boards."""
+    (tmp_path / "cuda.cpp").write_text(FAKE_CUDA)
+    library = tmp_path / "libcuda.so.1"
+    subprocess.run(["c++", "-shared", "-fPIC", str(tmp_path / "cuda.cpp"), "-o", str(library)], check=True)
+    monkeypatch.setattr(detect, "_CUDA", str(library))
+    monkeypatch.setattr(detect, "torch_cuda", lambda: (13, 0))
+    monkeypatch.setattr(nvml, "ask", _absent)
+    probe = detect.probe()
+    assert (probe.state, probe.devices) == ("available", 2) and "Orin" in probe.detail
+    monkeypatch.setattr(detect, "_CUDA", str(tmp_path / "none"))
+    assert detect.probe().state == "absent"
+
+
+def _absent() -> None:
+    raise nvml.NvmlError("no driver", absent=True)

@@ -29,9 +29,10 @@ from ds_plugin_sdk.jit import (
     register_toolchain,
     toolchains,
 )
+from ds_plugin_sdk.jit.cuda_archs import gencode
 from ds_plugin_sdk.jit.machine import Torch
 from ds_plugin_sdk.jit.target import CpuTarget
-from ds_plugin_sdk.jit.toolchains import cxx_sibling, gencode
+from ds_plugin_sdk.jit.toolchains import cxx_sibling
 from pages import ROOT
 
 SUMMIT = CpuTarget("ppc64le", "power9")
@@ -154,6 +155,7 @@ def test_arguments_of_one_unit_come_last(torch_folder: Path, compilers: Path) ->
         ("9.0a 10.0f", ["90a,code=sm_90a", "100f,code=sm_100f"]),
         ("Volta, Hopper", ["70,code=sm_70", "70,code=compute_70", "90,code=sm_90", "90,code=compute_90"]),
         ("8.0 8.0", ["80,code=sm_80"]),
+        ("Ampere+Tegra", ["87,code=sm_87"]),
     ],
 )
 def test_cuda_architectures(arch_list: str, expected: list[str]) -> None:

@@ -65,6 +65,11 @@ class CUDA_Accelerator(TorchAccelerator):
         graph.replay()
 
     # ------------------------------------------------------------------ memory
+    def memory_stats(self, device_index: int | None = None) -> dict[str, Any]:
+        """As torch gives them; empty before CUDA is used, so that asking makes no context and processes can fork."""
+        started: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch gives it no type
+        return super().memory_stats(device_index) if started else {}
+
     def total_memory(self, device_index: int | None = None) -> int:
         return int(torch.cuda.get_device_properties(self.device(device_index)).total_memory)
 

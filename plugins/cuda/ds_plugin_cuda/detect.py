@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import subprocess
+import sys
+
 from ds_plugin_sdk import Probe, nvml
 from ds_plugin_sdk.settings import settings
 
@@ -11,6 +15,8 @@ def probe() -> Probe:
     try:
         driver = nvml.ask()
     except nvml.NvmlError as error:
+        if error.absent and (probe := _by_cuda()) is not None:
+            return probe
         return Probe.absent(str(error)) if error.absent else Probe.broken(f"the NVIDIA driver does not work: {error}")
     return judge(driver, settings.cuda_visible_devices, torch_cuda())
 
@@ -25,8 +31,8 @@ def judge(driver: nvml.Driver, visible_devices: str | None, cuda: tuple[int, int
     """
     if not driver.gpus:
         return Probe.absent(f"the NVIDIA driver {driver.version} finds no GPU")
-    count = nvml.visible(driver.gpus, visible_devices)
-    if count == 0:
+    visible = nvml.visible(driver.gpus, visible_devices)
+    if not visible:
         return Probe.absent(f"CUDA_VISIBLE_DEVICES={visible_devices!r} hides all of {len(driver.gpus)} GPUs")
     if cuda is None:
         return Probe.absent("the installed torch was built without CUDA: install one of pytorch.org's CUDA builds")
@@ -35,7 +41,34 @@ def judge(driver: nvml.Driver, visible_devices: str | None, cuda: tuple[int, int
             f"torch was built for CUDA {_text(cuda)}, and the NVIDIA driver {driver.version} runs CUDA up to "
             f"{_text(driver.cuda)}: update the driver, or install a torch for CUDA {driver.cuda[0]}"
         )
-    return Probe.available(devices=count, detail=f"{driver.gpus[0].name}, driver {driver.version}")
+    return Probe.available(devices=len(visible), detail=f"{visible[0].name}, driver {driver.version}")
+
+
+# Containers may have CUDA's driver and not NVML, as Jetson boards do. CUDA is asked in another process: one that has
+# asked it cannot fork.
+_CUDA = "libcuda.so.1"
+_ASKS_CUDA = """
+import ctypes, sys
+cuda, count, name = ctypes.CDLL(sys.argv[1]), ctypes.c_int(), ctypes.create_string_buffer(96)
+assert cuda.cuInit(0) == cuda.cuDeviceGetCount(ctypes.byref(count)) == 0 < count.value
+cuda.cuDeviceGetName(name, 96, 0)
+print(count.value, name.value.decode())
+"""
+
+
+def _by_cuda() -> Probe | None:
+    """What CUDA's driver says, where there is one and no NVML; None if it shows no GPU."""
+    try:
+        ctypes.CDLL(_CUDA)
+        asked = subprocess.run(
+            [sys.executable, "-c", _ASKS_CUDA, _CUDA], capture_output=True, text=True, timeout=60, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    count, _, name = asked.stdout.strip().partition(" ")
+    if torch_cuda() is None:
+        return None
+    return Probe.available(devices=int(count), detail=f"{name}, without NVML")
 
 
 def torch_cuda() -> tuple[int, int] | None:

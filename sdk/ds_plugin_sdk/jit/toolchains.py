@@ -6,22 +6,25 @@ They name absolute inputs and outputs relative to the build folder, in which the
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
+import os
 import re
 import shutil
+import subprocess
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ds_plugin_sdk import nvml
 from ds_plugin_sdk.errors import ToolchainError
 from ds_plugin_sdk.jit.compiler import LAUNCHERS, Compiler, identify
+from ds_plugin_sdk.jit.cuda_archs import capabilities, cuda_archs, gencode, runs_on
 from ds_plugin_sdk.jit.machine import STABLE_TORCH_MACRO, Machine, Torch, find_torch
 from ds_plugin_sdk.jit.spec import BuildSpec, Source
-from ds_plugin_sdk.settings import settings
+from ds_plugin_sdk.settings import child_environment, settings
 
 
 class Toolchain(ABC):
@@ -152,7 +155,7 @@ class CudaToolchain(Toolchain):
     """nvcc for ``.cu`` files and the link, its host compiler for the others."""
 
     def __init__(self) -> None:
-        self._host = CxxToolchain()
+        self._host = _HostToolchain()
 
     def find(self) -> Mapping[str, Compiler]:
         return {"nvcc": self.fitting_nvcc(find_torch()), "cxx": self._host.compiler()}
@@ -187,9 +190,16 @@ class CudaToolchain(Toolchain):
         for program, *args in self._commands():
             if shutil.which(program):
                 return identify([program, *args])
+        named = "PYTORCH_NVCC" if settings.nvcc else "CUDA_HOME" if settings.cuda_home is not None else ""
+        if named:
+            raise ToolchainError(
+                "no CUDA compiler",
+                why=f"{named} names {program}, which is no program; nothing else is looked at then",
+                hint=f"correct {named}, or unset it: nvcc is then looked for on PATH and in /usr/local/cuda",
+            )
         raise ToolchainError(
             "no CUDA compiler",
-            why="no nvcc in CUDA_HOME, on PATH, in pip's nvidia packages or in /usr/local/cuda",
+            why="no nvcc on PATH, in pip's nvidia packages or in /usr/local/cuda",
             hint="install the CUDA toolkit or `pip install nvidia-cuda-nvcc`, or set CUDA_HOME",
         )
 
@@ -217,8 +227,11 @@ class CudaToolchain(Toolchain):
         return {**super().identity(spec), "cuda_archs": self._archs(spec)}
 
     def misfit(self, identity: Mapping[str, Any]) -> str:
+        made, cuda = _major(identity.get("nvcc", {}).get("version", "")), find_torch().cuda_release
+        if made and cuda and made != cuda[0]:
+            return f"it needs the runtime of CUDA {made}, and torch brings that of CUDA {cuda[0]}"
         archs: list[str] = identity.get("cuda_archs") or []  # none where the builder chose them by itself
-        for capability in _capabilities() if archs else ():
+        for capability in capabilities() if archs else ():
             if not runs_on(archs, capability):
                 version = ".".join(map(str, capability))
                 return f"it has no code for a GPU of compute capability {version}: {' '.join(archs)}"
@@ -253,7 +266,7 @@ class CudaToolchain(Toolchain):
             *self.fitting_nvcc(machine.torch).command,
             "-shared",
             *self._runtime(),
-            "--forward-unknown-opts",
+            "--forward-unknown-to-host-compiler",  # and not to the linker, which knows no -Wl
             *self._host_compiler(),
             *(f"{source.stem}.o" for source in spec.sources),
             "-o",
@@ -267,7 +280,8 @@ class CudaToolchain(Toolchain):
         ]
 
     def _archs(self, spec: BuildSpec) -> list[str]:
-        return gencode(spec.nvcc_args, cuda_archs(spec.portable), self.nvcc().version)
+        nvcc = self.nvcc()
+        return gencode(spec.nvcc_args, cuda_archs(spec.portable, nvcc), nvcc.version)
 
     def _host_compiler(self) -> list[str]:
         # -ccbin takes one program: of "ccache g++ -m64" it is g++.
@@ -276,9 +290,10 @@ class CudaToolchain(Toolchain):
 
     def _headers(self) -> list[str]:
         """Where compilers find cuda_runtime.h."""
-        for home in self._homes():
-            if (home / "include" / "cuda_runtime.h").exists():
-                return ["-isystem", str(home / "include")]
+        for folder in (home / "include" for home in self._homes()):
+            if (folder / "cuda_runtime.h").exists() and self._is_of_nvcc(_release_of_headers(folder)):
+                # Given as a system folder it is where C++'s own headers, which ask for the next one, do not find C's.
+                return [] if folder.resolve() == Path("/usr/include") else ["-isystem", str(folder)]
         return []
 
     def _runtime(self) -> list[str]:
@@ -288,21 +303,69 @@ class CudaToolchain(Toolchain):
         """
         for folder in (home / lib for home in self._homes() for lib in ("lib64", "lib")):
             found = sorted(folder.glob("libcudart.so*"))
-            if found:
+            if found and self._is_of_nvcc(_major(found[0].resolve().name.partition(".so.")[2])):
                 return ["--cudart=none", str(found[0])]
         return ["--cudart=shared"]
 
     def _homes(self) -> Iterable[Path]:
         """Folders with CUDA's include and lib. nvcc on PATH may be a script outside its toolkit, or pip's."""
         yield self.nvcc().path.parent.parent
+        yield from _toolkit(self.nvcc())
         if settings.cuda_home is None and not settings.nvcc:
             yield Path("/usr/local/cuda")
         yield from _pip_folders()
 
+    def _is_of_nvcc(self, major: int) -> bool:
+        """Whether something is of nvcc's CUDA generation, as far as both are known."""
+        return not major or _major(self.nvcc().version) in (0, major)
+
+
+class _HostToolchain(CxxToolchain):
+    """The host compiler of nvcc: as elsewhere, but ``NVCC_CCBIN`` goes before what is found on PATH."""
+
+    def _candidate(self) -> list[str]:
+        if settings.nvcc_ccbin is None or settings.cc:
+            return super()._candidate()
+        programs = (str(settings.nvcc_ccbin / name) for name in ("g++", "clang++", "c++"))
+        return [next(filter(shutil.which, programs), str(settings.nvcc_ccbin))]
+
 
 _TORCH_CUDA = ("torch_cuda", "c10_cuda")
 _OLDEST_NVCC = (12, 0)  # torch 2.11 is built for CUDA 12 and 13
-_OLDEST_GPU = (7, 0)  # that has __grid_constant__
+
+
+def _major(version: str) -> int:
+    """The first number of a version; 0 if it has none."""
+    found = re.match(r"\d+", version)
+    return int(found[0]) if found else 0
+
+
+def _release_of_headers(folder: Path) -> int:
+    """The generation of CUDA's headers in a folder; 0 if they do not say."""
+    with contextlib.suppress(OSError):
+        text = (folder / "cuda_runtime_api.h").read_text(errors="replace")
+        if found := re.search(r"#define\s+CUDART_VERSION\s+(\d+)", text):
+            return int(found[1]) // 1000
+    return 0
+
+
+@functools.cache
+def _toolkit(nvcc: Compiler) -> tuple[Path, ...]:
+    """The toolkit that nvcc itself names, which a script or a link in another folder is not in."""
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        answer = subprocess.run(
+            [*nvcc.command, "--dryrun", "-x", "cu", "-c", os.devnull, "-o", os.devnull],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=60,
+            env=child_environment(LC_ALL="C"),
+            check=False,
+        )
+        if found := re.search(r"^#\$ TOP=(.+)$", answer.stderr, re.MULTILINE):
+            return (Path(found[1].strip()).resolve(),)
+    return ()
 
 
 def _pip_folders() -> list[Path]:
@@ -310,46 +373,6 @@ def _pip_folders() -> list[Path]:
     packages = importlib.util.find_spec("nvidia")
     folders = (packages.submodule_search_locations or ()) if packages else ()
     return sorted((path for folder in folders for path in Path(folder).glob("*") if path.is_dir()), reverse=True)
-
-
-def cuda_archs(portable: bool) -> str | None:
-    """The architectures to compile for: ``TORCH_CUDA_ARCH_LIST``, else those of this machine's GPUs.
-
-    Args:
-        portable: for other machines too. Then, and where no GPU is seen, the answer is None without the variable.
-    """
-    return settings.cuda_arch_list if settings.cuda_arch_list or portable else _archs_here()
-
-
-def _archs_here() -> str | None:
-    return " ".join(f"{major}.{minor}" for major, minor in _capabilities()) or None
-
-
-@functools.cache
-def _capabilities() -> tuple[tuple[int, int], ...]:
-    """Those of this machine's GPUs. One that is too old for the kernels keeps no other from having them."""
-    try:
-        found = {gpu.capability for gpu in nvml.ask().gpus}
-    except nvml.NvmlError:
-        return ()
-    return tuple(sorted({each for each in found if each >= _OLDEST_GPU} or found))
-
-
-def runs_on(archs: Iterable[str], capability: tuple[int, int]) -> bool:
-    """Whether a GPU runs what nvcc made with these arguments, as `gencode` has them.
-
-    Machine code runs on its own generation, from its own release on, and PTX on all later GPUs; that of an architecture
-    with an ``a`` on this one alone, with an ``f`` on its generation.
-    """
-    for arch in archs:
-        found = re.fullmatch(r"-gencode=arch=compute_\w+,code=(sm|compute)_(\d+)(\d)([af]?)", arch)
-        if found is None:  # -arch=all-major: all generations, and PTX
-            return True
-        made, same_generation = (int(found[2]), int(found[3])), int(found[2]) == capability[0]
-        later = made <= capability and (same_generation or (found[1] == "compute" and not found[4]))
-        if made == capability or (later and found[4] != "a"):
-            return True
-    return False
 
 
 # torch.utils.cpp_extension defines __CUDA_NO_HALF_OPERATORS__ and its family; kernels written for DeepSpeed need the
@@ -365,57 +388,6 @@ HALF_OPERATORS = [
         "BFLOAT162_OPERATORS",
     )
 ]
-
-# TORCH_CUDA_ARCH_LIST also takes NVIDIA's names of generations.
-_CUDA_GENERATIONS = {
-    "Maxwell": "5.0;5.2+PTX",
-    "Pascal": "6.0;6.1+PTX",
-    "Volta": "7.0+PTX",
-    "Turing": "7.5+PTX",
-    "Ampere": "8.0;8.6+PTX",
-    "Ada": "8.9+PTX",
-    "Hopper": "9.0+PTX",
-    "Blackwell": "10.0;12.0+PTX",
-}
-
-
-def gencode(nvcc_args: Sequence[str], arch_list: str | None, nvcc: str) -> list[str]:
-    """nvcc's arguments for the architectures to compile for.
-
-    Args:
-        nvcc_args: the builder's arguments; if they choose architectures themselves, nothing is added.
-        arch_list: ``TORCH_CUDA_ARCH_LIST``: numbers (``8.0``, ``9.0a``), ``+PTX`` suffixes and names, separated by
-            spaces, commas or semicolons. None or empty: one binary for each major generation that nvcc knows, from
-            7.0 on, and PTX for those to come.
-        nvcc: its version.
-
-    Raises:
-        ToolchainError: an element is neither a number nor a name we know.
-    """
-    if any(re.match(r"-(-generate-code|gencode|arch|-gpu-architecture)\b", arg) for arg in nvcc_args):
-        return []
-    if not (arch_list or "").strip():
-        release = tuple(map(int, re.findall(r"\d+", nvcc)[:2]))
-        if not release or release >= (13,):
-            return ["-arch=all-major"]
-        # CUDA 12's all-major begins at 5.0, where kernels of ours do not compile.
-        arch_list = "7.0 8.0 9.0+PTX" if release < (12, 8) else "7.0 8.0 9.0 10.0 12.0+PTX"
-    words = " ".join(_CUDA_GENERATIONS.get(word, word) for word in re.split(r"[\s,;]+", arch_list or "") if word)
-    flags: list[str] = []
-    for word in re.split(r"[\s;]+", words):
-        found = re.fullmatch(r"(\d+)\.(\d)([af]?)(\+PTX)?", word)
-        if found is None:
-            known = ", ".join(_CUDA_GENERATIONS)
-            raise ToolchainError(
-                f"TORCH_CUDA_ARCH_LIST={arch_list!r} cannot be used",
-                why=f"{word!r} is no architecture",
-                hint=f"write numbers as in '8.0;9.0a+PTX', or names: {known}",
-            )
-        arch = found[1] + found[2] + found[3]
-        flags.append(f"-gencode=arch=compute_{arch},code=sm_{arch}")
-        if found[4]:
-            flags.append(f"-gencode=arch=compute_{arch},code=compute_{arch}")
-    return list(dict.fromkeys(flags))
 
 
 def cxx_sibling(cc: str) -> str:

@@ -63,7 +63,8 @@ def decide(
         deepspeed_installed: whether DeepSpeed could use such hardware; if not, the plugin is used in spite of it.
 
     Raises:
-        PluginError: a plugin was requested by name, and it is unknown, not allowed, absent or broken.
+        PluginError: a plugin was requested by name, and it is unknown, not allowed, broken, or absent and no name of
+            DeepSpeed's own.
     """
     requested = settings.accelerator
     decision = Decision()
@@ -115,6 +116,9 @@ def _explicit(name: str, installed: Mapping[str, list[Candidate]], builtin_names
     candidate = only(installed[name])
     manifest = candidate.manifest
     probe = candidate.probe()
+    if probe.state == "absent" and name in builtin_names:  # DeepSpeed builds its own ops on machines without the device
+        decision.note(name, _LEFT, f"DS_ACCELERATOR={name}; {candidate}, {probe}")
+        return decision
     if probe.state != "available":
         raise PluginError(
             "the requested accelerator cannot be used",
