@@ -21,6 +21,7 @@ with warnings.catch_warnings():
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.models.gpt_oss import modeling_gpt_oss
 
+from ds_plugin_sdk.errors import SdkError
 from ds_plugin_sdk.integrations.transformers import accelerate, attention_forward, register_attention
 from ds_plugin_sdk.integrations.transformers.attention import attend
 
@@ -83,6 +84,43 @@ def test_so_too_if_our_attention_was_asked_for_by_name(name: str) -> None:
 
 class SinksOfSomebodys(modeling_gpt_oss.GptOssAttention):  # type: ignore[misc]  # transformers is not typed where types are checked
     """In another file than the function that knows of sinks."""
+
+
+def small_git() -> Any:
+    sizes = {
+        "vocab_size": 96,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 48,
+    }
+    config = transformers.GitConfig(**sizes, initializer_range=0.5, vision_config={"num_hidden_layers": 1})
+    return transformers.GitForCausalLM(config).eval()
+
+
+def test_a_model_without_torchs_attention_has_its_own_mask_by_name() -> None:
+    """GIT's code adds the mask to its scores: None, which torch's attention would have, looks into the future."""
+    torch.manual_seed(0)
+    model = small_git()
+    expected = logits(model)
+    register_attention()
+    model.set_attn_implementation("ds_plugin")
+    torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_model_that_gives_others_than_torchs_attention_something_else_is_an_error_by_name() -> None:
+    """DeepSeek V3.2 hides keys by a mask from those that it knows by name, and gives indices to others."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16}
+    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "n_routed_experts": 4}
+    sizes |= {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+    sizes |= {"index_topk": 3, "index_head_dim": 16, "index_n_heads": 2, "n_group": 1, "topk_group": 1}
+    sizes |= {"num_experts_per_tok": 2, "first_k_dense_replace": 1}
+    model = transformers.DeepseekV32ForCausalLM(transformers.DeepseekV32Config(**sizes)).eval()
+    register_attention()
+    model.set_attn_implementation("ds_plugin")
+    with pytest.raises(SdkError, match=r"cannot attend by 'ds_plugin'.*gives others 'indices'"):
+        logits(model)
 
 
 def test_so_too_in_a_class_of_somebodys_own() -> None:

@@ -189,3 +189,20 @@ def test_a_class_that_computes_its_calls_or_attributes_is_left_alone(
     with accelerate(model) as handle:
         assert handle.layers == ["model.layers.0"]
         torch.testing.assert_close(logits(model), plain, rtol=1e-3, atol=1e-3)
+
+
+class Silu(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.silu(x)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("part", ["act_fn", "down_proj"])
+def test_a_part_of_torchscript_stays_what_it_is(part: str) -> None:
+    model = make("llama")
+    expected = logits(model)
+    for layer in model.model.layers:
+        setattr(layer.mlp, part, torch.jit.script(Silu() if part == "act_fn" else layer.mlp.down_proj))
+    with accelerate(model) as handle:
+        assert handle.linear and not handle.layers
+        torch.testing.assert_close(logits(model), expected, rtol=1e-3, atol=1e-3)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-import sys
 import types
 import weakref
 from collections import defaultdict
@@ -13,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+import torch
 import transformers
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -39,6 +39,7 @@ from ds_plugin_sdk.integrations.transformers.replacements import (
     LinearReplacement,
     NormReplacement,
 )
+from ds_plugin_sdk.integrations.transformers.source_text import asks_for_sdpa, source_of
 from ds_plugin_sdk.integrations.transformers.training_layers import TRAINED, is_rms, training_replacement
 from ds_plugin_sdk.integrations.transformers.understood import (
     NotUnderstoodError,
@@ -53,10 +54,6 @@ from ds_plugin_sdk.thread_lock import ThreadLock
 
 _FAMILIES_OF_OPS = ("linear", "attention", "norm", "rotary", "decoder_layer")
 
-# Files that do something else for torch's attention by its name.
-_ASKS_FOR_SDPA = re.compile(r"""_attn_implementation\s*(==|!=|in)\s*[^\n]*["']sdpa["']""")
-# Files that have a table of their own by the name of the attention. Those of transformers read it when a model is made.
-_LOOKS_UP = re.compile(r"(?<!_FUNCTIONS)\[[^\]\n]*_attn_implementation\]")
 _MODELS = "transformers.models."
 _ASKS = "its code asks whether its attention is 'sdpa'"
 
@@ -320,7 +317,7 @@ def _find_layers(model: transformers.PreTrainedModel, packer: Packer, found: _Fo
     done: set[nn.Module] = set()
     rows: dict[str, Row] = defaultdict(Row)  # by what they are in
     for name, module in model.named_modules():
-        if module in done:
+        if module in done or isinstance(module, torch.jit.ScriptModule):
             continue
         try:
             attention = families.attention_of(module)
@@ -418,13 +415,13 @@ def _why_not_code(user: transformers.PreTrainedModel) -> str | None:
     if any(map(has_other_sdpa, files)):
         return "its file has another function than transformers' own as 'sdpa'"
     models = [kind for kind in type(user).__mro__ if issubclass(kind, transformers.PreTrainedModel)]
-    read: list[Any] = [kind for kind in models[:-1] if _source_of(kind.__module__)]  # the last is PreTrainedModel
+    read: list[Any] = [kind for kind in models[:-1] if source_of(kind.__module__)]  # the last is PreTrainedModel
     if not all(kind._can_set_attn_implementation() for kind in read):
         return "its attention does not go through transformers' registry"
     asks = any(_asks_for_sdpa(kind) for kind in kinds if not _is_shared(kind.__module__))
     # What else is in a file of somebody's own, with a class of a module alone, is no code of models.
     texts = {*(kind.__module__ for kind in read), *(file for file in files if file.startswith(_MODELS))}
-    return _ASKS if asks or any(map(_has_text_that_asks, texts)) else None
+    return _ASKS if asks or any(map(asks_for_sdpa, texts)) else None
 
 
 def _own_modules(model: transformers.PreTrainedModel) -> list[nn.Module]:
@@ -438,21 +435,6 @@ def _own_modules(model: transformers.PreTrainedModel) -> list[nn.Module]:
 def _is_shared(file: str) -> bool:
     """Whether a file, by its module's name, is torch's, Python's, or one of transformers' for all models."""
     return file == "builtins" or (file.startswith(("torch.", "transformers.")) and not file.startswith(_MODELS))
-
-
-def _has_text_that_asks(file: str) -> bool:
-    """Whether a model's file does something else for torch's attention by its name."""
-    source = _source_of(file) or ""
-    looks_up = not file.startswith("transformers.") and _LOOKS_UP.search(source)
-    return bool(looks_up or _ASKS_FOR_SDPA.search(source))
-
-
-def _source_of(module: str) -> str | None:
-    """The text of a module's file; None where it has none, as a notebook."""
-    try:
-        return inspect.getsource(sys.modules[module])
-    except (KeyError, OSError, TypeError):
-        return None
 
 
 def _asks_for_sdpa(kind: type) -> bool:

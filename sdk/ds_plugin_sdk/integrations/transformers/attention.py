@@ -15,7 +15,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
+from ds_plugin_sdk.errors import SdkError
 from ds_plugin_sdk.integrations.transformers.decoder import ops_for
+from ds_plugin_sdk.integrations.transformers.source_text import asks_for_sdpa
 from ds_plugin_sdk.integrations.transformers.training import attends_in_training, attention_in_training
 from ds_plugin_sdk.integrations.transformers.understood import DTYPES, is_plain_inference, torch_has_its_functions
 
@@ -71,12 +73,39 @@ class Name(str, enum.Enum):
 def register_attention() -> None:
     """Make ``ds_plugin`` known to transformers as a way to attend."""
     AttentionInterface.register(ATTENTION, attention_forward)
-    AttentionMaskInterface.register(ATTENTION, _mask_of_sdpa)
+    AttentionMaskInterface.register(ATTENTION, _own_mask)
 
 
-def _mask_of_sdpa(*args: Any, **kwargs: Any) -> Any:
-    """The mask that ``sdpa`` would have: anybody may register another one, at any time."""
-    return ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](*args, **kwargs)
+def _own_mask(*args: Any, **kwargs: Any) -> Any:
+    """The mask that the model's own attention has: anybody may register another one, at any time.
+
+    That of ``sdpa`` may be None, or bool, which a model that has no ``sdpa`` would not understand.
+    """
+    name = "sdpa" if _has_sdpa(kwargs.get("config")) else "eager"
+    return ALL_MASK_ATTENTION_FUNCTIONS[name](*args, **kwargs)
+
+
+def _has_sdpa(config: Any) -> bool:
+    """Whether the models of a configuration, in the file beside its own, have ``sdpa``."""
+    if type(getattr(config, "_attn_implementation_internal", None)) is Name:  # `accelerate` replaces that alone
+        return True
+    kind = type(config)
+    known = _have_sdpa.get(kind)
+    if known is None:
+        files = (base.__module__.replace("configuration_", "modeling_") for base in kind.__mro__)
+        found = next(filter(None, map(_models_in, files)), [])
+        known = _have_sdpa[kind] = all(model._supports_sdpa for model in found)
+    return known
+
+
+_have_sdpa: dict[type, bool] = {}  # torch.compile warns of functools' caches
+
+
+def _models_in(file: str) -> list[type[PreTrainedModel]]:
+    """The classes of models that a file, by its module's name, defines."""
+    names = vars(sys.modules[file]) if file in sys.modules else {}
+    classes: list[Any] = [value for value in names.values() if isinstance(value, type)]
+    return [each for each in classes if issubclass(each, PreTrainedModel) and each.__module__ == file]
 
 
 def has_own_sdpa() -> bool:
@@ -111,6 +140,10 @@ def attention_forward(
     The call goes to the model's own attention where the op does not do the same: gradients, dropout, arguments that
     are not known here, more queries than keys, values of another head size than the keys', expanded keys or values, a
     model without ``sdpa``; and on a CPU for many queries, which are torch's in the op, too.
+
+    Raises:
+        SdkError: the model was asked to use ``ds_plugin`` by its name, and gives such attentions tensors that torch's
+            does not read, as indices of the keys to attend to, in the place of a mask.
     """
     causal = query.shape[2] > 1 and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
     own = sdpa_attention_forward if _replaces_sdpa(module) else _own_attention(type(module))
@@ -132,6 +165,8 @@ def attention_forward(
     # values are a cache to it, which it may write to, and so takes no expanded ones.
     served = understood and query.shape[2] <= key.shape[2] and 0 not in (*key.stride(), *value.stride())
     if not trains and not (served and is_plain_inference(query) and not _is_torchs(query, key, attention_mask)):
+        if own is sdpa_attention_forward and not _replaces_sdpa(module):
+            _check_arguments(type(module), kwargs)
         return own(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
         )
@@ -145,6 +180,18 @@ def attention_forward(
         query, key[:, :, :0], value[:, :, :0], key, value, key.shape[2], scale, attention_mask, bool(causal)
     )
     return attended.transpose(1, 2), None
+
+
+def _check_arguments(kind: type[nn.Module], arguments: dict[str, Any]) -> None:
+    """Raise for a model that does something else where its attention is not ``sdpa`` or ``eager`` by name."""
+    given = (name for name, value in arguments.items() if isinstance(value, Tensor) and name not in IGNORED_ARGUMENTS)
+    unread = next(given, None)
+    if unread is not None and any(asks_for_sdpa(base.__module__) for base in kind.__mro__):
+        raise SdkError(
+            f"{kind.__name__} cannot attend by 'ds_plugin'",
+            why=f"its code asks whether that is 'sdpa', and gives others {unread!r}, which torch's does not read",
+            hint="model.set_attn_implementation('sdpa'); accelerate(model) leaves such attentions alone",
+        )
 
 
 def _is_torchs(query: Tensor, key: Tensor, mask: Tensor | None) -> bool:
@@ -223,10 +270,8 @@ def _find_own_attention(kind: type[nn.Module]) -> Attention:
     for file in dict.fromkeys(base.__module__ for base in kind.__mro__):
         names = vars(sys.modules[file]) if file in sys.modules else {}
         eager = names.get("eager_attention_forward")
-        classes: list[Any] = [value for value in names.values() if isinstance(value, type)]
-        models = [each for each in classes if issubclass(each, PreTrainedModel) and each.__module__ == file]
         if eager is not None:
-            has_sdpa = all(model._supports_sdpa for model in models)
+            has_sdpa = all(model._supports_sdpa for model in _models_in(file))
             return sdpa_attention_forward if has_sdpa else functools.partial(_eager, eager)
     return sdpa_attention_forward  # type: ignore[no-any-return]  # transformers is not typed here
 

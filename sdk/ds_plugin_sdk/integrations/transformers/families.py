@@ -97,12 +97,12 @@ def families_of_ops(model: nn.Module) -> list[str]:
         granite.GraniteDecoderLayer: "residual",
         olmo2.Olmo2DecoderLayer: "residual",
     }
-    found = {type(module).forward for module in model.modules()}
+    found = {getattr(type(module), "forward", None) for module in model.modules()}
     return [ops for kind, ops in needed.items() if any(same_code(each, kind.forward) for each in found)]
 
 
 def _find(layer: nn.Module) -> tuple[Callable[[Any, MatrixOf], Decoder], str] | None:
-    code = type(layer).forward
+    code = getattr(type(layer), "forward", None)
     return next((found for kind, found in FAMILIES.items() if same_code(code, kind.forward)), None)
 
 

@@ -5,6 +5,7 @@ transformers writes them as several functions of torch's each, all of which keep
 
 from __future__ import annotations
 
+import dis
 import threading
 import types
 from collections.abc import Callable
@@ -182,11 +183,17 @@ class TrainedAttention(TrainingReplacement):
 def _rotary_of(forward: Callable[..., Any]) -> types.FunctionType | None:
     """The function by which an attention's code turns queries and keys, if that has the code of LLaMA's."""
     code = as_written(forward)
-    if not isinstance(code, types.FunctionType) or hasattr(code, "__wrapped__"):
+    if not isinstance(code, types.FunctionType) or hasattr(code, "__wrapped__") or _writes_names(code.__code__):
         return None
     function: Any = code.__globals__.get(_ROTARY) if _ROTARY in code.__code__.co_names else None
     written = _is_written(function, _ROTARY) and _is_written(function.__globals__.get(_HALF), _HALF)
     return function if written and same_code(function, llama.apply_rotary_pos_emb) else None
+
+
+def _writes_names(code: types.CodeType) -> bool:
+    """Whether code, or a function within it, writes names of its file: `TrainedAttention` would keep them from it."""
+    writes = any(each.opname in ("STORE_GLOBAL", "DELETE_GLOBAL") for each in dis.get_instructions(code))
+    return writes or any(_writes_names(each) for each in code.co_consts if isinstance(each, types.CodeType))
 
 
 def _is_written(function: Any, name: str) -> bool:

@@ -440,12 +440,14 @@ def _is_method(function: Any, module: nn.Module, name: str) -> bool:
 
 # ---------------------------------------------------------------------- code
 @functools.cache
-def same_code(function: Callable[..., Any], known: Callable[..., Any]) -> bool:
+def same_code(function: Callable[..., Any] | None, known: Callable[..., Any]) -> bool:
     """Whether two functions do the same by having the same bytecode, and calling functions that do.
 
     transformers writes a family's layers anew into its file, so that many families have LLaMA's by other names. Which
     attention is called does not matter: that is what the registry decides.
     """
+    if function is None:
+        return False
     function, known = as_written(function), as_written(known)
     if function is known:
         return True
@@ -491,7 +493,8 @@ def _constants(function: types.FunctionType) -> tuple[Any, ...]:
 
 def has_code(module: nn.Module, *known: type[nn.Module]) -> bool:
     """Whether the class of a module has the code of one of these."""
-    return any(same_code(type(module).forward, kind.forward) for kind in known)
+    own = getattr(type(module), "forward", None)  # a module of TorchScript has none
+    return any(same_code(own, kind.forward) for kind in known)
 
 
 def check_code(module: nn.Module, *known: type[nn.Module]) -> None:
