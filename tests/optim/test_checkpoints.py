@@ -221,6 +221,48 @@ def test_where_the_step_has_no_part_in_the_formula_nobody_need_number_it(make: C
     assert_go_on_alike(ours, reference, seed=2)
 
 
+@pytest.mark.parametrize(("saved", "dtype"), [("bfloat16", "float32"), ("bfloat16", "float16"), ("float64", "float32")])
+@pytest.mark.parametrize("state_dtype", [None, torch.float32])
+def test_states_of_a_dtype_that_no_op_takes_become_those_of_new_ones(
+    saved: str, dtype: str, state_dtype: torch.dtype | None
+) -> None:
+    """Pretraining in bfloat16, gone on with in float32."""
+    kind = getattr(torch, dtype)
+    before = torch.nn.Parameter(torch.ones(4, dtype=getattr(torch, saved)))
+    source = torch.optim.AdamW([before])
+    before.grad = torch.ones_like(before)
+    source.step()
+    after = torch.nn.Parameter(before.detach().to(kind))
+    ours = FusedAdam([after], state_dtype=state_dtype)
+    ours.load_state_dict(source.state_dict())
+    state = ours.state[after]["exp_avg"]
+    assert state.dtype == (state_dtype or kind) and torch.allclose(state, source.state[before]["exp_avg"].to(state))
+    after.grad = torch.ones_like(after)
+    ours.step()
+
+
+def test_a_step_that_only_the_group_counts_is_that_of_parameters_that_have_not_moved_either() -> None:
+    """As LoRA's first matrix, whose gradients are zeros as long as the second is zero."""
+    params = parameters()
+    apex = ApexAdam(params, lr=1e-2, weight_decay=0.0)
+    for _ in range(10):
+        for param in params:
+            param.grad = torch.zeros_like(param)
+        apex.step()
+    ours = FusedAdam(parameters(), lr=1e-2)
+    ours.load_state_dict(apex.state_dict())
+    assert [state["step"] for state in ours.state.values()] == [10, 10]
+
+
+def test_hooks_of_a_state_dict_see_all_of_it_and_may_return_another() -> None:
+    train(ours := FusedAdam(parameters()), 1, seed=1)
+    ours.register_state_dict_post_hook(lambda _, packed: {"optimizer": packed, "version": 1})
+    saved = ours.state_dict()
+    assert saved["version"] == 1
+    group = saved["optimizer"]["param_groups"][0]
+    assert group["step"] == 1 and group["decoupled_weight_decay"] is True
+
+
 @pytest.mark.parametrize("make", [FusedAdam, FusedAdagrad, FusedLion, FusedLamb])
 def test_another_optimizer_s_states_are_an_error(make: Callable[..., Optimizer]) -> None:
     other = torch.optim.SGD(parameters(), lr=1e-2, momentum=0.9)

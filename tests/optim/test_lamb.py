@@ -252,3 +252,12 @@ def test_without_waiting_the_result_is_the_same(
         torch.testing.assert_close(
             a, b, rtol=1.6e-2 if dtype == torch.bfloat16 else 2e-3 if dtype == torch.float16 else 1e-5, atol=1e-5
         )
+
+
+def test_flattened_parameters_of_fsdp_are_warned_of() -> None:
+    """FullyShardedDataParallel marks them so; each rank's part would have a ratio of its own without a word."""
+    for mark in ("_is_flat_param", "_fsdp_flattened"):
+        param = torch.nn.Parameter(torch.ones(3))
+        setattr(param, mark, True)
+        with pytest.warns(UserWarning, match="a trust ratio for a part of it"):
+            FusedLamb([param])

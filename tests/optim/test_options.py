@@ -114,7 +114,11 @@ def test_torch_s_decoupled_weight_decay_is_adamw() -> None:
             assert optimizer.param_groups[0]["adamw"] is expected
             assert optimizer.state_dict()["param_groups"][0]["decoupled_weight_decay"] is expected
     group = {"params": [parameter()], "decoupled_weight_decay": False}
-    assert FusedAdam([group]).param_groups[0]["adamw"] is False
+    optimizer = FusedAdam([group])
+    assert optimizer.param_groups[0]["adamw"] is False
+    optimizer.param_groups[0]["decoupled_weight_decay"] = True  # as torch's ZeroRedundancyOptimizer puts it there
+    stepped(optimizer)
+    assert optimizer.param_groups[0]["adamw"] is True
 
 
 @every_optimizer

@@ -5,8 +5,10 @@ A check knows nothing of the op that it checks for: it raises `CheckError`, and 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from operator import itemgetter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -173,3 +175,9 @@ def _may_overlap_itself(tensor: Tensor) -> bool:
             return True
         last += stride * (size - 1)
     return False
+
+
+def is_dtensor(x: Any) -> bool:
+    """Whether something is a DTensor."""
+    module = sys.modules.get("torch.distributed.tensor")  # nothing is one before that is imported, which takes long
+    return module is not None and isinstance(x, module.DTensor)

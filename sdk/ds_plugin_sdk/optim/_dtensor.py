@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from ds_plugin_sdk.errors import InvalidTensorError
+from ds_plugin_sdk.ops._checks import is_dtensor
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
-
-
-def is_dtensor(x: Any) -> bool:
-    """Whether something is a DTensor."""
-    module = sys.modules.get("torch.distributed.tensor")  # nothing is one before that is imported, which takes long
-    return module is not None and isinstance(x, module.DTensor)
 
 
 def whole(x: Tensor) -> Tensor:

@@ -14,7 +14,8 @@ from torch.optim.optimizer import ParamsT
 
 from ds_plugin_sdk.errors import CheckpointError, GraphCaptureError, InvalidTensorError, UnsupportedOptionError
 from ds_plugin_sdk.ops import _library
-from ds_plugin_sdk.optim._dtensor import is_dtensor, local_parts
+from ds_plugin_sdk.ops._checks import is_dtensor
+from ds_plugin_sdk.optim._dtensor import local_parts
 
 Group = dict[str, Any]
 State = dict[str, Any]
@@ -127,13 +128,20 @@ class FusedOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As in torch; a group also has ``step``, where apex looks for it: the largest of its parameters'."""
-        packed: dict[str, Any] = super().state_dict()
+        # Before the hooks of others, which may return something else.
+        ours = self.register_state_dict_post_hook(lambda _, packed: self._export(packed), prepend=True)
+        try:
+            packed: dict[str, Any] = super().state_dict()
+        finally:
+            ours.remove()
+        return packed
+
+    def _export(self, packed: dict[str, Any]) -> None:
         for group in packed["param_groups"]:
             states = [packed["state"][i] for i in group["params"] if i in packed["state"]]
             if steps := [state["step"] for state in states if "step" in state]:
                 group["step"] = max(steps)
             self._export_group(group)
-        return packed
 
     @outside_graphs
     @torch.no_grad()
@@ -153,7 +161,7 @@ class FusedOptimizer(Optimizer):
             GraphCaptureError: a device graph is being captured.
         """
         for group in self.param_groups:
-            self._check_group(group)
+            self._import_group(group)  # torch's ZeroRedundancyOptimizer puts options into groups by itself
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -233,8 +241,9 @@ class FusedOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` gave, here or in the namesakes in `torch.optim`, DeepSpeed and apex.
 
-        States keep the dtype they were saved in; torch's own way would round float32 states to the parameters' dtype.
-        Where a parameter has no number of its last step, its group's counts (apex, older DeepSpeed).
+        States that were saved in float32 or in the parameters' dtype keep it; torch's own way would round float32 to
+        the latter. Others get the dtype that this optimizer gives to new ones. Where a parameter has no number of its
+        last step, its group's counts (apex, older DeepSpeed).
 
         Raises:
             UnsupportedOptionError: a group has an option that would change the result; nothing was loaded.
@@ -250,14 +259,16 @@ class FusedOptimizer(Optimizer):
             after.remove()
 
     def _keep_dtypes(self, given: dict[str, Any]) -> None:
-        """Put states that torch has cast back into the dtype of the state dict."""
+        """Put states that torch has cast back into the dtype of the state dict, if ops take it."""
         ids = chain.from_iterable(group["params"] for group in given["param_groups"])
-        params = chain.from_iterable(group["params"] for group in self.param_groups)
-        for saved_id, param in zip(ids, params, strict=True):
+        params = ((group, param) for group in self.param_groups for param in group["params"])
+        for saved_id, (group, param) in zip(ids, params, strict=True):
             saved = self._renamed(given["state"].get(saved_id, {}))
-            for name in self.STATES:
-                if name in saved:
-                    self.state[param][name] = saved[name].to(param.device)
+            states = {name: saved[name] for name in self.STATES if name in saved}
+            fits = all(state.dtype in (param.dtype, torch.float32) for state in states.values())
+            for name, state in states.items():
+                dtype = state.dtype if fits else group["state_dtype"] or param.dtype
+                self.state[param][name] = state.to(param.device, dtype)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # A dict of a state dict has groups and states; one of a pickle has the defaults too. Nothing is changed before
@@ -291,7 +302,7 @@ class FusedOptimizer(Optimizer):
                     op=self.FAMILY,
                     why=f"a state has {', '.join(sorted(state))}, and no {', '.join(missing)}",
                 )
-            step = int(state.get("step", 0))  # torch.optim keeps a tensor
+            step = int(state.get("step", latest))  # torch.optim keeps a tensor
             if step == 0 and any(bool(state[name].any()) for name in self.STATES):
                 step = latest
                 if step == 0 and self.COUNTS_STEPS:

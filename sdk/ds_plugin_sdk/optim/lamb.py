@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -10,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from ds_plugin_sdk.ops._checks import is_dtensor
 from ds_plugin_sdk.ops.lamb import lamb_
-from ds_plugin_sdk.optim._dtensor import is_dtensor, whole
+from ds_plugin_sdk.optim._dtensor import whole
 from ds_plugin_sdk.optim._fused import FusedOptimizer, betas_of, check_options, outside_graphs
 
 
@@ -24,9 +26,11 @@ class FusedLamb(FusedOptimizer):
         betas: decay of the moments.
         eps: added to the denominator.
         weight_decay: decay of the parameters.
-        max_grad_norm: if not 0, gradients are scaled down so that the norm of all of them together is no larger. Unless
-            `step` is given the norm as a number, devices other than CPUs need room for a float32 copy of the gradients
-            of a group: the step does not wait for the device to say the norm.
+        max_grad_norm: if not 0, gradients are scaled down so that the norm of all of them together is no larger. Where
+            each rank's optimizer has some of the parameters (torch's ZeroRedundancyOptimizer, ZeRO), that is the norm
+            of these alone: give `step` the norm of all, or clip before. Unless `step` is given the norm as a number,
+            devices other than CPUs need room for a float32 copy of the gradients of a group: the step does not wait
+            for the device to say the norm.
         max_coeff: upper limit of the trust ratio; None is 10, and infinity for the paper's form.
         min_coeff: lower limit of the trust ratio; None is 0.01, and 0 for the paper's form.
         paper: algorithm 2 of You et al. 2020 rather than DeepSpeed's form: moments are corrected before they are
@@ -82,6 +86,15 @@ class FusedLamb(FusedOptimizer):
             "state_dtype": state_dtype,
         }
         super().__init__(params, defaults, options)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        if any(map(_is_flattened, self.param_groups[-1]["params"])):
+            warnings.warn(
+                "FusedLamb of parameters of FullyShardedDataParallel: each has a trust ratio for a part of it, or for "
+                "all that is in one flat tensor; FSDP2's fully_shard() says so by an error, FusedAdam needs no ratio",
+                stacklevel=3,
+            )
 
     def _forget(self) -> None:
         super()._forget()
@@ -173,6 +186,11 @@ class FusedLamb(FusedOptimizer):
         if isinstance(clip, Tensor):
             return _divided(grads, self._scale * torch.where(clip > 1, clip, torch.ones_like(clip))), 1.0
         return grads, self._scale * max(1.0, clip)
+
+
+def _is_flattened(param: Tensor) -> bool:
+    """Whether it is FSDP1's: a flat tensor of several, or one that lies in such a tensor, by torch's own marks."""
+    return bool(getattr(param, "_is_flat_param", False) or getattr(param, "_fsdp_flattened", False))
 
 
 def _is_read_at_once(x: Tensor) -> bool:
