@@ -56,6 +56,12 @@ for dtype, rtol in ((torch.float64, 1e-10), (torch.float32, 1e-5), (torch.bfloat
             alone = linear_cross_entropy(leaves[0], leaves[1], target, linear_bias=leaves[2], group=group, **options)
         torch.testing.assert_close(alone, loss.detach(), rtol=1e-6, atol=0)
 
+# Words that fill up the vocabulary are hidden by a bias of -inf.
+(input, weight, bias), target = made(torch.float32)
+target, bias[90:] = target.clamp(max=80), -torch.inf
+masked = linear_cross_entropy(input, part(weight), target, linear_bias=part(bias), group=group)
+torch.testing.assert_close(masked, linear_cross_entropy(input, weight, target, linear_bias=bias))
+
 # All rows are ignored; and targets that are no column, on all ranks.
 (input, weight, _), target = made(torch.float32)
 none = linear_cross_entropy(input, part(weight), torch.full_like(target, -100), group=group, reduction="sum")

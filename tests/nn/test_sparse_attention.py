@@ -247,3 +247,36 @@ def test_all_ranks_take_the_layout_of_the_first(tmp_path: Path) -> None:
     first, second = (rank.communicate(timeout=240)[0].strip() for rank in ranks)
     assert first[0] == "1" and second[0] == "0", "the seeds gave one layout; the test needs two"
     assert first[1:] == second[1:]
+
+
+def test_a_mask_of_booleans_or_integers_is_not_added() -> None:
+    """transformers' attention_mask of ones and zeros: added, it would hide nothing."""
+    attention, (q, k, v, _) = SparseSelfAttention(CONFIGS["dense"], max_seq_length=LENGTH), inputs(torch.float32)
+    for dtype in (torch.bool, torch.int64):
+        with pytest.raises(InvalidTensorError, match=f"mode 'add' is {str(dtype)[6:]}.*mode 'mul' hides"):
+            attention(q, k, v, key_padding_mask=torch.ones(2, LENGTH, dtype=dtype))
+
+
+def test_a_module_of_inference_mode_attends() -> None:
+    with torch.inference_mode():
+        attention = SparseSelfAttention(CONFIGS["fixed"], max_seq_length=LENGTH)
+    other = SparseSelfAttention(CONFIGS["fixed"], max_seq_length=LENGTH)
+    q, k, v, _ = inputs(torch.float32)
+    assert torch.equal(attention(q, k, v), other(q, k, v))
+
+
+def test_nothing_and_the_meta_device() -> None:
+    attention = SparseSelfAttention(CONFIGS["fixed"], max_seq_length=LENGTH)
+    assert attention(*inputs(torch.float32, length=0)[:3]).shape == (2, HEADS, 0, WIDTH)
+    q, k, v = (each.to("meta") for each in inputs(torch.float32)[:3])
+    assert attention.to("meta")(q, k, v).shape == q.shape
+
+
+def test_the_default_device_changes_nothing() -> None:
+    attention, (q, k, v, _) = SparseSelfAttention(CONFIGS["bigbird"], max_seq_length=LENGTH), inputs(torch.float32)
+    expected = attention(q, k, v)
+    with torch.device("meta"):
+        again = SparseSelfAttention(CONFIGS["bigbird"], max_seq_length=LENGTH)
+        assert again.master_layout.device.type == "cpu"
+        again.master_layout = attention.master_layout
+        torch.testing.assert_close(again(q, k, v), expected)

@@ -177,3 +177,22 @@ def test_what_contradicts_itself_is_rejected() -> None:
             call()
     with pytest.raises(NotImplementedError, match="no pattern"):
         SparsityConfig(1).make_layout(16)
+
+
+def test_a_global_block_below_zero_counts_from_the_end() -> None:
+    layout = BSLongformerSparsityConfig(1, 16, num_sliding_window_blocks=1, global_block_indices=[-1]).make_layout(64)
+    assert layout[0, :, 3].all() and layout[0, 3].all() and not layout[0, 0, 1:3].any()
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (DenseSparsityConfig, {"block": 0}),
+        (FixedSparsityConfig, {"num_global_blocks": 0}),
+        (VariableSparsityConfig, {"local_window_blocks": []}),
+        (VariableSparsityConfig, {"local_window_blocks": [0]}),
+    ],
+)
+def test_sizes_of_nothing_are_rejected(make: type[SparsityConfig], options: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(options))} is .*expected at least"):
+        make(2, **options)  # type: ignore[arg-type]  # of any pattern

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from ds_plugin_sdk.errors import InvalidTensorError
+from ds_plugin_sdk.errors import InvalidTensorError, SdkError
 from ds_plugin_sdk.nn import TransformerLayer
 
 HIDDEN, HEADS, INTER, BATCH = 48, 4, 80, 3
@@ -406,3 +406,24 @@ def test_a_layer_compiles() -> None:
         torch.manual_seed(3)
         results.append(train(layer, run, x, mask, grad))
     assert max(distance(results[1], results[0]).values()) < 1e-5
+
+
+@pytest.mark.parametrize("pre", [True, False], ids=["pre", "post"])
+@pytest.mark.parametrize("p", [0.0, 0.1])
+@pytest.mark.parametrize("shape", [(0, 3, 8), (2, 0, 8)], ids=["no batch", "no tokens"])
+def test_a_layer_of_nothing_gives_nothing(shape: tuple[int, ...], p: float, pre: bool) -> None:
+    """The last batch of an expert, or of a pipeline."""
+    layer = TransformerLayer(8, 2, attn_dropout=p, hidden_dropout=p, pre_layer_norm=pre)
+    x = torch.randn(shape, requires_grad=True)
+    layer(x).sum().backward()
+    assert x.grad is not None and x.grad.shape == x.shape
+    assert all(param.grad is not None and not param.grad.any() for param in layer.parameters())
+
+
+def test_a_gradient_that_is_derived_again_is_an_error() -> None:
+    layer, x = TransformerLayer(8, 2, attn_dropout=0, hidden_dropout=0), torch.randn(2, 3, 8, requires_grad=True)
+    (first,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+    (plain,) = torch.autograd.grad(layer(x).square().sum(), x)
+    assert torch.equal(first, plain)
+    with pytest.raises(SdkError, match="no derivative of a gradient"):
+        first.square().sum().backward()

@@ -12,9 +12,10 @@ from torch import Tensor
 from ds_plugin_sdk.conformance import op_info
 from ds_plugin_sdk.conformance.ops import every_op
 from ds_plugin_sdk.conformance.target import Target
-from ds_plugin_sdk.errors import InvalidTensorError
+from ds_plugin_sdk.errors import InvalidTensorError, SdkError
 from ds_plugin_sdk.ops import _philox
 from ds_plugin_sdk.ops.transformer import (
+    activation_and_mul,
     dropout_add,
     dropout_add_layer_norm,
     fused_bias_gelu,
@@ -253,6 +254,26 @@ def test_a_mask_that_wants_a_gradient_is_rejected() -> None:
 
 
 # ---------------------------------------------------------------------------------- tracing
+
+
+@pytest.mark.parametrize(
+    ("call", "post"),
+    [
+        (fused_bias_gelu, Tensor.sum),
+        (fused_bias_gelu, lambda y: y.pow(3).sum()),
+        (lambda x: activation_and_mul(x, x, "silu"), Tensor.sum),
+        (lambda x: dropout_add(x, x), lambda y: y.pow(3).sum()),
+    ],
+    ids=["gelu", "gelu, cubed", "activation_and_mul", "dropout_add, cubed"],
+)
+def test_a_gradient_that_is_derived_again_is_an_error(call: Any, post: Callable[[Tensor], Tensor]) -> None:
+    """To torch what a kernel computes is a constant: a second derivative would be zero, or a part, without a word."""
+    x = torch.randn(3, 8, requires_grad=True)
+    (first,) = torch.autograd.grad(post(call(x)), x, create_graph=True)
+    (plain,) = torch.autograd.grad(post(call(x)), x)
+    assert torch.equal(first, plain)
+    with pytest.raises(SdkError, match="no derivative of a gradient"):
+        (first * first).sum().backward()
 
 
 def test_ops_compile_without_a_break() -> None:

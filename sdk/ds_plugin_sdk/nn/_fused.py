@@ -80,8 +80,10 @@ class _Function(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         fused: Fused = ctx.fused
         backward = fused.backward
-        # What is to be derived again, or stands for several gradients, is for torch's own operations.
-        if torch.is_grad_enabled() or is_batched(grads[0]) or is_watched(operators=False):
+        # What is to be derived again, or stands for several gradients, is for torch's own operations. A compiled
+        # backward pass records nothing that could be derived.
+        is_compiled = torch.compiler.is_compiling() and not torch.is_grad_enabled()
+        if not is_compiled and (torch.is_grad_enabled() or is_batched(grads[0]) or is_watched(operators=False)):
             backward = fused.plain_backward or functools.partial(_derived, fused.plain, ctx.needs_input_grad[2:])
         return None, None, *backward(grads[0], *ctx.saved_tensors, **ctx.options)
 

@@ -17,7 +17,7 @@ from ds_plugin_sdk.errors import InvalidTensorError
 from ds_plugin_sdk.nn.linear import autocast_to, is_transformed
 from ds_plugin_sdk.ops import _library
 from ds_plugin_sdk.ops import linear_cross_entropy as ops
-from ds_plugin_sdk.ops._checks import CheckError
+from ds_plugin_sdk.ops._checks import CheckError, is_dtensor
 
 _REDUCTIONS = ("mean", "sum")
 
@@ -69,6 +69,7 @@ def linear_cross_entropy(
         ValueError: another reduction.
     """
     _check_reduction("linear_cross_entropy", reduction)
+    _check_kinds(input, linear_weight, target, linear_bias, group)
     ignore_index = -100 if ignore_index is None else ignore_index
     rows = math.prod(input.shape[:-1])
     dtype = autocast_to(input)
@@ -92,6 +93,20 @@ def linear_cross_entropy(
         return loss
     counted = (target != ignore_index).sum()
     return torch.where(counted == 0, torch.nan, loss / counted.clamp(min=1))
+
+
+def _check_kinds(*arguments: Any) -> None:
+    *tensors, group = arguments
+    if not torch.compiler.is_compiling() and any(map(is_dtensor, tensors)):
+        raise InvalidTensorError(
+            "a tensor is a DTensor",
+            op="linear_cross_entropy",
+            why="expected plain tensors: each rank has its own",
+            hint="of a weight that is divided by columns: weight.to_local(), with group=mesh.get_group()",
+        )
+    if group is not None and not isinstance(group, ProcessGroup):
+        what = "this rank is no member of the group" if isinstance(group, int) else f"group is a {type(group).__name__}"
+        raise InvalidTensorError(what, op="linear_cross_entropy", why="expected a ProcessGroup that this rank is in")
 
 
 def _is_transformed() -> bool:
@@ -137,8 +152,8 @@ def _columns(input: Tensor, weight: Tensor, group: ProcessGroup) -> ops.Columns:
     rank, ranks = group.rank(), group.size()
     wants = torch.is_grad_enabled() and input.requires_grad, torch.is_grad_enabled() and weight.requires_grad
     mine = [weight.shape[:1].numel(), *input.shape, input.element_size(), *map(int, wants)]
-    given = torch.zeros(ranks, len(mine), dtype=torch.int64)
-    given[rank] = torch.tensor(mine)
+    given = torch.zeros(ranks, len(mine), dtype=torch.int64, device="cpu")
+    given[rank] = torch.tensor(mine, device="cpu")
     given = given.to(input.device)
     comm.all_reduce(given, group=group)
     sizes, *same = given.cpu().t().tolist()

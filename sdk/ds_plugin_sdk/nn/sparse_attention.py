@@ -96,6 +96,8 @@ class SparseSelfAttention(nn.Module):
         self._check(query, key, value)
         masks = self._masks(query, rpe, key_padding_mask, attn_mask)
         self._synchronize()
+        if query.numel() == 0 or query.is_meta:
+            return torch.empty_like(query, memory_format=torch.contiguous_format)
         plan = self._plan(query.shape[2], query.device)
         output: Tensor = _BlockSparseAttention.apply(query, key, value, masks, plan)  # type: ignore[no-untyped-call, unused-ignore]  # before 2.15 torch gives it no type
         return output
@@ -155,12 +157,15 @@ class SparseSelfAttention(nn.Module):
     def _plan(self, length: int, device: torch.device) -> list[_Part]:
         """The parts in which a sequence is computed, renewed when the layout was written or replaced."""
         whole = self.master_layout
-        if self._planned is None or self._planned[0] is not whole or self._planned[1] != whole._version:
-            self._plans, self._planned = {}, (whole, whole._version)
+        version = (
+            -1 if whole.is_inference() else whole._version
+        )  # such tensors have none: they are planned for each time
+        if self._planned is None or self._planned[0] is not whole or version < 0 or self._planned[1] != version:
+            self._plans, self._planned = {}, (whole, version)
         if (length, device) not in self._plans:
             blocks = length // self.sparsity_config.block
             layout = whole[:, :blocks, :blocks].bool().cpu()
-            with torch.inference_mode(False):  # training will use these parts, too
+            with torch.inference_mode(False), torch.device("cpu"):  # training will use these parts, too
                 parts = _parts(layout, self.sparsity_config.block)
                 self._plans[length, device] = [part.on(device) for part in parts]
         return self._plans[length, device]
@@ -332,6 +337,9 @@ def _piece(mask: Tensor, part: _Part) -> Tensor:
 def _added(mask: Tensor, mode: MaskMode) -> Tensor:
     """A mask as what is added to the scores."""
     if mode == "add":
+        if not mask.is_floating_point():
+            why = "expected floating point, which is added to the scores; mode 'mul' hides the keys that are 0"
+            raise _invalid(f"a mask of mode 'add' is {str(mask.dtype).removeprefix('torch.')}", why)
         return mask
     return torch.zeros(mask.shape, dtype=torch.float32, device=mask.device).masked_fill_(mask == 0, -torch.inf)
 

@@ -31,6 +31,7 @@ class SparsityConfig:
     """
 
     def __init__(self, num_heads: int, block: int = 16, different_layout_per_head: bool = False) -> None:
+        _expect_some(num_heads=num_heads, block=block)
         self.num_heads = num_heads
         self.block = block
         self.different_layout_per_head = different_layout_per_head
@@ -49,7 +50,8 @@ class SparsityConfig:
             raise ValueError(f"the sequence has {seq_len} tokens; expected a multiple of the block, {self.block}")
         blocks = seq_len // self.block
         heads = range(self.num_heads if self.different_layout_per_head else 1)
-        layout = torch.stack([self._head_layout(head, blocks) for head in heads])
+        with torch.device("cpu"):  # whatever the default device is
+            layout = torch.stack([self._head_layout(head, blocks) for head in heads])
         if self.attention == "unidirectional":
             layout = layout.tril()
         return layout.expand(self.num_heads, blocks, blocks).to(torch.int64, memory_format=torch.contiguous_format)
@@ -101,6 +103,7 @@ class FixedSparsityConfig(SparsityConfig):
     ) -> None:
         super().__init__(num_heads, block, different_layout_per_head)
         self._set_attention(attention, horizontal_global_attention)
+        _expect_some(num_local_blocks=num_local_blocks, num_global_blocks=num_global_blocks)
         if num_local_blocks % num_global_blocks:
             raise ValueError(
                 f"num_local_blocks is {num_local_blocks}; expected a multiple of num_global_blocks, {num_global_blocks}"
@@ -138,7 +141,7 @@ class VariableSparsityConfig(SparsityConfig):
         num_heads, block, different_layout_per_head: as in `SparsityConfig`.
         num_random_blocks: number of blocks that each row draws.
         local_window_blocks: sizes of the windows; the last is that of all further ones.
-        global_block_indices: blocks that all attend to; those beyond the sequence do not count.
+        global_block_indices: blocks that all attend to; those beyond the sequence do not count, -1 is the last.
         global_block_end_indices: if given, where the range ends that begins at each of these; exclusive.
         attention: ``unidirectional`` or ``bidirectional``.
         horizontal_global_attention: whether global blocks attend to all blocks, too.
@@ -160,6 +163,10 @@ class VariableSparsityConfig(SparsityConfig):
         self._set_attention(attention, horizontal_global_attention)
         self.num_random_blocks = num_random_blocks
         self.local_window_blocks = list(local_window_blocks)
+        if not self.local_window_blocks or min(self.local_window_blocks) < 1:
+            raise ValueError(
+                f"local_window_blocks is {self.local_window_blocks}; expected at least one, each at least 1"
+            )
         self.global_ranges = _ranges(global_block_indices, global_block_end_indices)
         self.horizontal_global_attention = horizontal_global_attention
 
@@ -217,7 +224,8 @@ class BSLongformerSparsityConfig(SparsityConfig):
     Args:
         num_heads, block, different_layout_per_head: as in `SparsityConfig`.
         num_sliding_window_blocks: width of the window, which reaches half of that to either side.
-        global_block_indices: blocks that all attend to and that attend to all; those beyond the sequence do not count.
+        global_block_indices: blocks that all attend to and that attend to all; those beyond the sequence do not count,
+            and -1 is the last.
         global_block_end_indices: if given, where the range ends that begins at each of these; exclusive.
         attention: ``unidirectional`` or ``bidirectional``.
     """
@@ -288,7 +296,9 @@ def _sliding_window(blocks: int, width: int) -> Tensor:
 
 
 def _add_global(layout: Tensor, start: int, end: int, *, rows: bool) -> None:
-    """All blocks attend to blocks [start, end), and these to all if `rows`."""
+    """All blocks attend to blocks [start, end), and these to all if `rows`. Numbers below 0 count from the end."""
+    if start < 0:
+        start, end = start + len(layout), end + len(layout)
     layout[:, start:end] = True
     if rows:
         layout[start:end] = True
@@ -303,6 +313,12 @@ def _ranges(starts: Sequence[int], ends: Sequence[int] | None) -> list[tuple[int
             f"{list(starts)}"
         )
     return list(zip(starts, ends, strict=True))
+
+
+def _expect_some(**counts: int) -> None:
+    for name, count in counts.items():
+        if count < 1:
+            raise ValueError(f"{name} is {count}; expected at least 1")
 
 
 def _check_room(name: str, count: int, blocks: int) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ds_plugin_sdk.ops._derived_once import derived_once
 from ds_plugin_sdk.ops.transformer import layer as transformer_layer
 from ds_plugin_sdk.ops.transformer.layer import LayerConfig, SavedTensors, Weights
 
@@ -149,6 +151,7 @@ class _Function(torch.autograd.Function):
         return output
 
     @staticmethod
+    @functools.partial(derived_once, "transformer_layer")
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         output, input, mask, *rest = ctx.saved_tensors
         weights, kept = Weights(*rest[: len(Weights._fields)]), SavedTensors(*rest[len(Weights._fields) :])

@@ -15,6 +15,7 @@ from torch.autograd.graph import increment_version
 from ds_plugin_sdk.errors import InvalidTensorError, SdkError
 from ds_plugin_sdk.ops import _first_call
 from ds_plugin_sdk.ops._checks import CheckError
+from ds_plugin_sdk.ops._derived_once import derived_once
 
 Reference = TypeVar("Reference", bound=Callable[..., Any])
 
@@ -37,12 +38,15 @@ class Autograd(NamedTuple):
     """An op's derivative, as `torch.library.register_autograd` takes it.
 
     Attributes:
-        backward: ``backward(ctx, *grads)`` -> a gradient or None for each argument of the op.
+        backward: ``backward(ctx, *grads)`` -> a gradient or None for each argument of the op. Gradients of these
+            gradients are an error.
         setup_context: ``setup_context(ctx, inputs, output)``; saves what `backward` needs.
+        raises: `backward` raises that error itself, as it must where it does not save what gradients depend on.
     """
 
     backward: Callable[..., Any]
     setup_context: Callable[..., None]
+    raises: bool = False
 
 
 def op(
@@ -118,7 +122,10 @@ def register(
         torch.library.register_fake(f"{namespace}::{name}", fake, lib=library)
         if autograd is not None:
             torch.library.register_autograd(
-                f"{namespace}::{name}", autograd.backward, setup_context=autograd.setup_context, lib=library
+                f"{namespace}::{name}",
+                autograd.backward if autograd.raises else derived_once(name, autograd.backward),
+                setup_context=autograd.setup_context,
+                lib=library,
             )
 
 

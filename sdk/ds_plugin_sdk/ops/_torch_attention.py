@@ -31,10 +31,12 @@ def is_best(q: Tensor, mask: Tensor | None, p: float) -> bool:
         mask: added to the scores, or None.
         p: share of the weights that is dropped.
     """
+    if q.numel() == 0:  # which ends the process on CPUs
+        return False
     if _is_on_cpu(q):
         return p == 0 and (q.element_size() > 2 or q.shape[2] >= _LONG)
     fits = q.device.type == "cuda" and q.element_size() == 2 and q.shape[3] % _PACK == 0 and q.shape[3] <= 256
-    if not fits or q.numel() == 0 or not _has_kernel(q.device.index, mask is not None):
+    if not fits or not _has_kernel(q.device.index, mask is not None):
         return False
     return mask is not None or _has_derivative(q.shape[3], p) or _has_large_blocks(q.device.index)
 

@@ -171,7 +171,11 @@ def losses_of_columns(
     sums = torch.stack([e.sum(dim=1), of_target.squeeze(1), y.sum(dim=1)])
     total(sums)
     logsumexp = top + torch.log(sums[0])
-    losses = logsumexp - (1 - label_smoothing) * sums[1] + z_loss * logsumexp**2 - label_smoothing / columns * sums[2]
+    losses = logsumexp - (1 - label_smoothing) * sums[1]
+    if z_loss:
+        losses = losses + z_loss * logsumexp**2
+    if label_smoothing:  # the sum is infinite where a column is masked by -inf
+        losses = losses - label_smoothing / columns * sums[2]
     if gradient:
         grad = e.mul_(((1 + 2 * z_loss * logsumexp) / sums[0]).unsqueeze(1)).sub_(label_smoothing / columns)
         if x.shape[1]:

@@ -153,7 +153,7 @@ def is_batched(tensor: Tensor | None) -> bool:
     "bool bias_gradient) -> (Tensor, Tensor, Tensor, Tensor)",
     check=check_arguments,
     outputs=_new_results,
-    autograd=_library.Autograd(_derive, _save),
+    autograd=_library.Autograd(_derive, _save, raises=True),
 )
 def linear_cross_entropy_reference(
     input: Tensor,

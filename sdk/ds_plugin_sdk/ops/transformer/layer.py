@@ -136,13 +136,13 @@ def _forward(layer: LayerConfig, input: Tensor, mask: Tensor | None, weights: We
     normed, mean, rstd = input, nothing, nothing
     if layer.pre_layer_norm:
         normed, _, mean, rstd = _norm(input, None, None, weights.norm_w, weights.norm_b, None, 0.0, layer.eps)
-    qkv = torch.addmm(weights.attn_qkvb, _rows(normed), weights.attn_qkvw.t()).view(*input.shape[:2], -1)
+    qkv = _as_in(input, torch.addmm(weights.attn_qkvb, _rows(normed), weights.attn_qkvw.t()))
     context, probs, dropped, attn_seed, attn_offset = _attend(layer, qkv, mask, seeds[0], attn_p)
     attention = (_rows(context) @ weights.attn_ow.t()).view_as(input)
     attn_normed, attn_sum, attn_mean, attn_rstd = _norm(
         attention, weights.attn_ob, input, weights.attn_nw, weights.attn_nb, seeds[1], p, layer.eps
     )
-    inter = (_rows(attn_normed) @ weights.inter_w.t()).view(*input.shape[:2], -1)
+    inter = _as_in(input, _rows(attn_normed) @ weights.inter_w.t())
     gelu = _library.call("fused_bias_gelu", inter, weights.inter_b, layer.tanh)
     hidden = (_rows(gelu) @ weights.output_w.t()).view_as(input)
     if layer.pre_layer_norm:
@@ -314,9 +314,9 @@ def _attend_backward(
 ) -> Tensor:
     """The gradient of queries, keys and values, ``[B, S, 3 H]``."""
     q, k, v = _heads(layer, kept.qkv)
-    grad = grad_context.view(*grad_context.shape[:2], layer.heads, -1).transpose(1, 2)
+    grad = _by_heads(layer, grad_context)
     if kept.probs.dim() == 3:
-        context = kept.context.view(*grad_context.shape[:2], layer.heads, -1).transpose(1, 2)
+        context = _by_heads(layer, kept.context)
         of_torch = _torch_attention.Saved(kept.probs, kept.attn_seed, kept.attn_offset)
         grads = _torch_attention.backward(grad, q, k, v, _full(mask), context, of_torch, p)
     else:
@@ -340,13 +340,18 @@ def _attend_backward(
 
 def _heads(layer: LayerConfig, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values, ``[B, heads, S, head_dim]``, views."""
-    q, k, v = qkv.view(*qkv.shape[:2], 3, layer.heads, -1).permute(2, 0, 3, 1, 4)
+    q, k, v = (_by_heads(layer, each) for each in qkv.chunk(3, dim=-1))
     return q, k, v
+
+
+def _by_heads(layer: LayerConfig, x: Tensor) -> Tensor:
+    """``[B, S, H]`` as ``[B, heads, S, head_dim]``, a view."""
+    return x.view(*x.shape[:2], layer.heads, x.shape[2] // layer.heads).transpose(1, 2)
 
 
 def _matrices(x: Tensor) -> Tensor:
     """``[B, heads, ...]`` as ``[B * heads, ...]``, contiguous, so that its transpose need not be copied."""
-    return x.reshape(-1, *x.shape[2:])
+    return x.flatten(0, 1)
 
 
 def _product(a: Tensor, b: Tensor, like: Tensor) -> Tensor:
@@ -368,6 +373,11 @@ def _full(mask: Tensor | None) -> Tensor | None:
 
 def _rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
+
+
+def _as_in(input: Tensor, rows: Tensor) -> Tensor:
+    """Rows for each token of input, ``[B, S, ...]``."""
+    return rows.view(*input.shape[:2], rows.shape[1])
 
 
 def _norm(*arguments: Tensor | float | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
