@@ -68,7 +68,7 @@ struct LayerNorm {
       });
       const float error = sum_of(moments.first) / n.columns;
       const float variance = sum_of(moments.second) / n.columns - error * error;
-      const float factor = 1.f / square_root(variance + n.eps);
+      const float factor = 1.f / square_root((variance < 0.f ? 0.f : variance) + n.eps);  // rounding; a NaN stays
       finish<Element>(n, row, x, centre, factor, -error * factor);
     }
   }

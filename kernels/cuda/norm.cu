@@ -21,7 +21,8 @@ __device__ __forceinline__ Normal normal_of(Row& row, const NormRows& n, float s
   if constexpr (centred) {
     const float centre = row.sum([](float x) { return x; }) * share;
     const auto sums = row.sum([=](float x) { return Two<float>{x - centre, (x - centre) * (x - centre)}; });
-    const float error = sums.first * share, factor = rsqrtf(sums.second * share - error * error + n.eps);
+    const float error = sums.first * share, variance = sums.second * share - error * error;
+    const float factor = rsqrtf((variance < 0.f ? 0.f : variance) + n.eps);  // rounding; a NaN stays
     return {centre, factor, -error * factor};
   } else {
     return {0.f, rsqrtf(row.sum([](float x) { return x * x; }) * share + n.eps), 0.f};

@@ -158,6 +158,33 @@ def test_one_of_several_fails(backend: str, tmp_path: Path) -> None:
     assert good.read_bytes() == x.numpy().tobytes()
 
 
+def test_a_tensor_that_does_not_take_what_was_read_is_an_error_of_that_read(backend: str, tmp_path: Path) -> None:
+    """Resized meanwhile, say. What else was begun ends, and the handle can be used again."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    io, x = AsyncIO(), numbers(5_000)
+    first.write_bytes(x.numpy().tobytes())
+    io.read(torch.zeros(1, dtype=torch.uint8).expand(5_000), first)
+    io.write(x, second)
+    with pytest.raises(FileError, match=r"reading 5000 bytes .*first failed .*: the tensor does not take what"):
+        io.wait()
+    assert second.read_bytes() == x.numpy().tobytes()
+    io.write(x, second)
+    assert io.wait() == 1
+    io.close()
+
+
+def test_autograd_notices_a_read(backend: str, tmp_path: Path) -> None:
+    path, io = tmp_path / "file", AsyncIO()
+    w = torch.ones(4, requires_grad=True)
+    io.write(w, path)
+    io.wait()
+    y = (w * w).sum()
+    io.read(w, path)
+    io.wait()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+
+
 def test_a_file_that_ends_while_it_is_read(backend: str, tmp_path: Path) -> None:
     """Shortened after its size was seen: an error, and not the memory's old content taken for the file's."""
     path = tmp_path / "file"

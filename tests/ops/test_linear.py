@@ -471,6 +471,15 @@ def test_quantize_weight_by_parts() -> None:
         assert all(torch.equal(a, torch.cat(b)) for a, b in zip(whole, zip(*alone, strict=True), strict=True))
 
 
+def test_bits_and_levels_that_there_are_not_are_errors() -> None:
+    for bits in (2, 5, "4"):
+        with pytest.raises(InvalidTensorError, match=f"bits is {bits!r}.*4 or 8"):
+            quantize_weight(torch.ones(1, 64), 64, bits)  # type: ignore[arg-type]  # that is what is tested
+    for level in (-1, 17):
+        with pytest.raises(InvalidTensorError, match=f"levels are {level} to {level}.*0 to 15"):
+            pack_int4(torch.full((1, 64), level), torch.ones(1, 1))
+
+
 def test_pack_int4() -> None:
     """Any levels, scales and zero points of others: what comes out again is what they stand for."""
     levels, zeros = torch.randint(0, 16, (5, 256)), torch.randint(0, 17, (5, 2))

@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from ds_plugin_sdk.errors import FileError, OpError
 from ds_plugin_sdk.ops import _first_call, pin_memory
@@ -51,6 +52,7 @@ _HINTS = {
     errno.EMFILE: "raise the limit of open files, `ulimit -n`",
 }
 
+_LARGEST_BLOCK = 1 << 30  # the kernel does at most 2 GiB by one request
 _library: ctypes.CDLL | None = None
 
 
@@ -92,7 +94,7 @@ class AsyncIO:
         else:
             ring = backend == "io_uring" and settings.io_uring
             flags = 1 * single_submit + 2 * overlap_events + 4 * (not ring)  # kIoSingleSubmit and the others
-            self._engine = _Native(_library, block_size, queue_depth, threads, flags)
+            self._engine = _Native(_library, min(block_size, _LARGEST_BLOCK), queue_depth, threads, flags)
         self._pending: list[_Transfer] = []
         self._lock = threading.RLock()
         self._process = os.getpid()
@@ -302,10 +304,24 @@ class _Transfer:
             except OSError as error:  # a network's file system may say only now that a write failed
                 self.numbers.append(error.errno or errno.EIO)
         number = next(filter(None, self.numbers), 0)
-        if number == 0 and not self.write and self.memory is not None and self.memory is not self.tensor:
-            self.tensor.detach().copy_(self.memory.view(self.tensor.shape))
-        self.memory = None
-        return self.error(number) if number else None
+        memory, self.memory = self.memory, None
+        if number:
+            return self.error(number)
+        return None if self.write or memory is None else self._fill(memory)
+
+    def _fill(self, memory: Tensor) -> FileError | None:
+        """Put what was read into the tensor. What went wrong, or None."""
+        if memory is self.tensor:
+            if not self.tensor.is_inference():
+                increment_version(self.tensor)  # so that autograd notices
+            return None
+        try:
+            self.tensor.detach().copy_(memory.view(self.tensor.shape))
+        except Exception as error:  # of another shape or device by now, or out of memory there
+            failed = self._error(f"the tensor does not take what was read: {error}", "", 0)
+            failed.__cause__ = error
+            return failed
+        return None
 
     def error(self, number: int) -> FileError:
         """The error for a number of `errno`."""
@@ -397,12 +413,14 @@ def _pieces(address: int, offset: int, size: int, direct: bool) -> Iterator[tupl
 def _end(engine: _Engine, pending: list[_Transfer], process: int) -> None:
     if os.getpid() != process:
         return  # forked: the threads are not here
-    for transfer in pending:
-        error = transfer.finish(engine)
-        if error is not None:
-            warnings.warn(f"ds-plugin-sdk: nobody waited for this: {error}", RuntimeWarning, stacklevel=2)
-    pending.clear()
-    engine.stop()
+    try:
+        for transfer in pending:
+            error = transfer.finish(engine)
+            if error is not None:
+                warnings.warn(f"ds-plugin-sdk: nobody waited for this: {error}", RuntimeWarning, stacklevel=2)
+        pending.clear()
+    finally:
+        engine.stop()
 
 
 def use_library(library: ctypes.CDLL) -> None:

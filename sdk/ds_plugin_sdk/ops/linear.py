@@ -79,8 +79,10 @@ def quantize_weight(weight: Tensor, group_size: int = 128, bits: Literal[4, 8] =
         lowest bits up. The scales, float32, ``[rows, in / group_size]``.
 
     Raises:
-        InvalidTensorError: `weight` is no matrix, or the group size does not fit.
+        InvalidTensorError: `weight` is no matrix, or the group size or the number of bits does not fit.
     """
+    if bits not in (4, 8):
+        raise _library.invalid("quantize_weight", f"bits is {bits!r}; expected 4 or 8")
     multiple = _INT4_BLOCK if bits == 4 else 1
     if weight.dim() != 2 or group_size <= 0 or weight.shape[1] % group_size or group_size % multiple:
         expected = f"a multiple of {multiple} that divides its columns" if bits == 4 else "a divisor of its columns"
@@ -142,7 +144,7 @@ def pack_int4(levels: Tensor, scales: Tensor, zeros: Tensor | None = None) -> tu
         ``[rows, groups]``. Offsets are None where all zero points are 8.
 
     Raises:
-        InvalidTensorError: shapes do not fit.
+        InvalidTensorError: shapes do not fit, or a level is none of 0 to 15.
     """
     block = _INT4_BLOCK * (scales.shape[1] if scales.dim() == 2 else 0)
     if levels.dim() != 2 or block == 0 or scales.shape[0] != levels.shape[0] or levels.shape[1] % block:
@@ -153,6 +155,9 @@ def pack_int4(levels: Tensor, scales: Tensor, zeros: Tensor | None = None) -> tu
         )
     if zeros is not None and zeros.shape != scales.shape:
         raise _library.invalid("pack_int4", f"zeros is {list(zeros.shape)}; expected {list(scales.shape)} as scales")
+    if levels.numel() and not 0 <= int(levels.amin()) <= int(levels.amax()) <= 15:
+        span = f"{int(levels.amin())} to {int(levels.amax())}"
+        raise _library.invalid("pack_int4", f"levels are {span}; expected 0 to 15: add 8 to signed ones")
     pairs, scales = _pack(levels.to(torch.uint8)), scales.to(torch.float32)
     if zeros is None or bool((zeros == 8).all()):
         return pairs, scales, None

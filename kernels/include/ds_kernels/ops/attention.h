@@ -72,10 +72,10 @@ class AttentionCall {
   // ---- by torch's means ------------------------------------------------------------------------------------------
 
   // Whether torch's attention needs no bias to give the same. It counts a causal query's position from the first key,
-  // we from the last.
+  // we from the last, and multiplies the -inf of a key that is not seen by the scale.
   bool needs_no_bias() const {
     return work_.mask_kind == Mask::None && !work_.alibi && work_.window == 0 &&
-           (!work_.causal || work_.tokens == 1 || work_.tokens == work_.total);
+           (!work_.causal || work_.tokens == 1 || (work_.tokens == work_.total && scale_ > 0));
   }
 
   // Appends keys and values to caches of the query's dtype.
