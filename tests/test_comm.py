@@ -278,6 +278,19 @@ comm.all_reduce(torch.ones(3))
 print("rank 0: done")
 """
 
+SUBCLASSES = (
+    START
+    + """
+from torch.testing._internal.two_tensor import TwoTensor
+two = TwoTensor(torch.ones(3), torch.full((3,), 2.0))
+comm.all_reduce(two)
+plain = torch.ones(3)
+comm.all_reduce(plain)
+say("added", two.a.tolist(), two.b.tolist(), plain.tolist())
+"""
+    + END
+)
+
 LATE = (
     START
     + """
@@ -483,6 +496,12 @@ def test_ranks_that_do_not_exist_are_not_waited_for(tmp_path: Path) -> None:
 
 
 @shared_memory
+def test_a_subclass_s_own_collectives_run(tmp_path: Path) -> None:
+    """Of a wrapper of tensors the elements are not where its own would be; the group stays whole."""
+    said = run(SUBCLASSES, 2, tmp_path)
+    assert said == [f"rank {rank}: added [2.0, 2.0, 2.0] [4.0, 4.0, 4.0] [2.0, 2.0, 2.0]" for rank in range(2)]
+
+
 def test_a_late_rank_is_waited_for_until_the_groups_timeout(tmp_path: Path) -> None:
     said = run(LATE, 2, tmp_path)
     assert {"rank 0: in time [2.0]", "rank 1: in time [2.0]"} <= set(said), said

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from ds_plugin_sdk import DeepSpeedAccelerator, PortedAccelerator, SYCLOpBuilder
+from ds_plugin_sdk.ported_accelerator import port
 
 # As such classes stand in extensions of 2023: members and arguments of DeepSpeed 0.12, no super().__init__(). The
 # device is one that this machine has.
@@ -104,6 +105,19 @@ def test_it_constructs_and_what_it_lacks_is_answered(ported: Any) -> None:
     assert ported.get_compile_backend() == "inductor"
     assert ported.pin_empty_like is not None
     assert ported.memory_allocated() == 0
+
+
+def test_a_class_that_sets_its_names_after_its_base_s_init_is_set() -> None:
+    """As DeepSpeed's own for NPUs, which returns what its __init__ sets."""
+
+    class NPU_Accelerator(XPU_Accelerator):
+        def __init__(self) -> None:
+            PortedAccelerator.__init__(self)
+            self._communication_backend_name = "gloo"
+
+    accelerator = NPU_Accelerator()
+    assert port(accelerator) is accelerator
+    assert accelerator._communication_backend_name == "gloo" and accelerator._name == accelerator.device_name()
 
 
 def test_old_methods_take_what_every_release_passes(ported: Any) -> None:

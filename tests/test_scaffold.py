@@ -85,6 +85,12 @@ def test_names_that_torch_or_the_sdk_has(name: str, tmp_path: Path) -> None:
         generate(Project(name, output=tmp_path))
 
 
+@pytest.mark.parametrize("name", ["n", "n1", "x"])
+def test_names_whose_collectives_torch_has(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ScaffoldError, match=f"the name '{name}' is taken.*ccl, which torch has itself"):
+        generate(Project(name, output=tmp_path))
+
+
 def test_a_name_that_an_installed_plugin_has(install: Install, tmp_path: Path) -> None:
     install("zap")
     with pytest.raises(ScaffoldError, match=r"ds-plugin-zap 1.0 is installed here and has it"):

@@ -180,7 +180,11 @@ def _gathers(output: Tensor, input: Tensor) -> bool:
 
 def _strided(tensor: Tensor) -> bool:
     # Dynamo does not let a backward pass look at layouts: the ops below do when they run.
-    return torch.compiler.is_compiling() or (tensor.layout == torch.strided and not _is_batched(tensor))
+    return torch.compiler.is_compiling() or (
+        tensor.layout == torch.strided
+        and type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__  # a subclass's elements may lie elsewhere
+        and not _is_batched(tensor)
+    )
 
 
 # For graphs. A compiled rank may meet ranks that are not compiled, as Dynamo gives up what it compiled too often on one

@@ -13,6 +13,7 @@ An instance of such a class whose base nobody has changed is given the same by `
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable
@@ -30,6 +31,13 @@ _CHANGED = ("initial_seed", "pin_memory", "range_pop", "range_push")
 
 class PortedAccelerator(DeepSpeedAccelerator):
     """An accelerator class of DeepSpeed's own kind, made to fit every release of DeepSpeed."""
+
+    def __init__(self) -> None:
+        # Methods may read what the class's own __init__ sets after this one: `port` asks them again.
+        with contextlib.suppress(AttributeError):
+            _name(self)
+        self._compile_backend = type(self)._compile_backend
+        self._check_flags()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -53,6 +61,8 @@ def port(accelerator: Any) -> DeepSpeedAccelerator:
             or has a text where a tuple of names is meant.
     """
     if isinstance(accelerator, DeepSpeedAccelerator):
+        if isinstance(accelerator, PortedAccelerator):
+            _name(accelerator)
         _check(accelerator)
         return accelerator
     if not written_for_deepspeed(accelerator):
@@ -65,15 +75,19 @@ def port(accelerator: Any) -> DeepSpeedAccelerator:
     cls: type[Any] = type(accelerator)
     accelerator.__class__ = _ported(cls)  # type: ignore[arg-type]  # mypy takes a class for unhashable
     ported: DeepSpeedAccelerator = accelerator
-    # DeepSpeed reads these directly.
-    for name, value in (
-        ("_name", ported.device_name),
-        ("_communication_backend_name", ported.communication_backend_name),
-    ):
-        if not hasattr(ported, name):
-            setattr(ported, name, value())
+    _name(ported)
     _check(ported)
     return ported
+
+
+def _name(accelerator: DeepSpeedAccelerator) -> None:
+    """Set the attributes that DeepSpeed reads directly, where they are not."""
+    for name, value in (
+        ("_name", accelerator.device_name),
+        ("_communication_backend_name", accelerator.communication_backend_name),
+    ):
+        if not hasattr(accelerator, name):
+            setattr(accelerator, name, value())
 
 
 def _check(accelerator: DeepSpeedAccelerator) -> None:

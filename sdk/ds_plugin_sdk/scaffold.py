@@ -27,6 +27,9 @@ TORCH_DEVICES = frozenset({
 })
 # fmt: on
 
+# Collectives that torch knows, with or without having them (torch/distributed/distributed_c10d.py).
+TORCH_COLLECTIVES = frozenset({"fake", "gloo", "mpi", "nccl", "ucc", "xccl"})
+
 # Names of the SDK's own plugins and commands, and those that would hide what every program imports.
 _TAKEN = frozenset({"cpu", "cuda", "cls", "deepspeed", "meta", "privateuseone", "sdk", "self", "simulator", "torch"})
 
@@ -131,6 +134,12 @@ def _check(project: Project) -> None:
             f"the name '{name}' is taken",
             why=f"the device would be torch.{project.device_type}, and {owner} is there already",
             hint="choose another, which torch does not have",
+        )
+    if project.runtime == "simulated" and f"{project.device_type}ccl" in TORCH_COLLECTIVES:
+        raise ScaffoldError(
+            f"the name '{name}' is taken",
+            why=f"the collectives of its device would be {project.device_type}ccl, which torch has itself",
+            hint="choose another",
         )
     others = registry.scan().get(name)
     if others:

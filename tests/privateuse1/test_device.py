@@ -78,6 +78,12 @@ def test_names_that_cannot_be_had(name: str, reason: str) -> None:
         privateuse1.install(name, runtime=simulator.SimulatedRuntime())
 
 
+@pytest.mark.parametrize("collectives", ["nccl", "gloo", "xccl"])
+def test_collectives_that_torch_has_cannot_be_had(collectives: str) -> None:
+    with pytest.raises(DeviceNameError, match=f"'{collectives}' cannot be the name of the collectives"):
+        privateuse1.install("zap", runtime=simulator.SimulatedRuntime(), collectives=collectives)
+
+
 def test_another_backend_has_torch_s_place(run: Run) -> None:
     program = (
         "import torch; torch.utils.rename_privateuse1_backend('other')\n"

@@ -38,7 +38,8 @@ def install(name: str, *, runtime: build.RuntimeBuilder, collectives: str | None
         ``torch.<name>``.
 
     Raises:
-        DeviceNameError: the name is malformed or torch's own, or another out-of-tree device is installed.
+        DeviceNameError: the name, or that of the collectives, is malformed or torch's own, or another out-of-tree
+            device is installed.
         BuildError: the native code can neither be found nor compiled.
         InvalidAcceleratorError: the runtime lacks functions, or could not be started.
     """
@@ -47,6 +48,8 @@ def install(name: str, *, runtime: build.RuntimeBuilder, collectives: str | None
         if _module is not None and installed_name() == name:
             return _module
         _check_name(name)
+        collectives = f"{name}ccl" if collectives is None else collectives
+        _check_collectives(name, collectives)
         # A program that makes the accelerator itself never asks for the plugin, whose wheel may have the torch backend.
         add_prebuilt(runtime.owner(), runtime.kernel_root() / "prebuilt")
         backend = build.BackendBuilder()
@@ -56,7 +59,7 @@ def install(name: str, *, runtime: build.RuntimeBuilder, collectives: str | None
         runtime.configure(_runtime)
         _start(_runtime, name)
         torch_threads.wait_at_exit()
-        _module = _register(name, f"{name}ccl" if collectives is None else collectives)
+        _module = _register(name, collectives)
         return _module
 
 
@@ -111,6 +114,17 @@ def _check_name(name: str) -> None:
             f"device '{name}' cannot be installed",
             why=f"torch has one out-of-tree device in each process, and it is '{taken}'",
             hint=f"use one of the two in a process: uninstall the plugin of '{taken}', or do not install '{name}'",
+        )
+
+
+def _check_collectives(name: str, collectives: str) -> None:
+    import torch
+
+    if collectives and torch.distributed.is_available() and collectives in torch.distributed.Backend.backend_list:
+        raise DeviceNameError(
+            f"'{collectives}' cannot be the name of the collectives of device '{name}'",
+            why="torch has collectives of that name itself, and would take those",
+            hint=f"choose another: install(..., collectives='{name}_ccl')",
         )
 
 
