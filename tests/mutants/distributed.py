@@ -112,6 +112,23 @@ def _never_done(original: Function, tensor: torch.Tensor, *, async_op: bool = Fa
 
 
 _function("no_handle", "D1.6", "`async_op=True` gives no handle.", "all_reduce", _never_done)
+
+
+def _whole_allocation(original: Function, tensor: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
+    """The transport is handed the address of the allocation."""
+    return original(tensor.as_strided(tensor.shape, tensor.stride(), 0), *arguments, **keywords)
+
+
+def _some_dimensions(original: Function, tensor: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
+    if tensor.dim() == 0:
+        raise RuntimeError("tensor must have a dimension")
+    return original(tensor, *arguments, **keywords)
+
+
+_function(
+    "whole_allocation", "D1.12", "Of a slice the allocation's beginning is reduced.", "all_reduce", _whole_allocation
+)
+_function("some_dimensions", "D1.12", "A tensor of no dimensions is rejected.", "broadcast", _some_dimensions)
 _function("not_reduced", "D1.7", "`reduce` does nothing.", "reduce", _nothing)
 _function("scattered_nothing", "D1.8", "`reduce_scatter` does nothing.", "reduce_scatter", _nothing)
 _function(

@@ -165,6 +165,14 @@ _collective(
     "DeepSpeed exchanges sizes, offsets and indices of samples.",
 )
 
+_collective(
+    "parts",
+    "D1.12",
+    "Collectives take tensors that begin in the middle of an allocation, and write nothing beside them; `all_reduce` "
+    "and `broadcast` take one of no dimensions, too.",
+    "Gradients are slices of flat buffers; losses and norms are numbers.",
+)
+
 # --------------------------------------------------------------------------------- D2: broadcast, gather and scatter
 _collective(
     "broadcast",

@@ -185,6 +185,35 @@ def integers(it: _Rank) -> None:
 
 
 @_task
+def parts(it: _Rank) -> None:
+    """Slices, whose neighbours stay as they are, and numbers."""
+    two = [(it.rank + 1.0) * each for each in (1, 10)]
+
+    def flat(*values: float) -> torch.Tensor:
+        return it.tensor(-1, *values, -1)
+
+    reduced, named, scattered, gathered = flat(*two), flat(*two), flat(0), flat(0, 0, 0, 0)
+    dist.all_reduce(reduced[1:3])
+    dist.broadcast(named[1:3], 1)
+    dist.reduce_scatter_tensor(scattered[1:2], flat(*two)[1:3])
+    dist.all_gather_into_tensor(gathered[1:5], flat(*two)[1:3])
+    expected = {
+        "all_reduce": (reduced, [3, 30]),
+        "broadcast": (named, [2, 20]),
+        "reduce_scatter_tensor": (scattered, [[3], [30]][it.rank]),
+        "all_gather_into_tensor": (gathered, [1, 10, 2, 20]),
+    }
+    for name, (values, right) in expected.items():
+        expect_equal(_values(values), [-1, *right, -1], f"{name} of a slice, and the numbers beside it")
+    number = it.tensor(it.rank + 1.0)[0].clone()
+    dist.all_reduce(number)
+    expect_equal(_values(number), 3, "all_reduce of a tensor of no dimensions")
+    number = it.tensor(it.rank + 1.0)[0].clone()
+    dist.broadcast(number, 1)
+    expect_equal(_values(number), 2, "broadcast of a tensor of no dimensions")
+
+
+@_task
 def all_reduce_empty(it: _Rank) -> None:
     dist.all_reduce(torch.empty(0, device=it.device))
     values = it.mine
