@@ -136,3 +136,29 @@ member(
     target=SIMULATED,
     stream=_left_current,
 )
+
+
+# ---- the device that a query leaves current --------------------------------------------------------------------------
+def _moves(function: str) -> Callable[..., Any]:
+    """The member makes the device current that it is asked of, as a driver has it that has no index in its calls."""
+
+    def asked(self: Any, index: int | None = None) -> Any:
+        if index is not None:
+            original(self).set_device(index)
+        return getattr(original(self), function)()
+
+    return asked
+
+
+for _member in ("memory_stats", "total_memory", "current_stream"):
+    _moved: Any = {_member: _moves(_member)}
+    member(f"device.moved_by_{_member}", "R1.24", f"`{_member}(i)` makes `i` current.", target=SIMULATED, **_moved)
+
+
+def _seed_each(self: Any, seed: int) -> None:
+    for index in range(self.device_count()):
+        self.set_device(index)
+        self.manual_seed(seed)
+
+
+member("device.moved_by_seeds", "R1.24", "Seeds leave the last device.", target=SIMULATED, manual_seed_all=_seed_each)

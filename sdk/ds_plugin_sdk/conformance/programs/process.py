@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -118,6 +121,33 @@ def _held_at_exit(target: Target) -> dict[str, Any]:
     return {}
 
 
+# What a script has set before it imports a plugin, or at least expects.
+_before: dict[str, str] = {}
+
+
+def _settings() -> dict[str, str]:
+    """Settings of the process that are a script's to make."""
+    return {
+        "torch's default dtype": str(torch.get_default_dtype()),
+        "torch's default device": str(torch.get_default_device()),
+        "torch's number of threads": str(torch.get_num_threads()),
+        "torch's deterministic algorithms": str(torch.are_deterministic_algorithms_enabled()),
+        "whether gradients are computed": str(torch.is_grad_enabled()),
+        "torch's precision of float32 products": torch.get_float32_matmul_precision(),
+        "the host's generator": str(hash(bytes(torch.get_rng_state().tolist()))),
+        "the current folder": str(Path.cwd()),
+        **{f"the handler of {each.name}": str(signal.getsignal(each)) for each in (signal.SIGINT, signal.SIGTERM)},
+        **{f"the variable {name}": value for name, value in os.environ.items()},
+    }
+
+
+def _changed(target: Target) -> dict[str, Any]:
+    """What importing and making the accelerator, and asking for its devices, has changed of them."""
+    target.accelerator.device_count()
+    after = _settings()
+    return {what: [value, after.get(what)] for what, value in _before.items() if after.get(what) != value}
+
+
 _TASKS: dict[str, Callable[[Target], dict[str, Any]]] = {
     "rank": _rank,
     "rank_device": _rank_device,
@@ -125,10 +155,12 @@ _TASKS: dict[str, Callable[[Target], dict[str, Any]]] = {
     "fork_after_use": _fork_after_use,
     "spawn": _spawn,
     "held_at_exit": _held_at_exit,
+    "changed": _changed,
 }
 
 
 def main() -> None:
+    _before.update(_settings())
     try:
         give(_TASKS[sys.argv[2]](Target.find(sys.argv[1])))
     except Exception as error:

@@ -1,6 +1,7 @@
 """Level ``runtime``: every member of the accelerator's contract, by what it is for.
 
 device         R1   names, indices, the current device
+surroundings   R1   what a call leaves alone
 flags          R2   the four behaviour flags against what the device does
 random         R3   seeds, states, generators
 streams        R4   streams, what they order and what they leave
@@ -19,6 +20,7 @@ import importlib
 
 for _module in (
     "device",
+    "surroundings",
     "flags",
     "random",
     "streams",

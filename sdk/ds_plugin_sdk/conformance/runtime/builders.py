@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from collections.abc import Callable
 from typing import Any
 
 from ds_plugin_sdk.conformance.check import Clause, check, expect, expect_equal
@@ -44,9 +45,10 @@ def builder_class(target: Target, builder: str) -> None:
     "runtime.builders.surface",
     Clause(
         "R12.2",
-        "Every builder can be made without arguments and has `BUILD_VAR`, `name`, `load`, `is_compatible` and "
-        "`absolute_name`; `create_op_builder(name)` gives one, or None for a collective that is not offered.",
-        reason="What DeepSpeed's loaders and reports use.",
+        "Every builder can be made without arguments and has `BUILD_VAR`, `load`, `is_compatible`, `absolute_name`, "
+        "and a `name` that is its `NAME`; `create_op_builder(name)` gives one, or None for a collective that is not "
+        "offered.",
+        reason="What DeepSpeed's loaders and reports use: the latter list ops by `name`.",
     ),
     cases=_cases,
 )
@@ -56,7 +58,9 @@ def surface(target: Target, builder: str) -> None:
         return
     for attribute in ("NAME", "BUILD_VAR", "name"):
         expect_type(getattr(made, attribute, None), str, f"{attribute} of create_op_builder({builder!r})")
+    expect_equal(made.name, made.NAME, f"name of create_op_builder({builder!r})")
     expect_type(bool(made.is_compatible(verbose=False)), bool, f"is_compatible(verbose=False) of {builder}")
+    expect_type(bool(made.is_compatible()), bool, f"is_compatible() of {builder}")
     expect_type(made.absolute_name(), str, f"absolute_name() of {builder}")
 
 
@@ -76,9 +80,13 @@ def load(target: Target, builder: str) -> None:
     if made is None:
         return
     if made.is_compatible(verbose=False):
-        for which, again in (("", made), (" a second time", made), (" of another builder", _create(target, builder))):
-            given = again.load(verbose=False)
-            expect(given is not None, f"load(){which} of {builder}, which is compatible, gave None")
+        loads: dict[str, Callable[[], Any]] = {
+            "": lambda: made.load(verbose=False),
+            " a second time": made.load,
+            " of another builder": lambda: _create(target, builder).load(verbose=False),
+        }
+        for which, call in loads.items():
+            expect(call() is not None, f"load(){which} of {builder}, which is compatible, gave None")
     elif not op_table.by_builder(builder).optional and not type(made).__module__.startswith("deepspeed."):
         what = f"load() of {builder}, which is not compatible,"
         expect_raises(lambda: made.load(verbose=False), ValueError, what)

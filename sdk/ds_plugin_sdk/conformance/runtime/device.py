@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import time
+from typing import Any
 
 import torch
 
@@ -372,6 +375,32 @@ def _extremes(dtype: torch.dtype) -> torch.Tensor:
 
 
 @check(
+    "runtime.device.saved",
+    Clause(
+        "R1.26",
+        "A tensor of each device that `torch.save` has written is read by `torch.load` as one of that device, or of "
+        "the one that `map_location` names, the host among them; its `copy.deepcopy` is a copy on its device.",
+        reason="Checkpoints and best weights are saved and read this way, and averaged models are deep copies.",
+    ),
+)
+def saved(target: Target) -> None:
+    host = torch.arange(6.0).view(2, 3)
+    for index in indices(target):
+        there, file = torch.nn.Parameter(host.to(target.accelerator.device_name(index), copy=True)), io.BytesIO()
+        torch.save({"weight": there}, file)
+        places: list[Any] = [None, "cpu", *(place(target, other) for other in indices(target))]
+        for given in places:
+            file.seek(0)
+            read = torch.load(file, map_location=given, weights_only=True)["weight"]
+            seen = (read.device, read.tolist())
+            expected = (there.device if given is None else torch.device(given), host.tolist())
+            expect_equal(seen, expected, f"what torch.load(map_location={given!r}) read of a tensor of {there.device}")
+        copied = copy.deepcopy(there)
+        there.data.fill_(-1.0)
+        expect_equal((copied.device, copied.tolist()), (there.device, host.tolist()), "a deep copy")
+
+
+@check(
     "runtime.device.members_replaceable",
     Clause(
         "R1.17",
@@ -395,7 +424,8 @@ def members_replaceable(target: Target) -> None:
     Clause(
         "R1.18",
         "The device type has torch's device module and autocast: `torch.get_device_module(device_name())` and "
-        "`torch.autocast(device_type=device_name())` work.",
+        "`torch.autocast(device_type=device_name())` work; the latter also of what is float32 in linear layers, "
+        "convolutions and batches of products.",
         reason="DeepSpeed's torch_autocast and activation checkpointing go through both.",
     ),
     cases=lambda target: ({"dtype": str(dtype).removeprefix("torch.")} for dtype in _half_dtypes(target)),
@@ -407,6 +437,16 @@ def contextual(target: Target, dtype: str) -> None:
         product = left @ left
     expect_equal(str(product.dtype), f"torch.{dtype}", f"dtype of a matrix product under autocast to {dtype}")
     expect_equal(set(product.float().cpu().flatten().tolist()), {4.0}, "that product's values")
+    functional, batch = torch.nn.functional, torch.ones(2, 4, 4, device=target.device)
+    with torch.autocast(device_type=target.device_type, dtype=getattr(torch, dtype)):
+        products = {
+            "linear": functional.linear(batch.to(product.dtype), left, left[0]),
+            "bmm": torch.bmm(batch, batch),
+            "conv1d": functional.conv1d(batch, batch),
+            "conv2d": functional.conv2d(batch[None], batch[:, None].expand(2, 2, 4, 4)),
+        }
+    for name, made in products.items():
+        expect_equal(str(made.dtype), f"torch.{dtype}", f"dtype of {name} under autocast to {dtype}")
 
 
 @check(

@@ -107,12 +107,17 @@ def timing_needs_both(target: Target) -> None:
     "runtime.streams.many_events",
     Clause(
         "R4.23",
-        "Events that are dropped can be made again without end.",
-        reason="ZeRO-3 makes one for each parameter that it fetches, in each step.",
+        "Events, and streams, that are dropped can be made again without end.",
+        reason="ZeRO-3 makes an event for each parameter that it fetches, in each step; layers of long sequences make "
+        "two streams in each pass.",
     ),
     needs=needs_events,
+    cases=lambda target: [{}, {"of": "streams"}],
 )
-def many_events(target: Target) -> None:
+def many_events(target: Target, of: str = "") -> None:
+    if of:
+        _expect_many_streams(target)
+        return
     count = 20_000
     for number in range(count):
         event = target.accelerator.Event()
@@ -121,3 +126,14 @@ def many_events(target: Target) -> None:
             event.synchronize()
     event.synchronize()
     expect(bool(event.query()), f"the last of {count} events is not done after it was waited for")
+
+
+def _expect_many_streams(target: Target) -> None:
+    accelerator, count = target.accelerator, 3000
+    values = torch.zeros(1, device=target.device)
+    accelerator.synchronize()
+    for _ in range(count):
+        with accelerator.stream(accelerator.Stream()):
+            values.fill_(7.0)
+    accelerator.synchronize()
+    expect_equal(values.item(), 7.0, f"a value written on each of {count} streams")

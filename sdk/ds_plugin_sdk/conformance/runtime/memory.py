@@ -13,7 +13,15 @@ from typing import Any
 
 import torch
 
-from ds_plugin_sdk.conformance.check import Clause, Parameters, check, expect, expect_equal
+from ds_plugin_sdk.conformance.check import (
+    Clause,
+    ExcusedError,
+    NonconformanceError,
+    Parameters,
+    check,
+    expect,
+    expect_equal,
+)
 from ds_plugin_sdk.conformance.runtime.support import (
     MIB,
     current_device_kept,
@@ -463,6 +471,35 @@ def exhausted(target: Target) -> None:
     )
     values = torch.full((4,), 3.0, device=target.device)
     expect_equal(values.cpu().tolist(), [3.0] * 4, "values computed after an allocation that failed")
+
+
+@check(
+    "runtime.memory.kept_gives_way",
+    Clause(
+        "R5.17",
+        "Memory that is kept for reuse is given back where an allocation would fail otherwise.",
+        reason="Batches of another length ask for other sizes, when a device is full of those of the former.",
+    ),
+    needs=lambda target: "the host's memory is shared with others" if target.device_type == "cpu" else None,
+)
+def kept_gives_way(target: Target) -> None:
+    _settle(target)
+    room = target.accelerator.available_memory()
+
+    def take(share: float) -> None:
+        torch.empty(int(share * room), dtype=torch.uint8, device=target.device)
+
+    take(0.55)
+    try:
+        take(0.75)
+    except RuntimeError as error:
+        _settle(target)
+        try:
+            take(0.75)
+        except RuntimeError:
+            raise ExcusedError("skipped", "three quarters of available_memory() cannot be had at once") from error
+        what = "an allocation failed that can be met once empty_cache() was called"
+        raise NonconformanceError(what, why=str(error)) from error
 
 
 def _emptied_behind(target: Target) -> Iterator[Parameters]:

@@ -34,7 +34,7 @@ def _host(shape: tuple[int, ...] = (3, 5)) -> torch.Tensor:
     Clause(
         "R7.1",
         "`pin_memory(tensor)` gives a host tensor of the same shape, dtype and content, however the tensor lies in "
-        "memory, and also if it has no elements.",
+        "memory, and also if it has no elements or is pinned already.",
         reason="Offloaded parameters and gradients live in it: parts and transposes of others, and ranks without any.",
     ),
 )
@@ -50,6 +50,9 @@ def content(target: Target) -> None:
         expect_equal(tuple(pinned.shape), tuple(host.shape), f"shape of pin_memory() of {label}")
         same = torch.equal(pinned, host)
         expect(same, f"pin_memory() of {label} gave {pinned.tolist()}", why=f"expected {host.tolist()}")
+        again = target.accelerator.pin_memory(pinned)
+        same = torch.equal(again, host)
+        expect(same, f"pin_memory() of {label} that is pinned gave {again.tolist()}", why=f"expected {host.tolist()}")
 
 
 def _views() -> dict[str, torch.Tensor]:
@@ -66,8 +69,8 @@ def _views() -> dict[str, torch.Tensor]:
     "runtime.pinned.is_pinned",
     Clause(
         "R7.2",
-        "`is_pinned(pin_memory(tensor))` is True, of its parts too, and `is_pinned(tensor)` of ordinary memory False; "
-        "all are bools.",
+        "`is_pinned(pin_memory(tensor))` is True, of its parts too, and `is_pinned(tensor)` of ordinary memory and of "
+        "the device's False; all are bools.",
         reason="Offload copies without blocking only from memory that is pinned.",
     ),
 )
@@ -75,6 +78,8 @@ def is_pinned(target: Target) -> None:
     ordinary = target.accelerator.is_pinned(_host())
     expect_type(ordinary, bool, "is_pinned(tensor)")
     expect_equal(ordinary, False, "is_pinned() of ordinary host memory")
+    there = target.accelerator.is_pinned(torch.ones(4, device=target.device))
+    expect_equal(there, False, "is_pinned() of a tensor of the device")
     if _pins(target):
         pinned = target.accelerator.pin_memory(_host())
         expect_equal(target.accelerator.is_pinned(pinned), True, "is_pinned(pinned)")

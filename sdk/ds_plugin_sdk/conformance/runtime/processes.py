@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ def rank(target: Target) -> None:
     Clause(
         "R11.2",
         "`visible_devices_envs()` is a list of at least one variable's name; `set_visible_devices_envs(env, ids)` sets "
-        "each of them in `env`.",
+        "each of them in `env`, and in no other process's environment.",
         reason="The launcher reads and deletes the first, and logs each of them in every rank's environment.",
     ),
 )
@@ -52,7 +53,12 @@ def visible_devices(target: Target) -> None:
     expect_type(names, list, "visible_devices_envs()")
     expect(bool(names) and all(type(name) is str and name for name in names), f"visible_devices_envs() is {names}")
     environment: dict[str, str] = {"UNRELATED": "1"}
+    before = dict(os.environ)
     target.accelerator.set_visible_devices_envs(environment, [0, 1])
+    changed = {name for name in names if os.environ.get(name) != before.get(name)}
+    expect(
+        not changed, f"set_visible_devices_envs() changed {changed} of the process itself", why="expected of env alone"
+    )
     expect_equal(environment.pop("UNRELATED", None), "1", "an unrelated variable after set_visible_devices_envs()")
     missing = [name for name in names if name not in environment]
     expect(not missing, f"set_visible_devices_envs() does not set {missing}", why=f"it set {environment}")
@@ -178,6 +184,23 @@ def all_ranks(target: Target) -> None:
     told = programs.run("process", target, "rank_device", timeout=240.0, ranks=min(ranks, 2))
     expect_equal([one[0]["current_device"] for one in told], [str(r) for r in range(len(told))], "each rank's device")
     expect_equal([one[0]["sum"] for one in told], [_SUM] * len(told), "sums computed by the ranks")
+
+
+@check(
+    "runtime.processes.settings",
+    Clause(
+        "R11.11",
+        "Importing and making the accelerator leaves the process as it is: torch's default dtype and device, threads, "
+        "precision and deterministic algorithms, the host's generator, the folder, handlers of signals, and the "
+        "variables that there are.",
+        reason="`import deepspeed` does it for every script, which may have made these settings, and counts on them.",
+    ),
+    timeout=250.0,
+)
+def settings(target: Target) -> None:
+    changed = _tell(target, "changed")
+    for what, (before, after) in changed.items():
+        expect(False, f"{what} is {after} once the accelerator was made", why=f"it was {before}")
 
 
 @check(

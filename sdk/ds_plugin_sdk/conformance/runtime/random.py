@@ -12,6 +12,7 @@ from ds_plugin_sdk.conformance.check import Clause, check, expect, expect_equal
 from ds_plugin_sdk.conformance.runtime.support import (
     current_device_kept,
     each_current,
+    expect_raises,
     expect_type,
     indexed,
     indices,
@@ -379,7 +380,7 @@ def _usable(target: Target) -> list[int]:
 )
 def seed_type(target: Target) -> None:
     with random_state_kept(target):
-        for value in (0, 2**31, 2**63 - 1):
+        for value in (0, 2**31, 2**63 - 1, 2**64 - 1):
             target.accelerator.manual_seed(value)
             first = _draw(target)
             target.accelerator.manual_seed(value)
@@ -403,6 +404,24 @@ def index_of_current(target: Target) -> None:
         first = _draw(target)
         target.accelerator.set_rng_state(state, index)
         expect_equal(_draw(target), first, f"numbers drawn after set_rng_state(state, {index!r})")
+
+
+@check(
+    "runtime.random.no_state",
+    Clause(
+        "R3.20",
+        "`set_rng_state` of what is no state, since bytes are missing, raises, and the state stays.",
+        reason="Of a checkpoint that another kind of device wrote, the masks would be others without an error.",
+    ),
+)
+def no_state(target: Target) -> None:
+    accelerator = target.accelerator
+    with random_state_kept(target):
+        state = accelerator.get_rng_state()
+        kinds = (RuntimeError, ValueError, TypeError)
+        expect_raises(lambda: accelerator.set_rng_state(state[: len(state) // 2]), kinds, "set_rng_state() of a half")
+        same = torch.equal(accelerator.get_rng_state(), state)
+        expect(same, "the state changed when set_rng_state() was given a half of one")
 
 
 @check(

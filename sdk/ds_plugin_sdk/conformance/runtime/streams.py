@@ -528,6 +528,13 @@ def _waiting_calls(target: Target) -> dict[str, Callable[[Any, Any, torch.Tensor
         "record_event": lambda busy, event, tensor: busy.record_event(accelerator.Event()),
         "record_stream": lambda busy, event, tensor: tensor.record_stream(busy),
         "stream": enter,
+        "range_push": lambda busy, event, tensor: (accelerator.range_push("a range"), accelerator.range_pop()),
+        "set_device": lambda busy, event, tensor: accelerator.set_device(accelerator.current_device()),
+        "memory_allocated": lambda busy, event, tensor: accelerator.memory_allocated(),
+        "memory_stats": lambda busy, event, tensor: accelerator.memory_stats(),
+        "is_available": lambda busy, event, tensor: accelerator.is_available(),
+        "device_count": lambda busy, event, tensor: accelerator.device_count(),
+        "on_accelerator": lambda busy, event, tensor: accelerator.on_accelerator(tensor),
     }
 
 
@@ -536,7 +543,8 @@ def _waiting_calls(target: Target) -> dict[str, Callable[[Any, Any, torch.Tensor
     Clause(
         "R4.21",
         "The host waits for a stream in no other call than `synchronize`: not when streams wait for each other, not "
-        "when events are recorded or asked, and not when a tensor is recorded or a stream is entered.",
+        "when events are recorded or asked, not when a tensor is recorded or a stream is entered, and not when the "
+        "accelerator is asked for its devices and counters, or told a range.",
         reason="The host prepares the next layers meanwhile; an order between streams that stops it serializes all.",
     ),
     needs=_needs_both,
