@@ -271,7 +271,7 @@ def test_within_a_transform_dtypes_are_those_without(cast: bool) -> None:
     torch.testing.assert_close(value, expected, rtol=close, atol=close)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own call
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_compiled_program_keeps_tangents(backend: str) -> None:
     (input, weight), target = tensors(torch.float32, bias=False)

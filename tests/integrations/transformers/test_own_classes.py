@@ -196,7 +196,7 @@ class Silu(torch.nn.Module):
         return torch.nn.functional.silu(x)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # that is what is tested
 @pytest.mark.parametrize("part", ["act_fn", "down_proj"])
 def test_a_part_of_torchscript_stays_what_it_is(part: str) -> None:
     model = make("llama")

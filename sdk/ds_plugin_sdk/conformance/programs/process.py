@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import signal
 import sys
 import traceback
@@ -16,7 +15,7 @@ import torch
 
 from ds_plugin_sdk.conformance.programs import give
 from ds_plugin_sdk.conformance.target import Target
-from ds_plugin_sdk.settings import settings
+from ds_plugin_sdk.settings import child_environment, settings
 
 # What a child that works takes at most, with the import of torch where it is spawned.
 _CHILD_SECONDS = 60.0
@@ -137,7 +136,7 @@ def _settings() -> dict[str, str]:
         "the host's generator": str(hash(bytes(torch.get_rng_state().tolist()))),
         "the current folder": str(Path.cwd()),
         **{f"the handler of {each.name}": str(signal.getsignal(each)) for each in (signal.SIGINT, signal.SIGTERM)},
-        **{f"the variable {name}": value for name, value in os.environ.items()},
+        **{f"the variable {name}": value for name, value in child_environment().items()},
     }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from ds_plugin_sdk.conformance import programs
 from ds_plugin_sdk.conformance.check import Clause, check, expect, expect_equal
 from ds_plugin_sdk.conformance.runtime.support import expect_type, needs_indices, needs_two_devices
 from ds_plugin_sdk.conformance.target import Target
+from ds_plugin_sdk.settings import child_environment
 
 # 2 * (0 + 1 + 2 + 3): what the program computes on the device.
 _SUM = 12.0
@@ -53,9 +53,10 @@ def visible_devices(target: Target) -> None:
     expect_type(names, list, "visible_devices_envs()")
     expect(bool(names) and all(type(name) is str and name for name in names), f"visible_devices_envs() is {names}")
     environment: dict[str, str] = {"UNRELATED": "1"}
-    before = dict(os.environ)
+    before = child_environment()
     target.accelerator.set_visible_devices_envs(environment, [0, 1])
-    changed = {name for name in names if os.environ.get(name) != before.get(name)}
+    after = child_environment()
+    changed = {name for name in names if after.get(name) != before.get(name)}
     expect(
         not changed, f"set_visible_devices_envs() changed {changed} of the process itself", why="expected of env alone"
     )
