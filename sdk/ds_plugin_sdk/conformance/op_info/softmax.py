@@ -47,7 +47,7 @@ def _samples(make: Make) -> Iterator[Sample]:
     padding = torch.zeros(2, 1, 1, 150)
     padding[0, ..., :70] = padding[1, ..., 1:40] = -torch.inf
     yield _sample("padding on the left", "adversarial", make.normal(2, 2, 3, 150), padding)
-    slopes = make.normal(2, 3, 1, 7, dtype=torch.float32)
+    slopes = make.normal(2, 3, 1, 7)
     for mask in (make.normal(1, 1, 4, 7), make.normal(1, 3, 1, 7)):
         label = f"causal, a mask of {list(mask.shape)}"
         yield _sample(label, "adversarial", make.normal(2, 3, 4, 7), mask, slopes, causal=True, window=3)
