@@ -281,9 +281,15 @@ print("rank 0: done")
 SUBCLASSES = (
     START
     + """
+from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
 from torch.testing._internal.two_tensor import TwoTensor
 two = TwoTensor(torch.ones(3), torch.full((3,), 2.0))
 comm.all_reduce(two)
+try:
+    mesh = init_device_mesh("cpu", (ranks,))
+    comm.all_reduce(DTensor.from_local(torch.ones(3), mesh, [Replicate()]))
+except NotImplementedError:
+    say("torch's own error")
 plain = torch.ones(3)
 comm.all_reduce(plain)
 say("added", two.a.tolist(), two.b.tolist(), plain.tolist())
@@ -499,7 +505,9 @@ def test_ranks_that_do_not_exist_are_not_waited_for(tmp_path: Path) -> None:
 def test_a_subclass_s_own_collectives_run(tmp_path: Path) -> None:
     """Of a wrapper of tensors the elements are not where its own would be; the group stays whole."""
     said = run(SUBCLASSES, 2, tmp_path)
-    assert said == [f"rank {rank}: added [2.0, 2.0, 2.0] [4.0, 4.0, 4.0] [2.0, 2.0, 2.0]" for rank in range(2)]
+    for rank in range(2):
+        added = f"rank {rank}: added [2.0, 2.0, 2.0] [4.0, 4.0, 4.0] [2.0, 2.0, 2.0]"
+        assert {f"rank {rank}: torch's own error", added} <= set(said), said
 
 
 def test_a_late_rank_is_waited_for_until_the_groups_timeout(tmp_path: Path) -> None:

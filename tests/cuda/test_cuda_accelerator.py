@@ -26,6 +26,12 @@ def test_making_one_creates_no_context(cuda: CUDA_Accelerator) -> None:
     assert not torch.cuda.is_initialized()
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="shown where CUDA would raise")
+def test_memory_is_asked_of_without_starting_cuda(cuda: CUDA_Accelerator) -> None:
+    """By a parent that logs it before it forks its workers."""
+    assert cuda.memory_stats() == {} and cuda.memory_allocated() == cuda.max_memory_reserved() == 0
+
+
 def test_it_has_streams_events_and_graphs(cuda: CUDA_Accelerator) -> None:
     assert cuda.Stream is torch.cuda.Stream
     assert cuda.Event is torch.cuda.Event

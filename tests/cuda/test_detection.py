@@ -188,6 +188,7 @@ FAKE_CUDA = """
 #include <cstdio>
 extern "C" {
 int cuInit(unsigned) { return 0; }
+int cuDriverGetVersion(int* version) { *version = 12060; return 0; }
 int cuDeviceGetCount(int* count) { *count = 2; return 0; }
 int cuDeviceGetName(char* name, int size, int) { return snprintf(name, size, "Orin") < 0; }
 }
@@ -201,10 +202,12 @@ def test_where_nvml_is_missing_cuda_is_asked(tmp_path: Path, monkeypatch: pytest
     library = tmp_path / "libcuda.so.1"
     subprocess.run(["c++", "-shared", "-fPIC", str(tmp_path / "cuda.cpp"), "-o", str(library)], check=True)
     monkeypatch.setattr(detect, "_CUDA", str(library))
-    monkeypatch.setattr(detect, "torch_cuda", lambda: (13, 0))
+    monkeypatch.setattr(detect, "torch_cuda", lambda: (12, 8))
     monkeypatch.setattr(nvml, "ask", _absent)
     probe = detect.probe()
     assert (probe.state, probe.devices) == ("available", 2) and "Orin" in probe.detail
+    monkeypatch.setattr(detect, "torch_cuda", lambda: (13, 0))
+    assert detect.probe().state == "broken", "its driver runs CUDA up to 12.6"
     monkeypatch.setattr(detect, "_CUDA", str(tmp_path / "none"))
     assert detect.probe().state == "absent"
 

@@ -146,7 +146,8 @@ def test_a_step_that_breaks_stops_no_other_and_is_reported(run: gpu_check.Run, m
     for name in ("choice", "build", "deepspeed_ops", "deepspeed_runs", "warm_up", "benchmarks"):
         monkeypatch.setattr(gpu_check, name, lambda *arguments, name=name: ran.append(name))
     monkeypatch.setattr(gpu_check, "conformance", lambda run, part: ran.append(part))
-    monkeypatch.setattr(gpu_check, "share_out", lambda run: run.parts.update({"ops, share 1": (), "runtime": ()}))
+    dealt: dict[str, tuple[str, ...]] = {"ops, share 1": (), "runtime": (), "runtime, memory": ()}
+    monkeypatch.setattr(gpu_check, "share_out", lambda run: run.parts.update(dealt))
     environment = {"gpu": "NVIDIA H200", "nvcc_path": "nvcc", "arch": "sm_90", "deepspeed": "0.19.8"}
     written = json.loads(gpu_check.check(run, environment).read_text())
     assert ran[0] == "build" and ran[-2:] == ["runtime, memory", "benchmarks"]
@@ -170,6 +171,20 @@ def test_every_case_is_in_one_part(run: gpu_check.Run, monkeypatch: pytest.Monke
     assert sorted(dealt) == sorted(ops + runtime)
     assert run.parts["runtime"] == ("-k", "runtime.flags.fp16")
     assert run.parts["runtime, memory"] == ("-k", "runtime.memory.peak")
+
+
+def test_where_no_case_is_listed_no_share_runs_the_whole_suite(
+    run: gpu_check.Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lists_nothing(name: str, command: object, **more: object) -> bool:
+        run.log(name).parent.mkdir(parents=True)
+        run.log(name).write_text("torch is broken\n")
+        return False
+
+    monkeypatch.setattr(run, "step", lists_nothing)
+    with pytest.raises(RuntimeError, match="named no case"):
+        gpu_check.share_out(run)
+    assert set(run.parts) == {"training", "features"}
 
 
 def test_results_that_were_not_written_to_their_end_stop_nothing(run: gpu_check.Run) -> None:

@@ -15,7 +15,7 @@ from mutants.mutant import SIMULATED, mutant
 from mutants.runtime.support import DEVICE
 
 
-def _default_stream() -> Any:
+def default_stream() -> Any:
     return torch.get_device_module(DEVICE).default_stream()
 
 
@@ -27,7 +27,7 @@ def products_elsewhere(target: Target) -> Target:
     def function(original: Kernel, x: Tensor, *rest: Any) -> Any:
         if x.numel() // max(x.shape[-1], 1) < 8:
             return original(x, *rest)
-        with _default_stream():
+        with default_stream():
             return original(x, *rest)
 
     return kernel(target, "linear", function)
@@ -40,7 +40,7 @@ def sixteen_bits_elsewhere(target: Target) -> Target:
     def function(original: Kernel, x: Tensor, *rest: Any) -> Any:
         if x.dtype == torch.float32:
             return original(x, *rest)
-        with _default_stream():
+        with default_stream():
             return original(x, *rest)
 
     return kernel(target, "rms_norm", function)
@@ -51,7 +51,7 @@ def softmax_elsewhere(target: Target) -> Target:
     """The kernel runs on the default stream."""
 
     def function(original: Kernel, *a: Any) -> Any:
-        with _default_stream():
+        with default_stream():
             return original(*a)
 
     return kernel(target, "softmax", function)
@@ -199,7 +199,7 @@ def alignment_of_params(target: Target) -> Target:
     return kernel(target, "adam_", function)
 
 
-def _in_memory_order(tensor: Tensor) -> Tensor:
+def in_memory_order(tensor: Tensor) -> Tensor:
     """A tensor without gaps, read as if it were contiguous."""
     order = torch.empty(tensor.shape, device="meta").stride()
     return tensor.as_strided(tensor.shape, order) if _is_dense(tensor) else tensor
@@ -208,7 +208,7 @@ def _in_memory_order(tensor: Tensor) -> Tensor:
 @mutant("layout.rows_of_a_transposed", "O1.2", "ops", only="/rms_norm/")
 def rows_of_a_transposed(target: Target) -> Target:
     """A tensor without gaps is read in the order of memory, whatever its dimensions' order."""
-    return kernel(target, "rms_norm", lambda original, x, *rest: original(_in_memory_order(x), *rest))
+    return kernel(target, "rms_norm", lambda original, x, *rest: original(in_memory_order(x), *rest))
 
 
 @mutant("layout.other_order_of_up", "O1.2", "ops", only="/activation_and_mul/")
@@ -216,7 +216,7 @@ def other_order_of_up(target: Target) -> Target:
     """Both are read in the order of memory, which is one for both where they were made alike."""
 
     def function(original: Kernel, gate: Tensor, up: Tensor, activation: int) -> Tensor:
-        other = up if gate.stride() == up.stride() else _in_memory_order(up)
+        other = up if gate.stride() == up.stride() else in_memory_order(up)
         result: Tensor = original(gate, other, activation)
         return result
 

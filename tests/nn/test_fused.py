@@ -357,3 +357,21 @@ def test_torch_fx_traces_them() -> None:
     grads = torch.autograd.grad(expected.sum(), [x, *block.parameters()])
     torch.testing.assert_close(torch.autograd.grad(traced(x).sum(), [x, *block.parameters()]), grads)
     assert functional.rms_norm in {node.target for node in traced.graph.nodes}
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # the compiler asks for it
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")  # what is looked up, not computed
+@pytest.mark.parametrize("name", ["rms_norm", "gelu", "swiglu"])
+def test_a_backward_pass_that_is_compiled(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a forward pass that was not: torch's compiled autograd."""
+    from torch._dynamo import compiled_autograd
+
+    monkeypatch.setattr(fused, "_LEAST", 1)
+    function = FUNCTIONS[name]
+    tensors = [torch.randn(shape, requires_grad=True) for shape in function.shapes]
+    expected = torch.autograd.grad(function.torchs(*tensors).square().sum(), tensors)
+    result = function.ours(*tensors).square().sum()
+    with compiled_autograd._enable(torch.compile(backend="aot_eager")):
+        result.backward()
+    for tensor, gradient in zip(tensors, expected, strict=True):
+        torch.testing.assert_close(tensor.grad, gradient, rtol=1e-4, atol=1e-5)

@@ -232,6 +232,15 @@ def test_nan_spreads_to_its_own_row_only(tokens: int) -> None:
     assert result.isfinite().all()
 
 
+@pytest.mark.parametrize("scale", [0.0, -0.5])
+def test_a_scale_that_is_not_positive(scale: float) -> None:
+    """torch's own attention multiplies by it the minus infinity of a key that is not seen."""
+    q, k, v = torch.randn(3, 1, 1, 9, 8)
+    found = cached_attention(q, k, v, *torch.zeros(2, 1, 1, 9, 8), 0, scale=scale)
+    scores = (scale * q.double() @ k.double().mT).masked_fill(~torch.ones(9, 9).tril().bool(), -torch.inf)
+    torch.testing.assert_close(found.double(), scores.softmax(-1) @ v.double(), rtol=1e-5, atol=1e-5)
+
+
 def test_no_batch_and_no_tokens() -> None:
     cache = torch.zeros(0, 2, 4, 8)
     query = torch.zeros(0, 2, 1, 8)

@@ -9,14 +9,16 @@ import sys
 from ds_plugin_sdk import Probe, nvml
 from ds_plugin_sdk.settings import settings
 
+_ANSWER_SECONDS = 60
+
 
 def probe() -> Probe:
     """Driver, visible GPUs, and a torch that was built for them; the first that is missing is the reason."""
     try:
         driver = nvml.ask()
     except nvml.NvmlError as error:
-        if error.absent and (probe := _by_cuda()) is not None:
-            return probe
+        if error.absent and (seen := _seen_by_cuda()) is not None:
+            return judge(seen, None, torch_cuda())
         return Probe.absent(str(error)) if error.absent else Probe.broken(f"the NVIDIA driver does not work: {error}")
     return judge(driver, settings.cuda_visible_devices, torch_cuda())
 
@@ -49,26 +51,30 @@ def judge(driver: nvml.Driver, visible_devices: str | None, cuda: tuple[int, int
 _CUDA = "libcuda.so.1"
 _ASKS_CUDA = """
 import ctypes, sys
-cuda, count, name = ctypes.CDLL(sys.argv[1]), ctypes.c_int(), ctypes.create_string_buffer(96)
-assert cuda.cuInit(0) == cuda.cuDeviceGetCount(ctypes.byref(count)) == 0 < count.value
-cuda.cuDeviceGetName(name, 96, 0)
-print(count.value, name.value.decode())
+cuda, number, name = ctypes.CDLL(sys.argv[1]), ctypes.c_int(), ctypes.create_string_buffer(96)
+def ask(function, *arguments):
+    assert getattr(cuda, function)(*arguments) == 0, function
+    return number.value
+ask("cuInit", 0)
+print(ask("cuDriverGetVersion", ctypes.byref(number)))
+for index in range(ask("cuDeviceGetCount", ctypes.byref(number))):
+    ask("cuDeviceGetName", name, 96, index)
+    print(name.value.decode())
 """
 
 
-def _by_cuda() -> Probe | None:
-    """What CUDA's driver says, where there is one and no NVML; None if it shows no GPU."""
+def _seen_by_cuda() -> nvml.Driver | None:
+    """What CUDA's driver says where there is no NVML: the GPUs that this process sees. None if there are none."""
     try:
         ctypes.CDLL(_CUDA)
-        asked = subprocess.run(
-            [sys.executable, "-c", _ASKS_CUDA, _CUDA], capture_output=True, text=True, timeout=60, check=True
-        )
+        command = [sys.executable, "-c", _ASKS_CUDA, _CUDA]
+        asked = subprocess.run(command, capture_output=True, text=True, timeout=_ANSWER_SECONDS, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    count, _, name = asked.stdout.strip().partition(" ")
-    if torch_cuda() is None:
-        return None
-    return Probe.available(devices=int(count), detail=f"{name}, without NVML")
+    version, *names = asked.stdout.splitlines()
+    cuda = int(version) // 1000, int(version) % 1000 // 10
+    gpus = tuple(nvml.Gpu(name, f"GPU-{index}", (0, 0)) for index, name in enumerate(names))
+    return nvml.Driver(f"of CUDA {_text(cuda)}, without NVML", cuda, gpus) if gpus else None
 
 
 def torch_cuda() -> tuple[int, int] | None:

@@ -63,6 +63,25 @@ def identify(command: Sequence[str]) -> Compiler:
     raise _unusable(absolute, answer, "does it wait for a licence server, or a file system?")
 
 
+def answer_to(command: Sequence[str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    """What a compiler says, in English.
+
+    Raises:
+        OSError: it cannot be started.
+        subprocess.TimeoutExpired: it takes too long.
+    """
+    return subprocess.run(
+        [*command, *arguments],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=_ANSWER_SECONDS,
+        env=child_environment(LC_ALL="C"),
+        check=False,
+    )
+
+
 def _absolute(command: Sequence[str]) -> tuple[str, ...]:
     """`command` with its programs' paths: it is run in another folder, where relative ones lead elsewhere."""
     first, *rest = command
@@ -81,16 +100,7 @@ def _ask(command: tuple[str, ...], path: Path, size: int, mtime_ns: int, period:
     """
     question = f"`{' '.join(command)} --version`"
     try:
-        answer = subprocess.run(
-            [*command, "--version"],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_ANSWER_SECONDS,
-            env=child_environment(LC_ALL="C"),
-            check=False,
-        )
+        answer = answer_to(command, "--version")
     except subprocess.TimeoutExpired:
         return f"{question} did not answer within {_ANSWER_SECONDS} s"
     except OSError as error:

@@ -9,11 +9,10 @@ from collections.abc import Iterable, Sequence
 
 from ds_plugin_sdk import nvml
 from ds_plugin_sdk.errors import ToolchainError
-from ds_plugin_sdk.jit.compiler import Compiler
-from ds_plugin_sdk.settings import child_environment, settings
+from ds_plugin_sdk.jit.compiler import Compiler, answer_to
+from ds_plugin_sdk.settings import settings
 
 _OLDEST_GPU = (7, 0)  # that has __grid_constant__
-_ANSWER_SECONDS = 60
 
 
 def cuda_archs(portable: bool, nvcc: Compiler | None = None) -> str | None:
@@ -47,16 +46,7 @@ def capabilities() -> tuple[tuple[int, int], ...]:
 def _known(nvcc: Compiler) -> tuple[tuple[int, int], ...]:
     """The capabilities that nvcc compiles for, the lowest first; none if it does not say."""
     try:
-        answer = subprocess.run(
-            [*nvcc.command, "--list-gpu-arch"],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_ANSWER_SECONDS,
-            env=child_environment(LC_ALL="C"),
-            check=False,
-        )
+        answer = answer_to(nvcc.command, "--list-gpu-arch")
     except (OSError, subprocess.TimeoutExpired):
         return ()
     return tuple(sorted((int(major), int(minor)) for major, minor in re.findall(r"compute_(\d+)(\d)\b", answer.stdout)))

@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from ds_plugin_sdk.errors import ToolchainError
-from ds_plugin_sdk.jit.compiler import LAUNCHERS, Compiler, identify
+from ds_plugin_sdk.jit.compiler import LAUNCHERS, Compiler, answer_to, identify
 from ds_plugin_sdk.jit.cuda_archs import capabilities, cuda_archs, gencode, runs_on
 from ds_plugin_sdk.jit.machine import STABLE_TORCH_MACRO, Machine, Torch, find_torch
 from ds_plugin_sdk.jit.spec import BuildSpec, Source
-from ds_plugin_sdk.settings import child_environment, settings
+from ds_plugin_sdk.settings import settings
 
 
 class Toolchain(ABC):
@@ -292,7 +292,7 @@ class CudaToolchain(Toolchain):
         """Where compilers find cuda_runtime.h."""
         for folder in (home / "include" for home in self._homes()):
             if (folder / "cuda_runtime.h").exists() and self._is_of_nvcc(_release_of_headers(folder)):
-                # Given as a system folder it is where C++'s own headers, which ask for the next one, do not find C's.
+                # Named by -isystem, /usr/include comes before g++'s own headers, which then find no math.h after them.
                 return [] if folder.resolve() == Path("/usr/include") else ["-isystem", str(folder)]
         return []
 
@@ -340,6 +340,7 @@ def _major(version: str) -> int:
     return int(found[0]) if found else 0
 
 
+@functools.cache
 def _release_of_headers(folder: Path) -> int:
     """The generation of CUDA's headers in a folder; 0 if they do not say."""
     with contextlib.suppress(OSError):
@@ -353,16 +354,7 @@ def _release_of_headers(folder: Path) -> int:
 def _toolkit(nvcc: Compiler) -> tuple[Path, ...]:
     """The toolkit that nvcc itself names, which a script or a link in another folder is not in."""
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        answer = subprocess.run(
-            [*nvcc.command, "--dryrun", "-x", "cu", "-c", os.devnull, "-o", os.devnull],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=60,
-            env=child_environment(LC_ALL="C"),
-            check=False,
-        )
+        answer = answer_to(nvcc.command, "--dryrun", "-x", "cu", "-c", os.devnull, "-o", os.devnull)
         if found := re.search(r"^#\$ TOP=(.+)$", answer.stderr, re.MULTILINE):
             return (Path(found[1].strip()).resolve(),)
     return ()

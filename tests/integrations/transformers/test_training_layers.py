@@ -7,6 +7,7 @@ import inspect
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -222,6 +223,37 @@ def test_quantized_weights_are_not_what_checkpointing_first_multiplies(
         assert error([each.grad.double() for each in model.parameters()], expected) < 1e-5
         model.eval()
         assert handle.linear if name == "gptj" else handle.experts
+
+
+COUNTING = """
+from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb
+from torch.nn.functional import scaled_dot_product_attention
+
+CALLS = 0
+
+class Counting(LlamaAttention):
+    def forward(self, hidden_states, position_embeddings=None, attention_mask=None, **kwargs):
+        global CALLS
+        CALLS += 1
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        parts = (part(hidden_states) for part in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (each.view(shape).transpose(1, 2) for each in parts)
+        q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
+        attended = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.o_proj(attended.transpose(1, 2).flatten(2)), None
+"""
+
+
+def test_what_an_attention_writes_to_a_global_variable_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "counting.py").write_text(COUNTING, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    counting = importlib.import_module("counting")
+    model = make()
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = counting.Counting
+    with accelerate(model):
+        model(**batch()).loss.backward()
+    assert len(model.model.layers) == counting.CALLS
 
 
 def test_gradients_of_gradients_are_the_plain_models(calls: Counter[str]) -> None:
