@@ -260,6 +260,30 @@ def no_overlap_rejected(target: Target) -> Target:
     return kernel(target, "lion_", lambda original, p, *rest: original([t.clone() for t in p], *rest))
 
 
+@mutant("reject.rows_in_turn", "O3.5", "ops", only="residual_add_bias_")
+def rows_in_turn(target: Target) -> Target:
+    """A row is read when those before it have been written."""
+
+    def function(original: Kernel, residual: Tensor, hidden: Tensor, attention: Tensor | None, *rest: Any) -> None:
+        rows = [residual, hidden, residual if attention is None else attention]
+        for row, added, attended in zip(*(tensor.view(-1, tensor.shape[-1]) for tensor in rows), strict=True):
+            original(row, added, None if attention is None else attended, *rest)
+
+    return kernel(target, "residual_add_bias_", function)
+
+
+@mutant("reject.keys_first", "O3.5", "ops", only="cached_attention")
+def keys_first(target: Target) -> Target:
+    """Keys are in the cache before the queries are read."""
+
+    def function(original: Kernel, query: Tensor, key: Tensor, *rest: Any) -> Any:
+        _, cache, _, past, *_ = rest
+        cache[:, :, past : past + key.shape[2]] = key
+        return original(query, key, *rest)
+
+    return kernel(target, "cached_attention", function)
+
+
 # ---- what is native --------------------------------------------------------------------------------------------------
 @mutant("native.nothing_registered", "O6.1", "ops")
 def nothing_registered(target: Target) -> Target:

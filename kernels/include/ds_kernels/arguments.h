@@ -1,6 +1,7 @@
 // Single tensors as arguments of an op: checked against each other, and laid out as loops want them.
 #pragma once
 
+#include <array>
 #include <optional>
 #include <vector>
 
@@ -9,6 +10,13 @@
 namespace ds_kernels {
 
 using OptionalTensor = std::optional<Tensor>;
+
+// The tensor, or a contiguous copy.
+inline Tensor without_gaps(const Tensor& tensor) {
+  if (tensor.is_contiguous()) return tensor;
+  const NoGrad guard;
+  return torch::stable::contiguous(tensor);
+}
 
 // The arguments of one call. Its methods check an argument, fail naming it, and give its elements, contiguous: those of
 // a copy where the tensor is not.
@@ -26,10 +34,12 @@ class Arguments {
   Dtype dtype() const { return dtype_; }
   int32_t device_index() const { return device_; }
 
-  // Elements that are only read, of the first argument's dtype.
+  // Elements that are only read, of the first argument's dtype; after write(), so that they stay what they are.
   const void* read(const char* name, const Tensor& tensor, Shape shape) {
     check(name, tensor, shape);
-    return tensor.is_contiguous() ? tensor.data_ptr() : copy_of(tensor).data_ptr();
+    if (tensor.is_contiguous() && !is_written(tensor)) return tensor.data_ptr();
+    copies_.push_back(apart(without_gaps(tensor)));
+    return copies_.back().data_ptr();
   }
   // The same, or null.
   const void* read(const char* name, const OptionalTensor& tensor, Shape shape) {
@@ -39,15 +49,32 @@ class Arguments {
   // Elements that are modified; write_back() puts them in place.
   void* write(const char* name, const Tensor& tensor, Shape shape) {
     check(name, tensor, shape);
-    if (tensor.is_contiguous()) return tensor.data_ptr();
-    DS_KERNELS_CHECK(!detail::may_overlap_itself(tensor.sizes(), tensor.strides()), op_, name,
-                     " has elements that share memory (is it expanded?); expected one element at each index");
-    written_.push_back({tensor, copy_of(tensor)});
+    if (tensor.is_contiguous()) {
+      write_in_place(tensor);
+      return tensor.data_ptr();
+    }
+    check_elements(name, tensor);
+    written_.push_back({tensor, without_gaps(tensor)});
     return written_.back().second.data_ptr();
   }
   void write_back() {
     const NoGrad guard;
     for (auto& [original, copy] : written_) torch::stable::copy_(original, copy);
+  }
+
+  // Says that a tensor is written where it is, for those who do without write().
+  void write_in_place(const Tensor& tensor) { in_place_.at(in_place_count_++) = detail::memory_of(tensor); }
+
+  // The tensor; a copy of it where that is written in place, for the values that the caller gave.
+  Tensor apart(const Tensor& tensor) const {
+    if (!is_written(tensor)) return tensor;
+    const NoGrad guard;
+    return torch::stable::clone(tensor);
+  }
+
+  void check_elements(const char* name, const Tensor& written) const {
+    DS_KERNELS_CHECK(!detail::may_overlap_itself(written.sizes(), written.strides()), op_, name,
+                     " has elements that share memory (is it expanded?); expected one element at each index");
   }
 
   // On the first argument's device, of its dtype, of this shape.
@@ -66,10 +93,11 @@ class Arguments {
   }
 
  private:
-  const Tensor& copy_of(const Tensor& tensor) {
-    const NoGrad guard;
-    copies_.push_back(torch::stable::contiguous(tensor));
-    return copies_.back();
+  bool is_written(const Tensor& tensor) const {
+    for (size_t i = 0; i < in_place_count_; ++i) {
+      if (in_place_[i].meets(detail::memory_of(tensor))) return true;
+    }
+    return false;
   }
 
   const char* op_;
@@ -78,6 +106,8 @@ class Arguments {
   int32_t device_type_, device_;
   std::vector<Tensor> copies_;
   std::vector<std::pair<Tensor, Tensor>> written_;
+  std::array<detail::Memory, 4> in_place_;
+  size_t in_place_count_ = 0;
 };
 
 // A new contiguous tensor; dtype and device are codes of the shim.
@@ -106,13 +136,6 @@ inline Tensor new_float_tensor(const Tensor& like, Shape shape) {
 inline Tensor no_elements(const Tensor& like) {
   const int64_t none = 0;
   return new_tensor(like, {&none, 1});
-}
-
-// The tensor, or a contiguous copy.
-inline Tensor without_gaps(const Tensor& tensor) {
-  if (tensor.is_contiguous()) return tensor;
-  const NoGrad guard;
-  return torch::stable::contiguous(tensor);
 }
 
 // A shape of one dimension.

@@ -57,6 +57,21 @@ inline bool may_overlap_itself(Shape shape, Shape strides) {
   return false;
 }
 
+// The memory from a tensor's first element to its last.
+struct Memory {
+  uintptr_t begin = 0, end = 0;
+
+  bool meets(const Memory& other) const { return begin < other.end && other.begin < end; }
+};
+
+inline Memory memory_of(const Tensor& tensor) {
+  if (tensor.numel() == 0) return {};
+  int64_t elements = 1;
+  for (int64_t i = 0; i < tensor.dim(); ++i) elements += (tensor.size(i) - 1) * tensor.stride(i);
+  const auto begin = reinterpret_cast<uintptr_t>(tensor.data_ptr());
+  return {begin, begin + static_cast<size_t>(elements) * tensor.element_size()};
+}
+
 // The memory of one tensor without gaps.
 struct Block {
   uintptr_t begin = 0, end = 0;

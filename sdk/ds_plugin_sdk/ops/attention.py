@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ds_plugin_sdk.ops import _library
 from ds_plugin_sdk.ops._checks import DTYPES, CheckError, check_written
-from ds_plugin_sdk.ops._references import working
+from ds_plugin_sdk.ops._references import apart, working
 
 
 def cached_attention(
@@ -229,6 +229,8 @@ def cached_attention_reference(
     """``ds_plugin::cached_attention`` in plain torch, on any device; arguments as in `cached_attention`."""
     check_written("key_cache", key_cache)
     check_written("value_cache", value_cache)
+    query, key, value = (apart(each, key_cache, value_cache) for each in (query, key, value))
+    mask, alibi = (apart(each, key_cache, value_cache) for each in (mask, alibi))
     total = past + key.shape[2]
     key_cache[:, :, past:total].copy_(key)
     value_cache[:, :, past:total].copy_(value)
@@ -258,6 +260,9 @@ def cached_attention_int8_reference(
     causal: bool,
 ) -> Tensor:
     """``ds_plugin::cached_attention_int8`` in plain torch, on any device; arguments as in `cached_attention_int8`."""
+    written = key_cache, value_cache, key_scales, value_scales
+    query, key, value = (apart(each, *written) for each in (query, key, value))
+    mask, alibi = (apart(each, *written) for each in (mask, alibi))
     caches = {"key": (key, key_cache, key_scales), "value": (value, value_cache, value_scales)}
     for name, (_, cache, scales) in caches.items():
         check_written(f"{name}_cache", cache)

@@ -61,7 +61,6 @@ struct ActivationOps {
     work.rows = rows_of(op, "input", input);
     work.columns = shape[shape.size() - 1];
     work.activation = activation_of(op, activation);
-    work.bias = arguments.read("bias", bias, vector_of(work.columns));
     if (output) {
       work.input = arguments.read("input", input, shape);
       *output = new_tensor(input, shape);
@@ -69,6 +68,7 @@ struct ActivationOps {
     } else {
       work.input = work.output = arguments.write("input", input, shape);
     }
+    work.bias = arguments.read("bias", bias, vector_of(work.columns));
     device.run(op, work, arguments.dtype());
     arguments.write_back();
   }

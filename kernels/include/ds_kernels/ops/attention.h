@@ -31,15 +31,15 @@ class AttentionCall {
     work_.window = window;
     work_.causal = causal;
     work_.scale = static_cast<float>(scale);
-    take_alibi(alibi);
-    take_mask(mask);
-    query_ = with_whole_heads(query);
-    key_ = with_whole_heads(key);
-    value_ = with_whole_heads(value);
     take_cache("key_cache", key_cache_, work_.key_cache, work_.key_cache_strides);
     take_cache("value_cache", value_cache_, work_.value_cache, work_.value_cache_strides);
     take_scales("key_scales", key_scales_, work_.key_scales, work_.key_scales_strides);
     take_scales("value_scales", value_scales_, work_.value_scales, work_.value_scales_strides);
+    take_alibi(alibi);
+    take_mask(mask);
+    query_ = arguments_.apart(with_whole_heads(query));
+    key_ = arguments_.apart(with_whole_heads(key));
+    value_ = arguments_.apart(with_whole_heads(value));
     work_.query = query_.data_ptr();
     work_.key = key_.data_ptr();
     work_.value = value_.data_ptr();
@@ -199,7 +199,7 @@ class AttentionCall {
     DS_KERNELS_CHECK(alibi->dim() == 1 && alibi->size(0) == work_.heads &&
                          code_of(*alibi) == aoti_torch_dtype_float32(),
                      op(), "alibi is ", text_of(alibi->sizes()), "; expected float32 [", work_.heads, "]");
-    alibi_ = torch::stable::contiguous(*alibi);
+    alibi_ = arguments_.apart(without_gaps(*alibi));
     work_.alibi = static_cast<const float*>(alibi_->data_ptr());
   }
 
@@ -218,7 +218,7 @@ class AttentionCall {
     DS_KERNELS_CHECK(boolean || dtype == arguments_.dtype() || dtype == Dtype::Float32, op(),
                      "mask has another dtype than query; expected bool, float32 or ", name_of(arguments_.dtype()));
     const int64_t last = given->stride(given->dim() - 1);
-    mask_ = last == 1 || last == 0 ? *given : torch::stable::contiguous(*given);
+    mask_ = arguments_.apart(last == 1 || last == 0 ? *given : torch::stable::contiguous(*given));
     work_.mask_kind = boolean ? Mask::Bool : dtype == Dtype::Float32 ? Mask::Float : Mask::Element;
     work_.mask = mask_->data_ptr();
     const auto stride = [&](int64_t i) { return mask_->size(i) == 1 ? 0 : mask_->stride(i); };
@@ -239,23 +239,20 @@ class AttentionCall {
                      "; expected ", dtype, " ", text_of(shape));
   }
 
-  void take_scales(const char* name, const OptionalTensor& scales, float*& data, HeadStrides& strides) const {
+  void take_scales(const char* name, const OptionalTensor& scales, float*& data, HeadStrides& strides) {
     if (!scales) return;
     const int64_t shape[] = {work_.batch, work_.kv_heads, room(), 1};
     check_kind(name, *scales, aoti_torch_dtype_float32(), "float32", {shape, 4});
-    check_elements(name, *scales);
+    arguments_.check_elements(name, *scales);
+    arguments_.write_in_place(*scales);
     data = static_cast<float*>(scales->data_ptr());
     strides = strides_of(*scales);
   }
 
-  void check_elements(const char* name, const Tensor& written) const {
-    DS_KERNELS_CHECK(!detail::may_overlap_itself(written.sizes(), written.strides()), op(), name,
-                     " has elements that share memory (is it expanded?); expected one element at each index");
-  }
-
   void take_cache(const char* name, Tensor& cache, void*& data, HeadStrides& strides) {
-    check_elements(name, cache);
+    arguments_.check_elements(name, cache);
     cache = with_whole_heads(cache);
+    arguments_.write_in_place(cache);
     data = cache.data_ptr();
     strides = strides_of(cache);
   }

@@ -130,9 +130,9 @@ struct QuantizerOps {
     if (noise) check_noise(op, x, *noise);
     if (size == 0) return;  // however many groups
     const Device device(arguments.device_index());
-    const OptionalTensor drawn = noise ? OptionalTensor(without_gaps(*noise)) : std::nullopt;
     FakeQuantizeGroups work{};
     work.x = arguments.write("x", x, x.sizes());
+    const OptionalTensor drawn = noise ? OptionalTensor(arguments.apart(without_gaps(*noise))) : std::nullopt;
     work.noise = drawn ? drawn->const_data_ptr<float>() : nullptr;
     work.groups = groups;
     work.size = size;

@@ -163,10 +163,8 @@ struct RandomLTDOps {
   }
 
   static void check_apart(const char* op, const Tensor& all, const Tensor& chosen) {
-    if (!all.is_contiguous() || !chosen.is_contiguous() || all.numel() == 0 || chosen.numel() == 0) return;
-    const auto begin = [](const Tensor& t) { return reinterpret_cast<uintptr_t>(t.data_ptr()); };
-    const auto end = [&](const Tensor& t) { return begin(t) + t.numel() * t.element_size(); };
-    DS_KERNELS_CHECK(end(all) <= begin(chosen) || end(chosen) <= begin(all), op,
+    if (!all.is_contiguous() || !chosen.is_contiguous()) return;
+    DS_KERNELS_CHECK(!detail::memory_of(all).meets(detail::memory_of(chosen)), op,
                      "all_activations[0] and layer_activations[0] share memory; expected a tensor that is written to "
                      "share none");
   }

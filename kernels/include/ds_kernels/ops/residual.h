@@ -25,11 +25,11 @@ struct ResidualOps {
     ResidualRows work{};
     work.rows = rows_of(op, "residual", residual);
     work.columns = shape[shape.size() - 1];
+    work.residual = arguments.write("residual", residual, shape);
     work.hidden = arguments.read("hidden", hidden, shape);
     work.attention = arguments.read("attention", attention, shape);
     work.attention_bias = arguments.read("attention_bias", attention_bias, vector_of(work.columns));
     work.final_bias = arguments.read("final_bias", final_bias, vector_of(work.columns));
-    work.residual = arguments.write("residual", residual, shape);
     work.scale = static_cast<float>(scale);
     work.scale_attention = scale_attention;
     device.run(op, work, arguments.dtype());
@@ -45,11 +45,11 @@ struct ResidualOps {
     work.rows = rows_of(op, "output", output);
     work.columns = shape[shape.size() - 1];
     const int64_t both = 2 * work.columns;
+    work.output = arguments.write("output", output, shape);
     work.residual = arguments.read("residual", residual, shape);
     work.residual_weight = arguments.read("coefficients", coefficients, vector_of(both));
     work.output_weight =
         static_cast<const char*>(work.residual_weight) + work.columns * size_of(arguments.dtype());
-    work.output = arguments.write("output", output, shape);
     device.run(op, work, arguments.dtype());
     arguments.write_back();
   }

@@ -31,11 +31,11 @@ struct RotaryOps {
 
   static void rotary_(const Tensor& input, const Tensor& cos, const Tensor& sin, bool interleaved) {
     const char* op = "rotary_";
-    const Arguments arguments(op, "input", input);
+    Arguments arguments(op, "input", input);
     const Device device(arguments.device_index());
+    arguments.check_elements("input", input);
+    arguments.write_in_place(input);
     const Angles angles(arguments, input, cos, sin);
-    DS_KERNELS_CHECK(!detail::may_overlap_itself(input.sizes(), input.strides()), op,
-                     "input has elements that share memory (is it expanded?); expected one element at each index");
     const NoGrad guard;
     const Tensor heads = input.stride(3) == 1 ? input : torch::stable::contiguous(input);
     device.run(op, angles.turn(heads, heads, interleaved), arguments.dtype());
@@ -85,8 +85,7 @@ struct RotaryOps {
                            tensor.size(1) == input.size(2) && 2 * tensor.size(2) <= input.size(3),
                        op, name, " has shape ", text_of(tensor.sizes()), " for input ", text_of(input.sizes()),
                        "; expected [batch or 1, tokens, rotary_dim / 2]");
-      const NoGrad guard;
-      return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
+      return arguments.apart(without_gaps(tensor));
     }
 
     static Heads heads_of(const Tensor& tensor) {

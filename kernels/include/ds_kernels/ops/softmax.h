@@ -37,8 +37,6 @@ struct SoftmaxOps {
     DS_KERNELS_CHECK(shape.size() == 4, op, "scores has shape ", text_of(shape),
                      "; expected [batch, heads, queries, keys]");
     DS_KERNELS_CHECK(window >= 0, op, "window is ", window, "; expected a number of positions, or 0");
-    const AddedTensor m(arguments, "mask", mask, scores), a(arguments, "alibi", alibi, scores);
-    DS_KERNELS_CHECK(!m || !a || m.dtype() == a.dtype(), op, "alibi has another dtype than mask; expected one of both");
     Scores work{};
     if (output) {
       work.input = arguments.read("scores", scores, shape);
@@ -47,6 +45,8 @@ struct SoftmaxOps {
     } else {
       work.input = work.output = arguments.write("scores", scores, shape);
     }
+    const AddedTensor m(arguments, "mask", mask, scores), a(arguments, "alibi", alibi, scores);
+    DS_KERNELS_CHECK(!m || !a || m.dtype() == a.dtype(), op, "alibi has another dtype than mask; expected one of both");
     work.mask = m.added();
     work.alibi = a.added();
     work.batch = shape[0];
@@ -74,8 +74,7 @@ struct SoftmaxOps {
       DS_KERNELS_CHECK(ref.dtype_code() == own.dtype_code() || ref.dtype_code() == aoti_torch_dtype_float32(), op, name,
                        " has a dtype that does not fit; expected that of scores, or float32");
       dtype_ = dtype_of(op, name, ref);
-      const NoGrad guard;
-      tensor_ = tensor->stride(3) == 1 || tensor->size(3) == 1 ? *tensor : torch::stable::contiguous(*tensor);
+      tensor_ = arguments.apart(tensor->stride(3) == 1 || tensor->size(3) == 1 ? *tensor : without_gaps(*tensor));
       const auto stride = [&](int i) { return tensor_.size(i) == 1 ? 0 : tensor_.stride(i); };
       added_ = {tensor_.data_ptr(), stride(0), stride(1), stride(2)};
     }

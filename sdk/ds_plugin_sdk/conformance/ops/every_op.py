@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -265,11 +265,12 @@ def rejects_dtype(target: Target, op: str) -> None:
             mixed = map_tensors(_to(dtype), sample.arguments[name])
             if tensors_of(mixed)[0].dtype != tensors_of(sample.arguments[name])[0].dtype:
                 label = f"{sample.label}, {name} as {name_of(dtype)}"
-                _expect_rejected_or_right(target, info, Sample(label, {**sample.arguments, name: mixed}, sample.kind))
+                changed = Sample(label, {**sample.arguments, name: mixed}, sample.kind)
+                _expect_rejected_or_right(info, changed, on_device(target, changed.arguments))
 
 
-def _expect_rejected_or_right(target: Target, info: OpInfo, sample: Sample) -> None:
-    arguments = on_device(target, sample.arguments)
+def _expect_rejected_or_right(info: OpInfo, sample: Sample, arguments: dict[str, Any]) -> None:
+    """Expect `InvalidTensorError` and nothing written, or what the formula gives; `arguments` are the sample's."""
     try:
         results = call_op(info, arguments)
     except InvalidTensorError:
@@ -351,6 +352,49 @@ def rejects_overlap(target: Target, op: str) -> None:
         arguments = on_device(target, sample.arguments)
         arguments[name] = map_last(expanded, arguments[name])
         _expect_rejected(target, info, f"an expanded {name}", arguments)
+
+
+@check(
+    "ops.rejects.shared_memory",
+    Clause(
+        "O3.5",
+        "An op given an argument that shares memory with one that it writes computes as with a copy of that argument, "
+        "or raises `InvalidTensorError` before it writes.",
+        reason="Tensors are slices of flat buffers. A kernel that reads what it has just written gives other numbers.",
+    ),
+    cases=only(lambda op: bool(op.written)),
+)
+def rejects_shared_memory(target: Target, op: str) -> None:
+    info = ready(target, op)
+    sample = fullest(info, name_of(dtype_of(target, info)))
+    read = [name for name in tensor_names(sample, floating=True) if name not in info.written]
+    for name, other in itertools.product(info.written, read):
+        arguments = on_device(target, sample.arguments)
+        pairs = zip(tensors_of(arguments[name]), tensors_of(arguments[other]), strict=False)
+        shared = [_in_one_buffer(*pair) for pair in pairs]
+        for which, views in zip((name, other), zip(*shared, strict=True), strict=True):
+            arguments[which] = _replaced(arguments[which], views)
+        host = {key: map_tensors(lambda tensor: tensor.cpu().clone(), value) for key, value in arguments.items()}
+        label = f"{sample.label}, {other} in the memory of {name}"
+        _expect_rejected_or_right(info, Sample(label, host, sample.kind), arguments)
+
+
+def _replaced(argument: Any, tensors: Iterable[Tensor]) -> Any:
+    """These in the place of an argument's first tensors."""
+    given = iter(tensors)
+    return map_tensors(lambda tensor: next(given, tensor), argument)
+
+
+def _in_one_buffer(written: Tensor, read: Tensor) -> tuple[Tensor, Tensor]:
+    """Both in one buffer, `written` as it was and 16 elements after `read`: what a kernel writes, it reads later."""
+    if written.dtype != read.dtype or written.numel() < 2:
+        return written, read
+    shift = min(16, written.numel() - 1)
+    buffer = written.new_zeros(shift + max(written.numel(), read.numel()))
+    views = buffer[shift : shift + written.numel()].view(written.shape), buffer[: read.numel()].view(read.shape)
+    views[1].copy_(read)
+    views[0].copy_(written)
+    return views
 
 
 # ---- derivatives and tracing -----------------------------------------------------------------------------------------
