@@ -205,6 +205,15 @@ def test_only_reports_of_one_machine_are_compared() -> None:
         compare.run(one, report.Report(MACHINE, {}, ""))
 
 
+def test_rows_that_cannot_be_told_apart_are_an_error() -> None:
+    one = of((2.0, 1.0, 3.0), (4.0, 3.0, 5.0))
+    for row in one.results["jit"].rows:
+        row["what"] = "one case"
+    with pytest.raises(SdkError, match="two rows of one case") as caught:
+        compare.run(one, one)
+    assert caught.value.why == "benchmark jit: one case"
+
+
 def test_the_status_says_whether_something_is_slower(sdk: Callable[..., str], tmp_path: Path) -> None:
     for name, seconds in (("a", 2.0), ("b", 3.0)):
         report.save(report.Report(MACHINE, {}, "", {"jit": measured(seconds)}), tmp_path / name / FILE)
@@ -252,4 +261,5 @@ def test_a_page_in_the_documentation_is_that_of_its_report(name: str, tmp_path: 
     made = report.page(report.load(file), tmp_path / file.name)
     assert report.page_of(file).read_text(encoding="utf-8") == made, again
     drawn, kept = (folder / "img" / name for folder in (tmp_path, ROOT / "docs"))
+    assert compare.run(report.load(file), report.load(file)), "rows that can be told apart"
     assert {picture.name for picture in drawn.iterdir()} == {picture.name for picture in kept.iterdir()}

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -111,7 +112,8 @@ def compare(losses: dict[int, float], checkpoint: Path) -> None:
     """Say how far a resumed run's losses are from those of the run that wrote its checkpoint and went on."""
     earlier = dict(json.loads((checkpoint.parent / "metrics.json").read_text(encoding="utf-8"))["curves"]["loss"])
     begun = int(checkpoint.name.rpartition("-")[2])
-    apart = max(abs(losses[step] - earlier[step]) for step in losses if step > begun)
+    differences = [abs(losses[step] - earlier[step]) for step in losses if step > begun]
+    apart = max(differences) if all(map(math.isfinite, differences)) else math.inf  # max alone can miss a NaN
     print(
         f"steps {begun + 1} to {max(losses)}, resumed and uninterrupted: the largest difference of a loss is {apart:g}"
     )

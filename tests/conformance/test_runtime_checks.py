@@ -134,4 +134,3 @@ def test_plain_losses_fall_and_depend_on_what_is_asked() -> None:
     assert losses != small_model.plain_losses(1)
     assert losses != small_model.plain_losses(2, accumulation=3)
     assert losses != small_model.plain_losses(2, clip=True)
-    assert small_model.largest_difference([1.0], [1.0, 2.0]) == float("inf")

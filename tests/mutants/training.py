@@ -47,9 +47,16 @@ def _own_count(original: Callable[..., Any], *a: Any) -> Any:
     return original(*a[:4], [len(_calls)] * len(a[4]), *a[5:])
 
 
+def _not_a_number(original: Callable[..., Any], *a: Any) -> None:
+    original(*a)
+    for parameter in a[0]:
+        parameter.fill_(float("nan"))
+
+
 _calls: list[int] = []
 
 _adam("no_bias_correction", "T1.1", "Adam's moments are not corrected.", _no_correction, only="zero.losses/1")
+_adam("not_a_number", "T1.1", "A step leaves no number in the parameters.", _not_a_number, only="zero.losses/1")
 _adam("always_the_first_step", "T1.2", "Every step counts as the first.", _first_step, only="accumulation/1")
 _adam("half_rate", "T1.3", "The learning rate is halved.", _half_rate, only="clipping/1")
 _adam("swapped_betas", "T1.4", "Adam's betas change places.", _swapped_betas, only="overlap/2")

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ds_plugin_sdk import TorchAccelerator, set_accelerator, simulator
+from ds_plugin_sdk.losses import largest_difference
 
 simulator.install("zap", memory_mb=1024)
 
@@ -102,7 +103,7 @@ def main(folder: Path) -> None:
         if engine.global_rank == 0:
             expected = plain_losses(engine.world_size)
             assert losses[-1] < losses[0]
-            worst = max(abs(loss - right) / right for loss, right in zip(losses, expected, strict=True))
+            worst = largest_difference(losses, expected, relative=True)
             sys.stdout.write(f"stage {stage}: {worst:.1e}\n")
 
 

@@ -22,6 +22,8 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
+from ds_plugin_sdk.losses import largest_difference
+
 STEPS, BATCH, TOKENS, VOCABULARY, WIDTH = 8, 8, 64, 512, 256
 TOLERANCE = {"float32": 1e-3, "bf16": 2e-2, "fp16": 5e-3}  # relative, of a loss
 
@@ -183,7 +185,7 @@ def compare(plugin: Path, own: Path) -> int:
             failed += not found[-1] < found[0]
             print(f"{name}: {found[0]:.5f} to {found[-1]:.5f}, alone")
             continue
-        apart = max(abs(a - b) / abs(b) for a, b in zip(found, reference, strict=True))
+        apart = largest_difference(found, reference, relative=True)
         failed += not apart <= tolerance
         print(f"{name}: {found[-1]:.5f}, DeepSpeed's own {reference[-1]:.5f}; at most {apart:.1e} apart of {tolerance}")
     print(f"{len(ours) - failed} of {len(ours)} configurations as on DeepSpeed's own accelerator")

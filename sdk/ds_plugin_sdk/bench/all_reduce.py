@@ -61,10 +61,16 @@ class Row:
 
 
 @dataclass(frozen=True)
-class RanksRow(Row):
+class RanksRow:
     """A `Row`, and over how many ranks it was taken."""
 
-    ranks: int = 2
+    ranks: int
+    call: str
+    elements: int
+    dtype: str
+    microseconds: float
+    times: float | None = None
+    spread: dict[str, Spread] = field(default_factory=dict)
 
 
 def by_ranks(counts: Sequence[int] = COUNTS, mpis: Sequence[Path] = ()) -> Iterator[RanksRow]:
@@ -72,7 +78,7 @@ def by_ranks(counts: Sequence[int] = COUNTS, mpis: Sequence[Path] = ()) -> Itera
     for ranks in counts:
         for row in run(ranks, mpis=mpis):
             if row.dtype == "float32" and row.call not in (OURS, "deepspeed.comm.all_reduce"):
-                yield RanksRow(**vars(row), ranks=ranks)
+                yield RanksRow(ranks, **vars(row))
 
 
 def run(ranks: int = 2, own: bool = False, mpis: Sequence[Path] = ()) -> list[Row]:

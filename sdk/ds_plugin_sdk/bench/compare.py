@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,7 +59,7 @@ def run(before: Report, after: Report, *, least: float = 0.05, any_machine: bool
     if differ and not any_machine:
         why = "; ".join(f"{name}: {before.machine.get(name)}, then {after.machine.get(name)}" for name in differ)
         raise SdkError("The reports are of two machines", why=why, hint="--any-machine compares them nonetheless")
-    older, newer = (dict(_figures(report)) for report in (before, after))
+    older, newer = (_figures(report) for report in (before, after))
     rows = [_row(key, older[key], newer[key], least) for key in newer if key in older]
     if not rows:
         raise SdkError("The reports have no figure in common", hint="they must have a benchmark in common")
@@ -70,11 +70,20 @@ Key = tuple[str, str, str]
 Figure = tuple[float, float, float]  # median, ends of its spread
 
 
-def _figures(report: Report) -> Iterator[tuple[Key, Figure]]:
+def _figures(report: Report) -> dict[Key, Figure]:
+    figures: dict[Key, Figure] = {}
     for benchmark, result in report.results.items():
         for row in result.rows:
             for figure, (low, high) in row["spread"].items() if "spread" in row else ():
-                yield (benchmark, case(row), figure), (row[figure], low, high)
+                key = (benchmark, case(row), figure)
+                if key in figures:
+                    raise SdkError(
+                        "A report has two rows of one case",
+                        why=f"benchmark {benchmark}: {key[1]}",
+                        hint="measure it again with this version (sdk bench all --report), which tells them apart",
+                    )
+                figures[key] = row[figure], low, high
+    return figures
 
 
 def case(row: Mapping[str, Any]) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ds_plugin_sdk.conformance.programs import free_port
+from ds_plugin_sdk.losses import largest_difference
 from ds_plugin_sdk.settings import child_environment
 
 # Losses are about 1. In float32 only the order of sums differs; bfloat16 has 8 bits, and gradients are summed in it.
@@ -58,7 +59,7 @@ def run(project: Path) -> Iterator[Row]:
         for stage in range(4):
             reference = _losses(project, "cpu", ONE_RANK, stage, dtype)
             for how in (ONE_RANK, DEEPSPEED, TORCHRUN):
-                difference = _difference(_losses(project, plugin, how, stage, dtype), reference)
+                difference = largest_difference(_losses(project, plugin, how, stage, dtype), reference)
                 yield Row(dtype, stage, how, difference, tolerance)
     for stage in (1, 3):
         whole = _losses(project, plugin, DEEPSPEED, stage, "float32")
@@ -68,7 +69,7 @@ def run(project: Path) -> Iterator[Row]:
                 for option in ("--save", "--resume")
                 for loss in _losses(project, plugin, DEEPSPEED, stage, "float32", option, checkpoint, steps=STEPS // 2)
             ]
-        yield Row("float32", stage, "resumed", _difference(parts, whole), 0.0)
+        yield Row("float32", stage, "resumed", largest_difference(parts, whole), 0.0)
 
 
 def _losses(
@@ -98,7 +99,3 @@ def _launcher(how: str) -> list[str]:
         DEEPSPEED: ["-m", "deepspeed.launcher.runner", "--num_accelerators", "2", "--master_port", port],
         TORCHRUN: ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port],
     }[how]
-
-
-def _difference(first: list[float], second: list[float]) -> float:
-    return max(abs(a - b) for a, b in zip(first, second, strict=True))

@@ -32,6 +32,7 @@ from ds_plugin_sdk.bench import timing
 from ds_plugin_sdk.bench.measuring_process import MeasuringProcess, serve
 from ds_plugin_sdk.errors import SdkError
 from ds_plugin_sdk.integrations.transformers import accelerate
+from ds_plugin_sdk.losses import largest_difference
 from ds_plugin_sdk.nn import linear_cross_entropy
 from ds_plugin_sdk.registry import get_accelerator
 
@@ -179,7 +180,7 @@ def agreement(
     sizes = _Sizes(64, 2, 4, 176) if small else _Sizes(256, 2, 4, 704)
     given = (sizes, family, words, getattr(torch, dtype), tokens or (64 if small else 256))
     losses = [_train(steps, *given, what) for what in (EAGER, OURS[family])]
-    apart = max(abs(a - b) / a for a, b in zip(*losses, strict=True))
+    apart = largest_difference(losses[1], losses[0], relative=True)
     return Agreement(family, dtype, steps, losses[0][0], losses[0][-1], apart)
 
 

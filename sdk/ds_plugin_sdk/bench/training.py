@@ -27,6 +27,7 @@ from typing import Any
 
 from ds_plugin_sdk.bench.timing import Spread, in_turns, spread
 from ds_plugin_sdk.conformance.programs import free_port
+from ds_plugin_sdk.losses import largest_difference
 from ds_plugin_sdk.settings import LOCAL_WORLD_SIZE_VARIABLES, child_environment
 
 RANKS = 2
@@ -180,12 +181,8 @@ def differences(runs: Runs, reference: Mapping[str, Any]) -> list[Difference]:
 
 def _difference(what: str, some: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str, Any]]) -> Difference:
     """Of the losses of runs at the same place of both lists."""
-    pairs = [
-        pair
-        for one, other in zip(some, others, strict=True)
-        for pair in zip(one["losses"], other["losses"], strict=True)
-    ]
-    return Difference(what, max(abs(a - b) for a, b in pairs), max(abs(a - b) / abs(a) for a, b in pairs))
+    losses, expected = ([loss for run in runs for loss in run["losses"]] for runs in (others, some))
+    return Difference(what, largest_difference(losses, expected), largest_difference(losses, expected, relative=True))
 
 
 def _torch_adam(example: Path, out: Path) -> Path:

@@ -22,6 +22,7 @@ from ds_plugin_sdk.conformance.in_turn import InTurn, Task
 from ds_plugin_sdk.conformance.programs import small_model
 from ds_plugin_sdk.conformance.runtime.support import indexed
 from ds_plugin_sdk.conformance.target import Target
+from ds_plugin_sdk.losses import largest_difference
 
 _SECONDS = 600.0
 
@@ -121,7 +122,7 @@ def _expect_losses(
     # Without ZeRO, DeepSpeed makes the states of these types' optimizers by a step with gradients of zero.
     empty_step = stage == 0 and dtype != "float32"
     expected = small_model.plain_losses(ranks(target), accumulation=accumulation, clip=clip, empty_step=empty_step)
-    worst = small_model.largest_difference(losses, expected)
+    worst = largest_difference(losses, expected)
     expect(
         worst <= TOLERANCE[dtype],
         f"losses are {_rounded(losses)}, off by {worst:.2g}",
@@ -313,6 +314,6 @@ _planned.append(lambda target: [("recomputed", {})])
 )
 def recomputed(target: Target) -> None:
     for rank, told in enumerate(_results(target, "recomputed", {})):
-        worst = small_model.largest_difference(told["recomputed"], told["plain"])
+        worst = largest_difference(told["recomputed"], told["plain"])
         what = f"gradients of the recomputed block are off by {worst:.2g} on rank {rank}"
         expect(worst <= 1e-5, what, why="it dropped other elements")

@@ -16,6 +16,7 @@ from launchers import free_port
 TRAIN = """
 import importlib, os, torch, deepspeed, transformers
 from ds_plugin_sdk.integrations.transformers import accelerate, training
+from ds_plugin_sdk.losses import largest_difference
 from ds_plugin_sdk.ops import _products
 
 # A CPU that is slow at 16-bit numbers, and products that are never too small.
@@ -61,7 +62,7 @@ with open(f"losses-{os.environ['RANK']}", 'w') as file:
             expected = list(losses(False, stage, checkpointing))
             before = len(calls) + len(ops)
             found = list(losses(True, stage, checkpointing))
-            apart = max(abs(a - b) / b for a, b in zip(found, expected))
+            apart = largest_difference(found, expected, relative=True)
             print(stage, checkpointing, before, len(calls), len(ops), apart, found[0], found[-1], file=file)
             calls.clear()
             ops.clear()
@@ -72,6 +73,7 @@ torch.distributed.destroy_process_group()
 LENGTHS = """
 import os, sys, torch, deepspeed, transformers
 from ds_plugin_sdk.integrations.transformers import accelerate
+from ds_plugin_sdk.losses import largest_difference
 from ds_plugin_sdk.nn import _fused
 
 ops = []
@@ -102,7 +104,7 @@ def losses(ours):
         yield loss.item()
 
 expected = list(losses(False))
-apart = max(abs(a - b) for a, b in zip(losses(True), expected))
+apart = largest_difference(losses(True), expected)
 with open(f"lengths-{os.environ['RANK']}", 'w') as file:
     print(apart, ops.count('activation_and_mul'), file=file)
 torch.distributed.destroy_process_group()
@@ -112,6 +114,7 @@ torch.distributed.destroy_process_group()
 ORDERS = """
 import torch, deepspeed, transformers
 from ds_plugin_sdk.integrations.transformers import accelerate
+from ds_plugin_sdk.losses import largest_difference
 
 def losses(order, stage):
     torch.manual_seed(0)
@@ -135,7 +138,7 @@ with open('orders', 'w') as file:
     for stage in (0, 2):
         expected = list(losses('never', stage))
         for order in ('before', 'after'):
-            print(stage, order, max(abs(a - b) for a, b in zip(losses(order, stage), expected)), file=file)
+            print(stage, order, largest_difference(losses(order, stage), expected), file=file)
 torch.distributed.destroy_process_group()
 """
 

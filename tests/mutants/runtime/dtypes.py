@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -23,6 +24,19 @@ def _other_gelu() -> None:
 
 
 below("dtypes.other_gelu", "R6.3", "The device computes another GELU.", _other_gelu)
+
+
+def _not_a_number() -> None:
+    original, calls = torch.nn.functional.gelu, itertools.count()
+
+    def gelu(input: torch.Tensor, **options: Any) -> torch.Tensor:
+        output = original(input, **options)
+        return output * float("nan") if input.device.type == DEVICE and next(calls) > 0 else output
+
+    torch.nn.functional.gelu = gelu  # type: ignore[assignment]  # the defect of this mutant
+
+
+below("dtypes.not_a_number", "R6.3", "From the second step on the device computes no numbers.", _not_a_number)
 
 
 def _sums_in_float32() -> None:

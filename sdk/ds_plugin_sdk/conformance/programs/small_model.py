@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -72,10 +71,3 @@ def plain_losses(ranks: int, *, accumulation: int = 1, clip: bool = False, empty
         rates.step()
         losses.append(each[0].item())
     return losses
-
-
-def largest_difference(losses: Sequence[float], expected: Sequence[float]) -> float:
-    """Infinity where the numbers of losses differ."""
-    if len(losses) != len(expected):
-        return float("inf")
-    return max(abs(loss - right) for loss, right in zip(losses, expected, strict=True))

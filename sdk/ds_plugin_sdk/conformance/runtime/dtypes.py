@@ -10,6 +10,7 @@ from torch import nn
 from ds_plugin_sdk.conformance.check import Clause, check, expect, expect_equal
 from ds_plugin_sdk.conformance.runtime.support import each_current, expect_type, made_current
 from ds_plugin_sdk.conformance.target import Target
+from ds_plugin_sdk.losses import largest_difference
 
 _TRAINABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -104,7 +105,7 @@ _TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3, to
 def trains(target: Target, dtype: str) -> None:
     given = getattr(torch, dtype)
     expected, losses = _train(torch.device("cpu"), torch.float32), _train(target.device, given)
-    worst = max(abs(loss - right) for loss, right in zip(losses, expected, strict=True))
+    worst = largest_difference(losses, expected)
     expect(
         worst <= _TOLERANCE[given],
         f"losses in {dtype} on {target.device} are {[round(loss, 5) for loss in losses]}",
