@@ -140,13 +140,14 @@ struct Slope {
 
 // gelu by the tanh formula: with u = sqrt(2/pi) (x + 0.044715 x^3), e = e^-2u and s = 1 / (1 + e), which is
 // (1 + tanh u) / 2, the derivative is s + 2 x s (1 - s) u', where 1 - s is e s. Beyond -10, where e overflows, it is 0,
-// and no number near it: a gradient that it is multiplied by may be large.
+// and no number near it: a gradient that it is multiplied by may be large. The value at minus infinity is NaN, as the
+// forward op has it.
 template <class Real>
 DS_KERNELS_INLINE Slope<Real> gelu_tanh_slope(Real input) {
   const Real x = bounded(input, 10.f), square = x * x;
   const Real e = exponential(x * (-0x1.988454p0f - 0x1.2444f2p-4f * square)), s = quotient(Real{} + 1.f, 1.f + e);
   const Real slope = s + x * s * (e * s) * (0x1.988454p0f + 0x1.b6676cp-3f * square);
-  return {select(input < -10.f, Real{}, input * s), select(input < -10.f, Real{}, slope)};
+  return {select(input < -10.f, input * 0.f, input * s), select(input < -10.f, Real{}, slope)};
 }
 
 // gelu by the error function: the derivative is (1 + erf(x / sqrt 2)) / 2 + x e^(-x^2 / 2) / sqrt(2 pi).
@@ -161,7 +162,7 @@ DS_KERNELS_INLINE Slope<Real> gelu_slope(Real input) {
 template <class Real>
 DS_KERNELS_INLINE Slope<Real> silu_slope(Real input) {
   const Real x = bounded(input, 80.f), e = exponential(-x), s = quotient(Real{} + 1.f, 1.f + e);
-  return {select(input < -80.f, Real{}, input * s), select(input < -80.f, Real{}, s + x * s * (e * s))};
+  return {select(input < -80.f, input * 0.f, input * s), select(input < -80.f, Real{}, s + x * s * (e * s))};
 }
 
 // The derivative of relu at 0 is 0.

@@ -45,16 +45,18 @@ def activate(x: Tensor, activation: Activation) -> Tensor:
 
 
 def slope(x: Tensor, activation: Activation) -> Tensor:
-    """The derivative of an activation; that of relu at 0 is 0."""
+    """The derivative of an activation; that of relu at 0 is 0. Far out, where a factor is 0, the others may be infinite."""
     if activation == "relu":
         return (x > 0).to(x.dtype)
     if activation == "gelu_tanh":
         t = torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
         inner = math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * x**2)
-        # Far out, where tanh is 1, the other factors may be infinite.
         return 0.5 * (1 + t) + torch.where(t.abs() == 1, 0.0, 0.5 * x * (1 - t * t) * inner)
     if activation == "gelu":
         density = torch.exp(-0.5 * x**2) / math.sqrt(2 * math.pi)
         return 0.5 * (1 + torch.erf(x / math.sqrt(2))) + torch.where(density == 0, 0.0, x * density)
-    s = torch.sigmoid(x)
-    return s * (1 + x * (1 - s)) if activation == "silu" else torch.ones_like(x)
+    if activation == "silu":
+        s = torch.sigmoid(x)
+        rest = s * (1 - s)
+        return s + torch.where(rest == 0, 0.0, x * rest)
+    return torch.ones_like(x)

@@ -133,7 +133,8 @@ def _slope(x: Tensor, activation: str) -> Tensor:
     if activation == "relu":
         return (x > 0).to(x.dtype)
     if activation == "silu":
-        return torch.sigmoid(x) * (1 + x * torch.sigmoid(-x))
+        rest = torch.sigmoid(x) * torch.sigmoid(-x)  # 0 far out, where x may be infinite
+        return torch.sigmoid(x) + torch.where(rest == 0, 0.0, x * rest)
     if activation == "identity":
         return torch.ones_like(x)
     # From 40 on the slope is 0 or 1 in float64 too, and its terms do not overflow.
