@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import ClassVar, Literal, NamedTuple
@@ -28,7 +29,8 @@ Quantized = Literal["int8", "int4"]
 Weights = Quantized | None
 
 _ALIGNMENT = 64
-_MOST_GROUP = 128
+_GROUP = 128
+_LEAST_GROUP = 32  # with a scale for fewer, eight bits would be nine and more
 _LEAST_INT4_GROUP = 64
 # How much of a weight is looked at: each row is waited for; neighbours in it are not. One row of eight takes one
 # percent of a prompt's time, and finds adapters that change one number of a thousand. What makes logits has a row for
@@ -336,10 +338,10 @@ def bits_of(columns: int, weights: Quantized, sensitive: bool = False) -> Litera
 
 
 def quantize(rows: Tensor, bits: Literal[4, 8]) -> tuple[Tensor, Tensor]:
-    """The weight and its scales, ``[out, groups]``, of ``[out, in]``."""
-    columns, least = rows.shape[1], _LEAST_INT4_GROUP if bits == 4 else 1
-    sizes = range(min(_MOST_GROUP, columns), 0, -1)
-    return quantize_weight(rows, next(size for size in sizes if columns % size == 0 and size % least == 0), bits)
+    """The weight and its scales, ``[out, groups]``, of ``[out, in]``; groups of about `_GROUP` columns."""
+    columns, unit = rows.shape[1], _LEAST_INT4_GROUP if bits == 4 else 1
+    sizes = itertools.chain(range(_GROUP, _LEAST_GROUP - 1, -1), range(_GROUP + 1, columns))
+    return quantize_weight(rows, next((s for s in sizes if columns % s == 0 and s % unit == 0), columns), bits)
 
 
 class Look(enum.Enum):
