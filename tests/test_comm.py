@@ -218,6 +218,26 @@ os._exit(0)
 """
 )
 
+# Rank 0 lives, and has no part in it.
+ENDED_IN_A_GROUP = (
+    START
+    + """
+from torch import distributed
+group = distributed.new_group([1, 2])
+if rank == 0:
+    time.sleep(5)
+    os._exit(0)
+for number, elements in enumerate((3, 2 + rank, 3)):
+    if rank == 2 and number == 2:
+        os._exit(0)
+    try:
+        comm.all_reduce(torch.ones(elements), group=group)
+    except (CollectiveError, InvalidTensorError) as error:
+        say(str(error).replace("\\n", " "))
+os._exit(0)
+"""
+)
+
 # In the middle of a large sum: it waits for a rank that is late, which finds its piece there and its share missing.
 ENDED_WITHIN = (
     START
@@ -487,6 +507,17 @@ def test_a_rank_that_ended_is_told(tmp_path: Path) -> None:
         "rank 0: rank 1 of 2 ended before all_reduce (op 'all_reduce'): rank 0 has waited for it for"
     )
     assert again.startswith("rank 0: an earlier collective of this group was interrupted (op 'all_reduce'): ")
+
+
+@shared_memory
+def test_in_a_group_ranks_have_the_job_s_numbers(tmp_path: Path) -> None:
+    said = run(ENDED_IN_A_GROUP, 3, tmp_path)
+    assert [line.partition(" (op")[0] for line in said] == [
+        "rank 1: rank 2 has 16 bytes left where this rank has 12",
+        "rank 1: rank 2 of the group of ranks [1, 2] ended before all_reduce",
+        "rank 2: rank 1 has 12 bytes left where this rank has 16",
+    ]
+    assert "rank 1 has waited for it" in said[1]
 
 
 @shared_memory

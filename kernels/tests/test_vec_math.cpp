@@ -39,8 +39,9 @@ float of_pattern(uint32_t bits) {
 
 // The error of `actual` in units of the float format at `exact`; 0 where both are beyond its range.
 double units(float actual, double exact) {
-  if (std::isnan(exact)) return std::isnan(actual) ? 0 : HUGE_VAL;
+  if (std::isnan(exact) || std::isnan(actual)) return std::isnan(exact) == std::isnan(actual) ? 0 : HUGE_VAL;
   if (static_cast<float>(exact) == actual) return 0;  // infinities, and exactly rounded results
+  if (std::isinf(exact)) return HUGE_VAL;
   const int binade = exact == 0 ? -126 : std::max(std::ilogb(exact), -126);
   return std::abs(actual - exact) / std::ldexp(1, binade - 23);
 }
@@ -56,7 +57,7 @@ void over_all_floats(const Function& function) {
     store(y, function.vector(load(x)));
     for (int lane = 0; lane < kLanes; ++lane) {
       const double error = units(y[lane], function.exact(x[lane]));
-      if (!(error <= worst)) worst = error, worst_at = x[lane];
+      if (error > worst) worst = error, worst_at = x[lane];
     }
   }
   std::printf("%s: %.2f units at %a\n", function.name, worst, worst_at);

@@ -27,6 +27,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import tempfile
 import threading
 import time
@@ -242,6 +243,7 @@ class _SharedMemory:
 
     def __init__(self, path: Path, group: ProcessGroup) -> None:
         self._rank, self._ranks = group.rank(), group.size()
+        self._global_ranks, self._among = _in_the_job(group)
         self._timeout = _timeout_of(group)
         self._broken_off = False
         self._one_at_a_time = threading.RLock()
@@ -276,10 +278,11 @@ class _SharedMemory:
                 path.unlink()
         if error is not None:
             raise error
-        for rank, (_, why) in enumerate(outcomes):
+        ranks, among = _in_the_job(group)
+        for rank, (_, why) in zip(ranks, outcomes, strict=True):
             if why:
                 raise CollectiveError(
-                    f"rank {rank} of {group.size()} cannot take part in collectives", op="all_reduce", why=why
+                    f"rank {rank} of {among} cannot take part in collectives", op="all_reduce", why=why
                 )
         return shared if all(opened for opened, _ in outcomes) else None
 
@@ -326,7 +329,7 @@ class _SharedMemory:
             raise CollectiveError(
                 "an earlier collective of this group was interrupted",
                 op=collective.__name__,
-                why=f"what rank {self._rank} posted for it is where the others look for this one's",
+                why=f"what rank {self._global_ranks[self._rank]} posted for it is where the others look for this one's",
                 hint="restart the job",
             )
         self._broken_off = True  # as long as it is not whole: whatever ends the call, a signal's handler too
@@ -334,9 +337,11 @@ class _SharedMemory:
             done = collective(*tensors, 0)
             if done < elements:
                 self._go_on(done, elements, collective, *tensors)
-        except InvalidTensorError:
+        except InvalidTensorError as error:
             self._broken_off = False  # all ranks have that, and are through with it
-            raise
+            # The kernels know a rank by its place in the group.
+            what = re.sub(r"(?<=^rank )\d+", lambda place: str(self._global_ranks[int(place[0])]), error.what)
+            raise InvalidTensorError(what, op=error.op, why=error.why) from error
         self._broken_off = False
 
     def _go_on(self, done: int, elements: int, collective: Callable[..., int], *tensors: Tensor) -> None:
@@ -351,19 +356,20 @@ class _SharedMemory:
         states = self._memory[: self._ranks * STATE_BYTES].view(torch.int64).view(self._ranks, -1)[:, :2].tolist()
         posted, shared = states[self._rank]
         missing = [rank for rank, state in enumerate(states) if state[0] < posted or state[1] < shared]
+        this_rank = self._global_ranks[self._rank]
         for rank in missing:
             if self._has_ended(rank):
                 raise CollectiveError(
-                    f"rank {rank} of {self._ranks} ended before {collective}",
+                    f"rank {self._global_ranks[rank]} of {self._among} ended before {collective}",
                     op=collective,
-                    why=f"rank {self._rank} has waited for it for {waited:.0f} s, and its process is gone",
+                    why=f"rank {this_rank} has waited for it for {waited:.0f} s, and its process is gone",
                     hint="what that rank printed last says why; restart the job",
                 )
         if missing and waited > self._timeout:
             raise CollectiveError(
-                f"ranks {missing} of {self._ranks} did not call {collective}",
+                f"ranks {[self._global_ranks[rank] for rank in missing]} of {self._among} did not call {collective}",
                 op=collective,
-                why=f"rank {self._rank} has waited for {waited:.0f} s, the group's timeout",
+                why=f"rank {this_rank} has waited for {waited:.0f} s, the group's timeout",
                 hint="every rank of a group must call the same collectives in the same order",
             )
 
@@ -374,6 +380,13 @@ class _SharedMemory:
             return False
         fcntl.lockf(self._file, fcntl.LOCK_UN, 1, rank)
         return True
+
+
+def _in_the_job(group: ProcessGroup) -> tuple[list[int], str]:
+    """The ranks of the job that are a group's, by their places in it; and how to call them together."""
+    ranks = distributed.get_process_group_ranks(group)
+    whole = len(ranks) == distributed.get_world_size()
+    return ranks, str(len(ranks)) if whole else f"the group of ranks {ranks}"
 
 
 def _bytes(tensor: Tensor) -> Tensor:

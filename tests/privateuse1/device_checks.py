@@ -12,6 +12,7 @@ import json
 import math
 import os
 import sys
+import threading
 import time
 import traceback
 import warnings
@@ -442,6 +443,27 @@ def random_states_can_be_saved() -> None:
     torch.manual_seed(11)
     assert torch.equal(nn.functional.dropout(torch.ones(64, device=NAME), 0.5).cpu(), dropped.cpu())
     assert 8 < int((dropped == 0).sum()) < 56
+
+
+def draws_leave_the_cpu_alone() -> None:
+    expected, stop = _host_draws(), threading.Event()
+
+    def draw() -> None:
+        while not stop.is_set():
+            nn.functional.dropout(torch.ones(5000, device=NAME), 0.5)
+            torch.randn(5000, device=NAME)
+
+    thread = threading.Thread(target=draw)
+    thread.start()
+    found = _host_draws()
+    stop.set()
+    thread.join()
+    assert found == expected, "the device's draws took numbers of the CPU's generator"
+
+
+def _host_draws() -> list[float]:
+    torch.manual_seed(0)
+    return [float(torch.rand(2000).sum()) for _ in range(1500)]
 
 
 def recomputed_activations_drop_the_same() -> None:

@@ -134,6 +134,7 @@ DATA_CHECKS = (
     "storages_grow_and_shrink",
     "devices_have_memory_of_their_own",
     "each_device_has_its_own_random_numbers",
+    "draws_leave_the_cpu_alone",
     "torch_saves_and_loads",
     "training_equals_the_cpu",
 )

@@ -144,8 +144,8 @@ def _check(
         left = [item for item in selected if item.id not in known]
         _run(left, lambda item: expectations.judge(runner.run(item)), report, lambda: _keep(write, files[:1]))
     finally:  # also what an impatient user has stopped is reported
+        write(files)  # first: who reads what is printed may be gone
         _print(report)
-        write(files)
     return report.status
 
 

@@ -47,21 +47,46 @@ Counts& counts() {
 
 // ------------------------------------------------------------------------------------------------ random numbers
 
-// While it lives, the CPU draws from a device's generator: the state of the device's stands in for that of the CPU's
-// default one, which comes back afterwards as it was. One at a time.
+// Where an op has a generator among its arguments; null where it has none.
+IValue* generator_of(const c10::OperatorHandle& op, Stack& stack) {
+  static const auto type = c10::OptionalType::create(c10::GeneratorType::get());
+  auto value = stack.end() - static_cast<std::ptrdiff_t>(op.schema().arguments().size());
+  for (const c10::Argument& argument : op.schema().arguments()) {
+    if (argument.type()->isSubtypeOf(*type)) return &*value;
+    ++value;
+  }
+  return nullptr;
+}
+
+// The generator that an argument names, or the device's default one.
+at::Generator named_generator(const IValue& argument, DeviceIndex device) {
+  if (!argument.isGenerator()) return default_generator(device);
+  const at::Generator generator = argument.toGenerator();
+  TORCH_CHECK(generator.device().type() == kDevice, "expected a generator of ", Device(kDevice, device), ", not of ",
+              generator.device());
+  return generator;
+}
+
+// While it lives, the CPU draws for one call from a device's generator: by a generator of its own with that one's state,
+// which takes the place of the argument. One call at a time.
+//
+// For an op without such an argument the state stands in for that of the CPU's default generator, which comes back
+// afterwards as it was: who draws on the CPU in another thread meanwhile takes part in it. torch has few.
 class DrawFrom {
  public:
-  explicit DrawFrom(const at::Generator& device)
-      : lock_(mutex()), device_(impl(device)), cpu_(impl(at::detail::getDefaultCPUGenerator())) {
-    const std::lock_guard<std::mutex> lock(cpu_->mutex_);  // who draws on the CPU meanwhile draws before or after it
-    saved_ = cpu_->clone();
-    assign(*device_, *cpu_);
+  DrawFrom(const c10::OperatorHandle& op, Stack& stack, DeviceIndex device) : lock_(mutex()) {
+    IValue* argument = generator_of(op, stack);
+    generator_ = argument ? named_generator(*argument, device) : default_generator(device);
+    drawing_ = argument ? at::detail::createCPUGenerator() : at::detail::getDefaultCPUGenerator();
+    if (!argument) saved_ = drawing_.clone();
+    move(generator_, drawing_);
+    if (argument) *argument = IValue(drawing_);
   }
   DrawFrom(const DrawFrom&) = delete;
   DrawFrom& operator=(const DrawFrom&) = delete;
   ~DrawFrom() {
-    move(*cpu_, *device_);
-    move(*saved_, *cpu_);
+    move(drawing_, generator_);
+    if (saved_.defined()) move(saved_, drawing_);
   }
 
  private:
@@ -72,33 +97,27 @@ class DrawFrom {
   static at::CPUGeneratorImpl* impl(const at::Generator& generator) {
     return static_cast<at::CPUGeneratorImpl*>(generator.unsafeGetGeneratorImpl());
   }
-  static void move(at::CPUGeneratorImpl& from, at::CPUGeneratorImpl& to) {
-    const std::lock_guard<std::mutex> lock(to.mutex_);
-    assign(from, to);
-  }
-  static void assign(at::CPUGeneratorImpl& from, at::CPUGeneratorImpl& to) {
-    to.set_engine(from.engine());
-    to.set_next_float_normal_sample(from.next_float_normal_sample());
-    to.set_next_double_normal_sample(from.next_double_normal_sample());
+  static void move(const at::Generator& from, const at::Generator& to) {
+    const std::scoped_lock lock(impl(from)->mutex_, impl(to)->mutex_);
+    auto *source = impl(from), *target = impl(to);
+    target->set_engine(source->engine());
+    target->set_next_float_normal_sample(source->next_float_normal_sample());
+    target->set_next_double_normal_sample(source->next_double_normal_sample());
   }
 
   std::lock_guard<std::mutex> lock_;
-  at::CPUGeneratorImpl *device_, *cpu_;
-  std::shared_ptr<at::CPUGeneratorImpl> saved_;
+  at::Generator generator_, drawing_, saved_;
 };
 
-// The generator named in the arguments, taken out of them, or the device's default one.
-at::Generator take_generator(const c10::OperatorHandle& op, Stack& stack, DeviceIndex device) {
-  for (auto value = stack.end() - static_cast<std::ptrdiff_t>(op.schema().arguments().size()); value != stack.end();
-       ++value) {
-    if (!value->isGenerator()) continue;
-    const at::Generator generator = value->toGenerator();
-    TORCH_CHECK(generator.device().type() == kDevice, "expected a generator of ", Device(kDevice, device), ", not of ",
-                generator.device());
-    *value = IValue();
-    return generator;
-  }
-  return default_generator(device);
+// aten::native_dropout has no argument for a generator: the mask is drawn by an op that has.
+void dropout(Stack* stack) {
+  const bool is_training = torch::jit::pop(*stack).toOptional<bool>().value_or(true);
+  const double kept = 1 - torch::jit::pop(*stack).toDouble();
+  const at::Tensor input = torch::jit::pop(*stack).toTensor();
+  const at::Tensor mask = input.new_ones(input.sizes(), input.options().dtype(at::kBool));
+  const at::Tensor output =
+      is_training ? input.mul(mask.bernoulli_(kept)).mul_(kept == 0 ? 0. : 1. / kept) : input.clone();
+  torch::jit::push(*stack, output, mask);
 }
 
 // ------------------------------------------------------------------------------------------------------ fallback
@@ -156,8 +175,9 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
   counts().add(op.operator_name());
   const DeviceIndex device = device_of_call(op, *stack);
   const c10::DeviceGuard guard(Device(kDevice, device));
+  if (op.operator_name().name == "aten::native_dropout") return dropout(stack);
   std::optional<DrawFrom> random;
-  if (op.hasTag(at::Tag::nondeterministic_seeded)) random.emplace(take_generator(op, *stack, device));
+  if (op.hasTag(at::Tag::nondeterministic_seeded)) random.emplace(op, *stack, device);
   at::native::cpu_fallback(op, stack);
   bring_results_home(op, stack, device);
 }
