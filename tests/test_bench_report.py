@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import signal
+import subprocess
 import sys
 import time
 import warnings
@@ -51,6 +53,28 @@ def test_a_benchmark_that_takes_too_long_is_stopped_with_all_that_it_started(tmp
     assert suite._run(command, 3, dict(os.environ)) == "stopped after 3 s"
     assert time.monotonic() - start < 120
     assert not Path("/proc", file.read_text(encoding="ascii").strip(), "exe").exists()  # gone, or not reaped yet
+
+
+INTERRUPTED = """
+import sys
+from ds_plugin_sdk.bench import program
+from ds_plugin_sdk.settings import child_environment
+program.run(["sh", "-c", sys.argv[1], sys.argv[2]], child_environment(), apart=sys.argv[3] == "apart")
+"""
+
+
+@pytest.mark.parametrize("where", ["apart", "beside"])
+def test_who_interrupts_a_benchmark_leaves_nothing_behind(where: str, tmp_path: Path) -> None:
+    """A launcher, whose ranks are in sessions of their own, has time to stop them."""
+    ready, stopped = tmp_path / "ready", tmp_path / "stopped"
+    launcher = f'trap "sleep 1; touch {stopped}; exit" TERM; touch "$0"; while :; do sleep 0.1; done'
+    process = subprocess.Popen([sys.executable, "-c", INTERRUPTED, launcher, str(ready), where])
+    while not ready.exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) != 0
+    assert stopped.exists()
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -76,22 +77,78 @@ def run(model: Any, inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
     return result
 
 
-def misfit() -> str:
-    """What a user of a model is told that the layers do not fit."""
-    config = transformers.LlamaConfig(
-        vocab_size=211, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4
-    )
+def misfits() -> dict[str, str]:
+    """What users of models are told that the layers do not fit."""
+    t, sizes = transformers, {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    llama = llama_model()
+    neox = t.GPTNeoXConfig(**SMALL, **sizes, intermediate_size=256, use_parallel_residual=False)
+    distil = t.DistilBertConfig(**SMALL, dim=64, n_layers=2, n_heads=4, hidden_dim=256)
+    ids = torch.randint(5, 200, (2, 7))
+    calls = {
+        "llama": lambda: inject(llama, torch.float32)(ids),
+        "llama, generate": lambda: inject(llama, torch.float32).generate(input_ids=ids, max_new_tokens=4),
+        "gpt_neox": lambda: inject(t.GPTNeoXForCausalLM(neox).eval(), torch.float32)(ids),
+        "distilbert": lambda: inject(t.DistilBertForMaskedLM(distil).eval(), torch.float32)(ids),
+        "gpt2, an earlier cache": lambda: go_on_with_the_first_of_two(inject(models()["gpt2"].eval(), torch.float32)),
+    }
+    return {name: said_by(call) for name, call in calls.items()}
+
+
+def said_by(call: Callable[[], Any]) -> str:
     try:
-        inject(transformers.LlamaForCausalLM(config).eval(), torch.float32)(torch.randint(5, 200, (2, 7)))
+        call()
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "nothing: it fits"
 
 
+def llama_model() -> Any:
+    config = transformers.LlamaConfig(
+        **SMALL, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4
+    )
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def go_on_with_the_first_of_two(engine: Any) -> Any:
+    first, _ = (engine(input_ids=torch.randint(5, 200, (2, 6)), use_cache=True) for _ in range(2))
+    return engine(input_ids=torch.randint(5, 200, (2, 1)), past_key_values=first.past_key_values)
+
+
+def continued() -> dict[str, Any]:
+    """What differs between a model with injected layers and without, where it is called in other ways."""
+    result: dict[str, Any] = {}
+    llama = llama_model()
+    ids = batch()["input_ids"]
+    expected = llama(input_ids=ids, use_cache=False).logits
+    found = inject(llama, torch.float32)(input_ids=ids, use_cache=False).logits
+    result["llama without a cache"] = float((found - expected).abs().max())
+    gpt2 = models()["gpt2"].eval()
+    engine = inject(gpt2, torch.float32)
+    repeated = {"input_ids": torch.randint(5, 200, (1, 6)).repeat(1, 2)}
+    repeated["attention_mask"] = torch.ones_like(repeated["input_ids"])
+    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 1, "prompt_lookup_num_tokens": 3}
+    result["tokens that were looked up"] = [model.generate(**repeated, **options).tolist() for model in (gpt2, engine)]
+    states = [model(input_ids=ids, output_hidden_states=True).hidden_states for model in (gpt2, engine)]
+    result["hidden states"] = max(float((a - b).abs().max()) for a, b in zip(*states, strict=True))
+    result["a prompt in two parts"] = float((in_two_parts(gpt2, ids) - in_two_parts(engine, ids)).abs().max())
+    return result
+
+
+def in_two_parts(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    first = model(input_ids=ids[:, :7], use_cache=True)
+    mask = torch.ones_like(ids)
+    logits: torch.Tensor = model(
+        input_ids=ids[:, 7:], attention_mask=mask, past_key_values=first.past_key_values
+    ).logits
+    return logits
+
+
 @torch.no_grad()
 def main(out: str) -> None:
     results = {name: run(model.eval(), batch()) for name, model in models().items()}
-    Path(out).write_text(json.dumps({"models": results, "misfit": misfit()}), encoding="utf-8")
+    Path(out).write_text(
+        json.dumps({"models": results, "misfits": misfits(), "continued": continued()}), encoding="utf-8"
+    )
 
 
 if __name__ == "__main__":

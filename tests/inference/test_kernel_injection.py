@@ -78,10 +78,29 @@ def test_our_ops_did_the_work(report: dict[str, Any], model: str) -> None:
         assert found["decoded_calls"][attention] == 32 * found["layers"]
 
 
-def test_who_does_not_fit_is_shown_the_other_door(report: dict[str, Any]) -> None:
-    message = report["misfit"]
+@pytest.mark.parametrize("call", ["llama", "llama, generate"])
+def test_who_does_not_fit_is_shown_the_other_door(report: dict[str, Any], call: str) -> None:
+    message = report["misfits"][call]
     assert message.startswith("OpError: DeepSpeed's kernel injection does not fit this model")
     assert "'llama'" in message and "4.43.4" in message and "ds_plugin_sdk.integrations.transformers" in message
+
+
+@pytest.mark.parametrize(("model", "why"), [("gpt_neox", "attention and MLP in parallel"), ("distilbert", "normalize")])
+def test_layers_that_compute_something_else_are_refused(report: dict[str, Any], model: str, why: str) -> None:
+    """Those of DeepSpeed, which says nothing."""
+    message = report["misfits"][model]
+    assert message.startswith("OpError: DeepSpeed's kernel injection does not fit this model")
+    assert why in message and "leave out replace_with_kernel_inject" in message
+
+
+def test_a_sequence_goes_on_as_the_model_says(report: dict[str, Any]) -> None:
+    found = report["continued"]
+    expected, tokens = found.pop("tokens that were looked up")
+    assert tokens == expected
+    assert len(found) == 3 and all(error < 2e-5 for error in found.values()), found
+    assert (
+        "OpError: the keys and values handed over are not in the cache" in report["misfits"]["gpt2, an earlier cache"]
+    )
 
 
 HYBRID = """

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import subprocess
 import sys
 import sysconfig
 import tempfile
@@ -18,6 +17,7 @@ from typing import Any
 
 import torch
 
+from ds_plugin_sdk.bench import program
 from ds_plugin_sdk.bench.timing import Spread, in_turns, spread
 from ds_plugin_sdk.settings import child_environment
 
@@ -125,7 +125,7 @@ def _of_mpi(prefix: Path, ranks: int, rows: Sequence[Row], file: Path) -> Iterat
 
 
 def _start(command: list[str], environment: dict[str, str]) -> None:
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = program.run(command, environment)
     if done.returncode:
         raise RuntimeError(f"a rank failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from ds_plugin_sdk.bench import program
 from ds_plugin_sdk.conformance.programs import free_port
 from ds_plugin_sdk.losses import largest_difference
 from ds_plugin_sdk.settings import child_environment
@@ -79,12 +79,9 @@ def _losses(
         file = Path(folder) / "losses.json"
         options = ["--steps", str(steps), "--zero", str(stage), "--losses", str(file), *more]
         options += ["--bf16"] if dtype == "bfloat16" else []
-        done = subprocess.run(
+        done = program.run(
             [sys.executable, *_launcher(how), str(project / "examples" / "train.py"), *options],
-            env=child_environment(DS_ACCELERATOR=plugin),
-            capture_output=True,
-            text=True,
-            check=False,
+            child_environment(DS_ACCELERATOR=plugin),
         )
         if done.returncode:
             raise RuntimeError(f"training on {plugin}, {how}, ZeRO {stage}, {dtype} failed:\n{done.stderr[-4000:]}")

@@ -11,7 +11,6 @@ import json
 import os
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_plugin_sdk import registry
+from ds_plugin_sdk.bench import program
 from ds_plugin_sdk.bench.imports import fake_plugins
 from ds_plugin_sdk.bench.timing import Spread, spread
 from ds_plugin_sdk.settings import child_environment
@@ -93,7 +93,7 @@ def _all(task: dict[str, Any]) -> list[dict[str, Any]]:
     """What `main` gives in a new process."""
     command = [sys.executable, "-m", __name__, json.dumps(task)]
     environment = child_environment(DS_PLUGIN_CACHE_DIR=str(Path(task["folder"], _CACHE)), DS_PLUGIN_COMPILE="1")
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = program.run(command, environment)
     if done.returncode:
         raise RuntimeError(f"a process of the benchmark failed:\n{done.stderr[-4000:]}")
     found: list[dict[str, Any]] = json.loads(done.stdout)

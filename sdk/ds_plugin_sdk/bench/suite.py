@@ -11,7 +11,6 @@ import itertools
 import json
 import os
 import resource
-import signal
 import subprocess
 import sys
 import tempfile
@@ -22,6 +21,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ds_plugin_sdk.bench import program
 from ds_plugin_sdk.settings import child_environment
 
 
@@ -399,27 +399,12 @@ def measure(name: str, settings: Settings, seconds_left: float = float("inf")) -
 
 def _run(command: list[str], limit: float, environment: dict[str, str]) -> str | None:
     """Why a process and those that it started have failed, if they have; none of them is left."""
-    process = subprocess.Popen(
-        command,
-        env=environment,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
     try:
-        _, said = process.communicate(timeout=limit)
+        done = program.run(command, environment, limit=limit, apart=True)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGTERM)  # launchers stop their ranks, which are in groups of their own
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.communicate(timeout=10)
         return f"stopped after {limit:.0f} s"
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    lines = [line for line in said.splitlines() if line.strip()]
-    return (lines or [f"ended with status {process.returncode}"])[-1].strip() if process.returncode else None
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    return (lines or [f"ended with status {done.returncode}"])[-1].strip() if done.returncode else None
 
 
 @contextlib.contextmanager

@@ -17,7 +17,6 @@ import itertools
 import json
 import os
 import statistics
-import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ds_plugin_sdk.bench import program
 from ds_plugin_sdk.bench.timing import Spread, in_turns, spread
 from ds_plugin_sdk.conformance.programs import free_port
 from ds_plugin_sdk.losses import largest_difference
@@ -200,7 +200,7 @@ def _train(kind: Kind, script: Path, config: Path, steps: int, out: Path) -> dic
     command += ["--master_port", str(free_port()), str(script), "--deepspeed_config", str(config)]
     command += ["--steps", str(steps), "--eval-every", str(steps), "--eval-windows", "16", "--sample-bytes", "0"]
     command += ["--out", str(out)]
-    done = subprocess.run(command, env=_environment(kind), capture_output=True, text=True, check=False)
+    done = program.run(command, _environment(kind))
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
     found: dict[str, Any] = json.loads((out / "metrics.json").read_text(encoding="utf-8"))

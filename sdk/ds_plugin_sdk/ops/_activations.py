@@ -45,7 +45,8 @@ def activate(x: Tensor, activation: Activation) -> Tensor:
 
 
 def slope(x: Tensor, activation: Activation) -> Tensor:
-    """The derivative of an activation; that of relu at 0 is 0. Far out, where a factor is 0, the others may be infinite."""
+    """The derivative of an activation; that of relu at 0 is 0."""
+    # Far out, where a factor is 0, the others may be infinite.
     if activation == "relu":
         return (x > 0).to(x.dtype)
     if activation == "gelu_tanh":

@@ -163,6 +163,26 @@ def test_a_single_token_begins_a_sequence_after_a_reset_or_with_a_short_mask() -
     close(attend(qkv[:, :1], mask=short, no_masking=False)[0], expected(qkv[:, :1]))
 
 
+def test_several_tokens_follow_those_that_were_handed_over() -> None:
+    """As many as the caller took of them; with a mask for all positions too."""
+    qkv = numbers(BATCH, 8, 3 * HEADS * DIM)
+    _, _, values = attend(qkv[:, :6])
+    shared.go_on(0, values[:, :, :4])
+    close(attend(qkv[:, 4:])[0], expected(qkv)[:, 4:])
+    mask = torch.zeros(BATCH, 1, 1, 8)
+    close(attend(qkv[:, 5:], mask=mask, no_masking=False)[0], expected(qkv)[:, 5:])
+    close(attend(qkv)[0], expected(qkv))
+
+
+def test_a_sequence_that_was_overwritten_does_not_go_on() -> None:
+    qkv = numbers(BATCH, 6, 3 * HEADS * DIM)
+    _, _, first = attend(qkv)
+    _, _, second = attend(qkv)
+    shared.go_on(0, second)
+    with pytest.raises(OpError, match=r"not in the cache any more .*another has begun since"):
+        shared.go_on(0, first)
+
+
 def test_a_step_that_failed_in_a_later_layer_comes_again() -> None:
     """With room in its mask for as many tokens as this layer holds by now."""
     qkv = numbers(BATCH, 6, 3 * HEADS * DIM)

@@ -2,8 +2,8 @@
 
 ``init_inference(replace_with_kernel_inject=True)`` puts layers into the model that were written for the transformers of
 their time, and so does the hybrid engine for inference between training steps. Where those have moved on, the layers
-fail, on every device, before or between calls of kernels, with an `AttributeError` deep inside. The engines' methods
-are wrapped, so that the error says what happened and what works.
+fail, on every device, before or between calls of kernels, with an `AttributeError` deep inside; and some models they
+never fitted. The engines' methods are wrapped, so that the error says what happened and what works.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ import functools
 import importlib.metadata
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from ds_plugin_sdk.errors import InvalidTensorError, OpError
 from ds_plugin_sdk.integrations.deepspeed.adopt import when_used
+from ds_plugin_sdk.integrations.deepspeed.modules.transformer_inference.workspace import workspace
 
 # The last release of transformers whose models the injected layers fit, and models that they do not fit there either.
 _LAST_FITTING = (4, 43)
@@ -25,6 +26,22 @@ _MISFIT = "DeepSpeed's kernel injection does not fit this model"
 
 # What it looks like when two interfaces do not fit: an op is given tensors of the wrong shape or dtype, too.
 _MISFITS = (AssertionError, AttributeError, InvalidTensorError, KeyError, NotImplementedError, TypeError)
+
+
+class _Wrong(NamedTuple):
+    """A model for which DeepSpeed puts in layers that compute something else, without an error."""
+
+    what: str
+    is_so: Callable[[Any], bool]
+
+
+_WRONG = {
+    "distilbert": _Wrong("layers that normalize first, where the model's normalize last", lambda config: True),
+    "gpt_neox": _Wrong(
+        "layers that add attention and MLP in parallel, where the model's add them in turn",
+        lambda config: not getattr(config, "use_parallel_residual", True),
+    ),
+}
 
 
 def explain(engine: ModuleType) -> None:
@@ -79,12 +96,21 @@ def _wrap(kind: type, names: Sequence[str], injected: Callable[[Any], bool], opt
 def _explaining(method: Callable[..., Any], injected: Callable[[Any], bool], option: str) -> Callable[..., Any]:
     @functools.wraps(method)
     def explaining(self: Any, *args: Any, **kwargs: Any) -> Any:
+        config = getattr(self.module, "config", None)
+        model = getattr(config, "model_type", type(self.module).__name__)
+        wrong = _WRONG.get(model)
+        if wrong is not None and injected(self) and wrong.is_so(config):
+            raise OpError(
+                _MISFIT,
+                op="transformer_inference",
+                why=f"for '{model}' DeepSpeed puts in {wrong.what}: the results would be wrong",
+                hint=f"leave out {option}",
+            )
         try:
             return method(self, *args, **kwargs)
-        except (OpError, *_MISFITS) as error:
-            model = getattr(getattr(self.module, "config", None), "model_type", type(self.module).__name__)
+        except Exception as error:
             of_layer = isinstance(error, OpError) and error.what == _MISFIT
-            misfit = of_layer or isinstance(error, _MISFITS)
+            misfit = of_layer or isinstance(error, _MISFITS) or model in _NEVER_FITTING
             if not (misfit and injected(self)) or _fits(model):
                 raise
             cause = error.__cause__ if of_layer else error  # the engine knows the model's name
@@ -99,6 +125,14 @@ def _explain_layers(ds_transformer: ModuleType) -> None:
 
     @functools.wraps(forward)
     def explaining(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.config.pre_layer_norm and args:
+            # The layer adds to its input in place, and the model may have given that to its caller: hidden_states.
+            args = (args[0].clone(), *args[1:])
+        past = kwargs.get("layer_past") or kwargs.get("past_key_value")
+        if isinstance(past, tuple):
+            # What a model hands over may end before the cache does: tokens that were tried and not taken. The layer
+            # itself would take several tokens for a new sequence.
+            workspace.go_on(self.config.layer_id, past[1])
         try:
             return forward(self, *args, **kwargs)
         except _MISFITS as error:

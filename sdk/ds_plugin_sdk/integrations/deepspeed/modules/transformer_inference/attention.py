@@ -75,9 +75,10 @@ def softmax_context(
 ) -> list[Tensor]:
     """Attention of new tokens to themselves and to those in the layer's cache, which they are appended to.
 
-    Several tokens at once are a prompt and begin a sequence; a single one continues it (or begins it, where the cache
-    is empty, or `mask` is for one position). With a mask for as many positions as the cache holds, or fewer, it is the
-    last of those once more: a step that failed in a later layer is repeated.
+    A single token continues the sequence (or begins one, where the cache is empty, or `mask` is for one position).
+    Several at once are a prompt and begin one, unless `Workspace.go_on` or a `mask` for more positions says that they
+    follow others. With a mask for as many positions as the cache holds, or fewer, they are the last of those once more:
+    a step that failed in a later layer is repeated.
 
     Args:
         qkv: ``[batch, tokens, (heads + 2 * kv_heads) * head_dim]``, a contiguous block each of queries, keys, values.
@@ -101,9 +102,7 @@ def softmax_context(
     batch, tokens, _ = qkv.shape
     query, key, value = _heads_of(qkv, heads, num_kv if num_kv > 0 else heads)
     added = None if no_masking else _mask_for(mask, qkv.dtype)
-    if tokens == 1:
-        _take_back(layer_id, added)
-    layer = workspace.layer(layer_id, key, tokens > 1 or _begins(layer_id, added))
+    layer = workspace.layer(layer_id, key, not _continues(layer_id, tokens, added))
     past, layer.length = layer.length, layer.length + tokens
     if rotary_dim > 0:
         cos, sin = _angles(position_ids, past, tokens, rotary_dim, rope_theta, qkv.device)
@@ -122,8 +121,7 @@ def softmax_context(
         window=window_size if local_attention else 0,
         causal=triangular,
     )
-    filled = (cache[:batch, :, : layer.length] for cache in (layer.keys, layer.values))
-    return [context.transpose(1, 2).flatten(2), *filled]
+    return [context.transpose(1, 2).flatten(2), *layer.filled(batch)]
 
 
 def _heads_of(qkv: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -146,17 +144,19 @@ def _with_biases(mask: Tensor | None, biases: Tensor) -> Tensor:
     return biases if mask is None else biases + mask[..., : biases.shape[-1]]
 
 
-def _take_back(layer_id: int, mask: Tensor | None) -> None:
-    """Forget the last token of a layer if the mask has no room for one more: a step that failed later comes again."""
+def _continues(layer_id: int, tokens: int, mask: Tensor | None) -> bool:
+    """Whether tokens follow those in a layer's cache, which forgets what the mask has no room for."""
     layer = workspace.layers.get(layer_id)
-    if layer is not None and mask is not None and 1 < mask.shape[-1] <= layer.length:
-        layer.length = mask.shape[-1] - 1
-
-
-def _begins(layer_id: int, mask: Tensor | None) -> bool:
-    """Whether a single token begins a sequence: its mask has room for that one alone."""
-    layer = workspace.layers.get(layer_id)
-    return layer is not None and mask is not None and mask.shape[-1] <= layer.length
+    if layer is not None and layer.goes_on:
+        layer.goes_on = False
+        return True
+    if layer is None or mask is None:
+        return tokens == 1
+    before = mask.shape[-1] - tokens
+    if 0 < before <= layer.length:
+        layer.length = before
+        return True
+    return tokens == 1 and before > layer.length  # a mask for more positions than there are
 
 
 def _mask_for(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -115,16 +115,17 @@ def rms_mlp_gemm(
     activation: int,
     transpose: bool,
 ) -> list[Tensor]:
-    """``activation(RMS(input + residual) @ weight_interm) @ weight_out``, and `residual`, which `input` is added to.
+    """``activation(RMS(input + residual) @ weight_interm) @ weight_out``, and ``input + residual``.
+
+    `residual` stays as it is, for the caller adds `input` to it itself.
 
     Activations 3 and 4 are gates, as in `gated_activation`.
     """
     normed, total = norm.pre_rms_norm(input, residual, gamma, eps)
-    residual.copy_(total)
     gate = int(activation) in GATES
     function = chosen({**ACTIVATIONS, **GATES}, activation)
     hidden = _matmul(normed, weight_interm, interm_scale, q_int8, transpose, None, function, gate)
-    return [_matmul(hidden, weight_out, out_scale, q_int8, transpose), residual]
+    return [_matmul(hidden, weight_out, out_scale, q_int8, transpose), total]
 
 
 def vector_matmul(

@@ -13,11 +13,23 @@ from ds_plugin_sdk.errors import OpError
 
 @dataclass
 class LayerCache:
-    """The cache of one layer: ``[batch, kv_heads, room, head_dim]`` each, of which `length` positions are filled."""
+    """The cache of one layer: ``[batch, kv_heads, room, head_dim]`` each, of which `length` positions are filled.
+
+    The next tokens follow those if it `goes_on`, however many they are. `sequence` counts the sequences it has held.
+    """
 
     keys: Tensor
     values: Tensor
     length: int = 0
+    goes_on: bool = False
+    sequence: int = 0
+
+    def filled(self, batch: int) -> list[Tensor]:
+        """Keys and values so far, views ``[batch, kv_heads, length, head_dim]``."""
+        views = [cache[:batch, :, : self.length] for cache in (self.keys, self.values)]
+        for view in views:
+            view.of_sequence = self.sequence  # type: ignore[attr-defined]  # read by `Workspace.go_on`
+        return views
 
 
 @dataclass
@@ -40,6 +52,7 @@ class Workspace:
                 layer = self.layers[number] = LayerCache(key.new_empty(shape), key.new_empty(shape))
         if new_sequence:
             layer.length = 0
+            layer.sequence += 1
         if layer.length + tokens > self.room:
             raise OpError(
                 "the sequence is longer than the cache of keys and values",
@@ -48,6 +61,25 @@ class Workspace:
                 hint="deepspeed.init_inference(max_out_tokens=...)",
             )
         return layer
+
+    def go_on(self, number: int, past: Tensor) -> None:
+        """Let a layer's next tokens follow those of `past`, one of `LayerCache.filled`, or the first ones of it.
+
+        Raises:
+            OpError: that sequence is not in the cache any more.
+        """
+        layer = self.layers.get(number)
+        if layer is None:
+            return
+        if getattr(past, "of_sequence", layer.sequence) != layer.sequence:
+            raise OpError(
+                "the keys and values handed over are not in the cache any more",
+                op="softmax_context",
+                why="DeepSpeed's injected layers keep those of one sequence, and another has begun since",
+                hint="end one sequence before the next, or leave out replace_with_kernel_inject",
+            )
+        positions = past.shape[-2]
+        layer.length, layer.goes_on = min(layer.length, positions), positions > 0
 
     def _fits(self, layer: LayerCache, key: Tensor) -> bool:
         batch, kv_heads, _, head_dim = key.shape
