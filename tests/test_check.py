@@ -184,6 +184,14 @@ def test_a_file_that_cannot_be_read_is_an_error(content: bytes, why: str | None,
         source_check.check_files([source])
 
 
+def test_a_file_of_a_folder_that_cannot_be_read_hides_no_other(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("print 'as Python 2 has it'\n", encoding="utf-8")
+    (tmp_path / "b.py").write_text("import torch\ntorch.cuda.synchronize()\n", encoding="utf-8")
+    unread, found = source_check.check_files([tmp_path])
+    assert unread.file.endswith("a.py") and unread.meaning.startswith("cannot be checked: ")
+    assert found.code == "torch.cuda.synchronize"
+
+
 def test_what_is_called_as_a_file_and_is_none_is_passed_over(tmp_path: Path) -> None:
     """A folder, and the link by which an editor locks a file."""
     (tmp_path / "folder.py").mkdir()

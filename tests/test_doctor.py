@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -177,6 +179,7 @@ host=$1; shift
 case $host in
     closed) echo "ssh: connect to host closed port 22: Connection refused" >&2; exit 255 ;;
     asleep) sleep 600 & wait ;;
+    helped) setsid sleep 90 >&2 & host=twin ;;
     bare) exec sh -c 'echo "bash: line 1: python: No such file or directory" >&2; exit 127' ;;
     *) printf 'Gr\\374\\337e von %s, in Latin-1\\n' "$host"; PYTHONPATH={sites}/$host exec sh -c "$*" ;;
 esac
@@ -233,6 +236,24 @@ def test_a_host_that_cannot_be_reached_costs_the_time_allowed() -> None:
     (asleep,) = ask_all(["asleep"], 29500, ["ssh"], timeout=1).values()
     assert time.monotonic() - began < 300  # it sleeps for twice as long
     assert asleep == Silent("no answer in 1 s", "is it up? Try `ssh asleep true`, and --timeout")
+
+
+@pytest.mark.usefixtures("ssh", "compiled_once")
+def test_what_ssh_leaves_behind_is_not_waited_for() -> None:
+    """A master connection that holds on to its standard error, say."""
+    began = time.monotonic()
+    (helped,) = ask_all(["helped"], 29500, ["ssh"], timeout=80).values()
+    assert isinstance(helped, Heard)
+    assert time.monotonic() - began < 80
+
+
+@pytest.mark.usefixtures("ssh")
+def test_who_interrupts_waits_for_no_host() -> None:
+    threading.Timer(2, signal.raise_signal, [signal.SIGINT]).start()
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        ask_all(["asleep"] * 3, 29500, ["ssh"], timeout=100)
+    assert time.monotonic() - began < 60
 
 
 @pytest.mark.usefixtures("ssh")

@@ -137,21 +137,16 @@ def _without_code(op: OpBuilder) -> OpStatus:
 
 
 def summarise(records: Iterable[Record]) -> list[RunRow]:
-    """The records of a run's ranks, one row for each thing loaded; the accelerator first."""
-    rows: dict[tuple[str, str], RunRow] = {}
+    """The records of a run's ranks, a row for each thing loaded and place it came from; the accelerator first."""
+    ranks: dict[tuple[str, str, str, str, str], set[int]] = {}
     for entry in records:
-        key = (entry.name, entry.plugin)
-        earlier = rows.get(key)
-        origin = _phrase(entry)
-        rows[key] = RunRow(
-            entry.name,
-            entry.plugin,
-            entry.version,
-            origin if earlier is None or origin in earlier.origin else f"{earlier.origin}, {origin}",
-            sorted({*(earlier.ranks if earlier is not None else ()), entry.rank}),
-            entry.detail,
-        )
-    return sorted(rows.values(), key=lambda row: (row.origin != "accelerator", row.name))
+        key = (entry.name, entry.plugin, entry.version, _phrase(entry), entry.detail)
+        ranks.setdefault(key, set()).add(entry.rank)
+    rows = [
+        RunRow(name, plugin, version, origin, sorted(found), detail)
+        for (name, plugin, version, origin, detail), found in ranks.items()
+    ]
+    return sorted(rows, key=lambda row: (row.origin != "accelerator", row.name, row.ranks))
 
 
 @dataclass(frozen=True)

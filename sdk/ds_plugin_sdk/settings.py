@@ -44,9 +44,26 @@ def _positive(text: str) -> int:
 
 
 def _port(text: str) -> int:
-    if not 1 <= int(text) <= 65535:
-        raise ValueError("expected a port, from 1 to 65535")
-    return int(text)
+    return _within(text, 1, 65535)
+
+
+def _within(text: str, least: int, most: int) -> int:
+    number = int(text)
+    if not least <= number <= most:
+        raise ValueError(f"expected a whole number from {least} to {most}")
+    return number
+
+
+def _devices(text: str) -> int:
+    return _within(text, 1, 127)  # torch counts devices in a signed byte
+
+
+def _mebibytes(text: str) -> int:
+    return _within(text, 1, 2**40)
+
+
+def _microseconds(text: str) -> int:
+    return _within(text, 0, 10**12)
 
 
 def _positive_or_none(text: str) -> int | None:
@@ -192,12 +209,15 @@ class Settings:
     build_ops = Setting[bool]("DS_BUILD_OPS", _flag, False, "1: put compiled kernels inside the wheel being built")
 
     # The simulated device
-    simulator_devices = Setting[int]("DS_SIMULATOR_DEVICES", _positive, 2, "how many devices to simulate; unset: 2")
+    simulator_devices = Setting[int]("DS_SIMULATOR_DEVICES", _devices, 2, "how many devices to simulate; unset: 2")
     simulator_memory_mb = Setting[int](
-        "DS_SIMULATOR_MEMORY_MB", _positive, 8192, "MiB of each simulated device; unset: 8192"
+        "DS_SIMULATOR_MEMORY_MB", _mebibytes, 8192, "MiB of each simulated device; unset: 8192"
     )
     simulator_delay_us = Setting[int](
-        "DS_SIMULATOR_DELAY_US", int, 0, "microseconds by which a simulated device begins each piece of work later"
+        "DS_SIMULATOR_DELAY_US",
+        _microseconds,
+        0,
+        "microseconds by which a simulated device begins each piece of work later",
     )
 
     # The CPU plugin

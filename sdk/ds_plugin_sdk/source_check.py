@@ -176,10 +176,21 @@ _STRINGS = {
 def check_files(paths: Sequence[Path]) -> list[Finding]:
     """What is bound to CUDA in files, and in the `.py` files of folders, in order.
 
+    A file in a folder that is not Python of this version is a finding too: it hides no others.
+
     Raises:
-        SourceError: a path does not exist, or a file is not Python.
+        SourceError: a path does not exist, or a file that it names is not Python.
     """
-    return [finding for file in python_files(paths) for finding in check_source(read_source(file), str(file))]
+    return [finding for file in python_files(paths) for finding in _check_file(file, named=file in paths)]
+
+
+def _check_file(file: Path, named: bool) -> list[Finding]:
+    try:
+        return check_source(read_source(file), str(file))
+    except SourceError as error:
+        if named:
+            raise
+        return [Finding(str(file), 1, 1, "(the file)", f"cannot be checked: {error.why}", "check it where it is run")]
 
 
 def python_files(paths: Sequence[Path]) -> list[Path]:

@@ -120,7 +120,7 @@ def accelerator(
 @_command("ops")
 def ops(
     family: list[str] = typer.Option([], help="Only this family; may be repeated. All of them otherwise."),
-    threads: list[int] = typer.Option([1], help="torch's threads; may be repeated."),
+    threads: list[int] = typer.Option([1], min=1, help="torch's threads; may be repeated."),
     dtype: list[str] = typer.Option(["float32", "bfloat16"], help="Only this dtype; may be repeated."),
     compile: bool = typer.Option(False, help="Measure torch.compile and DeepSpeed's own ops too (minutes)."),
     seconds: float = typer.Option(1.0, help="Time to spend on each case."),
@@ -209,9 +209,11 @@ def perplexity(
 
 @_command("training")
 def training(
-    example: Path = typer.Argument(help="The folder of the demo: examples/tiny_gpt of the repository."),
-    steps: int = typer.Option(60, help="Steps of each run; the tolerance is for up to 60."),
-    repeats: int = typer.Option(3, help="Runs of each kind."),
+    example: Path = typer.Argument(
+        exists=True, file_okay=False, help="The folder of the demo: examples/tiny_gpt of the repository."
+    ),
+    steps: int = typer.Option(60, min=1, help="Steps of each run; the tolerance is for up to 60."),
+    repeats: int = typer.Option(3, min=1, help="Runs of each kind."),
     out: Path | None = typer.Option(None, help="Keep here what the runs write."),
     as_json: bool = _JSON,
 ) -> None:
@@ -240,7 +242,7 @@ def training(
 def step(
     model: str = typer.Option("llama", help="llama, gpt2 or bert."),
     shape: str = typer.Option("15m", help="15m or 110m: the model's shape, by a LLaMA's parameters with 32,000 words."),
-    vocabulary: list[int] = typer.Option([], help="Words, instead of the model's own; may be repeated."),
+    vocabulary: list[int] = typer.Option([], min=1, help="Words, instead of the model's own; may be repeated."),
     dtype: str = typer.Option("float32", help="float32 or bfloat16."),
     tokens: int = typer.Option(512, min=4, help="Tokens of a batch."),
     turns: int = typer.Option(5, min=1, help="Steps of each kind."),
@@ -282,7 +284,9 @@ def step(
 
 @_command("losses")
 def losses(
-    project: Path = typer.Argument(help="The folder of a plugin that `sdk new-plugin` made, installed here."),
+    project: Path = typer.Argument(
+        exists=True, file_okay=False, help="The folder of a plugin that `sdk new-plugin` made, installed here."
+    ),
     as_json: bool = _JSON,
 ) -> None:
     """A generated plugin's training against the CPU's: every ZeRO stage, dtype and launcher. Exit status 1: differ."""
@@ -296,7 +300,7 @@ def losses(
 
 @_command("all-reduce")
 def all_reduce(
-    ranks: int = typer.Option(2, help="Processes on this machine, one thread each."),
+    ranks: int = typer.Option(2, min=1, help="Processes on this machine, one thread each."),
     own: bool = typer.Option(False, help="Measure DeepSpeed's own op in place of the CPU plugin's."),
     mpi: list[Path] = typer.Option(
         [], help="Compare with this MPI too: a folder from 'pip install --prefix FOLDER mpich mpi4py'; may be repeated."
@@ -312,7 +316,9 @@ def all_reduce(
 
 @_command("async-io")
 def async_io(
-    folder: Path = typer.Option(Path(), help="Where the file is made: on the disk to measure."),
+    folder: Path = typer.Option(
+        Path(), exists=True, file_okay=False, help="Where the file is made: on the disk to measure."
+    ),
     mib: int = typer.Option(128, min=1, help="Size of the file."),
     deepspeed: bool = typer.Option(True, help="Also DeepSpeed's own op, where libaio is installed; compiled first."),
     seconds: float = typer.Option(5.0, help="Time to spend on each size of blocks and number of threads."),
@@ -341,7 +347,7 @@ def accuracy(as_json: bool = _JSON) -> None:
 
 @_command("memory")
 def memory(
-    threads: list[int] = typer.Option([1], help="torch's threads; may be repeated."), as_json: bool = _JSON
+    threads: list[int] = typer.Option([1], min=1, help="torch's threads; may be repeated."), as_json: bool = _JSON
 ) -> None:
     """How fast this machine copies and reads large memory."""
     from ds_plugin_sdk.bench import memory as benchmark

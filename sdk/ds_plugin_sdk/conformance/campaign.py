@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
+import torch
+
 from ds_plugin_sdk.conformance import op_info
 from ds_plugin_sdk.conformance.fuzz import Found, Fuzzed
 from ds_plugin_sdk.conformance.process import START_TIMEOUT, Worker, WorkerError
@@ -66,7 +68,7 @@ class Fuzzer:
             ConformanceError: the target cannot be had, or there is no such op.
         """
         if self._worker is None:
-            self._start()
+            self._start((case.op,))
         try:
             found = Found(**self._ask({"do": "fuzz", "case": case.id}, TIMEOUT))
         except WorkerError as error:
@@ -76,7 +78,7 @@ class Fuzzer:
             return found
         # The process is lost, or its device is: what a kernel finds there it cannot raise.
         self._retire()
-        self._start()
+        self._start((case.op,))
         return Found("", "", 0, True) if self._ask({"do": "fuzz reference", "case": case.id}, TIMEOUT) else found
 
     def shrink(self, case: Fuzzed, found: Found) -> tuple[Fuzzed, Found]:
@@ -114,11 +116,15 @@ class Fuzzer:
                 why="it is none of the SDK's ops; a plugin's own have no reference to be held against",
                 hint="sdk conformance PLUGIN --op tries a plugin's own; sdk conformance --list has ops and dtypes",
             )
-        known = self._start()
+        if unknown := {*dtypes} - {_name(dtype) for op in op_info.infos() for dtype in op.dtypes}:
+            raise ConformanceError(
+                f"there is no op of dtype {min(unknown)!r} to fuzz", hint="sdk conformance --list has ops and dtypes"
+            )
+        known = self._start(ops)
         chosen = [
             (op.name, dtype)
             for op in op_info.infos()
-            for dtype in (str(dtype).removeprefix("torch.") for dtype in op.dtypes)
+            for dtype in map(_name, op.dtypes)
             if dtype in (dtypes or known) and op.name in (ops or (op.name,))
         ]
         if not chosen:
@@ -143,10 +149,10 @@ class Fuzzer:
                 return tally
         return tally
 
-    def _start(self) -> list[str]:
-        """Have a worker with all kernels; gives the dtypes that the target declares."""
+    def _start(self, ops: Sequence[str]) -> list[str]:
+        """Have a worker with the kernels of these ops, of all if there are none; gives the dtypes of the target."""
         self._worker = self._worker or Worker(self._target)
-        return list(self._ask({"do": "start fuzz"}, START_TIMEOUT))
+        return list(self._ask({"do": "start fuzz", "ops": list(ops)}, START_TIMEOUT))
 
     def _ask(self, request: dict[str, Any], timeout: float) -> Any:
         assert self._worker is not None
@@ -159,3 +165,7 @@ class Fuzzer:
         if self._worker is not None:
             self._worker.close()
         self._worker = None
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -225,9 +225,12 @@ class Found:
     rejected: bool
 
 
-def start(target: Target) -> list[str]:
-    """Load the kernels of every op, which may have to be compiled; gives the dtypes that the target declares."""
-    for family in dict.fromkeys(info.family for info in op_info.infos()):
+def start(target: Target, ops: Sequence[str]) -> list[str]:
+    """Load the kernels of these ops, of all if there are none, which may have to be compiled.
+
+    Gives the dtypes that the target declares.
+    """
+    for family in dict.fromkeys(info.family for info in op_info.infos() if info.name in (ops or (info.name,))):
         op_builder.load_family(family, target.device_type)
     return [str(dtype).removeprefix("torch.") for dtype in target.dtypes]
 

@@ -55,7 +55,7 @@ def _serve(name: str, connection: Connection) -> None:
         "checks": lambda request: [dataclasses.asdict(_item(check, {})) for check in checks.values()],
         "cases": lambda request: [dataclasses.asdict(item) for item in _items(checks[request["check"]], target)],
         "environment": lambda request: environment.gather(target),
-        "start fuzz": lambda request: fuzz.start(target),
+        "start fuzz": lambda request: fuzz.start(target, request["ops"]),
         "fuzz": lambda request: _fuzz(target, request["case"]),
         "fuzz reference": lambda request: fuzz.rejected_by_reference(fuzz.Fuzzed.of(request["case"])),
         "run": lambda request: _run(Case(checks[request["check"]], request["parameters"]), target, request["timeout"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -9,11 +10,14 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from ds_plugin_sdk import registry
 from ds_plugin_sdk.doctor.facts import Facts
@@ -70,10 +74,60 @@ def read_hostfile(path: Path) -> dict[str, int]:
 
 def ask_all(hosts: Iterable[str], port: int, ssh: Sequence[str], timeout: float) -> dict[str, Heard | Silent]:
     """Ask each host, some at once, for no longer than `timeout` seconds each."""
-    remote = _command(port)
+    remote, started = _command(port), _Started()
     names = list(hosts)
     with ThreadPoolExecutor(_AT_ONCE) as pool:
-        return dict(zip(names, pool.map(lambda host: _ask(host, remote, ssh, timeout), names), strict=True))
+        try:
+            answers = pool.map(lambda host: _ask(host, remote, ssh, timeout, started), names)
+            return dict(zip(names, answers, strict=True))
+        except BaseException:  # Ctrl-C is not to wait for hosts
+            pool.shutdown(wait=False, cancel_futures=True)
+            started.end()
+            raise
+
+
+class _Started:
+    """The processes that ask, each in a session of its own, so that what ssh has started ends with it."""
+
+    def __init__(self) -> None:
+        self._lock, self._running, self._ended = threading.Lock(), set[subprocess.Popen[bytes]](), False
+
+    def wait(self, command: Sequence[str], out: BinaryIO, said: BinaryIO, timeout: float) -> int:
+        """The status of a command that is run.
+
+        Raises:
+            OSError: it cannot be started.
+            subprocess.TimeoutExpired: it took longer, and has been stopped.
+        """
+        with self._lock:
+            if self._ended:
+                raise subprocess.TimeoutExpired(command, 0)
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=out, stderr=said, start_new_session=True
+            )
+            self._running.add(process)
+        try:
+            # For ssh itself: a helper that it leaves behind may hold what it prints to for longer.
+            return process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            _stop(process)
+            raise
+        finally:
+            with self._lock:
+                self._running.discard(process)
+
+    def end(self) -> None:
+        """Stop all of them, and start no other."""
+        with self._lock:
+            self._ended = True
+            for process in self._running:
+                _stop(process)
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def _command(port: int) -> str:
@@ -98,34 +152,25 @@ def _exported_by_plugin() -> tuple[Sequence[str], Sequence[str]]:
         return (), ()
 
 
-def _ask(host: str, remote: str, ssh: Sequence[str], timeout: float) -> Heard | Silent:
+def _ask(host: str, remote: str, ssh: Sequence[str], timeout: float, started: _Started) -> Heard | Silent:
     command = [*ssh, "-o", "BatchMode=yes", "-o", f"ConnectTimeout={max(1, int(timeout / 2))}", host, remote]
     began = time.time()
-    try:
-        # A session of its own, so that a helper which ssh has started ends with it.
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",  # a host greets in whatever letters it likes
-            start_new_session=True,
-        )
-    except OSError as error:
-        return Silent(f"{command[0]}: {error.strerror}", "install an ssh client, or name one by --ssh")
-    try:
-        text, said = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-        return Silent(f"no answer in {timeout:g} s", f"is it up? Try `{shlex.join(ssh)} {host} true`, and --timeout")
-    ended = time.time()
-    return (
-        _read(text, ended, began)
-        if process.returncode == 0
-        else _refusal(host, process.returncode, said, shlex.join(ssh))
-    )
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as said:
+        try:
+            status = started.wait(command, out, said, timeout)
+        except OSError as error:
+            return Silent(f"{command[0]}: {error.strerror}", "install an ssh client, or name one by --ssh")
+        except subprocess.TimeoutExpired:
+            return Silent(
+                f"no answer in {timeout:g} s", f"is it up? Try `{shlex.join(ssh)} {host} true`, and --timeout"
+            )
+        ended = time.time()
+        return _read(_text(out), ended, began) if status == 0 else _refusal(host, status, _text(said), shlex.join(ssh))
+
+
+def _text(file: BinaryIO) -> str:
+    file.seek(0)
+    return file.read().decode(errors="replace")  # a host greets in whatever letters it likes
 
 
 def _read(text: str, ended: float, began: float) -> Heard | Silent:
