@@ -172,6 +172,46 @@ def aio_offset_ignored(target: Target) -> Target:
     return _handle(target, "async_pread", lambda original, self, buffer, file, *_: original(self, buffer, file))
 
 
+def _aio(change: Callable[[int, int], None]) -> Callable[[Target], Target]:
+    def install(target: Target) -> Target:
+        handle = importlib.import_module("ds_plugin_sdk.integrations.deepspeed.modules.async_io").aio_handle
+        make = handle.__init__
+
+        def made(self: Any, block: int = 1 << 20, depth: int = 128, *a: Any, **named: Any) -> None:
+            change(block, depth)
+            make(self, block, depth, *a, **named)
+
+        handle.__init__ = made
+        return target
+
+    return install
+
+
+def _has_room(block: int, depth: int) -> None:
+    if block * depth > 64 << 30:
+        raise MemoryError(f"{depth} blocks of {block} bytes")
+
+
+@mutant("module.aio_room_for_all", "O7.1", "ops", only="/aio_handle")
+def aio_room_for_all(target: Target) -> Target:
+    """A handle allocates as many blocks as its queue is deep, whatever it is given to write."""
+    return _aio(_has_room)(target)
+
+
+@mutant("module.fused_adam_counts_calls", "O7.1", "ops", only="/FusedAdam")
+def fused_adam_counts_calls(target: Target) -> Target:
+    """multi_tensor_adam counts its calls and takes that for the step, as it is with one group."""
+    calls: list[int] = []
+
+    def function(original: Function, chunk: int, flag: Tensor, lists: Any, *a: Any) -> Any:
+        if a[4] == 1:
+            calls.clear()
+        calls.append(1)
+        return original(chunk, flag, lists, *a[:4], len(calls), *a[5:])
+
+    return module(target, "fused_adam", "multi_tensor_adam", function)
+
+
 @mutant("module.aio_from_the_storage", "O7.1", "ops", only="/aio_handle")
 def aio_from_the_storage(target: Target) -> Target:
     """`sync_pwrite` writes from the beginning of the memory that a tensor is a part of."""

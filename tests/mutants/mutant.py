@@ -22,6 +22,8 @@ from ds_plugin_sdk.conformance.target import Target
 
 # An accelerator on the simulated device: for defects of streams, events and device memory.
 SIMULATED = "mutants.simulated:SimulatedAccelerator"
+# The same as an installed plugin.
+INSTALLED = "mutants.simulated:installed_plugin"
 
 Install = Callable[[Target], Target]
 

@@ -117,14 +117,14 @@ _collective(
 _collective(
     "all_reduce_empty",
     "D1.5",
-    "`all_reduce` of no elements returns, and leaves the group usable.",
+    "Collectives of no elements return, and leave the group usable.",
     "A rank may own no elements of a small parameter.",
 )
 _collective(
     "asynchronous",
     "D1.6",
     "With `async_op=True` every collective that takes it gives a work handle; after `wait()` the result is there for "
-    "the current stream, and once synchronized `is_completed()` is True.",
+    "the current stream, and once synchronized `is_completed()` is True. Handles are waited for in any order, and again.",
     "ZeRO starts several and waits later.",
 )
 _collective(
@@ -173,6 +173,14 @@ _collective(
     "Gradients are slices of flat buffers; losses and norms are numbers.",
 )
 
+_collective(
+    "gaps",
+    "D1.13",
+    "`all_reduce` and `broadcast` of a tensor with gaps between its elements bring these elements, or raise; they write "
+    "nothing between them.",
+    "Gradients of tied and transposed weights need not be contiguous.",
+)
+
 # --------------------------------------------------------------------------------- D2: broadcast, gather and scatter
 _collective(
     "broadcast",
@@ -184,10 +192,10 @@ _collective(
 _collective(
     "objects",
     "D2.2",
-    "`broadcast_object_list` and `all_gather_object` bring Python objects.",
+    "`broadcast_object_list` and `all_gather_object` bring Python objects, of any size and from any root.",
     "Checkpoint tags and configurations are agreed on this way.",
 )
-_collective("gather", "D2.3", "`gather` gives the root every rank's tensor, in order.", "Logging and evaluation.")
+_collective("gather", "D2.3", "`gather` gives any root every rank's tensor, in order.", "Logging and evaluation.")
 _collective("scatter", "D2.4", "`scatter` gives each rank its tensor of the root's list.", "Part of `deepspeed.comm`.")
 
 # ------------------------------------------------------------------------------------------------------ D3: all gather
@@ -301,7 +309,8 @@ _collective(
 _collective(
     "groups",
     "D6.4",
-    "`new_group` makes groups of some ranks, also a second one of all; a collective concerns its group alone.",
+    "`new_group` makes groups of some ranks, also a second one of all; a collective concerns its group alone, "
+    "and takes ranks as they are numbered among all.",
     "Data, tensor, expert and pipeline parallelism have groups of their own.",
 )
 _collective(

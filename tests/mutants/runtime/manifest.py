@@ -10,18 +10,25 @@ from typing import Any
 
 from ds_plugin_sdk.conformance.target import Target
 from ds_plugin_sdk.registry import Probe
-from mutants.mutant import mutant
+from mutants.mutant import INSTALLED, mutant
 from mutants.runtime.support import member
 
 _MANIFEST = """\
 {first}
 from ds_plugin_sdk import Plugin, Probe
-plugin = Plugin("{name}", (1, 0), "ds_plugin_cpu.accelerator:CPU_Accelerator", probe=lambda: Probe.available(1))
+plugin = Plugin("{name}", (1, 0), "{accelerator}", probe=lambda: Probe.available({devices}))
 """
 
 
-def _another_manifest(target: Target, name: str, first: str) -> Target:
-    """Install a plugin of this name, whose manifest begins with a line, for this process and those it starts."""
+def installed(name: str, first: str, accelerator: str, devices: str) -> None:
+    """Install a plugin of this name, for this process and those it starts: its manifest's first line, what it names.
+
+    Args:
+        name: the plugin's.
+        first: a line with which its manifest begins.
+        accelerator: the class that it names.
+        devices: an expression for the number of devices that its probe tells.
+    """
     site = Path(tempfile.mkdtemp(prefix="conformance-mutant-"))
     info = site / f"ds_plugin_{name}-1.0.dist-info"
     info.mkdir()
@@ -29,8 +36,13 @@ def _another_manifest(target: Target, name: str, first: str) -> Target:
     (info / "METADATA").write_text(metadata, encoding="utf-8")
     entry_points = f"[ds_plugin_sdk.plugins]\n{name} = ds_plugin_{name}:plugin\n"
     (info / "entry_points.txt").write_text(entry_points, encoding="utf-8")
-    (site / f"ds_plugin_{name}.py").write_text(_MANIFEST.format(name=name, first=first), encoding="utf-8")
+    (site / f"ds_plugin_{name}.py").write_text(_MANIFEST.format(name=name, first=first, accelerator=accelerator, devices=devices), encoding="utf-8")
     sys.path.append(str(site))
+
+
+def _another_manifest(target: Target, name: str, first: str) -> Target:
+    """The target under another name, by a manifest that begins with a line."""
+    installed(name, first, "ds_plugin_cpu.accelerator:CPU_Accelerator", "1")
     assert target.plugin is not None
     return dataclasses.replace(target, plugin=dataclasses.replace(target.plugin, name=name))
 
@@ -61,6 +73,26 @@ def another_class(target: Target) -> Target:
     """The manifest names a class that is not chosen."""
     assert target.plugin is not None
     return dataclasses.replace(target, plugin=dataclasses.replace(target.plugin, accelerator="nowhere:Nothing"))
+
+
+@mutant("manifest.prints", "R10.6", "runtime")
+def prints(target: Target) -> Target:
+    """The manifest greets."""
+    return _another_manifest(target, "greeting", 'print("zap: driver 1.2")')
+
+
+@mutant("manifest.probe_prints_below", "R10.6", "runtime")
+def probe_prints_below(target: Target) -> Target:
+    """The driver's library, which the manifest asks, warns on the standard error output by itself."""
+    return _another_manifest(target, "warning", 'import os; os.write(2, b"zap: old firmware")')
+
+
+@mutant("manifest.hidden_counted", "R10.3", "runtime", target=INSTALLED, only="runtime.manifest.probe_is_honest/1")
+def hidden_counted(target: Target) -> Target:
+    """`probe()` counts hidden devices, as the driver's files are."""
+    assert target.plugin is not None
+    installed("counting", "", target.plugin.accelerator, "2")
+    return dataclasses.replace(target, plugin=dataclasses.replace(target.plugin, name="counting"))
 
 
 _made: list[int] = []

@@ -49,6 +49,7 @@ def _handle(device: torch.device) -> Iterator[Result]:
                     yield _number("free_cpu_locked_tensor()", handle.free_cpu_locked_tensor(again), True)
             yield from _piece(handle, path, device)
             yield from _errors(handle, path, device)
+        yield from _large_blocks(module, path, device)
         x = _bytes(5000).to(device)
         yield _number("aio_write()", module.aio_write(x, f"{path}2", 4096, 2, True, False, True), 0)
         back = torch.zeros_like(x)
@@ -57,6 +58,16 @@ def _handle(device: torch.device) -> Iterator[Result]:
         copy = torch.zeros(100, device=device)
         module.deepspeed_memcpy(copy, torch.arange(100.0, device=device))
         yield Result("deepspeed_memcpy()", copy, torch.arange(100).double(), 0.0)
+
+
+def _large_blocks(module: Any, path: Path, device: torch.device) -> Iterator[Result]:
+    """Blocks larger than any file, and deep queues: what is asked for is the most, not what there is."""
+    x, back = _bytes(100_003), torch.zeros(100_003, dtype=torch.uint8, device=device)
+    path.unlink(missing_ok=True)
+    handle = module.aio_handle(1 << 30, 4096, False, True, 2)
+    yield _number("sync_pwrite() in blocks of 1 GiB", handle.sync_pwrite(x.to(device), str(path)), 1)
+    yield _number("sync_pread() in blocks of 1 GiB", handle.sync_pread(back, str(path)), 1)
+    yield Result("what is read in blocks of 1 GiB", back, x.double(), 0.0)
 
 
 def _piece(handle: Any, path: Path, device: torch.device) -> Iterator[Result]:

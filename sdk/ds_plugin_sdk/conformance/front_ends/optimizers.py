@@ -84,12 +84,16 @@ def _run(
         starts = [torch.randn(shape, generator=generator) for shape in shapes]
         grads = [[torch.randn(shape, generator=generator) for _ in _RATES] for shape in shapes]
         params = [torch.nn.Parameter(start.clone().to(device)) for start in starts]
-        optimizer = optimizer_class(params, lr=_LR, weight_decay=variant.decay, **options(variant))
+        idle = torch.nn.Parameter(torch.ones(5, device=device))  # in no graph, so without a gradient
+        groups = [{"params": [params[0], idle]}, {"params": params[1:]}]
+        optimizer = optimizer_class(groups, lr=_LR, weight_decay=variant.decay, **options(variant))
         for step, lr in enumerate(_RATES):
-            optimizer.param_groups[0]["lr"] = lr
+            for group in optimizer.param_groups:
+                group["lr"] = lr
             for param, each in zip(params, grads, strict=True):
                 param.grad = each[step].to(device)
             optimizer.step()
+        yield Result(f"a parameter without a gradient, {variant}", idle.detach(), torch.ones(5).double(), 0.0)
         for param, start, each in zip(params, starts, grads, strict=True):
             expected = formula(start.double(), [grad.double() for grad in each], variant)
             what = f"a parameter of shape {list(start.shape)} after {len(_RATES)} steps, {variant}"

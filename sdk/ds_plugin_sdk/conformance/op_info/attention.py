@@ -210,6 +210,13 @@ def _others(make: Make) -> Iterator[Sample]:
         padded = torch.arange(total + 5) >= make.integers(1, 9, 2, 1)
         yield sample(f"{shape}, padding of more positions", mask=padded)
         yield sample(f"{shape}, no new keys", new=0)
+        for label, hides in (("minus infinity", -torch.inf), ("the smallest number", torch.finfo(make.dtype).min)):
+            hidden = make.normal(2, 1, tokens, total)
+            hidden[0, :, -1] = hides
+            yield sample(f"{shape}, a query whose mask is {label}", mask=hidden)
+        allowed = allowed.clone()
+        allowed[1, :, -1] = False
+        yield sample(f"{shape}, a query whose bool mask hides all", mask=allowed)
         slopes = make.positive(4, scale=0.05, dtype=torch.float32)
         mask = make.normal(2, 4, tokens, total)
         yield sample(f"{shape}, mask, alibi and window", mask=mask, alibi=slopes, window=4)

@@ -113,6 +113,8 @@ def _samples_of(make: Make, bits: int, mantissa: int, largest: float) -> Iterato
     small = _ranged((2.0 ** -torch.arange(24)).to(make.dtype), 24, largest)
     yield sample("powers of two", "adversarial", torch.stack((small, -small)), 24)
     yield sample("zeros", "adversarial", torch.zeros(3, 16, dtype=make.dtype), 8)
+    least = 2.0 ** (-6 if make.dtype == torch.float16 else -40)
+    yield sample("next to nothing", "adversarial", random(3, 16, group_size=16) * least, 16)
     yield sample("32 rows of 256", "real", random(32, 256, group_size=128), 128)
 
 

@@ -79,6 +79,7 @@ def _step_of(options: Mapping[str, Any], parameter: int) -> dict[str, int]:
 # ---- samples ---------------------------------------------------------------------------------------------------------
 def _samples(make: Make) -> Iterator[Sample]:
     yield _sample(make, "empty", [(0,)], {}, kind="empty")
+    yield _sample(make, "no tensors", [], {}, kind="empty")
     yield _sample(make, "few elements, bfloat16 copies", [(2, 3)], {}, copy=torch.bfloat16, kind="random")
     for label, options in _VARIANTS.items():
         yield _sample(make, f"tails, {label}", _TAILS, options)
@@ -93,6 +94,7 @@ def _samples(make: Make) -> Iterator[Sample]:
         yield _sample(make, "tails, float32 gradients", _TAILS, {}, grad=torch.float32)
         yield _few_bits(make, "tails, own states")
     yield _sample(make, "a number", [(), (17,)], {})
+    yield _sample(make, "a learning rate of zero", _TAILS, {"lr": 0.0})
     yield _sample(make, "gpt2 attention", _GPT2_ATTENTION, {}, kind="real")
 
 

@@ -104,6 +104,7 @@ def _large(make: Make) -> Iterator[Sample]:
 def _samples(make: Make) -> Iterator[Sample]:
     sample = functools.partial(_sample, make)
     yield sample("no inputs", "empty", (0, 16, 4), "identity", False, 0)
+    yield sample("no columns", "empty", (3, 0, 4), "identity", False, 0)
     for number, shape in enumerate(_SHAPES):
         activation = ACTIVATIONS[number % len(ACTIVATIONS)]
         groups = 4 if shape[1] % 4 == 0 else 3
@@ -121,6 +122,8 @@ def _samples(make: Make) -> Iterator[Sample]:
         yield sample(f"a residual{more}", "adversarial", shape, "silu", False, groups, residual=True)
         yield sample(f"no residual{more}", "adversarial", shape, "silu", True, groups, residual=False)
         yield sample(f"a batch{more}", "adversarial", shape, "silu", True, groups, batch=(2,))
+        vector = sample(f"a vector{more}", "adversarial", (1, *shape[1:]), "silu", False, groups)
+        yield Sample(vector.label, {**vector.arguments, "input": vector.arguments["input"][0]}, vector.kind)
     large = sample("large inputs, int8", "adversarial", (3, 64, 18), "identity", False, 4, bias=False)
     of_one_sign = {"input": 300 * large.arguments["input"].abs(), "weight": large.arguments["weight"].abs()}
     yield Sample(large.label, {**large.arguments, **of_one_sign}, large.kind)

@@ -58,6 +58,12 @@ def _sample(
     return Sample(label, {"input": input, **tensors, "eps": _EPS, **others}, kind)
 
 
+def one_number_a_row(make: Make) -> Tensor:
+    """Rows of one number, whose sum float32 holds, and whose squares' sum it rounds."""
+    first, columns = {torch.bfloat16: (129, 8192), torch.float16: (1025, 1024)}.get(make.dtype, (4097, 1024))
+    return (first + 6 * torch.arange(16.0)).unsqueeze(1).repeat(1, columns).to(make.dtype)
+
+
 def _far_from_zero(make: Make, sample: Sample) -> Sample:
     """The same with a sum that is exact in every dtype."""
     input = sample.arguments["input"]
@@ -97,6 +103,9 @@ def _samples(names: Sequence[str]) -> Callable[[Make], Iterator[Sample]]:
             for columns in (17, 640):
                 label = f"1 is added to {columns} weights"
                 yield sample(label, "real", make.normal(3, columns), weight_offset=1.0)
+        same = sample("one number a row", "real", one_number_a_row(make))
+        nothing = {name: torch.zeros_like(same.arguments[name]) for name in ("residual", "input_bias") if name in names}
+        yield Sample(same.label, {**same.arguments, **nothing}, same.kind)
 
     return samples
 

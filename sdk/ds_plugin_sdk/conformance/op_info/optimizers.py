@@ -143,10 +143,17 @@ def _samples(lists: Sequence[str], variants: Sequence[Options], make: Make) -> I
         return Sample(label, {**dict(zip(lists, tensors, strict=True)), **options}, kind)
 
     yield sample(own, [(0,)], variants[-1], 0, "empty", "empty")
+    yield sample(own, [], variants[-1], 0, "no tensors", "empty")
     for number, options in enumerate(variants):
         yield sample(own, _TAILS, options, number, f"tails, {_options(options)}", "adversarial")
     yield _resting(sample(own, _TAILS, variants[0], 0, "zero gradients and states", "adversarial"), lists)
     yield _beginning(sample(own, _TAILS, variants[0], 0, "tiny gradients, zero states", "adversarial"), lists)
+    yield sample(own, _TAILS, {**variants[-1], "lr": 0.0}, 0, "tails, a learning rate of zero", "adversarial")
+    if "betas" in variants[-1] and "exp_avg_sqs" not in lists or "adamw" in variants[-1]:  # what undoes divides by them
+        without = {**variants[-1], "betas": (0.0, 0.0)}
+        yield sample(own, _TAILS, without, 0, "tails, without momentum", "adversarial")
+    if make.dtype != torch.float16:
+        yield _times(2.0**50, sample(own, _TAILS, variants[0], 0, "tails, large gradients", "adversarial"))
     for mix in mixed:
         for options in (variants[-1], *variants[-4:-3]):  # of Adam all but the decay are others
             text = f"{_mix(mix)}, {_options(options)}"
@@ -202,6 +209,11 @@ def _beginning(sample: Sample, lists: Sequence[str]) -> Sample:
     changed = {name: [torch.zeros_like(t) for t in sample.arguments[name]] for name in lists if name != "params"}
     changed["grads"] = [t.sign() * 2.0**-24 for t in sample.arguments["grads"]]
     return Sample(sample.label, {**sample.arguments, **changed}, sample.kind)
+
+
+def _times(factor: float, sample: Sample) -> Sample:
+    """The same call with larger gradients."""
+    return Sample(sample.label, {**sample.arguments, "grads": [factor * g for g in sample.arguments["grads"]]}, sample.kind)
 
 
 def _resting(sample: Sample, lists: Sequence[str]) -> Sample:

@@ -158,6 +158,17 @@ def _ties(make: Make, groups: int, size: int, bits: int) -> Tensor:
     return x.to(make.dtype)
 
 
+def _each_one_number(make: Make, groups: int, size: int) -> Tensor:
+    """Groups of one number each, of either sign, and a group of zeros."""
+    numbers = torch.arange(groups) - groups // 2
+    return numbers.unsqueeze(1).repeat(1, size).to(make.dtype)
+
+
+def _next_to_nothing(make: Make, groups: int, size: int) -> Tensor:
+    """The same as `_within`, so small that whatever is added to a range is more than the range."""
+    return _within(make, groups, size) * 2.0 ** (-14 if make.dtype == torch.float16 else -40)
+
+
 def _text(bits: int, symmetric: bool) -> str:
     return f"{bits} bits{'' if symmetric else ', asymmetric'}"
 
@@ -177,6 +188,8 @@ def _quantize_samples(make: Make) -> Iterator[Sample]:
         if symmetric:
             yield sample(f"the largest is negative, {text}", _negative(make, 3, 40), 3, bits, True, "adversarial")
         yield sample(f"away from zero, {text}", _within(make, 3, 40, 2), 3, bits, False, "adversarial")
+        yield sample(f"one number a group, {text}", _each_one_number(make, 3, 40), 3, bits, symmetric, "adversarial")
+        yield sample(f"next to nothing, {text}", _next_to_nothing(make, 3, 40), 3, bits, symmetric, "adversarial")
     for size in (1, 3, 15, 17, 65):
         yield sample(f"groups of {size}", _within(make, 5, size).reshape(size, 5), 5, 8, True, "adversarial")
     yield sample("gpt2 mlp", _within(make, 288, 8192).view(768, -1), 288, 8, True, "real")
@@ -205,6 +218,7 @@ def _swizzle_samples(make: Make) -> Iterator[Sample]:
             groups = 2 * math.prod(layout)
             x = _negative(make, groups, 10) if symmetric else _within(make, groups, 10, 2)
             yield sample(x, groups, layout, bits, symmetric, "random")
+        yield sample(_each_one_number(make, 4, 10), 4, (1, 2, 1), bits, symmetric, "adversarial")
     yield sample(_within(make, 768, 768), 768, (1, 2, 4), 4, True, "real")
 
 

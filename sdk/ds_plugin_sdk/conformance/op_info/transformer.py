@@ -8,13 +8,14 @@ multiples of 1/8 and one half is dropped, so that the sum is exact in every dtyp
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ds_plugin_sdk.conformance.op_info.activation import activate
+from ds_plugin_sdk.conformance.op_info.norm import one_number_a_row
 from ds_plugin_sdk.conformance.op_info.op_info import MANY_COLUMNS, MANY_ROWS, Kind, Make, OpInfo, Sample
 from ds_plugin_sdk.ops import _library, _philox, transformer
 from ds_plugin_sdk.ops.activation import ACTIVATIONS
@@ -183,8 +184,10 @@ Tensors = dict[str, Any]
 Variant = tuple[str, Callable[[Make, tuple[int, ...]], Tensors]]
 
 
-def _samples(variants: Sequence[Variant]) -> Callable[[Make], Iterator[Sample]]:
-    """No elements, then each variant in each shape, then the shape of BERT's layers."""
+def _samples(
+    variants: Sequence[Variant], more: Callable[[Make], Iterable[Sample]]
+) -> Callable[[Make], Iterator[Sample]]:
+    """No elements, then each variant in each shape, then the shape of BERT's layers, then what else is to be tried."""
 
     def samples(make: Make) -> Iterator[Sample]:
         def sample(shape: tuple[int, ...], variant: Variant, kind: Kind) -> Sample:
@@ -195,6 +198,7 @@ def _samples(variants: Sequence[Variant]) -> Callable[[Make], Iterator[Sample]]:
             for shape in _SHAPES:
                 yield sample(shape, variant, "random")
         yield sample(_BERT, variants[0], "real")
+        yield from more(make)
 
     return samples
 
@@ -231,6 +235,12 @@ def _far_sums(make: Make, shape: tuple[int, ...]) -> Tensors:
     tensors = _sums(0.0, False, True, norm=True)(make, shape)
     far = 40.0 if make.dtype == torch.float32 else 14.0
     return {**tensors, "input": 512 * tensors["input"], "residual": torch.full(shape, 512 * far, dtype=make.dtype)}
+
+
+def _one_number_a_row(make: Make) -> Iterator[Sample]:
+    rows = one_number_a_row(make)
+    tensors = _sums(0.0, False, False, norm=True)(make, tuple(rows.shape))
+    yield Sample("one number a row", {**tensors, "input": rows}, "real")
 
 
 def _large_rms_norms(make: Make, shape: tuple[int, ...]) -> Tensors:
@@ -388,6 +398,7 @@ def _describe(
     schema: Callable[[Mapping[str, Any]], Sequence[Any]] | None = None,
     function: Callable[..., Any] | None = None,
     broadcasts: tuple[str, ...] = ("mask", "seed"),
+    more: Callable[[Make], Iterable[Sample]] = lambda make: (),
 ) -> OpInfo:
     """An op; without a function the derivative of one."""
     return OpInfo(
@@ -395,7 +406,7 @@ def _describe(
         "transformer",
         function or _call(name),
         formula,
-        _samples(variants),
+        _samples(variants, more),
         lambda make: make.pick(*variants)[1](make, make.shape(make.pick(2, 2, 3, 4), rows=300)),
         differentiable=differentiable,
         rtol=_RTOL,
@@ -444,6 +455,7 @@ OPS = (
         ("input", "weight", "norm_bias", "residual", "bias"),
         _in_order("input", "bias", "residual", "weight", "norm_bias", "seed", "p", "eps"),
         _norm_face,
+        more=_one_number_a_row,
     ),
     _describe(
         "dropout_add_layer_norm_backward",

@@ -17,7 +17,7 @@ from torch.autograd.gradcheck import GradcheckError
 from ds_plugin_sdk import op_builder, provenance
 from ds_plugin_sdk.conformance import op_info
 from ds_plugin_sdk.conformance.check import Clause, NonconformanceError, Parameters, check, expect
-from ds_plugin_sdk.conformance.op_info import OpInfo, Sample
+from ds_plugin_sdk.conformance.op_info import Make, OpInfo, Sample
 from ds_plugin_sdk.conformance.ops.support import (
     LAYOUTS,
     call_op,
@@ -28,6 +28,7 @@ from ds_plugin_sdk.conformance.ops.support import (
     each_op,
     each_op_and_dtype,
     empty_samples,
+    exact_copies,
     expanded,
     expect_kernel,
     expect_same,
@@ -161,14 +162,34 @@ def _spoilt(argument: Any, value: float, at: int) -> Any:
         reason="Activation checkpointing computes twice; ranks that hold the same replica must stay equal.",
     ),
     cases=each_op,
+    timeout=180,
 )
 def deterministic(target: Target, op: str) -> None:
     info = ready(target, op)
     expect_kernel(target, info)  # of torch's ops a device need not add up in one order
-    for sample in samples_of(info, name_of(dtype_of(target, info))):
+    made = Make.seeded(dtype_of(target, info))
+    for sample in (*samples_of(info, name_of(made.dtype)), *info.large(made)):
         first, second = (call_op(info, on_device(target, sample.arguments)) for _ in range(2))
         for (where, a), (_, b) in zip(first, second, strict=True):
             expect_same(a, b, f"{op} on '{sample.label}': {where} differs between two calls")
+
+
+@check(
+    "ops.inference_mode",
+    Clause(
+        "O1.8",
+        "An op gives the same in `torch.inference_mode`, of tensors that were made in it.",
+        reason="Servers run whole models in it; its tensors have no version counters, and no graph.",
+    ),
+    cases=each_op,
+)
+def inference_mode(target: Target, op: str) -> None:
+    info = ready(target, op)
+    for dtype in widths(target, info):
+        for sample in (smallest(info, dtype), fullest(info, dtype)):
+            with torch.inference_mode():
+                results = call_op(info, on_device(target, sample.arguments))
+            compare(info, Sample(f"{sample.label}, in inference mode", sample.arguments, sample.kind), results)
 
 
 # ---- what an op touches ----------------------------------------------------------------------------------------------
@@ -446,6 +467,44 @@ def gradcheck(target: Target, op: str) -> None:
 
 
 @check(
+    "ops.second_derivative",
+    Clause(
+        "O4.3",
+        "The derivative of an op's gradient is that of its formula's, or an error.",
+        reason="Penalties of gradients and Hessians ask for it; one that is left out is zero, and says nothing.",
+    ),
+    cases=only(lambda op: bool(op.differentiable)),
+)
+def second_derivative(target: Target, op: str) -> None:
+    info = ready(target, op)
+    sample = smallest(info, name_of(dtype_of(target, info)))
+    arguments, exact = on_device(target, sample.arguments), exact_copies(sample.arguments)
+    names = [name for name in info.differentiable if isinstance(arguments.get(name), Tensor)]
+    try:
+        found = _twice_derived(info.function, arguments, names)
+    except Exception:  # of whatever kind: it says that there is none
+        return
+    for name, actual, expected in zip(names, found, _twice_derived(info.formula, exact, names), strict=True):
+        worst = float((actual.cpu().double() - expected).abs().max())
+        expect(
+            worst <= 1e-2 * float(expected.abs().max()) + 1e-4,
+            f"{op} on '{sample.label}': the second derivative by {name} is off by {worst:.3g}",
+            why=f"that of its formula is up to {float(expected.abs().max()):.3g}; what has none raises",
+        )
+
+
+def _twice_derived(function: Callable[..., Any], arguments: Mapping[str, Any], names: list[str]) -> list[Tensor]:
+    """The derivatives of the squares of the derivatives of the squares; zeros where nothing depends."""
+    leaves = [arguments[name].requires_grad_() for name in names]
+    values: Any = function(**arguments)
+    for _ in range(2):
+        squares = [value.square().sum() for value in tensors_of(values) if value.requires_grad]
+        total = torch.stack(squares).sum() if squares else leaves[0].sum() * 0
+        values = torch.autograd.grad(total, leaves, create_graph=True, allow_unused=True, materialize_grads=True)
+    return [value.detach() for value in values]
+
+
+@check(
     "ops.opcheck",
     Clause(
         "O5.1",
@@ -457,13 +516,21 @@ def gradcheck(target: Target, op: str) -> None:
 )
 def opcheck(target: Target, op: str) -> None:
     info = ready(target, op)
-    sample = smallest(info, name_of(dtype_of(target, info)))
+    for dtype in widths(target, info):
+        _opcheck(target, info, smallest(info, dtype))
+        if fullest(info, dtype) is not smallest(info, dtype):
+            _opcheck(target, info, fullest(info, dtype))
+
+
+def _opcheck(target: Target, info: OpInfo, sample: Sample) -> None:
     arguments = on_device(target, sample.arguments)
     positional = info.schema_arguments(arguments) if info.schema_arguments else list(arguments.values())
     try:
         torch.library.opcheck(info.overload, tuple(positional))
     except Exception as error:
-        raise NonconformanceError(f"{op} on '{sample.label}': torch.library.opcheck fails", why=str(error)) from error
+        raise NonconformanceError(
+            f"{info.name} on '{sample.label}': torch.library.opcheck fails", why=str(error)
+        ) from error
 
 
 def _native_ops(target: Target) -> Iterator[Parameters]:

@@ -143,7 +143,7 @@ def run_placed(
 
 def compare(info: OpInfo, sample: Sample, results: list[tuple[str, Tensor]]) -> None:
     """Fail at the worst element of what `call_op` gave for a sample that the op's tolerance does not cover."""
-    expected = [t for each in info.formula(**_exact(sample.arguments)) for t in tensors_of(each)]
+    expected = [t for each in info.formula(**exact_copies(sample.arguments)) for t in tensors_of(each)]
     replaced = [t.double() for name in info.written for t in tensors_of(sample.arguments[name])]
     expect(
         len(results) == len(expected),
@@ -157,7 +157,7 @@ def compare(info: OpInfo, sample: Sample, results: list[tuple[str, Tensor]]) -> 
 
 def compare_gradients(target: Target, info: OpInfo, sample: Sample, only: str = "") -> None:
     """Compare the gradients of all differentiable arguments, or of one, where the others want none."""
-    exact, arguments = _exact(sample.arguments), on_device(target, sample.arguments)
+    exact, arguments = exact_copies(sample.arguments), on_device(target, sample.arguments)
     names = [name for name in tensor_names(sample, floating=True) if name in info.differentiable and only in ("", name)]
     if not names:
         return
@@ -273,6 +273,11 @@ def widths(target: Target, info: OpInfo) -> list[str]:
     return [name_of(dtype) for dtype in (first, *others[:1])]
 
 
+def cheap_samples(info: OpInfo, dtype: str) -> list[Sample]:
+    """All with few elements."""
+    return [sample for sample in _made(info, dtype) if _elements(sample) <= 4096]
+
+
 def small_samples(info: OpInfo, dtype: str, most: int = 12) -> list[Sample]:
     """Some of those with few elements, the smallest among them: of each kind of call, and of each part of the list."""
     least = smallest(info, dtype)
@@ -332,7 +337,7 @@ def _copy(tensor: Tensor, device: torch.device) -> Tensor:
     return torch.as_strided(memory, tensor.shape, strides).copy_(tensor)
 
 
-def _exact(arguments: Mapping[str, Any]) -> Arguments:
+def exact_copies(arguments: Mapping[str, Any]) -> Arguments:
     """Copies in host memory, floating point in float64."""
     return {
         name: map_tensors(lambda t: t.double() if t.is_floating_point() else t.clone(), value)

@@ -14,6 +14,7 @@ from ds_plugin_sdk.conformance.ops.support import (
     LAYOUTS,
     Arguments,
     call_op,
+    cheap_samples,
     compare,
     dtype_of,
     each_op,
@@ -69,10 +70,22 @@ def _first(target: Target, op: str) -> tuple[OpInfo, Sample]:
 )
 def successive(target: Target, op: str) -> None:
     info = ready(target, op)
+    for sample in cheap_samples(info, name_of(dtype_of(target, info))):
+        _expect_own_memory(info, sample, on_device(target, sample.arguments))
     for dtype in widths(target, info):
         again = made_again(info, dtype)
         for first in small_samples(info, dtype):
             _succeed(target, info, first, again[first.label])
+
+
+def _expect_own_memory(info: OpInfo, sample: Sample, arguments: Arguments) -> None:
+    """Expect that nothing of what is returned is in the memory of an argument, which the next step writes."""
+    results = call_op(info, arguments)
+    theirs = {t.untyped_storage().data_ptr() for value in arguments.values() for t in tensors_of(value) if t.numel()}
+    written = sum(len(tensors_of(arguments[name])) for name in info.written)
+    for where, result in results[written:]:
+        shared = result.numel() and result.untyped_storage().data_ptr() in theirs
+        expect(not shared, f"{where} of {info.name} on '{sample.label}' is an argument's memory")
 
 
 def _succeed(target: Target, info: OpInfo, first: Sample, changed: Sample) -> None:

@@ -215,15 +215,32 @@ def parts(it: _Rank) -> None:
 
 @_task
 def all_reduce_empty(it: _Rank) -> None:
-    dist.all_reduce(torch.empty(0, device=it.device))
-    values = it.mine
-    dist.all_reduce(values)
-    expect_equal(_values(values), [3], "all_reduce after one of no elements")
+    def nothing() -> torch.Tensor:
+        return torch.empty(0, device=it.device)
+
+    calls: dict[str, Callable[[], Any]] = {
+        "all_reduce": lambda: dist.all_reduce(nothing()),
+        "broadcast": lambda: dist.broadcast(nothing(), 1),
+        "all_gather_into_tensor": lambda: dist.all_gather_into_tensor(nothing(), nothing()),
+        "reduce_scatter_tensor": lambda: dist.reduce_scatter_tensor(nothing(), nothing()),
+        "all_to_all_single": lambda: dist.all_to_all_single(nothing(), nothing()),
+    }
+    for name, call in calls.items():
+        call()
+        values = it.mine
+        dist.all_reduce(values)
+        expect_equal(_values(values), [3], f"all_reduce after {name} of no elements")
 
 
 @_task
 def asynchronous(it: _Rank) -> None:
     first, second = it.mine, it.mine * 10
+    third, fourth = it.mine * 100, it.mine * 1000
+    late = [dist.all_reduce(values, async_op=True) for values in (third, fourth)]
+    for work, values, expected_sum in zip(late[::-1], (fourth, third), (3000.0, 300.0), strict=True):
+        work.wait()
+        expect_equal(_values(values), [expected_sum], "an all_reduce after wait() of it, the last one first")
+        work.wait()
     works = [dist.all_reduce(values, async_op=True) for values in (first, second)]
     for work in works:
         expect(work is not None, "all_reduce(async_op=True) gave None", why="expected a work handle")
@@ -298,9 +315,11 @@ def broadcast(it: _Rank, dtype: str) -> None:
 
 @_task
 def objects(it: _Rank) -> None:
-    named = [{"rank": 1, "name": "one"}, "x"] if it.rank == 1 else [None, None]
-    dist.broadcast_object_list(named, 1)
-    expect_equal(named, [{"rank": 1, "name": "one"}, "x"], "broadcast_object_list from rank 1")
+    for root in (1, 0):
+        sent = [{"rank": root, "name": "one"}, "x" * 300_000]
+        named = sent if it.rank == root else [None, None]
+        dist.broadcast_object_list(named, root)
+        expect(named == sent, f"broadcast_object_list from rank {root} brought something else than was sent")
     gathered = [None] * it.size
     dist.all_gather_object(gathered, {"rank": it.rank})
     expect_equal(gathered, [{"rank": 0}, {"rank": 1}], "all_gather_object")
@@ -308,17 +327,19 @@ def objects(it: _Rank) -> None:
 
 @_task
 def gather(it: _Rank) -> None:
-    parts = [it.tensor(0.0) for _ in range(it.size)] if it.rank == 1 else None
-    dist.gather(it.mine, parts, 1)
-    if parts is not None:
-        expect_equal([_values(part) for part in parts], [[1], [2]], "gather to rank 1")
+    for root in (1, 0):
+        parts = [it.tensor(0.0) for _ in range(it.size)] if it.rank == root else None
+        dist.gather(it.mine, parts, root)
+        if parts is not None:
+            expect_equal([_values(part) for part in parts], [[1], [2]], f"gather to rank {root}")
 
 
 @_task
 def scatter(it: _Rank) -> None:
-    out = it.tensor(0.0)
-    dist.scatter(out, [it.tensor(5.0), it.tensor(6.0)] if it.rank == 1 else None, 1)
-    expect_equal(_values(out), [5.0 + it.rank], f"scatter from rank 1, on rank {it.rank}")
+    for root in (1, 0):
+        out = it.tensor(0.0)
+        dist.scatter(out, [it.tensor(5.0), it.tensor(6.0)] if it.rank == root else None, root)
+        expect_equal(_values(out), [5.0 + it.rank], f"scatter from rank {root}, on rank {it.rank}")
 
 
 @_task
@@ -440,9 +461,52 @@ def groups(it: _Rank) -> None:
     expect_equal(_values(values), [it.rank + 1], "all_reduce in a group of this rank alone")
     dist.all_reduce(values, group=both)
     expect_equal(_values(values), [3], "all_reduce in a second group of both ranks")
+    _in_group_of_one(it, alone[it.rank])
     for group in (both, *alone):
         if dist.get_rank(group) >= 0:
             dist.destroy_process_group(group)
+
+
+def _in_group_of_one(it: _Rank, group: Any) -> None:
+    """Ranks are named by their number among all, and stand in a group by their place in it, which is the first here."""
+    mine, who = it.tensor(it.rank + 1.0, 7.0), f"in a group of rank {it.rank} alone"
+    calls: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+        "broadcast": lambda out, own: dist.broadcast(out.copy_(own), it.rank, group=group),
+        "reduce": lambda out, own: dist.reduce(out.copy_(own), it.rank, group=group),
+        "all_gather": lambda out, own: dist.all_gather([out], own, group=group),
+        "gather": lambda out, own: dist.gather(own, [out], it.rank, group=group),
+        "scatter": lambda out, own: dist.scatter(out, [own], it.rank, group=group),
+        "all_gather_into_tensor": lambda out, own: dist.all_gather_into_tensor(out, own, group=group),
+        "reduce_scatter_tensor": lambda out, own: dist.reduce_scatter_tensor(out, own, group=group),
+        "all_to_all_single": lambda out, own: dist.all_to_all_single(out, own, group=group),
+    }
+    for name, call in calls.items():
+        memory = it.tensor(*[0.0] * 6)
+        call(memory[2:4], mine)
+        expect_equal(_values(memory), [0, 0, it.rank + 1, 7, 0, 0], f"{name} {who}, and the numbers beside it")
+    expect_equal((dist.get_rank(group), dist.get_world_size(group)), (0, 1), f"rank and size {who}")
+
+
+@_task
+def gaps(it: _Rank) -> None:
+    """Tensors that are no row of numbers: brought, or rejected."""
+
+    def columns(factor: float) -> torch.Tensor:
+        return it.tensor(*(factor * each for each in range(8))).view(4, 2)
+
+    calls: dict[str, tuple[Callable[[torch.Tensor], Any], float]] = {
+        "all_reduce": (lambda tensor: dist.all_reduce(tensor), 3),
+        "broadcast": (lambda tensor: dist.broadcast(tensor, 1), 2),
+    }
+    for name, (call, factor) in calls.items():
+        matrix = columns(it.rank + 1.0)
+        try:
+            call(matrix[:, 1])
+        except (RuntimeError, ValueError):
+            continue
+        expected = columns(it.rank + 1.0)
+        expected[:, 1] = columns(factor)[:, 1]
+        expect_equal(_values(matrix), _values(expected), f"{name} of a column of a matrix, and the other column")
 
 
 _PART = 1 << 10

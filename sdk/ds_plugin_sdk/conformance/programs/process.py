@@ -96,6 +96,44 @@ def _spawn(target: Target) -> dict[str, Any]:
     return {"child": _in_child("spawn", target.name, None), "sum": _use(target), "first": first}
 
 
+def _take_and_give_back(connection: Connection, name: str) -> None:
+    """Allocate as many bytes as are asked for, and give them back at the next message; until it is 0."""
+    target = Target.find(name)
+    connection.send("ready")
+    while size := connection.recv():
+        held = torch.full((size,), 1, dtype=torch.uint8, device=target.accelerator.current_device_name())
+        target.accelerator.synchronize()
+        connection.send("taken")
+        connection.recv()
+        del held
+        target.accelerator.empty_cache()
+        connection.send("given back")
+
+
+def _beside_another(target: Target) -> dict[str, Any]:
+    """By how much `available_memory()` falls while another process holds some of the device's memory."""
+    context: Any = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    child = context.Process(target=_take_and_give_back, args=(theirs, target.name), daemon=True)
+    child.start()
+    theirs.close()
+    accelerator = target.accelerator
+    size = min(512 << 20, accelerator.available_memory() // 8)
+    falls = []
+    ours.recv()
+    for _ in range(5):
+        before = accelerator.available_memory()
+        for message in (size, "give back"):
+            ours.send(message)
+            ours.recv()
+            if message == size:
+                falls.append(before - accelerator.available_memory())
+    ours.send(0)
+    child.join(30)
+    child.kill()
+    return {"size": size, "falls": falls}
+
+
 # What a script has in its globals when it ends.
 _held: list[Any] = []
 
@@ -144,7 +182,8 @@ def _changed(target: Target) -> dict[str, Any]:
     """What importing and making the accelerator, and asking for its devices, has changed of them."""
     target.accelerator.device_count()
     after = _settings()
-    return {what: [value, after.get(what)] for what, value in _before.items() if after.get(what) != value}
+    every = [*_before, *(what for what in after if what not in _before)]
+    return {what: [_before.get(what), after.get(what)] for what in every if after.get(what) != _before.get(what)}
 
 
 _TASKS: dict[str, Callable[[Target], dict[str, Any]]] = {
@@ -155,6 +194,7 @@ _TASKS: dict[str, Callable[[Target], dict[str, Any]]] = {
     "spawn": _spawn,
     "held_at_exit": _held_at_exit,
     "changed": _changed,
+    "beside_another": _beside_another,
 }
 
 

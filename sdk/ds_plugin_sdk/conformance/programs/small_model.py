@@ -40,8 +40,10 @@ def loss_of(output: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
 
 
 @functools.cache
-def plain_losses(ranks: int, *, accumulation: int = 1, clip: bool = False, empty_step: bool = False) -> list[float]:
-    """Rank 0's loss of the first micro step, at each step, where all ranks' batches move the model by AdamW.
+def plain_losses(
+    ranks: int, *, accumulation: int = 1, clip: bool = False, empty_step: bool = False
+) -> list[list[float]]:
+    """Each rank's losses of the first micro step, at each step, where all ranks' batches move the model by AdamW.
 
     Args:
         ranks: how many there are.
@@ -56,7 +58,7 @@ def plain_losses(ranks: int, *, accumulation: int = 1, clip: bool = False, empty
             parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
     rates = schedule(optimizer)
-    losses = []
+    losses: list[list[float]] = [[] for _ in range(ranks)]
     for _ in range(STEPS):
         optimizer.zero_grad()
         each = [
@@ -69,5 +71,6 @@ def plain_losses(ranks: int, *, accumulation: int = 1, clip: bool = False, empty
             nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
         rates.step()
-        losses.append(each[0].item())
+        for rank in range(ranks):
+            losses[rank].append(each[rank * accumulation].item())
     return losses

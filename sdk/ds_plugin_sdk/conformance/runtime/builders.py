@@ -45,9 +45,9 @@ def builder_class(target: Target, builder: str) -> None:
     "runtime.builders.surface",
     Clause(
         "R12.2",
-        "Every builder can be made without arguments and has `BUILD_VAR`, `load`, `is_compatible`, `absolute_name`, "
-        "and a `name` that is its `NAME`; `create_op_builder(name)` gives one, or None for a collective that is not "
-        "offered.",
+        "Every builder can be made without arguments and has a `BUILD_VAR` of its own, `load`, `is_compatible`, which "
+        "takes `verbose` by name and by place, `absolute_name`, and a `name` that is its `NAME`; "
+        "`create_op_builder(name)` gives one, or None for a collective that is not offered.",
         reason="What DeepSpeed's loaders and reports use: the latter list ops by `name`.",
     ),
     cases=_cases,
@@ -59,9 +59,20 @@ def surface(target: Target, builder: str) -> None:
     for attribute in ("NAME", "BUILD_VAR", "name"):
         expect_type(getattr(made, attribute, None), str, f"{attribute} of create_op_builder({builder!r})")
     expect_equal(made.name, made.NAME, f"name of create_op_builder({builder!r})")
-    expect_type(bool(made.is_compatible(verbose=False)), bool, f"is_compatible(verbose=False) of {builder}")
-    expect_type(bool(made.is_compatible()), bool, f"is_compatible() of {builder}")
+    answers = {
+        "verbose=False": made.is_compatible(verbose=False),
+        "verbose=True": made.is_compatible(verbose=True),
+        "False": made.is_compatible(False),
+        "": made.is_compatible(),
+    }
+    for how, given in answers.items():
+        expect_type(given, bool, f"is_compatible({how}) of {builder}")
+        expect_equal(given, answers["verbose=False"], f"is_compatible({how}) of {builder}")
     expect_type(made.absolute_name(), str, f"absolute_name() of {builder}")
+    for other in NAMES if made.NAME != _ABSENT else ():
+        theirs = target.accelerator.create_op_builder(other)
+        shared = theirs is not None and theirs.BUILD_VAR == made.BUILD_VAR and theirs.NAME != made.NAME
+        expect(not shared, f"BUILD_VAR of {builder} and of {other} is {made.BUILD_VAR}", why="who unsets one sets both")
 
 
 @check(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import time
@@ -192,7 +193,8 @@ def set_device(target: Target) -> None:
     "runtime.device.set_out_of_range",
     Clause(
         "R1.10",
-        "`set_device(i)` raises where there is no device `i`, and the current device stays.",
+        "`set_device(i)` raises where there is no device `i`, and the current device stays, as it does where `i` is "
+        "negative.",
         reason="More ranks than devices would otherwise share one device without an error.",
     ),
     needs=needs_indices,
@@ -204,6 +206,9 @@ def set_out_of_range(target: Target) -> None:
         kinds = (RuntimeError, ValueError, AssertionError, IndexError)
         expect_raises(lambda: target.accelerator.set_device(beyond), kinds, f"set_device({beyond})")
         expect_equal(target.accelerator.current_device(), before, "current_device() after a rejected set_device()")
+        with contextlib.suppress(*kinds):  # torch.cuda does nothing there
+            target.accelerator.set_device(-1)
+        expect_equal(target.accelerator.current_device(), before, "current_device() after set_device(-1)")
 
 
 @check(
@@ -379,7 +384,8 @@ def _extremes(dtype: torch.dtype) -> torch.Tensor:
     Clause(
         "R1.26",
         "A tensor of each device that `torch.save` has written is read by `torch.load` as one of that device, or of "
-        "the one that `map_location` names, the host among them; its `copy.deepcopy` is a copy on its device.",
+        "the one that `map_location` names, the host among them, in its dtype, and what shared memory shares it again; "
+        "its `copy.deepcopy` is a copy on its device.",
         reason="Checkpoints and best weights are saved and read this way, and averaged models are deep copies.",
     ),
 )
@@ -398,6 +404,23 @@ def saved(target: Target) -> None:
         copied = copy.deepcopy(there)
         there.data.fill_(-1.0)
         expect_equal((copied.device, copied.tolist()), (there.device, host.tolist()), "a deep copy")
+        expect_equal(copied.requires_grad, True, "requires_grad of a deep copy of a parameter")
+    for dtype in (*target.dtypes, torch.int64, torch.uint8, torch.bool):
+        _expect_saved(target, host.to(dtype).to(target.device))
+
+
+def _expect_saved(target: Target, tensor: torch.Tensor) -> None:
+    """Expect that a tensor, and a part of its memory that was saved with it, are read as they were."""
+    file = io.BytesIO()
+    torch.save({"all": tensor, "row": tensor[1]}, file)
+    file.seek(0)
+    read = torch.load(file, map_location=target.device, weights_only=True)
+    for name, written in (("all", tensor), ("row", tensor[1])):
+        seen, expected = ((each.dtype, each.tolist()) for each in (read[name], written))
+        expect_equal(seen, expected, f"dtype and values of what torch.load read of {tensor.dtype}")
+    read["all"].zero_()
+    same = read["row"].tolist() == read["all"][1].tolist()
+    expect(same, "what was saved as a row of a tensor is read with memory of its own", why="tied weights stay tied")
 
 
 @check(
@@ -425,7 +448,7 @@ def members_replaceable(target: Target) -> None:
         "R1.18",
         "The device type has torch's device module and autocast: `torch.get_device_module(device_name())` and "
         "`torch.autocast(device_type=device_name())` work; the latter also of what is float32 in linear layers, "
-        "convolutions and batches of products.",
+        "convolutions and batches of products, and not where it is switched off inside, nor after an error.",
         reason="DeepSpeed's torch_autocast and activation checkpointing go through both.",
     ),
     cases=lambda target: ({"dtype": str(dtype).removeprefix("torch.")} for dtype in _half_dtypes(target)),
@@ -447,6 +470,15 @@ def contextual(target: Target, dtype: str) -> None:
         }
     for name, made in products.items():
         expect_equal(str(made.dtype), f"torch.{dtype}", f"dtype of {name} under autocast to {dtype}")
+    with torch.autocast(device_type=target.device_type, dtype=getattr(torch, dtype)):
+        with torch.autocast(device_type=target.device_type, enabled=False):
+            exact = left @ left
+        narrow = left @ left
+    expect_equal(exact.dtype, torch.float32, "dtype of a matrix product where autocast is switched off inside autocast")
+    expect_equal(str(narrow.dtype), f"torch.{dtype}", "dtype of a matrix product after that block")
+    with contextlib.suppress(ArithmeticError), torch.autocast(device_type=target.device_type):
+        raise ArithmeticError
+    expect_equal((left @ left).dtype, torch.float32, "dtype of a matrix product after an error under autocast")
 
 
 @check(

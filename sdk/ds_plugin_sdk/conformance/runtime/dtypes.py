@@ -31,7 +31,7 @@ _STEPS = 6
     "runtime.dtypes.supported",
     Clause(
         "R6.1",
-        "`supported_dtypes()` is a list of floating-point torch dtypes, each once, with float32 among them.",
+        "`supported_dtypes()` is a new list of floating-point torch dtypes, each once, with float32 among them.",
         reason="The engine buckets gradients by it and rejects all others; `init_inference` checks the model's dtype.",
     ),
 )
@@ -44,6 +44,9 @@ def supported(target: Target) -> None:
     )
     expect_equal(len(set(given)), len(given), "distinct entries of supported_dtypes()")
     expect(torch.float32 in given, f"supported_dtypes() is {given}", why="float32 is missing")
+    before = list(given)
+    given.clear()  # a caller may do with it as it likes
+    expect_equal(target.accelerator.supported_dtypes(), before, "supported_dtypes() after the list before was emptied")
 
 
 @check(

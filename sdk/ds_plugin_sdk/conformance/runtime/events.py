@@ -104,6 +104,28 @@ def timing_needs_both(target: Target) -> None:
 
 
 @check(
+    "runtime.streams.unrecorded",
+    Clause(
+        "R4.25",
+        "An event that was not recorded is done: `query()` is True, and whoever waits for it goes on.",
+        reason="The first step waits for what no step before it has recorded.",
+    ),
+    needs=needs_events,
+    isolated=True,
+)
+def unrecorded(target: Target) -> None:
+    accelerator, values = target.accelerator, torch.zeros(4, device=target.device)
+    event = accelerator.Event()
+    expect_equal(bool(event.query()), True, "query() of an event that was not recorded")
+    event.synchronize()
+    event.wait()
+    accelerator.current_stream().wait_event(event)
+    values.add_(1)
+    accelerator.synchronize()
+    expect_equal(values.cpu().tolist(), [1.0] * 4, "values computed after a wait for an event that was not recorded")
+
+
+@check(
     "runtime.streams.many_events",
     Clause(
         "R4.23",

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ds_plugin_sdk.conformance import programs
-from ds_plugin_sdk.conformance.check import Clause, check, expect, expect_equal
+from ds_plugin_sdk.conformance.check import Clause, Parameters, check, expect, expect_equal
+from ds_plugin_sdk.conformance.runtime.support import has_two_devices
 from ds_plugin_sdk.conformance.target import Target
 from ds_plugin_sdk.registry import Plugin, Probe
 
@@ -21,8 +23,9 @@ def _plugin(target: Target) -> Plugin:
     return target.plugin
 
 
-def _ask(target: Target, question: str) -> Any:
-    return programs.run("manifest", target, question, _plugin(target).name, timeout=90.0)[0][0]
+def _ask(target: Target, question: str, environment: Mapping[str, str] | None = None) -> Any:
+    name = _plugin(target).name
+    return programs.run("manifest", target, question, name, timeout=90.0, environment=environment)[0][0]
 
 
 @check(
@@ -57,16 +60,31 @@ def probe_time(target: Target) -> None:
     )
 
 
+def _visible(target: Target) -> Iterator[Parameters]:
+    """As the process is, and where one of several devices is visible."""
+    yield {}
+    if has_two_devices(target):
+        yield {"visible": "1"}
+
+
 @check(
     "runtime.manifest.probe_is_honest",
     Clause(
         "R10.3",
-        "Where the device can be used, `probe()` says available, with as many devices as `device_count()`.",
+        "Where the device can be used, `probe()` says available, with as many devices as `device_count()`: those that "
+        "are hidden do not count.",
         reason="`sdk list` and the choice of an accelerator use it.",
     ),
     needs=_needs_plugin,
+    cases=_visible,
 )
-def probe_is_honest(target: Target) -> None:
+def probe_is_honest(target: Target, visible: str = "") -> None:
+    if visible:
+        environment: dict[str, str] = {}
+        target.accelerator.set_visible_devices_envs(environment, [int(visible)])
+        devices = _ask(target, "probe", environment)["devices"]
+        expect_equal(devices, 1, f"the number of devices that probe() gives with {environment}")
+        return
     probe = _plugin(target).probe()
     expect(isinstance(probe, Probe), f"probe() gave {probe!r}", why="expected a Probe")
     expect_equal(probe.state, "available", "the state that probe() gives for a device in use")
@@ -88,6 +106,19 @@ def chosen_by_name(target: Target) -> None:
     given = programs.run("manifest", target, "choose", plugin.name, timeout=300.0, environment=environment)[0][0]
     expect_equal(given["accelerator"], plugin.accelerator, f"the accelerator with DS_ACCELERATOR={plugin.name}")
     expect_equal(given["device"], target.device_type, f"its device with DS_ACCELERATOR={plugin.name}")
+
+
+@check(
+    "runtime.manifest.silent",
+    Clause(
+        "R10.6",
+        "Importing the manifest's module and `probe()` print nothing.",
+        reason="Programs whose output others read, from `sdk report --json` to launchers, find plugins by them.",
+    ),
+    needs=_needs_plugin,
+)
+def silent(target: Target) -> None:
+    expect_equal(_ask(target, "probe")["printed"], "", "what manifest and probe() print")
 
 
 @check(

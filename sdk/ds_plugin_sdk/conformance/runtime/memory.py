@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ds_plugin_sdk.conformance import programs
 from ds_plugin_sdk.conformance.check import (
     Clause,
     ExcusedError,
@@ -31,6 +32,7 @@ from ds_plugin_sdk.conformance.runtime.support import (
     indices,
     made_current,
     needs_two_devices,
+    simulated,
     slow_work,
 )
 from ds_plugin_sdk.conformance.target import Target
@@ -334,6 +336,26 @@ def _falls(target: Target) -> list[tuple[int, int]]:
 
 
 @check(
+    "runtime.memory.available_beside_others",
+    Clause(
+        "R5.18",
+        "`available_memory()` falls by about what another process allocates on the device.",
+        reason="Ranks, and other users' jobs, share a device or a host; what they hold cannot be had.",
+    ),
+    needs=lambda target: "a simulated device is of one process" if simulated(target) else None,
+    timeout=250.0,
+)
+def available_beside_others(target: Target) -> None:
+    told = programs.run("process", target, "beside_another", timeout=240.0)[0][0]
+    # Others may allocate and free meanwhile, hence several times.
+    expect(
+        any(0.5 * told["size"] <= fall <= 1.5 * told["size"] for fall in told["falls"]),
+        f"while another process held {_mib(told['size'])}, available_memory() fell by {told['falls']}",
+        why="expected about as many bytes",
+    )
+
+
+@check(
     "runtime.memory.available_index",
     Clause(
         "R5.16",
@@ -457,18 +479,24 @@ def _expect_peaks_reset(target: Target, *arguments: int) -> None:
     "runtime.memory.exhausted",
     Clause(
         "R5.12",
-        "An allocation that cannot be met raises RuntimeError (`torch.OutOfMemoryError` is one), and the device can "
-        "be used afterwards.",
+        "An allocation that cannot be met raises RuntimeError (`torch.OutOfMemoryError` is one), is not counted, and "
+        "the device can be used afterwards.",
         reason="The autotuner tries batch sizes until one does not fit.",
     ),
 )
 def exhausted(target: Target) -> None:
     petabyte = 1 << 50
+    _settle(target)
+    counters = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
+    before = {counter: getattr(target.accelerator, counter)() for counter in counters}
     expect_raises(
         lambda: torch.empty(petabyte, dtype=torch.uint8, device=target.device),
         RuntimeError,
         f"an allocation of 1 PiB on {target.device}",
     )
+    for counter, counted in before.items():
+        rise = getattr(target.accelerator, counter)() - counted
+        expect(rise <= _SLACK, f"{counter}() rose by {_mib(rise)} at an allocation that failed")
     values = torch.full((4,), 3.0, device=target.device)
     expect_equal(values.cpu().tolist(), [3.0] * 4, "values computed after an allocation that failed")
 

@@ -39,7 +39,7 @@ def _host(shape: tuple[int, ...] = (3, 5)) -> torch.Tensor:
     ),
 )
 def content(target: Target) -> None:
-    for dtype in (torch.float32, torch.bfloat16, torch.int64):
+    for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool):
         host = _host().to(dtype)
         pinned = target.accelerator.pin_memory(host)
         seen = (pinned.device.type, pinned.dtype, tuple(pinned.shape))
@@ -62,6 +62,7 @@ def _views() -> dict[str, torch.Tensor]:
         "every other column": _host()[:, ::2],
         "the last rows": _host()[1:],
         "a tensor without elements": _host((0, 5)),
+        "a number": _host()[0, 0],
     }
 
 

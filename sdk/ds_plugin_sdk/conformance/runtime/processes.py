@@ -193,7 +193,7 @@ def all_ranks(target: Target) -> None:
         "R11.11",
         "Importing and making the accelerator leaves the process as it is: torch's default dtype and device, threads, "
         "precision and deterministic algorithms, the host's generator, the folder, handlers of signals, and the "
-        "variables that there are.",
+        "environment: no variable is changed or added.",
         reason="`import deepspeed` does it for every script, which may have made these settings, and counts on them.",
     ),
     timeout=250.0,

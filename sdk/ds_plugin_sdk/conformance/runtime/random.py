@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -282,7 +283,7 @@ def initial_seed(target: Target, current: str = "") -> None:
     Clause(
         "R3.13",
         "`random().fork_rng(devices=[device])` is a context after which the device draws as if nothing had been drawn "
-        "in it; `device` may be an index or what `current_device_name()` gives.",
+        "in it, also after an error; `device` may be an index or what `current_device_name()` gives.",
         reason="DeepCompile profiles a graph this way, without disturbing the run.",
     ),
     cases=each_current,
@@ -300,6 +301,36 @@ def fork_rng(target: Target, current: str = "") -> None:
             with target.accelerator.random().fork_rng(devices=[device]):
                 _draw(target)
             expect_equal(_draw(target), expected, f"numbers drawn after random().fork_rng(devices=[{device!r}])")
+            target.accelerator.manual_seed(61)
+            with contextlib.suppress(ArithmeticError), target.accelerator.random().fork_rng(devices=[device]):
+                _draw(target)
+                raise ArithmeticError
+            expect_equal(_draw(target), expected, f"numbers drawn after fork_rng(devices=[{device!r}]) and an error")
+
+
+@check(
+    "runtime.random.own_generator",
+    Clause(
+        "R3.21",
+        "What is drawn by a `torch.Generator(device)` depends on its seed alone, and leaves the device's generator.",
+        reason="Samplers and diffusion pipelines hand over one for each request.",
+    ),
+)
+def own_generator(target: Target) -> None:
+    with random_state_kept(target):
+        generator = torch.Generator(device=target.device)
+        drawn = []
+        for seed in (71, 71, 72):
+            _draw(target)
+            state = target.accelerator.get_rng_state()
+            generator.manual_seed(seed)
+            numbers = torch.randn(8, device=target.device, generator=generator)
+            numbers = torch.cat([numbers, torch.empty(8, device=target.device).uniform_(generator=generator)])
+            drawn.append(numbers.cpu().tolist())
+            same = torch.equal(state, target.accelerator.get_rng_state())
+            expect(same, "numbers drawn by a generator of its own changed the state of the device's")
+        expect_equal(drawn[1], drawn[0], "numbers drawn by a generator that was given the same seed again")
+        expect(drawn[2] != drawn[0], "a generator with another seed gives the same numbers")
 
 
 @check(

@@ -153,6 +153,17 @@ def host_waits(target: Target, call: Callable[[], object]) -> bool:
         return bool(before.query())
 
 
+def simulated(target: Target) -> bool:
+    """Whether the device is the SDK's simulated one."""
+    if privateuse1.installed_name() != target.device_type:
+        return False
+    try:
+        with simulator.delay(0):
+            return True
+    except InvalidAcceleratorError:  # the vendor's own runtime, which cannot be told
+        return False
+
+
 def _delayed(target: Target, stack: contextlib.ExitStack) -> Callable[[], None] | None:
     if privateuse1.installed_name() != target.device_type:
         return None
