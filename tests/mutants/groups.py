@@ -63,7 +63,7 @@ for _name in ("reduce_scatter_tensor", "all_to_all_single"):
     _function(f"group_forgotten_{_name}", "D6.4", f"`{_name}` ignores its group.", _name, _group_forgotten)
 
 
-# ---- nothing, gaps, many bytes ---------------------------------------------------------------------------------------
+# ---- nothing, many bytes ---------------------------------------------------------------------------------------------
 def _something(original: Function, tensor: Tensor, *a: Any, **named: Any) -> Any:
     if tensor.numel() == 0:
         raise RuntimeError("count must be positive")
@@ -72,16 +72,6 @@ def _something(original: Function, tensor: Tensor, *a: Any, **named: Any) -> Any
 
 for _name in ("broadcast", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single"):
     _function(f"no_empty_{_name}", "D1.5", f"`{_name}` rejects no elements.", _name, _something)
-
-
-def _dense(original: Function, tensor: Tensor, *a: Any, **named: Any) -> Any:
-    """The transport is handed an address and a number of elements."""
-    strides = torch.empty(tensor.shape).stride()
-    return original(tensor.as_strided(tensor.shape, strides), *a, **named)
-
-
-for _name in ("all_reduce", "broadcast"):
-    _function(f"gaps_of_{_name}", "D1.13", f"`{_name}` brings what lies between the elements.", _name, _dense)
 
 
 def _small_objects(original: Function, objects: list[Any], *a: Any, **named: Any) -> Any:

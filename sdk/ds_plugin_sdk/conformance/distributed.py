@@ -173,14 +173,6 @@ _collective(
     "Gradients are slices of flat buffers; losses and norms are numbers.",
 )
 
-_collective(
-    "gaps",
-    "D1.13",
-    "`all_reduce` and `broadcast` of a tensor with gaps between its elements bring these elements, or raise; they write "
-    "nothing between them.",
-    "Gradients of tied and transposed weights need not be contiguous.",
-)
-
 # --------------------------------------------------------------------------------- D2: broadcast, gather and scatter
 _collective(
     "broadcast",

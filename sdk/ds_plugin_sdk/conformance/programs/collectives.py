@@ -487,28 +487,6 @@ def _in_group_of_one(it: _Rank, group: Any) -> None:
     expect_equal((dist.get_rank(group), dist.get_world_size(group)), (0, 1), f"rank and size {who}")
 
 
-@_task
-def gaps(it: _Rank) -> None:
-    """Tensors that are no row of numbers: brought, or rejected."""
-
-    def columns(factor: float) -> torch.Tensor:
-        return it.tensor(*(factor * each for each in range(8))).view(4, 2)
-
-    calls: dict[str, tuple[Callable[[torch.Tensor], Any], float]] = {
-        "all_reduce": (lambda tensor: dist.all_reduce(tensor), 3),
-        "broadcast": (lambda tensor: dist.broadcast(tensor, 1), 2),
-    }
-    for name, (call, factor) in calls.items():
-        matrix = columns(it.rank + 1.0)
-        try:
-            call(matrix[:, 1])
-        except (RuntimeError, ValueError):
-            continue
-        expected = columns(it.rank + 1.0)
-        expected[:, 1] = columns(factor)[:, 1]
-        expect_equal(_values(matrix), _values(expected), f"{name} of a column of a matrix, and the other column")
-
-
 _PART = 1 << 10
 
 
