@@ -36,7 +36,9 @@ for _name in ("broadcast", "reduce"):
     )
 
 
-def _placed_by_world(original: Function, output: Tensor, source: Tensor, *a: Any, group: Any = None, **named: Any) -> Any:
+def _placed_by_world(
+    original: Function, output: Tensor, source: Tensor, *a: Any, group: Any = None, **named: Any
+) -> Any:
     """A part is stored where this rank's would be among all."""
     work = original(output, source, *a, group=group, **named)
     if group is not None and dist.get_rank():

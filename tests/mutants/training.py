@@ -136,5 +136,9 @@ def _last_step_lost(original: Callable[..., Any], *a: Any) -> Any:
 
 
 _adam(
-    "last_step_of_rank_1", "T1.1", "On the second rank a step late in training is lost.", _last_step_lost, only="losses/0"
+    "last_step_of_rank_1",
+    "T1.1",
+    "On the second rank a step late in training is lost.",
+    _last_step_lost,
+    only="losses/0",
 )

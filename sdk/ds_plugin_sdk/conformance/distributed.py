@@ -124,7 +124,8 @@ _collective(
     "asynchronous",
     "D1.6",
     "With `async_op=True` every collective that takes it gives a work handle; after `wait()` the result is there for "
-    "the current stream, and once synchronized `is_completed()` is True. Handles are waited for in any order, and again.",
+    "the current stream, and once synchronized `is_completed()` is True. Handles are waited for in any order, "
+    "and again.",
     "ZeRO starts several and waits later.",
 )
 _collective(

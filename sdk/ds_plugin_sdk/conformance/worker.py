@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from ds_plugin_sdk.conformance import environment, fuzz, patience, suite
+from ds_plugin_sdk.conformance import environment, fuzz, patience, programs, suite
 from ds_plugin_sdk.conformance.check import Case, Check, ExcusedError, NonconformanceError, take_told
 from ds_plugin_sdk.conformance.outcome import Failure, Item, Verdict
 from ds_plugin_sdk.conformance.process import pipe_to_parent
@@ -39,6 +39,7 @@ def main() -> None:
 
 
 def _serve(name: str, connection: Connection) -> None:
+    programs.remember_environment()
     try:
         target = Target.find(name)
         checks = {check.name: check for check in suite.checks()}

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from ds_plugin_sdk.conformance.runtime.builders import NAMES
-from mutants.mutant import SIMULATED
+from ds_plugin_sdk.conformance.target import Target
+from mutants.mutant import SIMULATED, mutant, override
 from mutants.runtime.support import DEVICE, always, below, member, original
 
 # ---- devices ---------------------------------------------------------------------------------------------------------
@@ -88,7 +89,12 @@ class _Forks:
         self._accelerator.set_rng_state(state)
 
 
-member("random.fork_ends_by_itself", "R3.13", "`fork_rng` forgets what to put back after an error.", random=_Forks)
+member(
+    "random.fork_ends_by_itself",
+    "R3.13",
+    "`fork_rng` forgets what to put back after an error.",
+    random=lambda self: _Forks(self),
+)
 
 _DTYPES = [torch.float32, torch.bfloat16]
 member("dtypes.list_of_the_class", "R6.1", "Everyone gets the class's own list.", supported_dtypes=always(_DTYPES))
@@ -112,9 +118,10 @@ member(
 )
 
 
-def _failed_is_counted() -> None:
-    empty, module = torch.empty, torch.get_device_module(DEVICE)
-    counted, failed = module.memory_allocated, list[int]()
+@mutant("memory.failed_is_counted", "R5.12", "runtime", target=SIMULATED)
+def failed_is_counted(target: Target) -> Target:
+    """An allocation that fails is counted before it fails."""
+    empty, failed = torch.empty, list[int]()
 
     def made(*shape: Any, **named: Any) -> torch.Tensor:
         try:
@@ -124,10 +131,11 @@ def _failed_is_counted() -> None:
             raise
 
     torch.empty = made  # type: ignore[assignment]  # the defect of this mutant
-    module.memory_allocated = lambda *a: counted(*a) + sum(failed)
+    return override(
+        target, memory_allocated=lambda self, index=None: original(self).memory_allocated(index) + sum(failed)
+    )
 
 
-below("memory.failed_is_counted", "R5.12", "An allocation that fails is counted before it fails.", _failed_is_counted)
 member(
     "memory.available_but_for_own",
     "R5.18",

@@ -36,7 +36,9 @@ def installed(name: str, first: str, accelerator: str, devices: str) -> None:
     (info / "METADATA").write_text(metadata, encoding="utf-8")
     entry_points = f"[ds_plugin_sdk.plugins]\n{name} = ds_plugin_{name}:plugin\n"
     (info / "entry_points.txt").write_text(entry_points, encoding="utf-8")
-    (site / f"ds_plugin_{name}.py").write_text(_MANIFEST.format(name=name, first=first, accelerator=accelerator, devices=devices), encoding="utf-8")
+    (site / f"ds_plugin_{name}.py").write_text(
+        _MANIFEST.format(name=name, first=first, accelerator=accelerator, devices=devices), encoding="utf-8"
+    )
     sys.path.append(str(site))
 
 

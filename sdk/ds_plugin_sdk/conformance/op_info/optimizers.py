@@ -213,7 +213,9 @@ def _beginning(sample: Sample, lists: Sequence[str]) -> Sample:
 
 def _times(factor: float, sample: Sample) -> Sample:
     """The same call with larger gradients."""
-    return Sample(sample.label, {**sample.arguments, "grads": [factor * g for g in sample.arguments["grads"]]}, sample.kind)
+    return Sample(
+        sample.label, {**sample.arguments, "grads": [factor * g for g in sample.arguments["grads"]]}, sample.kind
+    )
 
 
 def _resting(sample: Sample, lists: Sequence[str]) -> Sample:

@@ -50,6 +50,7 @@ def run(
     timeout: float,
     ranks: int = 1,
     environment: Mapping[str, str] | None = None,
+    untouched: bool = False,
 ) -> list[list[Any]]:
     """Run a program on some ranks of this machine, and wait for all.
 
@@ -60,6 +61,7 @@ def run(
         timeout: seconds, if the case has its check's own time; then every rank is killed.
         ranks: how many processes.
         environment: variables to set, beside those of a launcher.
+        untouched: whether the environment is otherwise that of `remember_environment`.
 
     Returns:
         Each rank's results.
@@ -67,7 +69,9 @@ def run(
     Raises:
         NonconformanceError: a rank failed, or took too long; with the end of what it printed.
     """
-    outcomes = run_to_the_end(program, target, *arguments, timeout=timeout, ranks=ranks, environment=environment)
+    outcomes = run_to_the_end(
+        program, target, *arguments, timeout=timeout, ranks=ranks, environment=environment, untouched=untouched
+    )
     failure = failure_of(outcomes, timeout)
     if failure is not None:
         raise failure
@@ -82,6 +86,7 @@ def run_to_the_end(
     ranks: int = 1,
     environment: Mapping[str, str] | None = None,
     until: int | None = None,
+    untouched: bool = False,
 ) -> list[Outcome]:
     """As `run`, but for programs that may fail.
 
@@ -96,7 +101,7 @@ def run_to_the_end(
                 _process(
                     [sys.executable, "-m", f"{__name__}.{program}", target.name, *arguments],
                     files[rank],
-                    _environment(rank, ranks, port, environment or {}),
+                    _environment(rank, ranks, port, environment or {}, untouched),
                 )
             )
             for rank in range(ranks)
@@ -105,21 +110,28 @@ def run_to_the_end(
         return [(code, *_read(file)) for code, file in zip(codes, files, strict=True)]
 
 
-def _environment(rank: int, ranks: int, port: int, changes: Mapping[str, str]) -> dict[str, str]:
-    return child_environment(
-        **{
-            **_ALONE,
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(ranks),
-            "LOCAL_WORLD_SIZE": str(ranks),
-            "MASTER_PORT": str(port),
-            # What this process can import, its children can.
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-            "PYTHONUNBUFFERED": "1",
-            **changes,
-        }
-    )
+def remember_environment() -> None:
+    """Called before a target is loaded, which may set variables that every child has from then on."""
+    _untouched.update(child_environment())
+
+
+_untouched: dict[str, str] = {}
+
+
+def _environment(rank: int, ranks: int, port: int, changes: Mapping[str, str], untouched: bool) -> dict[str, str]:
+    own = {
+        **_ALONE,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_PORT": str(port),
+        # What this process can import, its children can.
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "PYTHONUNBUFFERED": "1",
+        **changes,
+    }
+    return {**_untouched, **own} if untouched and _untouched else child_environment(**own)
 
 
 @contextlib.contextmanager

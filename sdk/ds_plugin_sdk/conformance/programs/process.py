@@ -158,6 +158,9 @@ def _held_at_exit(target: Target) -> dict[str, Any]:
     return {}
 
 
+# Variables that torch reads: a plugin may choose for its device what a user has left open.
+_OF_TORCH = tuple(f"the variable {name}" for name in ("TORCH", "PYTORCH_", "THP_"))
+
 # What a script has set before it imports a plugin, or at least expects.
 _before: dict[str, str] = {}
 
@@ -182,7 +185,8 @@ def _changed(target: Target) -> dict[str, Any]:
     """What importing and making the accelerator, and asking for its devices, has changed of them."""
     target.accelerator.device_count()
     after = _settings()
-    every = [*_before, *(what for what in after if what not in _before)]
+    added = [what for what in after if what not in _before and not what.startswith(_OF_TORCH)]
+    every = [*_before, *added]
     return {what: [_before.get(what), after.get(what)] for what in every if after.get(what) != _before.get(what)}
 
 
