@@ -27,7 +27,7 @@ member(
 
 def _autocast_stays() -> None:
     """Blocks inside one that is on are on."""
-    enter = torch.autocast.__enter__
+    enter: Any = torch.autocast.__enter__
 
     def entered(self: Any) -> Any:
         self._enabled = self._enabled or torch.is_autocast_enabled(DEVICE)
@@ -70,7 +70,7 @@ def _own_generators_ignored() -> None:
         there = torch.device(named.get("device", "cpu")).type == DEVICE
         return draw(*shape, generator=None if there else generator, **named)
 
-    torch.randn = drawn  # type: ignore[assignment]  # the defect of this mutant
+    torch.randn = drawn
 
 
 below("random.own_generators_ignored", "R3.21", "`generator=` is not looked at.", _own_generators_ignored)
@@ -89,11 +89,15 @@ class _Forks:
         self._accelerator.set_rng_state(state)
 
 
+def _forking(self: Any) -> _Forks:
+    return _Forks(self)
+
+
 member(
     "random.fork_ends_by_itself",
     "R3.13",
     "`fork_rng` forgets what to put back after an error.",
-    random=lambda self: _Forks(self),
+    random=_forking,
 )
 
 _DTYPES = [torch.float32, torch.bfloat16]
@@ -130,7 +134,7 @@ def failed_is_counted(target: Target) -> Target:
             failed.append(shape[0])
             raise
 
-    torch.empty = made  # type: ignore[assignment]  # the defect of this mutant
+    torch.empty = made
     return override(
         target, memory_allocated=lambda self, index=None: original(self).memory_allocated(index) + sum(failed)
     )

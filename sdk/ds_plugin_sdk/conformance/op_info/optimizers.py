@@ -149,7 +149,8 @@ def _samples(lists: Sequence[str], variants: Sequence[Options], make: Make) -> I
     yield _resting(sample(own, _TAILS, variants[0], 0, "zero gradients and states", "adversarial"), lists)
     yield _beginning(sample(own, _TAILS, variants[0], 0, "tiny gradients, zero states", "adversarial"), lists)
     yield sample(own, _TAILS, {**variants[-1], "lr": 0.0}, 0, "tails, a learning rate of zero", "adversarial")
-    if "betas" in variants[-1] and "exp_avg_sqs" not in lists or "adamw" in variants[-1]:  # what undoes divides by them
+    undoes = "steps" in variants[-1] and "adamw" not in variants[-1]  # which divides by betas
+    if "betas" in variants[-1] and not undoes:
         without = {**variants[-1], "betas": (0.0, 0.0)}
         yield sample(own, _TAILS, without, 0, "tails, without momentum", "adversarial")
     if make.dtype != torch.float16:
