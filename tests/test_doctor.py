@@ -179,7 +179,7 @@ host=$1; shift
 case $host in
     closed) echo "ssh: connect to host closed port 22: Connection refused" >&2; exit 255 ;;
     asleep) sleep 600 & wait ;;
-    helped) setsid sleep 90 >&2 & host=twin ;;
+    helped) setsid sleep 90 >&2 & exec sh -c "$*" ;;
     bare) exec sh -c 'echo "bash: line 1: python: No such file or directory" >&2; exit 127' ;;
     *) printf 'Gr\\374\\337e von %s, in Latin-1\\n' "$host"; PYTHONPATH={sites}/$host exec sh -c "$*" ;;
 esac
@@ -249,7 +249,7 @@ def test_what_ssh_leaves_behind_is_not_waited_for() -> None:
 
 @pytest.mark.usefixtures("ssh")
 def test_who_interrupts_waits_for_no_host() -> None:
-    threading.Timer(2, signal.raise_signal, [signal.SIGINT]).start()
+    threading.Timer(2, signal.pthread_kill, [threading.get_ident(), signal.SIGINT]).start()
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         ask_all(["asleep"] * 3, 29500, ["ssh"], timeout=100)

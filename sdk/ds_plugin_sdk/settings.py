@@ -44,13 +44,13 @@ def _positive(text: str) -> int:
 
 
 def _port(text: str) -> int:
-    return _within(text, 1, 65535)
+    return _within(text, 1, 65535, "a port")
 
 
-def _within(text: str, least: int, most: int) -> int:
+def _within(text: str, least: int, most: int, what: str = "a whole number") -> int:
     number = int(text)
     if not least <= number <= most:
-        raise ValueError(f"expected a whole number from {least} to {most}")
+        raise ValueError(f"expected {what}, from {least} to {most}")
     return number
 
 

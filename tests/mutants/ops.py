@@ -260,7 +260,7 @@ def no_overlap_rejected(target: Target) -> Target:
     return kernel(target, "lion_", lambda original, p, *rest: original([t.clone() for t in p], *rest))
 
 
-@mutant("reject.rows_in_turn", "O3.5", "ops", only="residual_add_bias_")
+@mutant("reject.rows_in_turn", "O3.6", "ops", only="residual_add_bias_")
 def rows_in_turn(target: Target) -> Target:
     """A row is read when those before it have been written."""
 
@@ -272,7 +272,7 @@ def rows_in_turn(target: Target) -> Target:
     return kernel(target, "residual_add_bias_", function)
 
 
-@mutant("reject.keys_first", "O3.5", "ops", only="cached_attention")
+@mutant("reject.keys_first", "O3.6", "ops", only="cached_attention")
 def keys_first(target: Target) -> Target:
     """Keys are in the cache before the queries are read."""
 

@@ -378,7 +378,7 @@ def rejects_overlap(target: Target, op: str) -> None:
 @check(
     "ops.rejects.shared_memory",
     Clause(
-        "O3.5",
+        "O3.6",
         "An op given an argument that shares memory with one that it writes computes as with a copy of that argument, "
         "or raises `InvalidTensorError` before it writes.",
         reason="Tensors are slices of flat buffers. A kernel that reads what it has just written gives other numbers.",
