@@ -11,6 +11,7 @@ import io
 import json
 import math
 import os
+import signal
 import sys
 import threading
 import time
@@ -409,6 +410,46 @@ def pinned_copies_do_not_keep_the_host_waiting() -> None:
         back.copy_(there.mul_(2), non_blocking=True)
         torch.zap.synchronize()
         assert back.tolist() == [0, 2, 4, 6]
+
+
+def children_forked_in_the_middle_of_work_end() -> None:
+    """They drop the tensors that they inherited, whatever the other threads were doing."""
+    side, stop = torch.zap.Stream(), threading.Event()
+
+    def work() -> None:
+        while not stop.is_set():
+            with torch.zap.stream(side):
+                (torch.ones(1000, device=NAME) + 1).record_stream(torch.zap.default_stream())
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        assert all(_child_drops_a_tensor(side) for _ in range(60)), "a forked child hangs"
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+
+
+def _child_drops_a_tensor(stream: torch.Stream) -> bool:
+    """Whether it has ended in time."""
+    tensor = torch.ones(5000, device=NAME)
+    tensor.record_stream(stream)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Python's own, of a fork beside threads
+        child = os.fork()
+    if child == 0:
+        del tensor
+        os._exit(0)
+    end = time.monotonic() + 20
+    while time.monotonic() < end:
+        if os.waitpid(child, os.WNOHANG)[0]:
+            return True
+        time.sleep(0.002)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return False
 
 
 # ---------------------------------------------------------------------- random numbers

@@ -135,6 +135,7 @@ DATA_CHECKS = (
     "devices_have_memory_of_their_own",
     "each_device_has_its_own_random_numbers",
     "draws_leave_the_cpu_alone",
+    "children_forked_in_the_middle_of_work_end",
     "torch_saves_and_loads",
     "training_equals_the_cpu",
 )

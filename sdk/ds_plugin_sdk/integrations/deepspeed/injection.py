@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from ds_plugin_sdk.errors import InvalidTensorError, OpError
 from ds_plugin_sdk.integrations.deepspeed.adopt import when_used
 from ds_plugin_sdk.integrations.deepspeed.modules.transformer_inference.workspace import workspace
@@ -125,11 +127,11 @@ def _explain_layers(ds_transformer: ModuleType) -> None:
 
     @functools.wraps(forward)
     def explaining(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.config.pre_layer_norm and args:
+        if self.config.pre_layer_norm and args and isinstance(args[0], Tensor):
             # The layer adds to its input in place, and the model may have given that to its caller: hidden_states.
             args = (args[0].clone(), *args[1:])
         past = kwargs.get("layer_past") or kwargs.get("past_key_value")
-        if isinstance(past, tuple):
+        if isinstance(past, tuple) and isinstance(past[1], Tensor):
             # What a model hands over may end before the cache does: tokens that were tried and not taken. The layer
             # itself would take several tokens for a new sequence.
             workspace.go_on(self.config.layer_id, past[1])

@@ -56,7 +56,7 @@ void event_record(Event* event, Stream stream) {
   event->mark = std::move(mark);
 }
 
-bool event_query(const Event* event) { return event->mark == nullptr || event->mark->reached(); }
+bool event_query(const Event* event) { return event->mark == nullptr || forked() || event->mark->reached(); }
 
 void event_synchronize(const Event* event) {
   if (event->mark != nullptr && !forked()) event->mark->wait();

@@ -6,6 +6,7 @@
 // never split.
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/util/llvmMathExtras.h>
+#include <pthread.h>
 
 #include <algorithm>
 #include <list>
@@ -84,6 +85,9 @@ class DeviceAllocator final : public c10::DeviceAllocator {
   }
 
   bool initialized() override { return true; }
+
+  void lock() { mutex_.lock(); }
+  void unlock() { mutex_.unlock(); }
 
   void emptyCache(c10::MempoolId_t /*pool*/) override {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -259,6 +263,9 @@ class PinnedAllocator final : public c10::Allocator {
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
   void copy_data(void* to, const void* from, std::size_t bytes) const override { default_copy_data(to, from, bytes); }
 
+  void lock() { mutex_.lock(); }
+  void unlock() { mutex_.unlock(); }
+
   bool contains(const void* address) {
     const std::lock_guard<std::mutex> lock(mutex_);
     return find(address) != live_.end();
@@ -358,5 +365,16 @@ void record_pinned(const void* address, runtime::Stream stream) {
 }
 
 REGISTER_ALLOCATOR(c10::DeviceType::PrivateUse1, device_allocator())
+
+namespace {
+
+// Tensors that a child inherits die there: it must not find an allocator that another thread had locked at the fork.
+DeviceAllocator& of_device() { return *static_cast<DeviceAllocator*>(device_allocator()); }
+PinnedAllocator& of_host() { return *static_cast<PinnedAllocator*>(pinned_allocator()); }
+void lock() { of_device().lock(), of_host().lock(); }
+void unlock() { of_device().unlock(), of_host().unlock(); }
+[[maybe_unused]] const int at_fork = pthread_atfork(&lock, &unlock, &unlock);
+
+}  // namespace
 
 }  // namespace ds_device
