@@ -304,6 +304,13 @@ def test_build_of_an_unknown_plugin_or_op_says_what_there_is(sdk: Run) -> None:
     assert "no op is named" in sdk("build", "cpu", "--ops", "", status=2)
 
 
+def test_build_into_what_is_no_folder_compiles_nothing(sdk: Run, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    text = sdk("build", "cpu", "--ops", "fused_lion", "--into", str(tmp_path / "file" / "out"), status=1)
+    assert "binaries cannot be put into" in text and "Not a directory" in text and "choose another folder" in text
+    assert "compiled" not in text
+
+
 def test_build_goes_on_after_an_op_that_fails(sdk: Run, install: Install, tmp_path: Path) -> None:
     install_broken(install)
     ops = "fused_lion,zap_tools,fused_adagrad"

@@ -65,7 +65,8 @@ def test_every_licence_has_its_text(license: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["", "Zap", "1zap", "zap-1", "../zap", "/zap", "zap/x", "class", "_zap", "zap_", "z" * 31, "zäp", "zap\n"]
+    "name",
+    ["", "Zap", "1zap", "zap-1", "../zap", "/zap", "zap/x", "class", "_zap", "zap_", "z__p", "z" * 31, "zäp", "zap\n"],
 )
 def test_bad_names(name: str, tmp_path: Path) -> None:
     with pytest.raises(ScaffoldError, match="cannot be a plugin's name"):

@@ -6,6 +6,7 @@ It is the JIT's own path with another destination.
 from __future__ import annotations
 
 import importlib
+import tempfile
 import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -102,6 +103,22 @@ def build(builder: OpBuilder, into: Path | None) -> jit.Artifact:
     """
     spec = builder.build_spec(portable=into is not None)
     return jit.acquire(spec) if into is None else jit.build_into(spec, into)
+
+
+def check_writable(folder: Path) -> None:
+    """Make a folder for binaries, before anything is compiled.
+
+    Raises:
+        BuildError: files cannot be written there.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise BuildError(
+            f"binaries cannot be put into {folder}", why=error.strerror or str(error), hint="choose another folder"
+        ) from error
 
 
 def wanted_in_wheel(builder: OpBuilder) -> bool:

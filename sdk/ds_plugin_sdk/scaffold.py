@@ -33,7 +33,7 @@ TORCH_COLLECTIVES = frozenset({"fake", "gloo", "mpi", "nccl", "ucc", "xccl"})
 # Names of the SDK's own plugins and commands, and those that would hide what every program imports.
 _TAKEN = frozenset({"cpu", "cuda", "cls", "deepspeed", "meta", "privateuseone", "sdk", "self", "simulator", "torch"})
 
-_NAME = re.compile(r"[a-z][a-z0-9_]*")
+_NAME = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")  # pip takes a__b and a_b for one project
 _LONGEST = 30
 _NOT_SOURCE = shutil.ignore_patterns("__pycache__")
 
@@ -119,11 +119,11 @@ def template_folder() -> Path:
 
 def _check(project: Project) -> None:
     name = project.name
-    if not _NAME.fullmatch(name) or len(name) > _LONGEST or keyword.iskeyword(name) or name.endswith("_"):
+    if not _NAME.fullmatch(name) or len(name) > _LONGEST or keyword.iskeyword(name):
         raise ScaffoldError(
             f"{name!r} cannot be a plugin's name",
-            why=f"a name is a lower-case Python identifier of at most {_LONGEST} letters, digits and underscores, no "
-            "keyword, and does not end in an underscore",
+            why=f"a name begins with a letter from a to z, goes on with those, digits and single underscores between "
+            f"them, has at most {_LONGEST} characters, and is no keyword of Python",
             hint="for example: sdk new-plugin zap",
         )
     if name in _TAKEN:

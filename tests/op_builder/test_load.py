@@ -202,6 +202,38 @@ def test_a_pybind11_op_is_its_own_module(tmp_path: Path, monkeypatch: pytest.Mon
     assert (status, text) == (0, "42\n")
 
 
+TWO_FOLDERS = """
+import pybind11
+from ds_plugin_sdk import CppOpBuilder
+
+class SumBuilder(CppOpBuilder):
+    NAME = "zap_sum"
+    KIND = "python_module"
+
+    def sources(self):
+        return [self.kernel_path("module.cpp"), self.kernel_path("one/part.cpp"), self.kernel_path("two/part.cpp")]
+
+    def include_paths(self):
+        return [pybind11.get_include()]
+"""
+
+
+def test_files_of_one_name_in_two_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "zap_folders"
+    for number, folder in enumerate(("one", "two"), start=1):
+        (package / folder).mkdir(parents=True)
+        (package / folder / "part.cpp").write_text(f"int {folder}() {{ return {number}; }}\n", encoding="utf-8")
+    (package / "module.cpp").write_text(
+        "#include <pybind11/pybind11.h>\nint one();\nint two();\n"
+        'PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) { m.def("sum", [] { return one() + two(); }); }\n',
+        encoding="utf-8",
+    )
+    (package / "__init__.py").write_text(TWO_FOLDERS, encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    status, text = run("from zap_folders import SumBuilder; print(SumBuilder().load().sum())")
+    assert (status, text) == (0, "3\n")
+
+
 BROKEN = """
 from ds_plugin_sdk import CppOpBuilder
 

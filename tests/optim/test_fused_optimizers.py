@@ -276,6 +276,8 @@ def test_a_gradient_that_does_not_fit_is_rejected() -> None:
         (FusedAdagrad, {"eps": -1e-3}, r"FusedAdagrad: eps=-0.001"),
         (FusedAdagrad, {"initial_accumulator_value": -1.0}, r"initial_accumulator_value=-1.0"),
         (FusedLion, {"weight_decay": float("nan")}, r"FusedLion: weight_decay=nan"),
+        (FusedAdam, {"state_dtype": torch.float16}, r"FusedAdam: state_dtype=torch.float16; expected torch.float32"),
+        (FusedLion, {"state_dtype": "float32"}, r"FusedLion: state_dtype='float32'"),
     ],
     ids=str,
 )

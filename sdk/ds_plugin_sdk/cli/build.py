@@ -27,6 +27,8 @@ def build(
     if ops is not None and not wanted:
         raise typer.BadParameter("no op is named; without --ops all are built")
     builders = prebuild.builders_of(plugin, wanted)
+    if into is not None:
+        prebuild.check_writable(into)
     rows: list[tuple[str, str, str, str]] = []
     failed: list[BuildError] = []
     with Progress(

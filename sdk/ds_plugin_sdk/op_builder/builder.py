@@ -235,7 +235,15 @@ class OpBuilder:
         """The sources as the compiler sees them; one file may be compiled several times with other arguments."""
         from ds_plugin_sdk.jit import Source
 
-        return tuple(Source(Path(source)) for source in self._listed("sources"))
+        folders: dict[str, list[Path]] = {}  # of the files of one name: each has an object of its own
+        units = []
+        for path in map(Path, self._listed("sources")):
+            of_name = folders.setdefault(path.name, [path.parent])
+            if path.parent not in of_name:
+                of_name.append(path.parent)
+            place = of_name.index(path.parent)
+            units.append(Source(path, tag=str(place) if place else ""))
+        return tuple(units)
 
     def _listed(self, method: str) -> list[str]:
         """What a method of the vendor's lists. Python would take a text for a list of its letters."""

@@ -81,10 +81,18 @@ class FusedOptimizer(Optimizer):
 
         Raises:
             UnsupportedOptionError: the group has an option that would change the result.
+            ValueError: its states cannot have the dtype that it asks for.
         """
         if isinstance(param_group, dict):
             self._import_group(param_group)
         super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        wanted = group.get("state_dtype")
+        if any(wanted not in (None, torch.float32, param.dtype) for param in group["params"]):
+            self.param_groups.pop()
+            raise ValueError(
+                f"{type(self).__name__}: state_dtype={wanted!r}; expected torch.float32, or None for the parameters'"
+            )
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
         for name, neutral in _NOT_OFFERED.items():
