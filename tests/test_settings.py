@@ -70,6 +70,18 @@ def test_a_variable_that_is_set_to_nothing_is_unset(text: str, monkeypatch: pyte
     assert settings.accelerator == "zap"
 
 
+@pytest.mark.parametrize(
+    ("listed", "count"), [(None, 2), ("", 0), ("1", 1), ("0,1", 2), ("1, 0", 2), ("0,0", 1), ("7", 0), ("0,x,1", 1)]
+)
+def test_devices_that_are_hidden_are_not_counted(
+    listed: str | None, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("ZAP_VISIBLE_DEVICES", raising=False)
+    if listed is not None:
+        monkeypatch.setenv("ZAP_VISIBLE_DEVICES", listed)
+    assert settings.simulated_devices("zap") == count
+
+
 def test_words_are_split_as_a_shell_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXXFLAGS", """-O1 -DNAME='"a b"' -I/some\\ folder""")
     assert settings.cxxflags == ("-O1", '-DNAME="a b"', "-I/some folder")

@@ -102,7 +102,12 @@ def scaffold_and_train(machine: Machine) -> None:
     machine.types(editable)
     listed = machine.types(pages.line(machine.folder / "ds-plugin-zap" / "README.md", "sdk list"))
     assert re.search(r"zap +ds-plugin-zap 0.1.0 +available: 2 devices \(simulated\) .*<- chosen", listed)
-    some = cases("runtime.manifest.imports", "ops.native/FusedAdamBuilder/adam_", "ops.accuracy/adam_/float32")
+    some = cases(
+        "runtime.manifest.imports",
+        "runtime.manifest.probe_is_honest/*",
+        "ops.native/FusedAdamBuilder/adam_",
+        "ops.accuracy/adam_/float32",
+    )
     expected = " --expectations ds-plugin-zap/conformance.toml"
     assert "all that was checked holds" in machine.types(conformance + some + expected)
     assert "training on zap:0, 1 rank(s), ZAP_Accelerator" in machine.types(f"{train} --steps 3")

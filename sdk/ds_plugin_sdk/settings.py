@@ -262,6 +262,19 @@ class Settings:
         no = {"", *_FALSE}
         return any(name.startswith("DS_BUILD_") and v.strip().lower() not in no for name, v in os.environ.items())
 
+    def simulated_devices(self, device: str) -> int:
+        """How many simulated devices this process sees: ``<DEVICE>_VISIBLE_DEVICES`` lists them, as CUDA's does."""
+        listed = os.environ.get(f"{device.upper()}_VISIBLE_DEVICES")
+        if listed is None:
+            return self.simulator_devices
+        seen: set[int] = set()
+        for entry in listed.split(","):
+            number = re.match(r"\s*[+-]?\d+", entry)
+            if number is None or not 0 <= int(number[0]) < self.simulator_devices or int(number[0]) in seen:
+                break  # what follows a wrong entry is hidden too
+            seen.add(int(number[0]))
+        return len(seen)
+
     def local_world_size(self) -> int | None:
         """Ranks on this machine as any of the common launchers says it; None outside a launcher."""
         return _LOCAL_SIZE.read() or self._other_local_world_size()  # DeepSpeed's launcher sets it, and asks often

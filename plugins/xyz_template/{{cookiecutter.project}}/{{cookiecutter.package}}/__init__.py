@@ -13,13 +13,16 @@ def probe() -> Probe:
     """Whether the device can be used by this process.
 
     The simulated one always can. On hardware: count the devices without touching them (a /dev node, the driver's
-    management library), and answer Probe.absent(reason) where there are none, as on a login node.
+    management library), but for those that a variable hides, and answer Probe.absent(reason) where there are none, as
+    on a login node.
     """
     from ds_plugin_sdk.settings import settings
 
-    return Probe.available(devices=settings.simulator_devices, detail="simulated")
+    count = settings.simulated_devices("{{ cookiecutter.device_type }}")
+    return Probe.available(devices=count, detail="simulated") if count else Probe.absent("all devices are hidden")
 {% else %}
-# The driver's files, one for each device. Replace it by what your driver makes, or by its management library.
+# The driver's files, one for each device. Replace it by what your driver makes, or by its management library; devices
+# that a variable hides from this process do not count.
 DEVICE_FILES = "{{ {'hpu': '/dev/accel/accel[0-9]*', 'npu': '/dev/davinci[0-9]*', 'xpu': '/dev/dri/renderD[0-9]*'}.get(cookiecutter.name, '/dev/' ~ cookiecutter.name ~ '[0-9]*') }}"
 
 
