@@ -89,6 +89,18 @@ def test_other_sources_are_compiled(project: Project, wheel: Path, file: str, to
     assert told in artifact.reason
 
 
+def test_binaries_for_another_sdk_say_so(project: Project, wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = project.spec(roots=(("sdk", project.root),))
+    build_into(spec, wheel)
+    with (project.root / "answer.h").open("a") as changed:
+        changed.write("// changed\n")
+    monkeypatch.setenv("DS_PLUGIN_COMPILE", "0")
+    with pytest.raises(
+        CompileForbiddenError, match=r"header \$sdk/answer.h changed: it was made for another ds-plugin-sdk"
+    ):
+        acquire(replace(spec, prebuilt_dirs=(wheel,)))
+
+
 @pytest.mark.parametrize(
     ("changes", "told"),
     [

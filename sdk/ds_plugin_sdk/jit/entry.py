@@ -221,7 +221,12 @@ def misfit(record: Record, request: Request) -> str:
         return reason
     if spec.stable and here.torch.release < STABLE_TORCH:
         return f"it needs torch {'.'.join(map(str, STABLE_TORCH))} or later, not {here.torch.version}"
-    return stale_header(record, request.tokens, own_only=True)
+    stale = stale_header(record, request.tokens, own_only=True)
+    if stale.startswith(("header $sdk/", "header $kernels/")):
+        stale += (
+            ": it was made for another ds-plugin-sdk; install that one, or what the plugin's makers made for this one"
+        )
+    return stale
 
 
 def user_args(record: Record) -> tuple[str, ...]:

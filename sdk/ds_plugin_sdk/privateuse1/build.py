@@ -95,10 +95,15 @@ def load_backend(builder: BackendBuilder) -> str:
 
 def _obtain(builder: CppOpBuilder, what: str) -> tuple[Artifact, ModuleType | ctypes.CDLL]:
     spec = builder.build_spec()
-    compiling = jit.find(spec) is None and settings.compile and settings.local_rank == 0
+    compiling = jit.find(spec) is None and settings.local_rank == 0 and not jit.refusal(spec)
     if compiling:
         _say(f"ds-plugin-sdk: compiling the {what} ({len(spec.sources)} files, once) ...")
-    artifact, library = jit.obtain(spec)
+    try:
+        artifact, library = jit.obtain(spec)
+    except BaseException:
+        if compiling:
+            _say(" failed\n")
+        raise
     if compiling:
         _say(f" {artifact.seconds:.0f} s\n")
     return artifact, library
