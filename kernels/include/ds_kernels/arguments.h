@@ -94,10 +94,10 @@ class Arguments {
 
  private:
   bool is_written(const Tensor& tensor) const {
-    for (size_t i = 0; i < in_place_count_; ++i) {
-      if (in_place_[i].meets(detail::memory_of(tensor))) return true;
-    }
-    return false;
+    if (in_place_count_ == 0) return false;
+    const detail::Memory memory = detail::memory_of(tensor);
+    return std::any_of(in_place_.begin(), in_place_.begin() + in_place_count_,
+                       [&](const detail::Memory& written) { return written.meets(memory); });
   }
 
   const char* op_;

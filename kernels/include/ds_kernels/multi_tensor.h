@@ -65,9 +65,12 @@ struct Memory {
 };
 
 inline Memory memory_of(const Tensor& tensor) {
-  if (tensor.numel() == 0) return {};
+  const Shape sizes = tensor.sizes(), strides = tensor.strides();
   int64_t elements = 1;
-  for (int64_t i = 0; i < tensor.dim(); ++i) elements += (tensor.size(i) - 1) * tensor.stride(i);
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    if (sizes[i] == 0) return {};
+    elements += (sizes[i] - 1) * strides[i];
+  }
   const auto begin = reinterpret_cast<uintptr_t>(tensor.data_ptr());
   return {begin, begin + static_cast<size_t>(elements) * tensor.element_size()};
 }

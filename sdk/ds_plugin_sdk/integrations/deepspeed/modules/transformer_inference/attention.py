@@ -75,10 +75,10 @@ def softmax_context(
 ) -> list[Tensor]:
     """Attention of new tokens to themselves and to those in the layer's cache, which they are appended to.
 
-    A single token continues the sequence (or begins one, where the cache is empty, or `mask` is for one position).
-    Several at once are a prompt and begin one, unless `Workspace.go_on` or a `mask` for more positions says that they
-    follow others. With a mask for as many positions as the cache holds, or fewer, they are the last of those once more:
-    a step that failed in a later layer is repeated.
+    Several tokens at once are a prompt and begin a sequence, unless `Workspace.go_on` has said that they follow others; a
+    single one continues it (or begins it, where the cache is empty, or `mask` is for one position). With a mask for as
+    many positions as the cache holds, or fewer, it is the last of those once more: a step that failed in a later layer
+    is repeated.
 
     Args:
         qkv: ``[batch, tokens, (heads + 2 * kv_heads) * head_dim]``, a contiguous block each of queries, keys, values.
@@ -145,18 +145,16 @@ def _with_biases(mask: Tensor | None, biases: Tensor) -> Tensor:
 
 
 def _continues(layer_id: int, tokens: int, mask: Tensor | None) -> bool:
-    """Whether tokens follow those in a layer's cache, which forgets what the mask has no room for."""
+    """Whether tokens follow those in a layer's cache, which forgets what the mask of a single one has no room for."""
     layer = workspace.layers.get(layer_id)
     if layer is not None and layer.goes_on:
         layer.goes_on = False
         return True
-    if layer is None or mask is None:
+    if layer is None or mask is None or tokens > 1:
         return tokens == 1
-    before = mask.shape[-1] - tokens
-    if 0 < before <= layer.length:
-        layer.length = before
-        return True
-    return tokens == 1 and before > layer.length  # a mask for more positions than there are
+    before = mask.shape[-1] - 1
+    layer.length = min(layer.length, before)  # the mask may be for more positions than there are
+    return before > 0
 
 
 def _mask_for(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
