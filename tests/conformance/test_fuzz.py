@@ -192,8 +192,10 @@ def test_no_such_op() -> None:
     with Fuzzer("cpu") as fuzzer:
         with pytest.raises(ConformanceError, match="there is no op 'nonsense'"):
             fuzzer.campaign(0, ops=["nonsense"], tell=lambda case, found: None)
-        with pytest.raises(ConformanceError, match="no op is left"):
+        with pytest.raises(ConformanceError, match="there is no op of dtype 'nonsense'"):
             fuzzer.campaign(0, dtypes=["nonsense"], tell=lambda case, found: None)
+        with pytest.raises(ConformanceError, match="no op is left"):
+            fuzzer.campaign(0, ops=["adam_rollback_"], dtypes=["bfloat16"], tell=lambda case, found: None)
 
 
 def test_a_tensor_without_elements_is_not_cut_into_billions_of_groups() -> None:

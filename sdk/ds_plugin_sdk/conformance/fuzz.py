@@ -225,7 +225,7 @@ class Found:
     rejected: bool
 
 
-def start(target: Target, ops: Sequence[str]) -> list[str]:
+def start(target: Target, ops: Sequence[str] = ()) -> list[str]:
     """Load the kernels of these ops, of all if there are none, which may have to be compiled.
 
     Gives the dtypes that the target declares.
