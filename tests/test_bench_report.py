@@ -72,6 +72,7 @@ def test_who_interrupts_a_benchmark_leaves_nothing_behind(where: str, tmp_path: 
     while not ready.exists():
         assert process.poll() is None
         time.sleep(0.05)
+    time.sleep(2)  # by then it waits for the launcher, which is as far as a signal can be answered
     process.send_signal(signal.SIGINT)
     assert process.wait(60) != 0
     assert stopped.exists()

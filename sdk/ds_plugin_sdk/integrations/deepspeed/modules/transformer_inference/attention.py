@@ -75,10 +75,10 @@ def softmax_context(
 ) -> list[Tensor]:
     """Attention of new tokens to themselves and to those in the layer's cache, which they are appended to.
 
-    Several tokens at once are a prompt and begin a sequence, unless `Workspace.go_on` has said that they follow others; a
-    single one continues it (or begins it, where the cache is empty, or `mask` is for one position). With a mask for as
-    many positions as the cache holds, or fewer, it is the last of those once more: a step that failed in a later layer
-    is repeated.
+    Several tokens at once are a prompt and begin a sequence, unless `Workspace.go_on` has said that they follow
+    others; a single one continues it (or begins it, where the cache is empty, or `mask` is for one position). With a
+    mask for as many positions as the cache holds, or fewer, it is the last of those once more: a step that failed in a
+    later layer is repeated.
 
     Args:
         qkv: ``[batch, tokens, (heads + 2 * kv_heads) * head_dim]``, a contiguous block each of queries, keys, values.
