@@ -56,7 +56,8 @@ def test_a_benchmark_that_takes_too_long_is_stopped_with_all_that_it_started(tmp
 
 
 INTERRUPTED = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it is ignored
 from ds_plugin_sdk.bench import program
 from ds_plugin_sdk.settings import child_environment
 program.run(["sh", "-c", sys.argv[1], sys.argv[2]], child_environment(), apart=sys.argv[3] == "apart")
