@@ -15,6 +15,7 @@ from ds_plugin_sdk.settings import (
     child_environment,
     export,
     settings,
+    visible_devices,
 )
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -79,7 +80,7 @@ def test_devices_that_are_hidden_are_not_counted(
     monkeypatch.delenv("ZAP_VISIBLE_DEVICES", raising=False)
     if listed is not None:
         monkeypatch.setenv("ZAP_VISIBLE_DEVICES", listed)
-    assert settings.simulated_devices("zap") == count
+    assert visible_devices("ZAP_VISIBLE_DEVICES", 2) == count
 
 
 def test_words_are_split_as_a_shell_does(monkeypatch: pytest.MonkeyPatch) -> None:

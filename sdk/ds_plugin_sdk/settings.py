@@ -43,6 +43,26 @@ def _positive(text: str) -> int:
     return number
 
 
+def visible_devices(variable: str, devices: int) -> int:
+    """How many of a machine's devices this process sees.
+
+    Args:
+        variable: lists those that it sees by their numbers, as ``CUDA_VISIBLE_DEVICES`` does: what follows a wrong
+            entry is hidden. Where it is unset, all are seen.
+        devices: how many there are.
+    """
+    listed = os.environ.get(variable)
+    if listed is None:
+        return devices
+    seen: set[int] = set()
+    for entry in listed.split(","):
+        number = re.match(r"\s*[+-]?\d+", entry)
+        if number is None or not 0 <= int(number[0]) < devices or int(number[0]) in seen:
+            break
+        seen.add(int(number[0]))
+    return len(seen)
+
+
 def _port(text: str) -> int:
     return _within(text, 1, 65535, "a port")
 
@@ -261,19 +281,6 @@ class Settings:
         """Whether some ``DS_BUILD_`` variable says other than no; builders are not imported where none does."""
         no = {"", *_FALSE}
         return any(name.startswith("DS_BUILD_") and v.strip().lower() not in no for name, v in os.environ.items())
-
-    def simulated_devices(self, device: str) -> int:
-        """How many simulated devices this process sees: ``<DEVICE>_VISIBLE_DEVICES`` lists them, as CUDA's does."""
-        listed = os.environ.get(f"{device.upper()}_VISIBLE_DEVICES")
-        if listed is None:
-            return self.simulator_devices
-        seen: set[int] = set()
-        for entry in listed.split(","):
-            number = re.match(r"\s*[+-]?\d+", entry)
-            if number is None or not 0 <= int(number[0]) < self.simulator_devices or int(number[0]) in seen:
-                break  # what follows a wrong entry is hidden too
-            seen.add(int(number[0]))
-        return len(seen)
 
     def local_world_size(self) -> int | None:
         """Ranks on this machine as any of the common launchers says it; None outside a launcher."""

@@ -16,20 +16,27 @@ def probe() -> Probe:
     management library), but for those that a variable hides, and answer Probe.absent(reason) where there are none, as
     on a login node.
     """
-    from ds_plugin_sdk.settings import settings
+    from ds_plugin_sdk.settings import settings, visible_devices
 
-    count = settings.simulated_devices("{{ cookiecutter.device_type }}")
+    count = visible_devices("{{ cookiecutter.device_type|upper }}_VISIBLE_DEVICES", settings.simulator_devices)
     return Probe.available(devices=count, detail="simulated") if count else Probe.absent("all devices are hidden")
 {% else %}
-# The driver's files, one for each device. Replace it by what your driver makes, or by its management library; devices
-# that a variable hides from this process do not count.
+# The driver's files, one for each device. Replace it by what your driver makes, or by its management library.
 DEVICE_FILES = "{{ {'hpu': '/dev/accel/accel[0-9]*', 'npu': '/dev/davinci[0-9]*', 'xpu': '/dev/dri/renderD[0-9]*'}.get(cookiecutter.name, '/dev/' ~ cookiecutter.name ~ '[0-9]*') }}"
 
 
 def probe() -> Probe:
-    """Whether the device can be used by this process: without torch, whose import takes seconds."""
-    count = len(glob.glob(DEVICE_FILES))
-    return Probe.available(devices=count) if count else Probe.absent(f"no {DEVICE_FILES}: is the driver loaded?")
+    """Whether the device can be used by this process: without torch, whose import takes seconds.
+
+    Devices that `visible_devices_envs()` of the accelerator hide do not count.
+    """
+    from ds_plugin_sdk.settings import visible_devices
+
+    devices = len(glob.glob(DEVICE_FILES))
+    if not devices:
+        return Probe.absent(f"no {DEVICE_FILES}: is the driver loaded?")
+    count = visible_devices("{{ cookiecutter.device_type|upper }}_VISIBLE_DEVICES", devices)
+    return Probe.available(devices=count) if count else Probe.absent("all devices are hidden")
 {% endif %}
 
 plugin = Plugin(
