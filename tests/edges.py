@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ds_plugin_sdk.conformance import fuzz, op_info
 from ds_plugin_sdk.conformance.target import Target
+from ds_plugin_sdk.ops.activation import ACTIVATIONS
 from ds_plugin_sdk.ops.linear import quantize_weight
 
 INT32_MAX = 2**31 - 1
@@ -71,6 +72,13 @@ def _evoformer_of_nothing() -> dict[str, Any]:
     return {**tensors, "logsumexp": sums, **biases, "mask_grad": True, "pair_grad": True}
 
 
+def _gate(activation: str) -> dict[str, Any]:
+    """Gates far out, where a slope's factors are 0 and infinite."""
+    gate = torch.tensor([[torch.inf, -torch.inf, 3e38, -3e38, 90.0, -90.0]])
+    ones = torch.ones(1, 6)
+    return {"grad_output": ones, "gate": gate, "up": ones, "activation": ACTIVATIONS.index(activation)}
+
+
 _SOFTMAX = {"mask": None, "alibi": None, "scale": 1.0, "causal": True, "window": 3}
 _SWIZZLE = {"x": torch.ones(64), "groups": 4, "bits": 4, "symmetric": True, "pipeline": 4}
 
@@ -109,6 +117,8 @@ AGREE: dict[str, tuple[str, dict[str, Any]]] = {
             "tanh": True,
         },
     ),
+    "gates of silu far out": ("activation_and_mul_backward", _gate("silu")),
+    "gates of gelu by tanh far out": ("activation_and_mul_backward", _gate("gelu_tanh")),
     "queries that attend to nothing": ("evoformer_attention_backward", _evoformer_of_nothing()),
     "no elements, strides of 0": (
         "bias_activation_",

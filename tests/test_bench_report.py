@@ -69,13 +69,16 @@ def test_who_interrupts_a_benchmark_leaves_nothing_behind(where: str, tmp_path: 
     """A launcher, whose ranks are in sessions of their own, has time to stop them."""
     ready, stopped = tmp_path / "ready", tmp_path / "stopped"
     launcher = f'trap "sleep 1; touch {stopped}; exit" TERM; touch "$0"; while :; do sleep 0.1; done'
-    process = subprocess.Popen([sys.executable, "-c", INTERRUPTED, launcher, str(ready), where])
-    while not ready.exists():
-        assert process.poll() is None
-        time.sleep(0.05)
-    time.sleep(2)  # by then it waits for the launcher, which is as far as a signal can be answered
-    process.send_signal(signal.SIGINT)
-    assert process.wait(60) != 0
+    with subprocess.Popen([sys.executable, "-c", INTERRUPTED, launcher, str(ready), where]) as process:
+        try:
+            while not ready.exists():
+                assert process.poll() is None
+                time.sleep(0.05)
+            time.sleep(2)  # by then it waits for the launcher, which is as far as a signal can be answered
+            process.send_signal(signal.SIGINT)
+            assert process.wait(60) != 0
+        finally:
+            process.kill()
     assert stopped.exists()
 
 

@@ -304,6 +304,22 @@ def test_build_of_an_unknown_plugin_or_op_says_what_there_is(sdk: Run) -> None:
     assert "no op is named" in sdk("build", "cpu", "--ops", "", status=2)
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("memory", "--threads", "0"),
+        ("ops", "--threads", "0"),
+        ("all-reduce", "--ranks", "0"),
+        ("async-io", "--folder", "/nowhere"),
+        ("training", "/nowhere"),
+        ("losses", "/nowhere"),
+    ],
+    ids=" ".join,
+)
+def test_a_benchmark_of_nothing_is_wrong_use(sdk: Run, arguments: tuple[str, ...]) -> None:
+    assert "Invalid value" in sdk("bench", *arguments, status=2)
+
+
 def test_build_into_what_is_no_folder_compiles_nothing(sdk: Run, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     text = sdk("build", "cpu", "--ops", "fused_lion", "--into", str(tmp_path / "file" / "out"), status=1)

@@ -173,6 +173,20 @@ def test_a_file_that_cannot_be_written_is_told_before_anything_runs(tmp_path: Pa
     assert "passes" not in done.stdout
 
 
+def test_a_report_is_written_though_nothing_can_be_printed(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "ds_plugin_sdk.cli", "conformance", "misfit:Misfit"]
+    with Path("/dev/full").open("w", encoding="utf-8") as full:
+        subprocess.run(
+            [*command, "-k", "runtime.misfit.passes", "--json", "run.json"],
+            cwd=tmp_path,
+            stdout=full,
+            stderr=subprocess.DEVNULL,
+            check=False,
+            timeout=280,
+        )
+    assert [each["verdict"] for each in json.loads(text(tmp_path, "run.json"))["outcomes"]] == ["passed"]
+
+
 def test_a_report_goes_where_a_link_leads(tmp_path: Path) -> None:
     (tmp_path / "latest.json").symlink_to("run.json")
     run("misfit:Misfit", "-k", "runtime.misfit.passes", "--json", "latest.json", "--html", "/dev/null", cwd=tmp_path)

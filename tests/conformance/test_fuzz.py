@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ds_plugin_cpu.accelerator import CPU_Accelerator
+from ds_plugin_sdk import op_builder
 from ds_plugin_sdk.conformance import fuzz, op_info
 from ds_plugin_sdk.conformance.campaign import Fuzzer
 from ds_plugin_sdk.conformance.fuzz import Found, Fuzzed
@@ -186,6 +187,16 @@ def test_what_the_reference_rejects() -> None:
     kinds = [{edit.kind for edit in case.edits(case.arguments())} for case in rejected]
     assert rejected
     assert all("wrong" in each for each in kinds)
+
+
+def test_only_the_kernels_of_the_ops_asked_for_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[str] = []
+    monkeypatch.setattr(op_builder, "load_family", lambda family, device: loaded.append(family))
+    target = Target.find("cpu")
+    fuzz.start(target, ["adam_", "adam_rollback_"])
+    assert loaded == ["adam"]
+    fuzz.start(target)
+    assert len(loaded) > 10
 
 
 def test_no_such_op() -> None:

@@ -227,3 +227,16 @@ def test_a_vendor_s_runtime_is_built_from_the_vendor_s_package(run: Run, tmp_pat
     lines = run("-c", program, PYTHONPATH=str(tmp_path)).stdout.splitlines()
     assert "ds-plugin-zip" in lines[0]
     assert lines[1] == "3.0 1"
+
+
+@pytest.mark.parametrize(
+    ("variables", "error"),
+    [({"PATH": "/nowhere"}, "no C++ compiler"), ({"DS_PLUGIN_COMPILE": "0"}, "compiling is forbidden")],
+    ids=["no compiler", "forbidden"],
+)
+def test_nothing_is_said_to_be_compiled_where_nothing_can_be(
+    variables: dict[str, str], error: str, run: Run, tmp_path: Path
+) -> None:
+    program = "from ds_plugin_sdk import simulator; simulator.install('zap')"
+    said = run("-c", program, fails=True, DS_PLUGIN_CACHE_DIR=str(tmp_path), **variables).stderr
+    assert error in said and "compiling the device runtime" not in said

@@ -61,16 +61,13 @@ class Row:
 
 
 @dataclass(frozen=True)
-class RanksRow:
-    """A `Row`, and over how many ranks it was taken."""
-
+class _Ranks:
     ranks: int
-    call: str
-    elements: int
-    dtype: str
-    microseconds: float
-    times: float | None = None
-    spread: dict[str, Spread] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RanksRow(Row, _Ranks):
+    """Over how many ranks, and a `Row`: in this order, for what was measured stands before its figures."""
 
 
 def by_ranks(counts: Sequence[int] = COUNTS, mpis: Sequence[Path] = ()) -> Iterator[RanksRow]:

@@ -11,10 +11,9 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
-import torch
-
 from ds_plugin_sdk.conformance import op_info
 from ds_plugin_sdk.conformance.fuzz import Found, Fuzzed
+from ds_plugin_sdk.conformance.ops.support import name_of
 from ds_plugin_sdk.conformance.process import START_TIMEOUT, Worker, WorkerError
 from ds_plugin_sdk.errors import ConformanceError
 
@@ -116,7 +115,7 @@ class Fuzzer:
                 why="it is none of the SDK's ops; a plugin's own have no reference to be held against",
                 hint="sdk conformance PLUGIN --op tries a plugin's own; sdk conformance --list has ops and dtypes",
             )
-        if unknown := {*dtypes} - {_name(dtype) for op in op_info.infos() for dtype in op.dtypes}:
+        if unknown := {*dtypes} - {name_of(dtype) for op in op_info.infos() for dtype in op.dtypes}:
             raise ConformanceError(
                 f"there is no op of dtype {min(unknown)!r} to fuzz", hint="sdk conformance --list has ops and dtypes"
             )
@@ -124,7 +123,7 @@ class Fuzzer:
         chosen = [
             (op.name, dtype)
             for op in op_info.infos()
-            for dtype in map(_name, op.dtypes)
+            for dtype in map(name_of, op.dtypes)
             if dtype in (dtypes or known) and op.name in (ops or (op.name,))
         ]
         if not chosen:
@@ -165,7 +164,3 @@ class Fuzzer:
         if self._worker is not None:
             self._worker.close()
         self._worker = None
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -339,6 +339,9 @@ class Engine:
         ("gpt2", "4.43.4", True, AttributeError("no dtype"), False),
         ("gpt2", "5.1.0", False, AttributeError("no dtype"), False),
         ("gpt2", "5.1.0", True, IndexError("a token beyond the vocabulary"), False),
+        ("llama", "4.43.4", True, ValueError("too many values to unpack (expected 2)"), True),
+        ("llama", "4.43.4", True, OpError("the sequence is longer than the cache"), False),
+        ("llama", "4.43.4", True, MemoryError(), False),
     ],
 )
 def test_only_misfits_are_explained(

@@ -28,6 +28,8 @@ _MISFIT = "DeepSpeed's kernel injection does not fit this model"
 
 # What it looks like when two interfaces do not fit: an op is given tensors of the wrong shape or dtype, too.
 _MISFITS = (AssertionError, AttributeError, InvalidTensorError, KeyError, NotImplementedError, TypeError)
+# And where a layer's cache is unpacked that is of another kind.
+_MISFITS_OF_CACHES = (IndexError, ValueError)
 
 
 class _Wrong(NamedTuple):
@@ -112,7 +114,8 @@ def _explaining(method: Callable[..., Any], injected: Callable[[Any], bool], opt
             return method(self, *args, **kwargs)
         except Exception as error:
             of_layer = isinstance(error, OpError) and error.what == _MISFIT
-            misfit = of_layer or isinstance(error, _MISFITS) or model in _NEVER_FITTING
+            of_caches = model in _NEVER_FITTING and isinstance(error, _MISFITS_OF_CACHES)
+            misfit = of_layer or isinstance(error, _MISFITS) or (of_caches and not isinstance(error, OpError))
             if not (misfit and injected(self)) or _fits(model):
                 raise
             cause = error.__cause__ if of_layer else error  # the engine knows the model's name
