@@ -296,6 +296,8 @@ def test_what_an_interruption_leaves_is_waited_for_next(tmp_path: Path, monkeypa
 def test_options_that_make_no_sense() -> None:
     with pytest.raises(OpError, match="block_size is 4096, queue_depth 0, threads 1; expected at least 1"):
         AsyncIO(4096, 0)
+    with pytest.raises(OpError, match="backend is 'libaio'; expected io_uring, threads, python"):
+        AsyncIO(backend="libaio")  # type: ignore[arg-type]  # whoever does not check types
 
 
 # ---- page-locked memory ----------------------------------------------------------------------------------------------

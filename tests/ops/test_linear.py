@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from ds_plugin_sdk.errors import InvalidTensorError
 from ds_plugin_sdk.ops import _products
+from ds_plugin_sdk.ops import linear as family
 from ds_plugin_sdk.ops._products import torchs_from
 from ds_plugin_sdk.ops.linear import ACTIVATIONS, dequantize_weight, linear, pack_int4, quantize_weight
 
@@ -251,6 +252,11 @@ def test_layouts(dtype: torch.dtype) -> None:
     apart = linear(input, quantized.t().contiguous().t(), scales=scales.t().contiguous().t())
     assert torch.equal(plain, apart)
     assert linear(input.reshape(1, 2, 1, 40), weight).shape == (1, 2, 1, 6)
+
+
+def test_an_activation_that_is_none_of_them() -> None:
+    with pytest.raises(InvalidTensorError, match=r"activation is 'swish' .*expected one of identity, relu"):
+        family.activate(torch.ones(2), "swish")  # type: ignore[arg-type]  # what is under test
 
 
 @pytest.mark.parametrize("shape", [(0, 8), (2, 0, 8)], ids=str)

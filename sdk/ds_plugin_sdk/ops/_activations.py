@@ -34,7 +34,12 @@ def check_activation(activation: int) -> None:
 
 
 def activate(x: Tensor, activation: Activation) -> Tensor:
-    """An activation by its name."""
+    """``activation(x)``, as a new tensor of x's shape and dtype (floating-point).
+
+    Raises:
+        InvalidTensorError: there is no such activation; `ACTIVATIONS` has their names.
+    """
+    number_of("activate", activation)
     if activation == "relu":
         return functional.relu(x)
     if activation == "gelu":

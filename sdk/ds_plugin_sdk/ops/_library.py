@@ -16,6 +16,7 @@ from ds_plugin_sdk.errors import InvalidTensorError, SdkError
 from ds_plugin_sdk.ops import _first_call
 from ds_plugin_sdk.ops._checks import CheckError
 from ds_plugin_sdk.ops._derived_once import derived_once
+from ds_plugin_sdk.ops._underived import underived
 
 Reference = TypeVar("Reference", bound=Callable[..., Any])
 
@@ -28,6 +29,7 @@ _libraries: dict[str, Any] = {
     for namespace in (NAMESPACE, REFERENCE_NAMESPACE)
 }
 _defined: set[str] = set()
+_derived: set[str] = set()  # those with derivatives
 
 # Within an op torch's autocast is off, or the matrix products of kernels and references would give other dtypes than
 # they expect.
@@ -121,6 +123,7 @@ def register(
             library.impl(name, _without_autocast(namespace, name, key), key.name)
         torch.library.register_fake(f"{namespace}::{name}", fake, lib=library)
         if autograd is not None:
+            _derived.add(name)
             torch.library.register_autograd(
                 f"{namespace}::{name}",
                 autograd.backward if autograd.raises else derived_once(name, autograd.backward),
@@ -181,7 +184,8 @@ def call(name: str, *args: Any) -> Any:
     """Call an op whose first argument is a tensor or a list of tensors.
 
     Kernels compute in float32; float64 tensors take the reference implementation. What a kernel rejects is raised as
-    the reference implementation raises it.
+    the reference implementation raises it. What an op without derivatives gives of tensors that require gradients is an
+    error in the backward pass.
 
     Raises:
         InvalidTensorError: the arguments do not fit; nothing was modified.
@@ -189,6 +193,13 @@ def call(name: str, *args: Any) -> Any:
     """
     if forward_ad._current_level >= 0:
         _check_no_tangents(name, args)
+    if torch.is_grad_enabled() and name not in _derived and any(map(_requires_grad, args)):
+        return underived(name, run, args)
+    return run(name, *args)
+
+
+def run(name: str, *args: Any) -> Any:
+    """`call`, which autograd does not see where the op has no derivative."""
     first = args[0] if isinstance(args[0], Tensor) else next(iter(args[0]), None)
     exact = first is not None and first.dtype == torch.float64
     op = getattr(torch.ops.ds_plugin_reference if exact else torch.ops.ds_plugin, name).default
@@ -200,6 +211,10 @@ def call(name: str, *args: Any) -> Any:
         if not message.startswith(prefix):
             raise
         raise invalid(name, message.removeprefix(prefix)) from error
+
+
+def _requires_grad(arg: Any) -> bool:
+    return isinstance(arg, Tensor) and arg.requires_grad
 
 
 def _check_no_tangents(name: str, args: tuple[Any, ...]) -> None:

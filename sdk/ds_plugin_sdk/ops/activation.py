@@ -1,6 +1,8 @@
 """Activations with their bias, and gated activations.
 
 ``ds_plugin::bias_activation``, in place ``bias_activation_``, and ``gated_activation``.
+
+A backward pass through them raises `SdkError`: `ds_plugin_sdk.nn` has what has derivatives.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ def bias_activation(input: Tensor, bias: Tensor | None = None, activation: Activ
 
 
 def bias_activation_(input: Tensor, bias: Tensor | None = None, activation: Activation = "identity") -> Tensor:
-    """`bias_activation` in place; returns `input`. Autograd does not record it.
+    """`bias_activation` in place; returns `input`. A backward pass through it raises `SdkError`.
 
     Raises:
         InvalidTensorError: as `bias_activation`, or elements of input share memory; nothing was modified.

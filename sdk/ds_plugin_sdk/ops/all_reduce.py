@@ -72,7 +72,7 @@ class SharedRanks:
         return self._call("reduce_scatter_", output, input, start=start)
 
     def _call(self, op: str, *tensors: Tensor, start: int) -> int:
-        return int(_library.call(op, *tensors, self._shared, self._rank, self._ranks, start, self._patience))
+        return int(_library.run(op, *tensors, self._shared, self._rank, self._ranks, start, self._patience))
 
 
 def _no_reference(*args: Any) -> NoReturn:

@@ -25,7 +25,7 @@ import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 from torch import Tensor
 from torch.autograd.graph import increment_version
@@ -35,6 +35,7 @@ from ds_plugin_sdk.ops import _first_call, pin_memory
 from ds_plugin_sdk.settings import settings
 
 File = str | os.PathLike[str] | int
+Backend = Literal["io_uring", "threads", "python"]
 
 _PAGE = 4096  # kIoPage of kernels/host/async_io.h
 _SECTOR = 512  # what direct I/O asks of an address in memory
@@ -70,7 +71,7 @@ class AsyncIO:
         backend: no faster one than this of ``io_uring``, ``threads`` and ``python``.
 
     Raises:
-        OpError: a size is not positive, or the system gives no more threads.
+        OpError: a size is not positive, there is no such backend, or the system gives no more threads.
         BuildError: there is no native library, and ``DS_PLUGIN_FALLBACK=0`` forbids doing without.
     """
 
@@ -82,10 +83,13 @@ class AsyncIO:
         single_submit: bool = False,
         overlap_events: bool = False,
         threads: int = 1,
-        backend: Literal["io_uring", "threads", "python"] = "io_uring",
+        backend: Backend = "io_uring",
     ) -> None:
         if min(block_size, queue_depth, threads) < 1:
             why = f"block_size is {block_size}, queue_depth {queue_depth}, threads {threads}; expected at least 1"
+            raise OpError("there is no such way to read and write files", op="async_io", why=why)
+        if backend not in get_args(Backend):
+            why = f"backend is {backend!r}; expected {', '.join(get_args(Backend))}"
             raise OpError("there is no such way to read and write files", op="async_io", why=why)
         _first_call.load("async_io", "cpu")
         self._engine: _Engine

@@ -29,7 +29,8 @@ def cached_attention(
     """Append keys and values to a cache, and attend to all that it holds: ``softmax(scale q k^T + biases) v``.
 
     New token i (of `tokens`) stands at position ``past + i``. Scores and sums are in float32, rounded once. A query
-    all of whose scores are minus infinity, because it may attend to nothing, gives zeros. Autograd does not record it.
+    all of whose scores are minus infinity, because it may attend to nothing, gives zeros. A backward pass through it
+    raises `SdkError`.
 
     Args:
         query: ``[batch, heads, tokens, head_dim]``: float32, bfloat16, float16 (float64: reference only).
@@ -110,10 +111,14 @@ def quantize_rows(states: Tensor) -> tuple[Tensor, Tensor]:
     step is, and all of the row then stands for NaN.
 
     Args:
-        states: ``[..., head_dim]``, any floating-point dtype.
+        states: ``[..., head_dim]``, of one dimension at least. A floating-point dtype is meant; whole numbers are taken
+            for the floats that they equal.
 
     Returns:
         The numbers of steps, rounded to nearest even, int8, ``[..., head_dim]``; the steps, float32, ``[..., 1]``.
+
+    Raises:
+        IndexError: `states` has no dimension.
     """
     rows = states.detach().to(working(states))
     largest = rows.abs().amax(dim=-1, keepdim=True) if rows.shape[-1] else rows.new_zeros((*rows.shape[:-1], 1))
@@ -123,7 +128,20 @@ def quantize_rows(states: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantize_rows(levels: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """What `quantize_rows` has made, ``[..., head_dim]`` of a floating-point dtype."""
+    """What the numbers of steps that `quantize_rows` has made stand for.
+
+    Args:
+        levels: int8, ``[..., head_dim]``.
+        scales: the steps, float32, ``[..., 1]``; others that broadcast with `levels` are multiplied too.
+        dtype: of the result, a floating-point one. One of whole numbers cuts off what is behind the point.
+
+    Returns:
+        ``levels * scales`` in `dtype`, ``[..., head_dim]``; computed in float32, in float64 for float64, and rounded
+        once.
+
+    Raises:
+        RuntimeError: the shapes do not broadcast (torch's error).
+    """
     exact = torch.promote_types(dtype, torch.float32)
     return (levels.to(exact) * scales.to(exact)).to(dtype)
 

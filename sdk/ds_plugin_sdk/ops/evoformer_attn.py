@@ -40,7 +40,7 @@ def evoformer_attention(
         output = sum_j e^(s_j - l) value_j        l = log(sum_j e^(s_j))
 
     in float32 (float64 for float64 tensors), rounded once. A query whose scores are all minus infinity gives 0.
-    Autograd does not record it: `evoformer_attention_backward` gives the gradients.
+    A backward pass through it raises `SdkError`: `evoformer_attention_backward` gives the gradients.
 
     Args:
         query, key, value: ``[batch, rows, tokens, heads, head_dim]``: float32, bfloat16, float16.

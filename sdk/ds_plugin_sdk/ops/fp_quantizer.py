@@ -72,7 +72,8 @@ def fp_quantize(
     infinity makes its whole group NaN when it is dequantized. A group with no magnitude above 2^-110 becomes 0.
 
     Args:
-        x: any shape: float32, bfloat16, float16; a multiple of `group_size` elements.
+        x: any shape: float32, bfloat16, float16 (float64: reference only, as float32); a multiple of `group_size`
+            elements.
         group_size: number of elements of a group, a multiple of 8, at most 2^30.
         bits: 8, 12, 6 or 4.
         mantissa_bits: 3 or 2 of 8, 7 of 12, 2 of 6, 1 of 4.

@@ -1,4 +1,7 @@
-"""Linear layers for inference, with weights in floating point, int8 or int4: ``ds_plugin::linear``."""
+"""Linear layers for inference, with weights in floating point, int8 or int4: ``ds_plugin::linear``.
+
+A backward pass through them raises `SdkError`: `ds_plugin_sdk.nn` has what has derivatives.
+"""
 
 from __future__ import annotations
 
@@ -179,7 +182,21 @@ def _unpack(pairs: Tensor) -> Tensor:
 def dequantize_weight(
     weight: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32, *, offsets: Tensor | None = None
 ) -> Tensor:
-    """What weights in 8 or 4 bits with their scales and offsets stand for, ``[rows, in]``; arguments as in `linear`."""
+    """What weights in 8 or 4 bits with their scales and offsets stand for.
+
+    Args:
+        weight: int8 ``[rows, in]``, or 4 bits as uint8 ``[rows, in / 2]``, as `quantize_weight` and `pack_int4` give
+            them. The dtype is not checked: others than uint8 are multiplied by their scales as they are.
+        scales: float32, ``[rows, in / group_size]``.
+        dtype: of the result.
+        offsets: the shape and dtype of `scales`, added to each weight of a group after the scale; None for none.
+
+    Returns:
+        ``[rows, in]`` in `dtype`, computed in the dtype of `scales`.
+
+    Raises:
+        RuntimeError: shapes do not fit each other (torch's error).
+    """
     steps = _unpack(weight) if weight.dtype == torch.uint8 else weight
     groups = steps.to(scales.dtype).reshape(*scales.shape, steps.shape[1] // scales.shape[1])
     scaled = groups * scales.unsqueeze(2)

@@ -1,6 +1,8 @@
 """Layer norm and RMS norm for inference, with what is added before them.
 
 ``ds_plugin::layer_norm``, ``pre_layer_norm``, ``post_layer_norm``, ``rms_norm`` and ``pre_rms_norm``.
+
+A backward pass through them raises `SdkError`: `ds_plugin_sdk.nn` has what has derivatives.
 """
 
 from __future__ import annotations

@@ -44,7 +44,15 @@ def empty(numel: int, dtype: torch.dtype) -> Tensor:
 
 
 def aligned(numel: int, dtype: torch.dtype) -> Tensor:
-    """As `empty`, not locked."""
+    """Memory that begins with a page, as that of `empty` does, and is not locked.
+
+    Args:
+        numel: number of elements.
+        dtype: their dtype.
+
+    Returns:
+        A tensor on the CPU of shape [numel]; its elements are 0.
+    """
     if numel == 0:
         return torch.empty(0, dtype=dtype)
     block = mmap.mmap(-1, numel * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -60,7 +60,7 @@ def token_scatter_(
 ) -> Tensor:
     """Put tokens back: ``all_activations[b, indices[b, i]] = layer_activations[b, i]``, in place; the rest stays.
 
-    Tokens are overwritten, not added to. Autograd does not record it.
+    Tokens are overwritten, not added to. A backward pass through it raises `SdkError`.
 
     Args:
         all_activations: ``[batch, sequence, channels]``, or ``[sequence, batch, channels]`` if not `batch_first`.

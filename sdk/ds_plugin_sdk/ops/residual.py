@@ -34,7 +34,7 @@ def residual_add_bias_(
         residual <- hidden + scale * (residual + attention_bias + final_bias + attention)      if scale_attention
 
     With tensor parallelism over n ranks `scale` is 1 / n, so that a sum over the ranks has the terms once. Arithmetic
-    is in float32 (float64 for float64 tensors), rounded once. Autograd does not record it.
+    is in float32 (float64 for float64 tensors), rounded once. A backward pass through it raises `SdkError`.
 
     Args:
         residual: ``[..., columns]``: float32, bfloat16, float16 (float64: reference only).
@@ -108,7 +108,9 @@ def pad_transform(query: Tensor, key: Tensor, value: Tensor, heads: int, pad: bo
 
 
 def padded_head_dim(head_dim: int) -> int:
-    """The size to which DeepSpeed pads a head: the next larger of 32, 64 and 128, though 32 would fit 32."""
+    """The size to which DeepSpeed pads a head: the next larger of 32, 64 and 128, though 32 would fit 32; 128 for 128
+    and more.
+    """
     return next((size for size in _HEAD_SIZES if head_dim < size), _HEAD_SIZES[-1])
 
 

@@ -1,4 +1,7 @@
-"""Rotary position embedding: ``ds_plugin::rotary`` and, in place, ``rotary_``."""
+"""Rotary position embedding: ``ds_plugin::rotary`` and, in place, ``rotary_``.
+
+A backward pass through them raises `SdkError`: `ds_plugin_sdk.nn` has what has derivatives.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ def rotary(input: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False
 
 
 def rotary_(input: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
-    """`rotary` in place; returns `input`. Autograd does not record it.
+    """`rotary` in place; returns `input`. A backward pass through it raises `SdkError`.
 
     Raises:
         InvalidTensorError: as `rotary`, or elements of input share memory; nothing was modified.
@@ -53,6 +56,9 @@ def angles(positions: Tensor, rotary_dim: int, theta: float = 10000.0) -> tuple[
         positions: of the tokens, whole numbers, ``[tokens]`` or ``[batch, tokens]``.
         rotary_dim: how many elements of a head are turned; even.
         theta: base of the angles.
+
+    Neither is checked: an odd `rotary_dim` gives a column more than it has pairs, and other shapes of `positions` give
+    tables that `rotary` rejects.
 
     Returns:
         ``[1 or batch, tokens, rotary_dim / 2]`` each, float32; computed in float64 where the device has it, for float32

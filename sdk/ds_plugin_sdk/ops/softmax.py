@@ -1,4 +1,7 @@
-"""Softmax of attention scores, with what comes before it: ``ds_plugin::softmax`` and, in place, ``softmax_``."""
+"""Softmax of attention scores, with what comes before it: ``ds_plugin::softmax`` and, in place, ``softmax_``.
+
+A backward pass through them raises `SdkError`: `ds_plugin_sdk.nn` has what has derivatives.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +56,7 @@ def softmax_(
     causal: bool = False,
     window: int = 0,
 ) -> Tensor:
-    """`softmax` in place; returns `scores`. Autograd does not record it.
+    """`softmax` in place; returns `scores`. A backward pass through it raises `SdkError`.
 
     Raises:
         InvalidTensorError: as `softmax`, or elements of scores share memory; nothing was modified.

@@ -1,6 +1,8 @@
 """Biases and residuals of diffusion models, channels last.
 
 ``ds_plugin::nhwc_bias_add``, ``nhwc_bias_add_add`` and ``nhwc_bias_add_bias_add``.
+
+A backward pass through them raises `SdkError`: `ds_plugin_sdk.nn` has what has derivatives.
 """
 
 from __future__ import annotations

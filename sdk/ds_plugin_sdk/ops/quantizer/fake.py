@@ -26,7 +26,7 @@ def fake_quantize_(
 
     as the fake quantizers of DeepSpeed up to 0.18 have it, whose float32 form rounds its result to a whole number and
     is not followed there. With `noise`, r(v) is ``floor(v + noise)``: uniform noise makes the rounding stochastic, its
-    mean v. Autograd does not record the step.
+    mean v. Autograd does not record the step: gradients pass straight through.
 
     Args:
         x: float32, bfloat16 or float16 (float64: reference only), any shape.
@@ -38,7 +38,7 @@ def fake_quantize_(
     Raises:
         InvalidTensorError: dtype, shape or memory do not fit; nothing was modified.
     """
-    _library.call("fake_quantize_", x, noise, groups, bits, symmetric)
+    _library.run("fake_quantize_", x, noise, groups, bits, symmetric)
     _library.mark_modified([x])
 
 
