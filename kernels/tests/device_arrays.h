@@ -4,7 +4,6 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 #include <memory>
 #include <vector>
@@ -13,42 +12,12 @@
 
 #include "../cuda/stream.h"
 #include "check.h"
+#include "elements.h"
 
 namespace ds_kernels {
 
 inline const char* name_of(Dtype dtype) {
   return dtype == Dtype::Float32 ? "float32" : dtype == Dtype::BFloat16 ? "bfloat16" : "float16";
-}
-
-inline double widen(Dtype dtype, const unsigned char* at) {
-  if (dtype == Dtype::Float32) {
-    float x;
-    std::memcpy(&x, at, 4);
-    return x;
-  }
-  uint16_t bits;
-  std::memcpy(&bits, at, 2);
-  if (dtype == Dtype::BFloat16) {
-    const uint32_t wide = uint32_t(bits) << 16;
-    float x;
-    std::memcpy(&x, &wide, 4);
-    return x;
-  }
-  const int exponent = (bits & 0x7fff) >> 10, fraction = bits & 0x3ff;
-  const double magnitude = exponent ? std::ldexp(1024 + fraction, exponent - 25) : std::ldexp(fraction, -24);
-  return bits & 0x8000 ? -magnitude : magnitude;
-}
-
-// Stores a float that the dtype holds exactly: one with few mantissa bits.
-inline void put(Dtype dtype, unsigned char* at, float x) {
-  uint32_t wide;
-  std::memcpy(&wide, &x, 4);
-  const uint16_t brain = static_cast<uint16_t>(wide >> 16);
-  const uint16_t half = static_cast<uint16_t>((wide >> 16 & 0x8000) | (wide >> 13 & 0x3ff) |
-                                              ((wide >> 23 & 0xff) - 112) << 10);
-  if (dtype == Dtype::Float32) std::memcpy(at, &x, 4);
-  if (dtype == Dtype::BFloat16) std::memcpy(at, &brain, 2);
-  if (dtype == Dtype::Float16) std::memcpy(at, &half, 2);
 }
 
 inline size_t guard_bytes = 256;
@@ -58,6 +27,7 @@ class Array {
  public:
   Array(Dtype dtype, int64_t count, int offset) : dtype_(dtype), count_(count), begin_(guard_bytes + offset * size()) {
     host_.assign(begin_ + count * size() + guard_bytes, kGuard);
+    std::fill_n(host_.begin() + static_cast<std::ptrdiff_t>(begin_), count * size(), 0xff);  // NaN until it is written
     cudaMalloc(&device_, host_.size());
   }
   ~Array() { cudaFree(device_); }
@@ -79,16 +49,12 @@ class Array {
     return true;
   }
 
-  // The distance of neighbouring values at x.
-  double unit(double x) const {
-    const int mantissa = dtype_ == Dtype::Float32 ? 23 : dtype_ == Dtype::BFloat16 ? 7 : 10;
-    return std::ldexp(1, std::ilogb(std::max(std::abs(x), 1e-4)) - mantissa);
-  }
+  double unit(double x) const { return ds_kernels::unit(dtype_, x); }
 
  private:
   static constexpr unsigned char kGuard = 0xa5;
 
-  size_t size() const { return dtype_ == Dtype::Float32 ? 4 : 2; }
+  size_t size() const { return size_of(dtype_); }
 
   Dtype dtype_;
   int64_t count_;

@@ -1,59 +1,86 @@
-// An array of elements of any dtype, read and written as numbers. It has exactly the memory of its elements, so that a
-// sanitizer sees what is read or written beyond it.
+// Numbers of any dtype in memory, and an array of them.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <vector>
 
 #include <ds_kernels/config.h>
 
+namespace ds_kernels {
+
+inline size_t size_of(Dtype dtype) { return dtype == Dtype::Float32 ? 4 : 2; }
+
+inline double widen(Dtype dtype, const unsigned char* at) {
+  uint16_t half = 0;
+  if (dtype != Dtype::Float32) std::memcpy(&half, at, 2);
+  if (dtype == Dtype::Float16) {
+    const int exponent = (half & 0x7fff) >> 10, fraction = half & 0x3ff;
+    const double size = exponent == 31 ? (fraction ? NAN : HUGE_VAL)
+                        : exponent     ? std::ldexp(1024 + fraction, exponent - 25)
+                                       : std::ldexp(fraction, -24);
+    return half & 0x8000 ? -size : size;
+  }
+  uint32_t wide = uint32_t{half} << 16;
+  if (dtype == Dtype::Float32) std::memcpy(&wide, at, 4);
+  float x;
+  std::memcpy(&x, &wide, 4);
+  return x;
+}
+
+// Stores a number that every dtype holds exactly: one with few digits, or one that is not finite.
+inline void put(Dtype dtype, unsigned char* at, float x) {
+  uint32_t wide;
+  std::memcpy(&wide, &x, 4);
+  uint32_t half = wide >> 16;
+  if (dtype == Dtype::Float16) {
+    const uint32_t exponent = std::isfinite(x) ? (wide >> 23 & 0xff) - 112 : 31;
+    half = (half & 0x8000) | (x == 0 ? 0 : exponent << 10 | (wide >> 13 & 0x3ff));
+  }
+  const auto bits = static_cast<uint16_t>(half);
+  std::memcpy(at, dtype == Dtype::Float32 ? static_cast<const void*>(&x) : &bits, size_of(dtype));
+}
+
+// The distance of neighbouring numbers at x.
+inline double unit(Dtype dtype, double x) {
+  const int mantissa = dtype == Dtype::Float32 ? 23 : dtype == Dtype::BFloat16 ? 7 : 10;
+  return std::ldexp(1, std::ilogb(std::max(std::abs(x), 6.2e-5)) - mantissa);
+}
+
+// An array of elements of any dtype, read and written as numbers. They begin as NaN, so that what is never written
+// shows. It has exactly the memory of its elements, so that a sanitizer sees what is read or written beyond it; or so
+// many elements before and behind that must stay as they are: one makes addresses that are aligned to nothing else.
 class Elements {
  public:
-  Elements(ds_kernels::Dtype dtype, size_t count) : dtype_(dtype), memory_(count * size()) {}
-
-  void* data() { return memory_.data(); }
-  size_t count() const { return memory_.size() / size(); }
-
-  double operator[](size_t i) const {
-    if (dtype_ == ds_kernels::Dtype::Float32) return read<float>(i);
-    const uint16_t bits = read<uint16_t>(i);
-    const int mantissa = dtype_ == ds_kernels::Dtype::BFloat16 ? 7 : 10, bias = mantissa == 7 ? 127 : 15;
-    const int exponent = (bits & 0x7fff) >> mantissa, fraction = bits & ((1 << mantissa) - 1);
-    if (exponent == 2 * bias + 1) return fraction ? NAN : bits & 0x8000 ? -HUGE_VAL : HUGE_VAL;
-    const double size = exponent ? std::ldexp(fraction + (1 << mantissa), exponent - bias - mantissa)
-                                 : std::ldexp(fraction, 1 - bias - mantissa);
-    return bits & 0x8000 ? -size : size;
+  Elements(Dtype dtype, size_t count, size_t guards = 0)
+      : dtype_(dtype), count_(count), begin_(guards * size()), memory_(count * size() + 2 * begin_, 0xff) {
+    std::fill_n(memory_.begin(), begin_, kGuard);
+    std::fill_n(memory_.end() - static_cast<std::ptrdiff_t>(begin_), begin_, kGuard);
   }
 
-  // Stores a number with few digits, which every dtype holds exactly.
-  void set(size_t i, float x) {
-    uint32_t wide;
-    std::memcpy(&wide, &x, 4);
-    uint16_t half = static_cast<uint16_t>(wide >> 16);
-    if (dtype_ == ds_kernels::Dtype::Float16) {
-      half = static_cast<uint16_t>((wide >> 16 & 0x8000) | (wide >> 13 & 0x3ff));
-      if (x != 0) half = static_cast<uint16_t>(half | ((wide >> 23 & 0xff) - 112) << 10);
-    }
-    std::memcpy(&memory_[i * size()], size() == 4 ? static_cast<void*>(&x) : &half, size());
-  }
+  void* data() { return memory_.data() + begin_; }
+  size_t count() const { return count_; }
+  size_t size() const { return size_of(dtype_); }
+  Dtype dtype() const { return dtype_; }
 
-  // The distance of neighbouring numbers at x.
-  double unit(double x) const {
-    const int mantissa = dtype_ == ds_kernels::Dtype::Float32 ? 23 : dtype_ == ds_kernels::Dtype::BFloat16 ? 7 : 10;
-    return std::ldexp(1, std::ilogb(std::max(std::abs(x), 6.2e-5)) - mantissa);
+  double operator[](size_t i) const { return widen(dtype_, memory_.data() + begin_ + i * size()); }
+  void set(size_t i, float x) { put(dtype_, memory_.data() + begin_ + i * size(), x); }
+  double unit(double x) const { return ds_kernels::unit(dtype_, x); }
+
+  bool guards_hold() const {
+    const auto held = [](unsigned char byte) { return byte == kGuard; };
+    const auto end = static_cast<std::ptrdiff_t>(begin_);
+    return std::all_of(memory_.begin(), memory_.begin() + end, held) &&
+           std::all_of(memory_.end() - end, memory_.end(), held);
   }
 
  private:
-  size_t size() const { return dtype_ == ds_kernels::Dtype::Float32 ? 4 : 2; }
+  static constexpr unsigned char kGuard = 0xa5;
 
-  template <class T>
-  T read(size_t i) const {
-    T value;
-    std::memcpy(&value, &memory_[i * sizeof(T)], sizeof value);
-    return value;
-  }
-
-  ds_kernels::Dtype dtype_;
+  Dtype dtype_;
+  size_t count_, begin_;
   std::vector<unsigned char> memory_;
 };
+
+}  // namespace ds_kernels

@@ -106,16 +106,18 @@ class Threads {
 // descriptor serves.
 void test_round_trips(int32_t flags) {
   File file("round");
+  int seed = 0;
   for (const int64_t threads : {1, 3}) {
     const Threads io(8192, 3, threads, flags);
     for (const int64_t size : {1, 4096, 12288, 100001}) {
       for (const int64_t offset : {0, 777, 4096}) {
         for (const int64_t shift : {0, 100}) {
           Memory out(size, shift), in(size, shift);
-          out.fill(static_cast<int>(size % 7) + 1);
+          seed = seed % 200 + 1;  // what is there already has other numbers
+          out.fill(seed);
           CHECK(io.run(file.direct, file.plain, out.data(), size, offset, true) == 0, "write %lld", (long long)size);
           CHECK(io.run(file.direct, file.plain, in.data(), size, offset, false) == 0, "read %lld", (long long)size);
-          CHECK(in.holds(static_cast<int>(size % 7) + 1), "%lld bytes at %lld", (long long)size, (long long)offset);
+          CHECK(in.holds(seed), "%lld bytes at %lld", (long long)size, (long long)offset);
         }
       }
     }
@@ -136,7 +138,7 @@ void test_many(int32_t flags) {
         std::vector<std::unique_ptr<Memory>> memories;
         for (int i = 0; i < 6; ++i) {
           memories.push_back(std::make_unique<Memory>(kSize, 0));
-          memories.back()->fill(1 + i + round);
+          memories.back()->fill(1 + 20 * user + 2 * i + round);
           operations.push_back(
               io.begin(file.direct, file.plain, memories.back()->data(), kSize, (user * 6 + i) * kIoPage * 100, true));
         }
@@ -145,7 +147,7 @@ void test_many(int32_t flags) {
           memories[static_cast<size_t>(i)]->fill(0);
           CHECK(io.run(file.direct, file.plain, memories[static_cast<size_t>(i)]->data(), kSize,
                        (user * 6 + i) * kIoPage * 100, false) == 0, "read");
-          CHECK(memories[static_cast<size_t>(i)]->holds(1 + i + round), "user %d, operation %d", user, i);
+          CHECK(memories[static_cast<size_t>(i)]->holds(1 + 20 * user + 2 * i + round), "user %d, operation %d", user, i);
         }
       }
     });
@@ -172,8 +174,9 @@ void test_errors(int32_t flags) {
   CHECK(io.run(file.direct, file.plain, memory.data(), 50000, 0, false) == 0, "it goes on after errors");
 }
 
-void test_end_with_work_left() {
-  File file("left");
+// Threads that are ended right after their work, or had none.
+void test_ends() {
+  File file("ends");
   Memory memory(1 << 20, 0);
   void* io = ds_io_start(4096, 8, 2, 0);
   void* operation = ds_io_submit(io, file.direct, file.plain, memory.data(), 1 << 20, 0, 1);
@@ -192,6 +195,6 @@ int main() {
     test_many(flags);
     test_errors(flags);
   }
-  test_end_with_work_left();
+  test_ends();
   return report();
 }

@@ -19,6 +19,8 @@
 #include <ds_kernels/adam.h>
 #include <ds_kernels/attention.h>
 #include <ds_kernels/cross_entropy.h>
+#include <ds_kernels/evoformer_attn.h>
+#include <ds_kernels/fp_quantizer.h>
 #include <ds_kernels/lamb.h>
 #include <ds_kernels/linear.h>
 #include <ds_kernels/lion.h>
@@ -141,6 +143,22 @@ void check_adam(const Case& which, const Mix& mix, bool adamw) {
       });
 }
 
+// Undoes a step, of floats alone.
+void check_rollback(const Case& which) {
+  const AdamStep step = adam_step({0.01, 0.9, 0.99, 1e-8, 0.1, true, true}, 3);
+  check_multi_tensor(
+      "adam_rollback_", 4, which, kMixes[0],
+      [&](const TensorLists& tensors) {
+        compute("adam_rollback_", AdamLists{tensors, {&step, false}, true}, Dtype::Float32);
+      },
+      [](std::vector<double>& x, size_t) {
+        const double c1 = 1 - std::pow(0.9, 3), c2 = 1 - std::pow(0.99, 3);
+        x[0] = (x[0] + 0.01 / c1 * x[2] / (std::sqrt(x[3]) / std::sqrt(c2) + 1e-8)) / (1 - 0.01 * 0.1);
+        x[2] = (x[2] - 0.1 * x[1]) / 0.9;
+        x[3] = std::max((x[3] - 0.01 * x[1] * x[1]) / 0.99, 0.0);
+      });
+}
+
 void check_adagrad(const Case& which, const Mix& mix) {
   check_multi_tensor(
       "adagrad_", 3, which, mix,
@@ -183,42 +201,49 @@ void check_lamb(Dtype dtype) {
     data.insert(data.end(), {arrays[list]->data(), arrays[list]->data()});
   }
   double squares[2] = {};
-  std::vector<double> expected(count);
+  std::vector<double> expected[4];  // of each list
   for (int64_t i = 0; i < count; ++i) {
-    const Array &p = *arrays[0], &g = *arrays[1], &m = *arrays[2], &v = *arrays[3];
-    expected[i] = (0.9 * m[i] + 0.1 * g[i]) / (std::sqrt(0.99 * v[i] + 0.01 * g[i] * g[i]) + 1e-6) + 0.1 * p[i];
-    squares[0] += p[i] * p[i];
-    squares[1] += expected[i] * expected[i];
+    const double p = (*arrays[0])[i], g = (*arrays[1])[i];
+    const double m = 0.9 * (*arrays[2])[i] + 0.1 * g, v = 0.99 * (*arrays[3])[i] + 0.01 * g * g;
+    const double update = m / (std::sqrt(v) + 1e-6) + 0.1 * p;
+    squares[0] += p * p;
+    squares[1] += update * update;
+    expected[0].push_back(update), expected[1].push_back(g), expected[2].push_back(m), expected[3].push_back(v);
   }
   const double ratio = std::sqrt(squares[0] / squares[1]);
-  for (int64_t i = 0; i < count; ++i) expected[i] = (*arrays[0])[i] - 0.01 * ratio * expected[i];
+  for (int64_t i = 0; i < count; ++i) expected[0][i] = (*arrays[0])[i] - 0.5 * ratio * expected[0][i];
 
   Array ratios(Dtype::Float32, 2, 0);
   ratios.to_device();
-  const LambStep step = lamb_step({0.01, 0.9, 0.99, 1e-6, 0.1, 0, 100, 1, false, false, false}, 1);
+  const LambStep step = lamb_step({0.5, 0.9, 0.99, 1e-6, 0.1, 0, 100, 1, false, false, false}, 1);
   const std::vector<Dtype> dtypes(4, dtype);
   const TensorLists tensors{4, 2, numels.data(), data.data(), dtypes.data()};
   compute("lamb_", LambLists{tensors, {&step, false}, static_cast<float*>(ratios.data())}, dtype);
   CHECK(cudaDeviceSynchronize() == cudaSuccess, "lamb_");
   ratios.from_device();
-  arrays[0]->from_device();
   const double precision = dtype == Dtype::Float32 ? 1e-6 : 0.01;  // moments are rounded before they are used
   CHECK(std::abs(ratios[0] - ratio) <= precision * ratio, "lamb_: %.9g, expected %.9g", ratios[0], ratio);
   CHECK(ratios[1] == 1, "lamb_: %.9g", ratios[1]);
-  for (int64_t i = 0; i < count; ++i) {
-    const double got = (*arrays[0])[i];
-    CHECK(std::abs(got - expected[i]) <= precision * std::abs(expected[i]), "lamb_: element %lld: %.9g, expected %.9g",
-          static_cast<long long>(i), got, expected[i]);
+  for (size_t list = 0; list < 4; ++list) {
+    Array& array = *arrays[list];
+    array.from_device();
+    for (int64_t i = 0; i < count; ++i) {
+      const double want = expected[list][i], rounding = dtype == Dtype::Float32 ? 0 : 0.5 * array.unit(want);
+      CHECK(std::abs(array[i] - want) <= (list == 0 ? precision : 1e-6) + rounding,
+            "lamb_: list %zu, element %lld: %.9g, expected %.9g", list, static_cast<long long>(i), array[i], want);
+    }
+    CHECK(array.guards_hold(), "lamb_");
   }
-  CHECK(arrays[0]->guards_hold() && ratios.guards_hold(), "lamb_");
+  CHECK(ratios.guards_hold(), "lamb_");
 }
 
-// Rows of elements 0.5 ... 2.5, `halves` times as many as columns come out; `formula` changes a row in double.
+// Rows of elements 0.5 ... 2.5, with `far` added, `halves` times as many as columns come out; `formula` changes a row in double.
 void check_rows(const char* op, Dtype dtype, int64_t columns, const std::function<void(void*, void*)>& launcher,
-                const std::function<void(std::vector<double>&)>& formula, int64_t halves = 1, int64_t rows = 3) {
+                const std::function<void(std::vector<double>&)>& formula, int64_t halves = 1, int64_t rows = 3,
+                float far = 0, double loss = 4e-6) {
   Array input(dtype, rows * halves * columns, 0), output(dtype, rows * columns, 0);
   std::mt19937 random(7);
-  for (int64_t i = 0; i < input.count(); ++i) input.set(i, 0.5f + static_cast<float>(random() % 64) / 32);
+  for (int64_t i = 0; i < input.count(); ++i) input.set(i, far + 0.5f + static_cast<float>(random() % 64) / 32);
   input.to_device();
   output.to_device();
   launcher(input.data(), output.data());
@@ -230,7 +255,7 @@ void check_rows(const char* op, Dtype dtype, int64_t columns, const std::functio
     formula(x);
     for (int64_t i = 0; i < columns; ++i) {
       const double got = output[row * columns + i];
-      const double allowed = (dtype == Dtype::Float32 ? 0 : 0.5 * output.unit(x[i])) + 4e-6 * (1 + std::abs(x[i]));
+      const double allowed = (dtype == Dtype::Float32 ? 0 : 0.5 * output.unit(x[i])) + loss * (1 + std::abs(x[i]));
       CHECK(std::abs(got - x[i]) <= allowed, "%s %s of %lld: row %lld, column %lld: %.9g, expected %.9g", op,
             name_of(dtype), static_cast<long long>(columns), static_cast<long long>(row), static_cast<long long>(i), got,
             x[i]);
@@ -239,7 +264,7 @@ void check_rows(const char* op, Dtype dtype, int64_t columns, const std::functio
   CHECK(output.guards_hold(), "%s", op);
 }
 
-void check_norm(Dtype dtype, int64_t rows, int64_t columns, bool centred, bool has_residual) {
+void check_norm(Dtype dtype, int64_t rows, int64_t columns, bool centred, bool has_residual, float far = 0) {
   Array weight(dtype, columns, 0), bias(dtype, columns, 0), sum(dtype, rows * columns, 0);
   for (int64_t i = 0; i < columns; ++i) {
     weight.set(i, 1.5f + static_cast<float>(i % 8) / 4), bias.set(i, 0.25f * static_cast<float>(i % 4));
@@ -266,19 +291,20 @@ void check_norm(Dtype dtype, int64_t rows, int64_t columns, bool centred, bool h
           x[i] = (x[i] - mean) / std::sqrt(variance + 1e-5) * (weight[i] + 0.5) + (centred ? bias[i] : 0);
         }
       },
-      1, rows);
+      1, rows, far);
 }
 
-void check_softmax(Dtype dtype, int64_t rows, int64_t columns) {
+// Where no maximum is taken away, e^160 is infinite: with a scale of 64.
+void check_softmax(Dtype dtype, int64_t rows, int64_t columns, float scale) {
   check_rows(
       "softmax", dtype, columns,
       [&](void* input, void* output) {
-        const Scores scores{input, output, {}, {}, 1, 1, rows, columns, 0, 0.5f, false, false};
+        const Scores scores{input, output, {}, {}, 1, 1, rows, columns, 0, scale, false, false};
         compute("softmax", scores, dtype);
       },
-      [](std::vector<double>& x) {
+      [=](std::vector<double>& x) {
         double sum = 0;
-        for (double& value : x) sum += value = std::exp(0.5 * value);
+        for (double& value : x) sum += value = std::exp(scale * value);
         for (double& value : x) value /= sum;
       },
       1, rows);
@@ -522,26 +548,36 @@ void check_bias_add(Dtype dtype, int64_t columns, int terms) {
 
 // ---- training ------------------------------------------------------------------------------------------------------
 
-void check_training_norm(Dtype dtype, int64_t columns) {
-  Array weight(dtype, columns, 0), bias(dtype, columns, 0), statistics(Dtype::Float32, 6, 0);
+// Rows far from zero: the norm is as exact as the mean, a float, and 1 / sqrt(variance) loses nothing.
+void check_far_training_norm(int64_t columns) {
+  constexpr int64_t kRows = 3;
+  const char* op = "dropout_add_layer_norm";
+  Array input(Dtype::Float32, kRows * columns, 0), output(Dtype::Float32, kRows * columns, 0);
+  Array weight(Dtype::Float32, columns, 0), bias(Dtype::Float32, columns, 0);
+  Array mean(Dtype::Float32, kRows, 0), rstd(Dtype::Float32, kRows, 0);
   for (int64_t i = 0; i < columns; ++i) weight.set(i, 1.5f), bias.set(i, 0.25f);
-  for (Array* array : {&weight, &bias, &statistics}) array->to_device();
-  auto* numbers = static_cast<float*>(statistics.data());
-  check_rows(
-      "dropout_add_layer_norm", dtype, columns,
-      [&](void* input, void* output) {
-        const TrainingNormRows rows{{input, nullptr, nullptr, nullptr, 3, columns, {}}, weight.data(), bias.data(),
-                                          output, numbers, numbers + 3, 1e-5f};
-        compute("dropout_add_layer_norm", rows, dtype);
-      },
-      [](std::vector<double>& x) {
-        double mean = 0, variance = 0;
-        for (const double value : x) mean += value / static_cast<double>(x.size());
-        for (const double value : x) variance += (value - mean) * (value - mean) / static_cast<double>(x.size());
-        for (double& value : x) value = (value - mean) / std::sqrt(variance + 1e-5) * 1.5 + 0.25;
-      });
-  statistics.from_device();
-  CHECK(statistics.guards_hold(), "dropout_add_layer_norm");
+  for (int64_t i = 0; i < kRows * columns; ++i) input.set(i, 4096.f + static_cast<float>(i * 37 % 65) / 16);
+  for (Array* array : {&input, &output, &weight, &bias, &mean, &rstd}) array->to_device();
+  compute(op,
+          TrainingNormRows{{input.data(), nullptr, nullptr, nullptr, kRows, columns, {}}, weight.data(), bias.data(),
+                           output.data(), static_cast<float*>(mean.data()), static_cast<float*>(rstd.data()), 0.5f},
+          Dtype::Float32);
+  CHECK(cudaDeviceSynchronize() == cudaSuccess, "%s", op);
+  for (Array* array : {&output, &mean, &rstd}) array->from_device();
+  for (int64_t row = 0; row < kRows; ++row) {
+    const int64_t first = row * columns;
+    double average = 0, variance = 0;
+    for (int64_t i = 0; i < columns; ++i) average += input[first + i] / static_cast<double>(columns);
+    for (int64_t i = 0; i < columns; ++i) variance += std::pow(input[first + i] - average, 2) / static_cast<double>(columns);
+    const double factor = 1 / std::sqrt(variance + 0.5);
+    CHECK(std::abs(mean[row] - average) <= 1e-3, "%s: mean %.9g, expected %.9g", op, mean[row], average);
+    CHECK(std::abs(rstd[row] - factor) <= 4e-6 * factor, "%s: rstd %.9g, expected %.9g", op, rstd[row], factor);
+    for (int64_t i = 0; i < columns; ++i) {
+      const double want = (input[first + i] - average) * factor * 1.5 + 0.25;
+      CHECK(std::abs(output[first + i] - want) <= 2e-3, "%s: %.9g, expected %.9g", op, output[first + i], want);
+    }
+  }
+  for (const Array* array : {&output, &mean, &rstd}) CHECK(array->guards_hold(), "%s", op);
 }
 
 // The norm of a sum, and its gradient, without dropout. With `everything` there are a bias of the input, a gradient of
@@ -635,19 +671,116 @@ void check_dropout(Dtype dtype, int64_t columns) {
       });
 }
 
-void check_masked_softmax(Dtype dtype, int64_t columns) {
+void check_masked_softmax(Dtype dtype, int64_t columns, float scale) {
   check_rows(
       "masked_softmax_dropout", dtype, columns,
       [&](void* input, void* output) {
         MaskedSoftmaxRows rows{};
-        rows.scores = input, rows.output = output, rows.rows = 3, rows.columns = columns, rows.scale = 0.5f;
+        rows.scores = input, rows.output = output, rows.rows = 3, rows.columns = columns, rows.scale = scale;
         compute("masked_softmax_dropout", rows, dtype);
       },
-      [](std::vector<double>& x) {
+      [=](std::vector<double>& x) {
         double sum = 0;
-        for (double& value : x) sum += value = std::exp(0.5 * value);
+        for (double& value : x) sum += value = std::exp(scale * value);
         for (double& value : x) value /= sum;
       });
+}
+
+// With dropout, whose elements are those of the CPU.
+void check_softmax_gradient(Dtype dtype, int64_t columns) {
+  constexpr int64_t kRows = 3, kSeed = 0x123456789abcdef;
+  const char* op = "masked_softmax_dropout_backward";
+  Array grad(dtype, kRows * columns, 0), probs(dtype, kRows * columns, 0), result(dtype, kRows * columns, 0);
+  Numbers<int64_t> seed({kSeed});
+  fill(grad, 1);
+  for (int64_t i = 0; i < probs.count(); ++i) probs.set(i, static_cast<float>(i % 17) / 64);
+  for (Array* array : {&probs, &result}) array->to_device();
+  for (const double p : {0.0, 0.25}) {
+    const Dropout dropout = with_key(dropout_of(&kSeed, p));
+    const SeededDropout seeded = p == 0 ? SeededDropout{} : dropout_of(seed.data(), p);
+    compute(op, SoftmaxGradRows{grad.data(), probs.data(), result.data(), kRows, columns, 0.5f, seeded}, dtype);
+    CHECK(cudaDeviceSynchronize() == cudaSuccess, "%s", op);
+    result.from_device();
+    for (int64_t row = 0; row < kRows; ++row) {
+      std::vector<double> kept(columns);
+      double inner = 0, size = 1;
+      for (int64_t i = 0; i < columns; ++i) {
+        const bool dropped = p != 0 && dropout_word(dropout, row, i) < dropout.threshold;
+        kept[i] = dropped ? 0 : grad[row * columns + i] / (1 - p);
+        inner += kept[i] * probs[row * columns + i], size += std::abs(kept[i] * probs[row * columns + i]);
+      }
+      for (int64_t i = 0; i < columns; ++i) {
+        const double want = 0.5 * probs[row * columns + i] * (kept[i] - inner), got = result[row * columns + i];
+        const double allowed = (dtype == Dtype::Float32 ? 0 : 0.5 * result.unit(want)) + 1e-6 * size;
+        CHECK(std::abs(got - want) <= allowed, "%s %s of %lld, dropping %g: %.9g, expected %.9g", op, name_of(dtype),
+              static_cast<long long>(columns), p, got, want);
+      }
+    }
+    CHECK(result.guards_hold(), "%s", op);
+  }
+}
+
+// An activation's derivative.
+double slope_of(Activation activation, double x) {
+  const double s = 1 / (1 + std::exp(-x)), t = std::tanh(std::sqrt(2 / M_PI) * (x + 0.044715 * x * x * x));
+  switch (activation) {
+    case Activation::Relu: return x > 0;
+    case Activation::Gelu:
+      return (1 + std::erf(x / std::sqrt(2.0))) / 2 + x * std::exp(-x * x / 2) / std::sqrt(2 * M_PI);
+    case Activation::GeluTanh:
+      return (1 + t) / 2 + x / 2 * (1 - t * t) * std::sqrt(2 / M_PI) * (1 + 3 * 0.044715 * x * x);
+    case Activation::Silu: return s + x * s * (1 - s);
+    default: return 1;
+  }
+}
+
+void check_gate(Dtype dtype, int64_t columns, Activation activation) {
+  constexpr int64_t kRows = 3;
+  Array gate(dtype, kRows * columns, 0), up(dtype, kRows * columns, 0), grad(dtype, kRows * columns, 0);
+  Array output(dtype, kRows * columns, 0), of_gate(dtype, kRows * columns, 0), of_up(dtype, kRows * columns, 0);
+  unsigned seed = 0;
+  for (Array* array : {&gate, &up, &grad}) fill(*array, ++seed);
+  for (Array* array : {&output, &of_gate, &of_up}) array->to_device();
+  compute("gate", GateRows{gate.data(), up.data(), output.data(), kRows, columns, activation}, dtype);
+  compute("gate_backward",
+          GateGradRows{grad.data(), gate.data(), up.data(), of_gate.data(), of_up.data(), kRows, columns, activation},
+          dtype);
+  CHECK(cudaDeviceSynchronize() == cudaSuccess, "gate");
+  for (Array* array : {&output, &of_gate, &of_up}) array->from_device();
+  for (int64_t i = 0; i < output.count(); ++i) {
+    const double value = activated(activation, gate[i]);
+    check_element("gate", dtype, output, i, value * up[i]);
+    check_element("gate_backward, gate", dtype, of_gate, i, grad[i] * up[i] * slope_of(activation, gate[i]));
+    check_element("gate_backward, up", dtype, of_up, i, grad[i] * value);
+  }
+  for (const Array* array : {&output, &of_gate, &of_up}) CHECK(array->guards_hold(), "gate");
+}
+
+void check_gelu(Dtype dtype, int64_t rows, int64_t columns, bool tanh) {
+  Array input(dtype, rows * columns, 0), bias(dtype, columns, 0), grad(dtype, rows * columns, 0);
+  Array output(dtype, rows * columns, 0), of_input(dtype, rows * columns, 0), sums(dtype, columns, 0);
+  unsigned seed = 0;
+  for (Array* array : {&input, &bias, &grad}) fill(*array, ++seed);
+  for (Array* array : {&output, &of_input, &sums}) array->to_device();
+  compute("bias_gelu", GeluRows{input.data(), bias.data(), output.data(), rows, columns, tanh}, dtype);
+  compute("bias_gelu_backward",
+          GeluGradRows{grad.data(), input.data(), bias.data(), of_input.data(), sums.data(), rows, columns, tanh}, dtype);
+  CHECK(cudaDeviceSynchronize() == cudaSuccess, "bias_gelu");
+  for (Array* array : {&output, &of_input, &sums}) array->from_device();
+  const Activation activation = tanh ? Activation::GeluTanh : Activation::Gelu;
+  std::vector<double> of_bias(columns);
+  for (int64_t i = 0; i < output.count(); ++i) {
+    const double x = input[i] + bias[i % columns], slope = grad[i] * slope_of(activation, x);
+    check_element("bias_gelu", dtype, output, i, activated(activation, x));
+    check_element("bias_gelu_backward", dtype, of_input, i, slope);
+    of_bias[i % columns] += slope;
+  }
+  for (int64_t i = 0; i < columns; ++i) {
+    const double allowed = (dtype == Dtype::Float32 ? 0 : 0.5 * sums.unit(of_bias[i])) + 1e-5 * (1 + std::sqrt(rows));
+    CHECK(std::abs(sums[i] - of_bias[i]) <= allowed, "bias_gelu_backward %s: sum of column %lld: %.9g, expected %.9g",
+          name_of(dtype), static_cast<long long>(i), sums[i], of_bias[i]);
+  }
+  for (const Array* array : {&output, &of_input, &sums}) CHECK(array->guards_hold(), "bias_gelu");
 }
 
 // Sums of columns: of a gradient that is passed through as it is.
@@ -655,8 +788,7 @@ void check_column_sums(Dtype dtype, int64_t rows, int64_t columns) {
   Array grad(dtype, rows * columns, 0), result(dtype, rows * columns, 0), total(dtype, columns, 0);
   std::vector<double> expected(columns);
   for (int64_t i = 0; i < rows * columns; ++i) {
-    const float x = static_cast<float>(i % 7 - 3) / 4;
-    grad.set(i, x == 0 ? 0.5f : x);
+    grad.set(i, static_cast<float>(i % 7 - 3) / 4);
     expected[i % columns] += grad[i];
   }
   for (Array* array : {&grad, &result, &total}) array->to_device();
@@ -664,21 +796,23 @@ void check_column_sums(Dtype dtype, int64_t rows, int64_t columns) {
   compute("dropout_add_backward", grads, dtype);
   CHECK(cudaDeviceSynchronize() == cudaSuccess, "dropout_add_backward");
   for (Array* array : {&result, &total}) array->from_device();
-  for (int64_t i = 0; i < columns; ++i) {
-    CHECK(std::abs(total[i] - expected[i]) <= 0.5 * total.unit(expected[i]) + 1e-3, "dropout_add_backward: column %lld",
-          static_cast<long long>(i));
+  for (int64_t i = 0; i < columns; ++i) {  // sums of quarters are exact in float32
+    CHECK(std::abs(total[i] - expected[i]) <= (dtype == Dtype::Float32 ? 0 : 0.5 * total.unit(expected[i])),
+          "dropout_add_backward: column %lld is %g, expected %g", static_cast<long long>(i), total[i], expected[i]);
+  }
+  for (int64_t i = 0; i < rows * columns; ++i) {
+    CHECK(result[i] == grad[i], "dropout_add_backward: element %lld", static_cast<long long>(i));
   }
   for (const Array* array : {&result, &total}) CHECK(array->guards_hold(), "dropout_add_backward");
 }
 
 // ---- quantizer -----------------------------------------------------------------------------------------------------
 
-// Quantized and dequantized again, values are within half a step; the largest of a group loses a whole one.
+// Quantized and dequantized again.
 void check_quantizer(Dtype dtype, int64_t size, int bits, bool symmetric) {
   Array levels(Dtype::BFloat16, 3 * size * bits / 16 + 1, 0), params(Dtype::Float32, 6, 0);
   for (Array* array : {&levels, &params}) array->to_device();
   auto* numbers = static_cast<float*>(params.data());
-  double worst = 0;
   check_rows(
       "quantize", dtype, size,
       [&](void* input, void* output) {
@@ -693,14 +827,211 @@ void check_quantizer(Dtype dtype, int64_t size, int bits, bool symmetric) {
         const double scale = span == 0 ? 1 : (1 << bits) / span, half = 1 << (bits - 1);
         for (double& value : x) {
           const double level = std::min(std::max(std::nearbyint((value - offset) * scale), -half), half - 1);
-          worst = std::max(worst, std::abs(level / scale + offset - value) * scale);
           value = level / scale + offset;
         }
       });
   params.from_device();
   levels.from_device();
-  CHECK(worst <= 1.001, "quantize: %.3f steps", worst);
   CHECK(params.guards_hold() && levels.guards_hold(), "quantize");
+}
+
+// Level `i` as it lies in memory.
+int level_of(const std::vector<uint8_t>& levels, int64_t i, int bits) {
+  if (bits == 8) return static_cast<int8_t>(levels[i]);
+  const int nibble = i % 2 ? levels[i / 2] & 15 : levels[i / 2] >> 4;
+  return nibble >= 8 ? nibble - 16 : nibble;
+}
+
+std::vector<uint8_t> some_bytes(int64_t count) {
+  std::mt19937 random(3);
+  std::vector<uint8_t> bytes(count);
+  for (uint8_t& each : bytes) each = static_cast<uint8_t>(random());
+  return bytes;
+}
+
+// Runs of two groups, of 2 slices, 3 nodes and 2 devices each, from [node, device, slice] to [slice, device, node].
+void check_swizzle(int64_t size, int bits) {
+  constexpr int64_t kSlices = 2, kNodes = 3, kDevices = 2, kRun = 2, kAll = kSlices * kNodes * kDevices * kRun;
+  const char* op = "swizzle_quant";
+  Array x(Dtype::BFloat16, kAll * size, 0);
+  fill(x, 1);
+  std::vector<uint8_t> levels[2];
+  std::vector<float> params[2];
+  for (const bool moves : {false, true}) {
+    Numbers<uint8_t> to(std::vector<uint8_t>(kAll * size * bits / 8));
+    Numbers<float> of_groups(std::vector<float>(2 * kAll));
+    const Swizzle swizzle = moves ? Swizzle{kSlices, kNodes, kDevices, kRun} : Swizzle{};
+    compute(op, QuantizeGroups{x.data(), to.data(), of_groups.data(), kAll, size, {bits, false}, swizzle}, Dtype::BFloat16);
+    levels[moves] = to.values(op), params[moves] = of_groups.values(op);
+  }
+  for (int64_t to = 0; to < kAll; ++to) {
+    const int64_t node = to / kRun % kNodes, device = to / kRun / kNodes % kDevices, slice = to / kRun / kNodes / kDevices;
+    const int64_t from = ((node * kDevices + device) * kSlices + slice) * kRun + to % kRun;
+    for (int64_t i = 0; i < size; ++i) {
+      CHECK(level_of(levels[1], to * size + i, bits) == level_of(levels[0], from * size + i, bits), "%s: group %lld", op,
+            static_cast<long long>(to));
+    }
+    for (int i = 0; i < 2; ++i) {
+      CHECK(params[1][2 * to + i] == params[0][2 * from + i], "%s: params of group %lld", op, static_cast<long long>(to));
+    }
+  }
+}
+
+// What three devices sent, in groups that are not those of the sum.
+void check_reduce(int64_t received_size, int bits, bool symmetric) {
+  constexpr int64_t kDevices = 3, kReceived = 4;
+  const char* op = "quantized_reduction";
+  const int64_t n = kReceived * received_size, columns = symmetric ? 1 : 2;
+  const std::vector<uint8_t> sent = some_bytes(kDevices * n * bits / 8);
+  std::vector<float> params(kDevices * kReceived * columns);
+  for (size_t i = 0; i < params.size(); ++i) params[i] = static_cast<float>(1 + i * 5 % 8) / 8;
+  std::vector<double> total(n);
+  for (int64_t i = 0; i < kDevices * n; ++i) {
+    const float* p = &params[i / received_size * columns];
+    total[i % n] += level_of(sent, i, bits) * double{p[0]} + (symmetric ? 0 : p[1]);
+  }
+  Numbers<uint8_t> received(sent);
+  Numbers<float> received_params(params);
+  for (const int64_t groups : {1, 2}) {
+    Numbers<uint8_t> levels(std::vector<uint8_t>(n * bits / 8));
+    Numbers<float> results(std::vector<float>(groups * columns));
+    compute(op,
+            ReduceGroups{received.data(), received_params.data(), kDevices, received_size, levels.data(), results.data(),
+                         groups, n / groups, {bits, symmetric}},
+            kAnyDtype);
+    const std::vector<uint8_t> out = levels.values(op);
+    const std::vector<float> of_groups = results.values(op);
+    for (int64_t i = 0; i < n; ++i) {
+      const float* p = &of_groups[i / (n / groups) * columns];
+      const int level = level_of(out, i, bits);
+      const double value = level * double{p[0]} + (symmetric ? 0 : p[1]);
+      // Half a step; a whole one beyond the last level.
+      const double allowed = p[0] * (level == (1 << (bits - 1)) - 1 ? 1.001 : 0.501);
+      CHECK(std::abs(value - total[i]) <= allowed, "%s to int%d of %lld: %g, expected %g", op, bits,
+            static_cast<long long>(n), value, total[i]);
+    }
+  }
+}
+
+void check_dequantize_range(Dtype dtype, int64_t size, int bits) {
+  constexpr int64_t kGroups = 3;
+  const char* op = "dequantize_int4_to_half";
+  const std::vector<uint8_t> bytes = some_bytes(kGroups * size * bits / 8);
+  Numbers<uint8_t> levels(bytes);
+  Array scale(dtype, kGroups, 0), minimum(dtype, kGroups, 0), x(dtype, kGroups * size, 0);
+  for (int i = 0; i < kGroups; ++i) scale.set(i, i == 1 ? 8.f : 4.f), minimum.set(i, static_cast<float>(i) - 1.5f);
+  for (Array* array : {&scale, &minimum, &x}) array->to_device();
+  compute(op, DequantizeRangeGroups{levels.data(), scale.data(), minimum.data(), x.data(), kGroups, size, bits}, dtype);
+  CHECK(cudaDeviceSynchronize() == cudaSuccess, "%s", op);
+  x.from_device();
+  for (int64_t i = 0; i < x.count(); ++i) {
+    const int level = level_of(bytes, i, bits) & ((1 << bits) - 1);
+    check_element(op, dtype, x, i, level / scale[i / size] + minimum[i / size]);
+  }
+  CHECK(x.guards_hold(), "%s", op);
+}
+
+void check_fake_quantize(Dtype dtype, int64_t size, int bits, bool symmetric) {
+  constexpr int64_t kGroups = 3;
+  const char* op = "ds_quantizer";
+  Numbers<float> noise(std::vector<float>(kGroups * size, 0.9f));
+  for (const float* random : {static_cast<const float*>(nullptr), static_cast<const float*>(noise.data())}) {
+    Array x(dtype, kGroups * size, 0);
+    std::mt19937 generator(4);
+    for (int64_t i = 0; i < x.count(); ++i) {  // both ends of each group's range among them
+      const float part = i % size == 0 ? 1.f : i % size == 1 ? -1.f : static_cast<float>(generator() % 513) / 256 - 1;
+      x.set(i, part * (i / size == 1 ? 2.f : 0.5f));
+    }
+    x.to_device();
+    std::vector<double> expected;
+    for (int64_t i = 0; i < x.count(); ++i) {
+      const double largest = i / size == 1 ? 2 : 0.5, low = symmetric ? 0 : -largest;
+      const double step = (2 * largest + 1e-5) / (1 << bits), top = (1 << (bits - 1)) - 1, exact = (x[i] - low) / step;
+      const double level = random ? std::floor(exact + 0.9) : std::nearbyint(exact);
+      expected.push_back((symmetric ? std::min(std::max(level, -top - 1), top) : level) * step + low);
+    }
+    compute(op, FakeQuantizeGroups{x.data(), random, kGroups, size, bits, symmetric}, dtype);
+    CHECK(cudaDeviceSynchronize() == cudaSuccess, "%s", op);
+    x.from_device();
+    for (int64_t i = 0; i < x.count(); ++i) check_element(op, dtype, x, i, expected[i]);
+    CHECK(x.guards_hold(), "%s", op);
+  }
+}
+
+// ---- small floating-point numbers ----------------------------------------------------------------------------------
+
+double fp_number_value(uint32_t number, const FpFormat& f) {
+  const uint32_t magnitude = number & f.most();
+  const int exponent = static_cast<int>(magnitude >> f.mantissa), one = 1 << f.mantissa;
+  const int power = exponent - ((1 << (f.exponent - 1)) - 1) - f.mantissa;
+  const double size = magnitude ? std::ldexp(one + static_cast<int>(magnitude % one), power) : 0;
+  return number >> (f.bits() - 1) ? -size : size;
+}
+
+// Every number is read right; of random values each becomes the nearest one.
+void check_fp_quantizer(Dtype dtype, const FpFormat& f) {
+  const char* op = "fp_quantizer";
+  const int64_t size = int64_t{1} << f.bits(), row_bytes = fp_row_bytes(size, f);
+  std::vector<uint8_t> bytes(row_bytes);
+  for (int64_t bit = 0; bit < size * f.bits(); ++bit) {
+    if (bit / f.bits() >> bit % f.bits() & 1) bytes[bit / 8] = static_cast<uint8_t>(bytes[bit / 8] | 1 << bit % 8);
+  }
+  fp_store_scale(0.25f, bytes.data() + row_bytes - kScaleBytes);  // float16 has all numbers of all formats so
+  Numbers<uint8_t> stored(bytes);
+  Array all(dtype, size, 0);
+  all.to_device();
+  compute(op, FpDequantizeGroups{stored.data(), all.data(), 1, size, f}, dtype);
+  CHECK(cudaDeviceSynchronize() == cudaSuccess, "%s", op);
+  all.from_device();
+  for (int64_t i = 0; i < size; ++i) {
+    const double want = fp_number_value(static_cast<uint32_t>(i), f) / 4;
+    CHECK(all[i] == want, "%s: number %lld of %d bits is %g, not %g", op, static_cast<long long>(i), f.bits(), all[i], want);
+  }
+  CHECK(all.guards_hold(), "%s", op);
+
+  constexpr int64_t kGroups = 5, kSize = 72;
+  const double largest = fp_number_value(f.most(), f), least = fp_number_value(f.least(), f);
+  const int steps = dtype == Dtype::BFloat16 ? 128 : 1024;
+  Array x(dtype, kGroups * kSize, 0), back(dtype, kGroups * kSize, 0);
+  std::mt19937 random(3);
+  for (int64_t i = 0; i < x.count(); ++i) {
+    const float part = static_cast<float>(static_cast<int>(random() % (2 * steps)) - steps) / static_cast<float>(steps);
+    const float size_of_part = std::ldexp(0.25f, static_cast<int>(random() % 3));
+    x.set(i, i % kSize == 40 ? static_cast<float>(largest / 4) : part * size_of_part);
+  }
+  for (Array* array : {&x, &back}) array->to_device();
+  Numbers<uint8_t> nearest(std::vector<uint8_t>(kGroups * fp_row_bytes(kSize, f)));
+  compute(op, FpQuantizeGroups{x.data(), nullptr, nearest.data(), kGroups, kSize, f}, dtype);
+  compute(op, FpDequantizeGroups{nearest.data(), back.data(), kGroups, kSize, f}, dtype);
+  nearest.values(op);
+  back.from_device();
+  for (int64_t i = 0; i < x.count(); ++i) {
+    const double v = 4 * x[i], got = 4 * back[i];
+    const bool tiny = v != 0 && std::abs(v) < least;  // only 0 becomes 0
+    const double want = tiny ? std::copysign(least, v) : std::min(v, largest);
+    const double allowed = v == 0 || tiny ? 0 : std::ldexp(0.5, std::ilogb(v) - f.mantissa);
+    CHECK(std::abs(got - want) <= allowed, "%s: %d bits: %g became %g", op, f.bits(), v, got);
+  }
+  CHECK(back.guards_hold(), "%s", op);
+
+  // Noise of 0 rounds down, of nearly 1 up.
+  const double step = std::ldexp(least, -f.mantissa);
+  Numbers<float> values([&] {
+    std::vector<float> eight(8, static_cast<float>(least + step / 4));
+    eight[7] = static_cast<float>(largest);
+    return eight;
+  }());
+  const std::vector<float> chances{0, 0, 0.7f, 0.8f, 0.9f, 0, 0.99f, 0};
+  Numbers<float> noise(chances), rounded(std::vector<float>(8));
+  Numbers<uint8_t> by_chance(std::vector<uint8_t>(fp_row_bytes(8, f)));
+  compute(op, FpQuantizeGroups{values.data(), noise.data(), by_chance.data(), 1, 8, f}, Dtype::Float32);
+  compute(op, FpDequantizeGroups{by_chance.data(), rounded.data(), 1, 8, f}, Dtype::Float32);
+  by_chance.values(op);
+  const std::vector<float> results = rounded.values(op);
+  for (int i = 0; i < 7; ++i) {
+    const double want = chances[i] < 0.75f ? least : least + step;
+    CHECK(results[i] == want, "%s: %d bits: noise %g gave %g, not %g", op, f.bits(), chances[i], results[i], want);
+  }
 }
 
 // ---- decoding ------------------------------------------------------------------------------------------------------
@@ -746,13 +1077,9 @@ struct Weights {
   double offset(int64_t row, int64_t column) const { return offsets.empty() ? 0. : double{offsets[group(row, column)]}; }
 
  private:
-  // No zeros, which `put` does not know.
-  static std::vector<uint8_t> elements_of(std::vector<int8_t>& levels, Dtype dtype) {
+  static std::vector<uint8_t> elements_of(const std::vector<int8_t>& levels, Dtype dtype) {
     std::vector<uint8_t> elements(2 * levels.size());
-    for (size_t i = 0; i < levels.size(); ++i) {
-      if (levels[i] == 0) levels[i] = 1;
-      put(dtype, elements.data() + 2 * i, levels[i]);
-    }
+    for (size_t i = 0; i < levels.size(); ++i) put(dtype, elements.data() + 2 * i, levels[i]);
     return elements;
   }
 
@@ -1033,9 +1360,8 @@ void check_attention(Dtype dtype, const AttentionCase& c, bool quantized) {
   std::vector<float> added(queries * total);
   Array elements(dtype, c.mask == Mask::Element ? queries * total : 0, 0);
   for (size_t i = 0; i < allowed.size(); ++i) allowed[i] = i % 3 != 1;
-  for (size_t i = 0; i < added.size(); ++i) added[i] = static_cast<float>(i % 7) / 4 - 0.5f;
-  for (int64_t i = 0; i < elements.count(); ++i) elements.set(i, added[i] == 0 ? added[i] = 0.25f : added[i]);
-  if (c.mask == Mask::Float) added[0] = -INFINITY;
+  for (size_t i = 0; i < added.size(); ++i) added[i] = i % 11 == 5 ? -INFINITY : static_cast<float>(i % 7) / 4 - 0.5f;
+  for (int64_t i = 0; i < elements.count(); ++i) elements.set(i, added[i]);
   elements.to_device();
   Numbers<uint8_t> allowed_on_device(allowed);
   Numbers<float> added_on_device(added);
@@ -1109,10 +1435,8 @@ void check_attention_layers(Dtype dtype) {
 void check_append(Dtype dtype, int64_t head_dim) {
   const char* op = "cached_attention_int8";
   AttentionTest test(dtype, {2, 3, 3, 9, 4, head_dim, 0, Mask::None, false, true}, true);
-  if (dtype != Dtype::Float16) {  // as which arrays here can hold neither
-    for (int64_t i = 0; i < head_dim; ++i) test.key.set(i, 0.f);
-    test.value.set(head_dim, INFINITY);
-  }
+  for (int64_t i = 0; i < head_dim; ++i) test.key.set(i, 0.f);
+  test.value.set(head_dim, INFINITY);
   for (Array* array : {&test.key, &test.value}) array->to_device();
   compute(op, cuda::AttentionAppend{test.task}, dtype);
   CHECK(cudaDeviceSynchronize() == cudaSuccess, "%s", op);
@@ -1159,6 +1483,94 @@ void check_attention_bias(Dtype dtype, int64_t past) {
     }
   }
   CHECK(added.guards_hold() && output.guards_hold(), "%s", op);
+}
+
+// ---- attention of the Evoformer ------------------------------------------------------------------------------------
+
+void check_evoformer(Dtype dtype, const EvoformerShape& s, bool has_mask, bool has_pair) {
+  const char* op = "evoformer_attn";
+  const int64_t count = s.at(s.batch, 0, 0, 0), of_sums = s.sum_at(s.batch, 0, 0, 0);
+  const int64_t of_mask = has_mask ? s.batch * s.rows * s.tokens : 0;
+  const int64_t of_pair = has_pair ? s.batch * s.heads * s.tokens * s.tokens : 0;
+  Array query(dtype, count, 0), key(dtype, count, 0), value(dtype, count, 0), grad(dtype, count, 0);
+  Array mask(dtype, of_mask, 0), pair(dtype, of_pair, 0), output(dtype, count, 0);
+  Array query_grad(dtype, count, 0), key_grad(dtype, count, 0), value_grad(dtype, count, 0);
+  unsigned seed = 0;
+  for (Array* array : {&query, &key, &value, &grad, &mask, &pair}) fill(*array, ++seed);
+  // A row without keys, and one that lacks some.
+  for (int64_t i = 0; i < of_mask; ++i) {
+    if (i < s.tokens ? s.rows > 1 : i % s.tokens == 2) mask.set(i, -INFINITY);
+  }
+  mask.to_device();
+  for (Array* array : {&output, &query_grad, &key_grad, &value_grad}) array->to_device();
+  Numbers<float> sums(std::vector<float>(of_sums, NAN)), mask_grad(std::vector<float>(of_mask, NAN));
+  Numbers<float> pair_grad(std::vector<float>(of_pair, NAN));
+  const double scale = 1 / std::sqrt(static_cast<double>(s.head_dim));
+  const EvoformerInputs in{s, static_cast<float>(scale), query.data(), key.data(), value.data(),
+                           has_mask ? mask.data() : nullptr, has_pair ? pair.data() : nullptr};
+  compute(op, EvoformerAttention{in, output.data(), sums.data()}, dtype);
+  compute(op,
+          EvoformerBackward{in, grad.data(), output.data(), sums.data(), query_grad.data(), key_grad.data(),
+                            value_grad.data(), has_mask ? mask_grad.data() : nullptr,
+                            has_pair ? pair_grad.data() : nullptr},
+          dtype);
+  CHECK(cudaDeviceSynchronize() == cudaSuccess, "%s", op);
+  for (Array* array : {&output, &query_grad, &key_grad, &value_grad}) array->from_device();
+  const std::vector<float> logs = sums.values(op), mask_got = mask_grad.values(op), pair_got = pair_grad.values(op);
+  std::vector<double> query_want(count), key_want(count), value_want(count), mask_want(of_mask), pair_want(of_pair);
+  const auto close = [&](const char* what, double got, double want, double unit, double loss) {
+    CHECK(std::abs(got - want) <= unit + loss + 2e-5 * std::abs(want), "%s %s, %s: %.9g, expected %.9g", op,
+          name_of(dtype), what, got, want);
+  };
+  const auto half_unit = [&](double x) { return dtype == Dtype::Float32 ? 0 : 0.5 * output.unit(x); };
+  for (int64_t at = 0; at < of_sums; ++at) {  // of [batch, rows, heads, tokens]
+    const int64_t i = at % s.tokens, h = at / s.tokens % s.heads, n = at / s.tokens / s.heads % s.rows;
+    const int64_t b = at / s.tokens / s.heads / s.rows, from = s.at(b, n, i, h);
+    const auto mask_at = [&](int64_t j) { return (b * s.rows + n) * s.tokens + j; };
+    const auto pair_at = [&](int64_t j) { return ((b * s.heads + h) * s.tokens + i) * s.tokens + j; };
+    std::vector<double> scores(s.tokens), result(s.head_dim);
+    double sum = 0, along = 0;
+    for (int64_t j = 0; j < s.tokens; ++j) {
+      for (int64_t d = 0; d < s.head_dim; ++d) scores[j] += query[from + d] * key[s.at(b, n, j, h) + d] * scale;
+      scores[j] += (has_mask ? mask[mask_at(j)] : 0) + (has_pair ? pair[pair_at(j)] : 0);
+      sum += std::exp(scores[j]);
+    }
+    if (sum == 0) {
+      CHECK(logs[at] == -INFINITY, "%s: a query without keys has the sum %g", op, logs[at]);
+    } else {
+      close("logsumexp", logs[at], std::log(sum), 0, 2e-5);
+    }
+    // The gradients follow from the output and the sums that the forward gave.
+    for (int64_t j = 0; j < s.tokens && sum > 0; ++j) {
+      for (int64_t d = 0; d < s.head_dim; ++d) result[d] += std::exp(scores[j]) / sum * value[s.at(b, n, j, h) + d];
+    }
+    for (int64_t d = 0; d < s.head_dim; ++d) {
+      close("output", output[from + d], result[d], half_unit(result[d]), 2e-5);
+      along += grad[from + d] * output[from + d];
+    }
+    for (int64_t j = 0; j < s.tokens && sum > 0; ++j) {
+      const int64_t to = s.at(b, n, j, h);
+      const double p = std::exp(scores[j] - logs[at]);
+      double of_weight = 0;
+      for (int64_t d = 0; d < s.head_dim; ++d) of_weight += grad[from + d] * value[to + d];
+      const double of_score = p * (of_weight - along);
+      for (int64_t d = 0; d < s.head_dim; ++d) {
+        query_want[from + d] += of_score * key[to + d] * scale;
+        key_want[to + d] += of_score * query[from + d] * scale;
+        value_want[to + d] += p * grad[from + d];
+      }
+      if (has_mask) mask_want[mask_at(j)] += of_score;
+      if (has_pair) pair_want[pair_at(j)] += of_score;
+    }
+  }
+  for (int64_t i = 0; i < count; ++i) {
+    close("query's gradient", query_grad[i], query_want[i], half_unit(query_want[i]), 2e-4);
+    close("key's gradient", key_grad[i], key_want[i], half_unit(key_want[i]), 2e-4);
+    close("value's gradient", value_grad[i], value_want[i], half_unit(value_want[i]), 2e-4);
+  }
+  for (int64_t i = 0; i < of_mask; ++i) close("mask's gradient", mask_got[i], mask_want[i], 0, 2e-4);
+  for (int64_t i = 0; i < of_pair; ++i) close("pair's gradient", pair_got[i], pair_want[i], 0, 2e-4);
+  for (const Array* array : {&output, &query_grad, &key_grad, &value_grad}) CHECK(array->guards_hold(), "%s", op);
 }
 
 // ---- random layerwise token dropping -------------------------------------------------------------------------------
@@ -1275,6 +1687,13 @@ int main(int argc, char**) {
     check_token_sort(2, reserved, 100);
     check_token_sort(2, reserved, 10'000);  // more than a block counts at once
   }
+  for (const int bits : {8, 4}) {
+    for (const int64_t size : {2, 8, 62, 264, 2048}) {
+      check_swizzle(size, bits);
+      for (const bool symmetric : {false, true}) check_reduce(size, bits, symmetric);
+    }
+    check_reduce(8192, bits, false);
+  }
   check_token_sort(3, 40, INT32_MAX);  // nowhere near as many tokens as the sequence has
   for (const int64_t bytes : {0, 1, 6, 12, 64, 262, 8192}) check_tokens(bytes, true), check_tokens(bytes, false);
   for (const int64_t reserved : {0, 1, 20, 300}) {
@@ -1289,6 +1708,8 @@ int main(int argc, char**) {
       }
       for (const bool scale_attention : {false, true}) check_add_bias(dtype, columns, scale_attention);
       check_mix(dtype, columns);
+      for (int i = 0; i < kActivations; ++i) check_gate(dtype, columns, static_cast<Activation>(i));
+      for (const bool tanh : {false, true}) check_gelu(dtype, 3, columns, tanh), check_gelu(dtype, 70, columns, tanh);
       for (const int terms : {2, 3, 4}) check_bias_add(dtype, columns, terms);
     }
     for (const bool interleaved : {false, true}) {
@@ -1301,9 +1722,10 @@ int main(int argc, char**) {
     }
     for (const int64_t columns : {1, 7, 32, 768, 1000, 1001, 20'000}) {  // the last: more than a block's registers hold
       for (const float softcap : {0.f, 2.f}) check_cross_entropy(dtype, columns, softcap);
-      check_training_norm(dtype, columns);
+      if (dtype == Dtype::Float32) check_far_training_norm(columns);
       check_dropout(dtype, columns);
-      check_masked_softmax(dtype, columns);
+      for (const float scale : {0.5f, 64.f}) check_masked_softmax(dtype, columns, scale);
+      check_softmax_gradient(dtype, columns);
     }
     for (const int64_t columns : {1, 7, 8, 64, 128, 136, 1024, 4096, 5000, 8192, 16'384, 40'000}) {
       for (const int64_t rows : {1, 2, 33, 1000}) {
@@ -1311,7 +1733,9 @@ int main(int argc, char**) {
         for (const bool centred : {false, true}) {
           for (const bool has_residual : {false, true}) check_norm(dtype, rows, columns, centred, has_residual);
         }
-        check_softmax(dtype, rows, columns);
+        // 16 bits have no digits for rows far from zero.
+        if (dtype == Dtype::Float32 && rows == 2) check_norm(dtype, rows, columns, true, true, 4096.f);
+        check_softmax(dtype, rows, columns, rows == 2 ? 64.f : 0.5f);
       }
     }
     for (const int64_t columns : {7, 8, 128, 136, 520, 777, 1032, 4096, 8192, 16'392}) {
@@ -1324,13 +1748,25 @@ int main(int argc, char**) {
     }
     for (const int64_t keys : {8, 33, 128, 1024}) check_softmax_places(dtype, 2, 3, 5, keys);
     for (const int64_t columns : {5000, 5001, 40'000}) {
-      // Half precision would not hold the infinities that are set.
-      if (dtype != Dtype::Float16) check_growing_cross_entropy(dtype, columns, 0.f);
+      check_growing_cross_entropy(dtype, columns, 0.f);
       check_growing_cross_entropy(dtype, columns, 0.25f);
     }
     // In registers from one pack to a whole block of full threads, and beyond them.
     for (const int64_t size : {2, 8, 62, 64, 264, 1000, 1032, 2048, 8192, 16'384, 16'392, 20'000}) {
       for (const int bits : {8, 4}) check_quantizer(dtype, size, bits, true), check_quantizer(dtype, size, bits, false);
+    }
+    for (const int64_t size : {2, 8, 62, 264, 1032, 20'000}) {
+      for (const int bits : {8, 4}) {
+        check_dequantize_range(dtype, size, bits);
+        for (const bool symmetric : {false, true}) check_fake_quantize(dtype, size, bits, symmetric);
+      }
+    }
+    for (const FpFormat format : {FpFormat{4, 3}, {5, 2}, {4, 7}, {3, 2}, {2, 1}}) check_fp_quantizer(dtype, format);
+    for (const EvoformerShape& shape : {EvoformerShape{1, 2, 5, 1, 4}, {2, 3, 17, 2, 8}, {1, 1, 70, 1, 33},
+                                        {1, 2, 9, 2, 64}}) {
+      for (const bool has_mask : {false, true}) {
+        for (const bool has_pair : {false, true}) check_evoformer(dtype, shape, has_mask, has_pair);
+      }
     }
     check_quantized_weights(dtype);
     check_tiles(dtype);
@@ -1353,6 +1789,7 @@ int main(int argc, char**) {
       check_adagrad(which, mix);
       check_lion(which, mix);
     }
+    check_rollback(which);
   }
   return report();
 }

@@ -66,12 +66,18 @@ double rounded_to_bfloat16(double x) {
 }
 
 double activated(Activation activation, double x) {
-  return activation == Activation::Relu ? std::max(x, 0.0) : activation == Activation::Silu ? x / (1 + std::exp(-x)) : x;
+  switch (activation) {
+    case Activation::Relu: return std::max(x, 0.0);
+    case Activation::Gelu: return x / 2 * (1 + std::erf(x / std::sqrt(2.0)));
+    case Activation::GeluTanh: return x / 2 * (1 + std::tanh(std::sqrt(2 / M_PI) * (x + 0.044715 * x * x * x)));
+    case Activation::Silu: return x / (1 + std::exp(-x));
+    default: return x;
+  }
 }
 
-// `bits` of a weight: 4, 8, or 0 if weights are of the dtype.
+// `bits` of a weight: 4, 8, or 0 if weights are of the dtype. A bare layer has neither bias nor residual.
 void test_linear(const LinearLoops& loops, Dtype dtype, Shape s, int bits, bool has_offsets, bool gated,
-                 Activation activation) {
+                 Activation activation, bool bare = false) {
   const bool quantized = bits != 0;
   const int64_t rows = gated ? 2 * s.outputs : s.outputs;
   Elements x = numbers(dtype, s.inputs * s.columns, 1), w = numbers(dtype, rows * s.columns, 2);
@@ -96,8 +102,8 @@ void test_linear(const LinearLoops& loops, Dtype dtype, Shape s, int bits, bool 
   if (task.int4) task.stride /= 2;
   task.scales = quantized ? scales.data() : nullptr;
   task.groups = quantized ? s.groups : 1;
-  task.bias = bias.data();
-  task.residual = residual.data();
+  task.bias = bare ? nullptr : bias.data();
+  task.residual = bare ? nullptr : residual.data();
   task.output = output.data();
   task.activation = activation;
   task.gated = gated;
@@ -122,19 +128,23 @@ void test_linear(const LinearLoops& loops, Dtype dtype, Shape s, int bits, bool 
     const double value = q[at] * scales[group] + offsets[group];
     return in_bfloat16 ? rounded_to_bfloat16(value) : value;
   };
+  std::vector<double> inputs(x.count()), weights(w.count());
+  for (size_t i = 0; i < inputs.size(); ++i) inputs[i] = x[i];
   const auto sum = [&](int64_t m, int64_t row) {
-    double result = bias[row];
-    for (int64_t c = 0; c < s.columns; ++c) result += x[m * s.columns + c] * weight(row * s.columns + c);
+    double result = bare ? 0 : bias[row];
+    for (int64_t c = 0; c < s.columns; ++c) result += inputs[m * s.columns + c] * weights[row * s.columns + c];
     return result;
   };
   const auto check = [&](const char* what, auto loop) {
+    for (size_t i = 0; i < weights.size(); ++i) weights[i] = weight(i);
     loop(task, 0, s.outputs / 2);
     loop(task, s.outputs / 2, s.outputs);
     for (int64_t m = 0; m < s.inputs; ++m) {
       for (int64_t o = 0; o < s.outputs; ++o) {
         const double h = sum(m, o);
         const double y = gated ? h * activated(activation, sum(m, s.outputs + o)) : activated(activation, h);
-        close(what, output, m * s.outputs + o, y + residual[m * s.outputs + o], 2e-6 * (s.columns + std::abs(y)));
+        close(what, output, m * s.outputs + o, y + (bare ? 0 : residual[m * s.outputs + o]),
+              2e-6 * (s.columns + std::abs(y)));
         output.set(m * s.outputs + o, -1);
       }
     }
@@ -172,6 +182,10 @@ void test_linear_layers() {
         test_linear(loops, dtype, s, bits, false, false, Activation::Identity);
         test_linear(loops, dtype, s, bits, false, true, Activation::Silu);
         test_linear(loops, dtype, s, bits, false, false, Activation::Relu);
+        if (s.inputs * s.outputs < 1000) {  // a small one of each kind will do
+          test_linear(loops, dtype, s, bits, false, false, Activation::Gelu, true);
+          test_linear(loops, dtype, s, bits, false, true, Activation::GeluTanh, true);
+        }
         if (bits != 4) continue;
         test_linear(loops, dtype, s, bits, true, false, Activation::Identity);
         test_linear(loops, dtype, s, bits, true, true, Activation::Silu);
@@ -256,25 +270,26 @@ void test_finishing() {
     LinearLayer layer{};
     layer.inputs = kInputs;
     layer.outputs = kOutputs;
-    layer.residual = residual.data();
     layer.output = output.data();
-    layer.activation = Activation::Silu;
-    for (const bool gated : {false, true}) {
+    for (int i = 0; i < 4 * kActivations; ++i) {
+      const bool gated = i & 1, bare = i & 2;
       layer.gated = gated;
+      layer.residual = bare ? nullptr : residual.data();
+      layer.activation = static_cast<Activation>(i / 4);
       compute(LinearFinish{layer, sums.data()}, dtype);
       for (int64_t i = 0; i < kInputs * kOutputs; ++i) {
         const int64_t m = i / kOutputs, o = i % kOutputs;
         const double first = sums[gated ? m * 2 * kOutputs + o : i];
         const double y = gated ? first * activated(layer.activation, sums[m * 2 * kOutputs + kOutputs + o])
                                : activated(layer.activation, first);
-        close("finished", output, i, y + residual[i], 2e-6 * (1 + std::abs(y)));
+        close("finished", output, i, y + (bare ? 0 : residual[i]), 2e-6 * (1 + std::abs(y)));
       }
     }
   });
 }
 
 void test_shortening() {
-  in_all_dtypes_of<LinearLoops>([](const LinearLoops& loops, Dtype) {
+  at_all_levels_of<LinearLoops>([](const LinearLoops& loops, int) {
     std::vector<float> x(128, 0.f);
     std::vector<int16_t> shorts(128);
     float scales[2];
@@ -286,9 +301,12 @@ void test_shortening() {
     task.widened = x.data();
     for (const float top : {0.f, 1e-45f, 1.1754944e-38f, 0.99f, 1.f, 3.4028235e38f}) {
       x[3] = -top;
-      if (!loops.shorten(task, shorts.data(), scales, eights, nullptr)) return;  // not on this CPU
+      const bool done = loops.shorten(task, shorts.data(), scales, eights, nullptr);
+      if (!done && top == 0) return;  // not on this CPU
+      CHECK(done, "%g was not put into 16 bits", top);
       const double error = std::abs(shorts[3] * double{scales[0]} + top);
-      CHECK(error <= top / 32768.0 || top < 1e-30f, "%g is off by %g", top, error);
+      // The smallest may become 0: scales are not subnormal.
+      CHECK(error <= (top < 1e-30f ? double{top} : top / 32768.0), "%g is off by %g", top, error);
       CHECK(shorts[100] == 0 && std::isfinite(scales[1]), "a group of zeros has scale %g", scales[1]);
     }
     for (const float broken : {HUGE_VALF, NAN}) {
@@ -302,6 +320,9 @@ void test_shortening() {
 
 struct Heads {
   int64_t batch, heads, kv_heads, tokens, past, head_dim, part, window;
+  Mask mask;
+  bool alibi, causal;
+  float scale = 0.25f;
 };
 
 // Keys or values of `rows` rows, in elements or, with scales, in bytes.
@@ -344,8 +365,14 @@ void test_attention(const AttentionLoops& loops, Dtype dtype, Heads h, bool quan
   Cache keys(dtype, h.batch * h.kv_heads * total, d, quantized, 4);
   Cache values(dtype, h.batch * h.kv_heads * total, d, quantized, 5);
   Elements output(dtype, query.count());
+  // A mask for all heads and tokens of a row, or with an addend for each.
   std::vector<uint8_t> mask(h.batch * total);
   for (size_t i = 0; i < mask.size(); ++i) mask[i] = i % 3 != 1;
+  const size_t scores = h.batch * h.heads * h.tokens * total;
+  Elements added(h.mask == Mask::Element ? dtype : Dtype::Float32, scores);
+  for (size_t i = 0; i < scores; ++i) added.set(i, i % 11 == 5 ? -INFINITY : static_cast<float>(i % 7) / 4 - 0.5f);
+  std::vector<float> slopes(h.heads);
+  for (int64_t i = 0; i < h.heads; ++i) slopes[i] = static_cast<float>(i + 1) / 64;
   AttentionTask task{};
   task.batch = h.batch;
   task.heads = h.heads;
@@ -366,13 +393,14 @@ void test_attention(const AttentionLoops& loops, Dtype dtype, Heads h, bool quan
   task.value_scales = quantized ? values.scales.data() : nullptr;
   task.key_scales_strides = task.value_scales_strides = {h.kv_heads * total, total, 1};
   task.output = output.data();
-  task.scale = 0.25f;
-  task.mask_kind = Mask::Bool;
-  task.mask = mask.data();
-  task.mask_strides[0] = total;
-  task.mask_strides[3] = 1;
+  task.scale = h.scale;
+  task.mask_kind = h.mask;
+  task.mask = h.mask == Mask::Bool ? static_cast<void*>(mask.data()) : added.data();
+  const int64_t of_all[] = {total, 0, 0, 1}, of_each[] = {h.heads * h.tokens * total, h.tokens * total, total, 1};
+  std::copy_n(h.mask == Mask::Bool ? of_all : of_each, 4, task.mask_strides);
+  task.alibi = h.alibi ? slopes.data() : nullptr;
   task.window = h.window;
-  task.causal = true;
+  task.causal = h.causal;
   task.part = h.part;
   task.parts = (total + h.part - 1) / h.part;
   std::vector<float> partial(task.items() * task.partial_size());
@@ -389,16 +417,19 @@ void test_attention(const AttentionLoops& loops, Dtype dtype, Heads h, bool quan
         double sum = 0;
         for (int64_t p = 0; p < total; ++p) {
           const int64_t own = h.past + t;
-          if (p > own || (h.window && p <= own - h.window) || !mask[b * total + p]) continue;
-          double score = 0;
-          for (int64_t i = 0; i < d; ++i) score += query[q + i] * keys.at(row + p, i, d) * 0.25;
+          if ((h.causal && p > own) || (h.window && p <= own - h.window)) continue;
+          if (h.mask == Mask::Bool && !mask[b * total + p]) continue;
+          const bool adds = h.mask == Mask::Float || h.mask == Mask::Element;
+          double score = adds ? added[((b * h.heads + head) * h.tokens + t) * total + p] : 0;
+          if (h.alibi) score += slopes[head] * static_cast<double>(p);
+          for (int64_t i = 0; i < d; ++i) score += query[q + i] * keys.at(row + p, i, d) * h.scale;
           sum += weights[p] = std::exp(score);
           for (int64_t i = 0; i < d; ++i) result[i] += weights[p] * values.at(row + p, i, d);
         }
         CHECK(keys.has(row + h.past + t, key, k, d), "key %zu was not appended", k);
         CHECK(values.has(row + h.past + t, value, k, d), "value %zu was not appended", k);
         for (int64_t i = 0; i < d; ++i) {
-          close("attention", output, q + i, sum == 0 ? 0 : result[i] / sum, 2e-5);
+          close("attention", output, q + i, sum == 0 ? 0 : result[i] / sum, 8e-5 * std::max(h.scale, 0.25f));
         }
       }
     }
@@ -414,8 +445,21 @@ int main() {
   test_dequantizing();
   test_finishing();
   in_all_dtypes_of<AttentionLoops>([](const AttentionLoops& loops, Dtype dtype) {
-    for (const Heads h : {Heads{1, 1, 1, 1, 0, 1, 512, 0}, {2, 4, 2, 1, 7, 16, 512, 0}, {1, 2, 2, 3, 130, 33, 512, 0},
-                          {1, 4, 1, 2, 300, 64, 128, 0}, {2, 2, 1, 1, 260, 80, 100, 5}}) {
+    for (const Heads& h : {Heads{1, 1, 1, 1, 0, 1, 512, 0, Mask::Bool, false, true},
+                          {2, 4, 2, 1, 7, 16, 512, 0, Mask::Bool, false, true},
+                          {1, 2, 2, 3, 130, 33, 512, 0, Mask::Bool, false, true},
+                          {1, 4, 1, 2, 300, 64, 128, 0, Mask::Bool, true, true},
+                          {2, 2, 1, 1, 260, 80, 100, 5, Mask::Bool, false, true},
+                          {1, 2, 1, 1, 30, 64, 512, 0, Mask::None, false, true},
+                          {2, 2, 2, 2, 130, 33, 100, 5, Mask::Float, false, true},
+                          {1, 9, 1, 1, 62, 24, 512, 0, Mask::Element, false, true},
+                          {2, 2, 1, 7, 140, 16, 100, 0, Mask::None, true, false},
+                          // Prompts: none was before them.
+                          {2, 4, 2, 9, 0, 16, 512, 0, Mask::Float, true, true},
+                          {1, 3, 3, 133, 0, 8, 512, 7, Mask::None, false, true},
+                          {2, 3, 3, 6, 0, 64, 512, 0, Mask::Element, true, false},
+                          // Where no maximum is taken away, weights are infinite.
+                          {1, 2, 2, 2, 300, 16, 128, 0, Mask::None, false, true, 16}}) {
       for (const bool quantized : {false, true}) test_attention(loops, dtype, h, quantized);
     }
   });

@@ -1,6 +1,5 @@
 // The loops of every family, dtype and level against the formulas in double.
 #include <cmath>
-#include <cstring>
 #include <functional>
 #include <limits>
 #include <random>
@@ -11,72 +10,11 @@
 #include <ds_kernels/lion.h>
 
 #include "at_levels.h"
+#include "elements.h"
 
 using namespace ds_kernels;
 
 namespace {
-
-// An array of one dtype, at an address that is aligned to nothing but its elements, with a guard element behind it.
-class Array {
- public:
-  Array(Dtype dtype, size_t count) : dtype_(dtype), count_(count), memory_(size() * (count + 2)) { fill_guard(); }
-
-  void* data() { return memory_.data() + size(); }
-  size_t size() const { return dtype_ == Dtype::Float32 ? 4 : 2; }
-  bool guards_hold() const { return memory_.front() == kGuard && memory_.back() == kGuard; }
-
-  double operator[](size_t i) const {
-    const unsigned char* at = memory_.data() + size() * (i + 1);
-    if (dtype_ == Dtype::Float32) return read<float>(at);
-    const uint16_t bits = read<uint16_t>(at);
-    if (dtype_ == Dtype::BFloat16) return read<float>(uint32_t(bits) << 16);
-    const int exponent = (bits & 0x7fff) >> 10, fraction = bits & 0x3ff;
-    const double magnitude = exponent ? std::ldexp(1024 + fraction, exponent - 25) : std::ldexp(fraction, -24);
-    return bits & 0x8000 ? -magnitude : magnitude;
-  }
-
-  // Stores a float that the dtype holds exactly: one with few mantissa bits.
-  void set(size_t i, float x) {
-    unsigned char* at = memory_.data() + size() * (i + 1);
-    uint32_t wide;
-    std::memcpy(&wide, &x, 4);
-    const uint16_t half = static_cast<uint16_t>((wide >> 16 & 0x8000) | (wide >> 13 & 0x3ff) |
-                                                ((wide >> 23 & 0xff) - 112) << 10);
-    const uint16_t brain = static_cast<uint16_t>(wide >> 16);
-    if (dtype_ == Dtype::Float32) std::memcpy(at, &x, 4);
-    if (dtype_ == Dtype::Float16) std::memcpy(at, &half, 2);
-    if (dtype_ == Dtype::BFloat16) std::memcpy(at, &brain, 2);
-  }
-
-  // The distance of neighbouring values at x.
-  double unit(double x) const {
-    const int mantissa = dtype_ == Dtype::Float32 ? 23 : dtype_ == Dtype::BFloat16 ? 7 : 10;
-    return std::ldexp(1, std::ilogb(std::max(std::abs(x), 1e-4)) - mantissa);
-  }
-
- private:
-  static constexpr unsigned char kGuard = 0xa5;
-
-  void fill_guard() {
-    std::memset(memory_.data(), kGuard, size());
-    std::memset(memory_.data() + size() * (count_ + 1), kGuard, size());
-  }
-
-  template <class T, class From>
-  static T read(const From* at) {
-    T value;
-    std::memcpy(&value, at, sizeof value);
-    return value;
-  }
-  template <class T>
-  static T read(uint32_t bits) {
-    return read<T>(&bits);
-  }
-
-  Dtype dtype_;
-  size_t count_;
-  std::vector<unsigned char> memory_;
-};
 
 // Multiples of 1/64 of either sign with magnitude in [0.5, 1.5]: exact in every dtype, and no sum of them cancels.
 std::vector<float> values(size_t count, unsigned seed) {
@@ -90,12 +28,12 @@ struct Element {
   double p, g, m, v;  // Adagrad keeps its sum in v, Lion its moment in m
 };
 using Formula = std::function<Element(Element)>;
-using Run = std::function<void(Array& p, Array& g, Array& m, Array& v, int64_t count)>;
+using Run = std::function<void(Elements& p, Elements& g, Elements& m, Elements& v, int64_t count)>;
 
 // Runs a loop on arrays of `count` elements and compares each with the formula.
 void compare(const char* what, int level, Dtype param, Dtype grad, Dtype state, size_t count, const Run& run,
              const Formula& formula) {
-  Array p(param, count), g(grad, count), m(state, count), v(state, count);
+  Elements p(param, count, 1), g(grad, count, 1), m(state, count, 1), v(state, count, 1);
   const std::vector<float> ps = values(count, 1), gs = values(count, 2), ms = values(count, 3), vs = values(count, 4);
   std::vector<Element> expected;
   for (size_t i = 0; i < count; ++i) {
@@ -104,7 +42,7 @@ void compare(const char* what, int level, Dtype param, Dtype grad, Dtype state, 
   }
   run(p, g, m, v, static_cast<int64_t>(count));
   for (size_t i = 0; i < count; ++i) {
-    const auto close = [&](const Array& actual, double want, double was, const char* name) {
+    const auto close = [&](const Elements& actual, double want, double was, const char* name) {
       const double units = std::abs(actual[i] - want) / actual.unit(std::max(std::abs(want), std::abs(was)));
       CHECK(units <= (actual.size() == 4 ? 3 : 0.51), "%s, level %d, %zu elements: %s[%zu] is %a, expected %a", what,
             level, count, name, i, actual[i], want);
@@ -161,7 +99,7 @@ void test_adam() {
           const AdamStep step = adam_step(options, 3);
           compare(
               "adam", static_cast<int>(compute.level), param, grad, state, count,
-              [&](Array& p, Array& g, Array& m, Array& v, int64_t n) {
+              [&](Elements& p, Elements& g, Elements& m, Elements& v, int64_t n) {
                 const Lists lists{{p.data(), g.data(), m.data(), v.data()}, {param, grad, state, state}, n};
                 compute(AdamLists{lists.tensors(), {&step, false}, false}, param);
               },
@@ -179,7 +117,7 @@ void test_adam_rollback() {
     if (param != Dtype::Float32) return;
     compare(
         "rollback", static_cast<int>(compute.level), param, grad, state, count,
-        [&](Array& p, Array& g, Array& m, Array& v, int64_t n) {
+        [&](Elements& p, Elements& g, Elements& m, Elements& v, int64_t n) {
           const Lists lists{{p.data(), g.data(), m.data(), v.data()}, {param, grad, state, state}, n};
           compute(AdamLists{lists.tensors(), {&step, false}, true}, param);
         },
@@ -197,7 +135,7 @@ void test_adagrad() {
       const AdagradStep step{1e-2f, 1e-10f, float(decay)};
       compare(
           "adagrad", static_cast<int>(compute.level), param, grad, state, count,
-          [&](Array& p, Array& g, Array&, Array& v, int64_t n) {
+          [&](Elements& p, Elements& g, Elements&, Elements& v, int64_t n) {
             const Lists lists{{p.data(), g.data(), v.data()}, {param, grad, state}, n};
             compute(AdagradLists{lists.tensors(), step}, param);
           },
@@ -215,7 +153,7 @@ void test_lion() {
       const LionStep step = lion_step(1e-2, 0.9, 0.99, decay);
       compare(
           "lion", static_cast<int>(compute.level), param, grad, state, count,
-          [&](Array& p, Array& g, Array& m, Array&, int64_t n) {
+          [&](Elements& p, Elements& g, Elements& m, Elements&, int64_t n) {
             const Lists lists{{p.data(), g.data(), m.data()}, {param, grad, state}, n};
             compute(LionLists{lists.tensors(), step}, param);
           },
@@ -243,19 +181,55 @@ void test_one_element() {
   CHECK(param == 1.5f && sum == 4.f, "adagrad");
 }
 
+// Several tensors with steps of their own.
+void test_steps_of_tensors() {
+  cpu::at_all_levels<AdamLists>([](cpu::AtLevel compute) {
+    constexpr int64_t kNumels[] = {3, 0, 17, 40};
+    const AdamOptions options{1e-2, 0.9, 0.999, 1e-8, 0.1, true, true};
+    std::vector<Elements> tensors;
+    std::vector<void*> data;
+    for (const float x : {1.5f, -0.75f, 0.25f, 0.5f}) {
+      for (const int64_t numel : kNumels) {
+        tensors.emplace_back(Dtype::Float32, numel, 1);
+        for (int64_t i = 0; i < numel; ++i) tensors.back().set(i, x);
+      }
+    }
+    for (Elements& each : tensors) data.push_back(each.data());
+    std::vector<AdamStep> steps;
+    for (int tensor = 0; tensor < 4; ++tensor) steps.push_back(adam_step(options, 1 + tensor));
+    const std::vector<Dtype> dtypes(4, Dtype::Float32);
+    compute(AdamLists{{4, 4, kNumels, data.data(), dtypes.data()}, {steps.data(), true}, false}, Dtype::Float32);
+    for (int tensor = 0; tensor < 4; ++tensor) {
+      const Element expected = adam({1.5, -0.75, 0.25, 0.5}, options, 1 + tensor);
+      for (int64_t i = 0; i < kNumels[tensor]; ++i) {
+        CHECK(std::abs(tensors[tensor][i] - expected.p) < 4e-7, "tensor %d, element %d is %.9g, expected %.9g", tensor,
+              int(i), tensors[tensor][i], expected.p);
+      }
+    }
+    for (const Elements& each : tensors) CHECK(each.guards_hold(), "wrote beyond a tensor");
+  });
+}
+
 // A NaN gradient reaches parameter and state in its lane, and no other.
-void test_nan() {
-  const float nan = std::numeric_limits<float>::quiet_NaN();
-  cpu::at_all_levels<LionLists>([=](cpu::AtLevel compute) {
-    std::vector<float> p(35, 1.f), g(35, 1.f), m(35, 1.f);
-    g[2] = g[34] = nan;
-    const Lists lists{{p.data(), g.data(), m.data()}, std::vector<Dtype>(3, Dtype::Float32), 35};
-    compute(LionLists{lists.tensors(), lion_step(1e-2, 0.9, 0.99, 0)}, Dtype::Float32);
-    for (size_t i = 0; i < p.size(); ++i) {
-      const bool poisoned = i == 2 || i == 34;
-      CHECK(std::isnan(p[i]) == poisoned && std::isnan(m[i]) == poisoned, "element %zu", i);
+template <class Work, class Make>
+void test_nan(int lists, Make make) {
+  cpu::at_all_levels<Work>([&](cpu::AtLevel compute) {
+    std::vector<std::vector<float>> all(lists, std::vector<float>(35, 1.f));
+    all[1][2] = all[1][34] = std::numeric_limits<float>::quiet_NaN();
+    Lists list{{}, std::vector<Dtype>(lists, Dtype::Float32), 35};
+    for (std::vector<float>& each : all) list.data.push_back(each.data());
+    compute(make(list.tensors()), Dtype::Float32);
+    for (const std::vector<float>& each : all) {
+      for (size_t i = 0; i < each.size(); ++i) CHECK(std::isnan(each[i]) == (i == 2 || i == 34), "element %zu", i);
     }
   });
+}
+
+void test_nans() {
+  const AdamStep step = adam_step({1e-2, 0.9, 0.999, 1e-8, 0.1, true, true}, 3);
+  test_nan<AdamLists>(4, [&](TensorLists lists) { return AdamLists{lists, {&step, false}, false}; });
+  test_nan<AdagradLists>(3, [](TensorLists lists) { return AdagradLists{lists, {1e-2f, 1e-10f, 0}}; });
+  test_nan<LionLists>(3, [](TensorLists lists) { return LionLists{lists, lion_step(1e-2, 0.9, 0.99, 0)}; });
 }
 
 }  // namespace
@@ -266,6 +240,7 @@ int main() {
   test_adagrad();
   test_lion();
   test_one_element();
-  test_nan();
+  test_steps_of_tensors();
+  test_nans();
   return report();
 }

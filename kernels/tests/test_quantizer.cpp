@@ -1,6 +1,6 @@
 // The quantizer's loops at every level against the formulas in double.
+#include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <limits>
 #include <random>
 #include <vector>
@@ -8,6 +8,7 @@
 #include <ds_kernels/quantizer.h>
 
 #include "at_levels.h"
+#include "elements.h"
 
 using namespace ds_kernels;
 using cpu::AtLevel;
@@ -34,13 +35,23 @@ int level(const Bytes& levels, size_t i, int bits) {
   return nibble >= 8 ? nibble - 16 : nibble;
 }
 
-// Multiples of 1/256 within [-1, 1], both ends among them: levels without rounding errors, ties included.
-std::vector<float> values(size_t count, unsigned seed) {
+constexpr Dtype kDtypes[] = {Dtype::Float32, Dtype::BFloat16, Dtype::Float16};
+constexpr int kGroups = 3;
+
+// Three groups of multiples of 1/256 within [-1, 1], both ends among them; of the second within [-2, 2], of the third
+// within [-0.5, 0.5]: levels without rounding errors, ties included.
+Elements values(Dtype dtype, size_t count, unsigned seed) {
   std::mt19937 random(seed);
-  std::vector<float> result(count);
-  for (float& x : result) x = float(static_cast<int>(random() % 513) - 256) / 256.f;
-  if (count) result.front() = 1;
-  if (count > 1) result.back() = -1;
+  Elements result(dtype, kGroups * count, 1);
+  for (int group = 0; group < kGroups; ++group) {
+    const float size = group == 0 ? 1.f : group == 1 ? 2.f : 0.5f;
+    for (size_t i = 0; i < count; ++i) {
+      const float x = i == 0           ? 1.f
+                      : i == count - 1 ? -1.f
+                                       : static_cast<float>(static_cast<int>(random() % 513) - 256) / 256;
+      result.set(group * count + i, size * x);
+    }
+  }
   return result;
 }
 
@@ -67,26 +78,62 @@ void in_all_cases(Test test) {
 
 void test_quantize_and_back(AtLevel compute, int where, Levels as, size_t count) {
   const auto [bits, symmetric] = as;
-  const std::vector<float> x = values(count, 1);
-  Bytes levels(count * bits / 8), back(count * 4);
-  float params[2] = {};
   const auto n = static_cast<int64_t>(count);
-  compute(QuantizeGroups{x.data(), levels.data(), params, 1, n, as, {}}, Dtype::Float32);
-  const double span = symmetric || count > 1 ? 2 : 0, offset = symmetric || count > 1 ? 0 : 1;
-  const double scale = span == 0 ? 1 : (1 << bits) / span;
-  CHECK(params[0] == 1 / scale && (symmetric || params[1] == offset), "level %d, %zu elements: params", where, count);
-  for (size_t i = 0; i < count; ++i) {
-    const int want = expected_level(x[i], scale, offset, bits);
-    CHECK(level(levels, i, bits) == want, "level %d, %d bits, %zu elements: %zu is %d, expected %d", where, bits, count,
-          i, level(levels, i, bits), want);
+  for (const Dtype dtype : kDtypes) {
+    Elements x = values(dtype, count, 1), back(dtype, kGroups * count, 1);
+    Bytes levels(kGroups * count * bits / 8);
+    const int columns = symmetric ? 1 : 2;
+    std::vector<float> params(kGroups * columns);
+    compute(QuantizeGroups{x.data(), levels.data(), params.data(), kGroups, n, as, {}}, dtype);
+    compute(DequantizeGroups{levels.data(), params.data(), back.data(), kGroups, n, as}, dtype);
+    for (int group = 0; group < kGroups; ++group) {
+      const double largest = std::abs(x[group * count]), span = symmetric || count > 1 ? 2 * largest : 0;
+      const double offset = symmetric || count > 1 ? 0 : largest, scale = span == 0 ? 1 : (1 << bits) / span;
+      const float* p = &params[group * columns];
+      CHECK(p[0] == 1 / scale && (symmetric || p[1] == offset), "level %d, %zu elements: params", where, count);
+      for (size_t i = group * count; i < (group + 1) * count; ++i) {
+        const int got = level(levels, i, bits), want = expected_level(x[i], scale, offset, bits);
+        CHECK(got == want, "level %d, %d bits, %zu elements: %zu is %d, expected %d", where, bits, count, i, got, want);
+        CHECK(back[i] == got / scale + offset, "level %d, dtype %d: value %zu is %g", where, int(dtype), i, back[i]);
+      }
+    }
+    CHECK(levels.guards_hold() && back.guards_hold(), "level %d, %d bits, %zu elements", where, bits, count);
   }
-  compute(DequantizeGroups{levels.data(), params, back.data(), 1, n, as}, Dtype::Float32);
-  for (size_t i = 0; i < count; ++i) {
-    float value;
-    std::memcpy(&value, back.data() + 4 * i, 4);
-    CHECK(value == level(levels, i, bits) / scale + offset, "level %d: value %zu", where, i);
+}
+
+// Runs of two groups, of 2 slices, 3 nodes and 2 devices each, from [node, device, slice] to [slice, device, node].
+void test_swizzle(AtLevel compute, int where, Levels as, size_t count) {
+  constexpr int kSlices = 2, kNodes = 3, kDevices = 2, kRun = 2, kAll = kSlices * kNodes * kDevices * kRun;
+  if (count > 34) return;
+  const auto [bits, symmetric] = as;
+  const auto n = static_cast<int64_t>(count);
+  Elements x(Dtype::Float32, kAll * count);
+  std::mt19937 random(8);
+  for (size_t i = 0; i < x.count(); ++i) x.set(i, static_cast<float>(static_cast<int>(random() % 129) - 64) / 64);
+  const int columns = symmetric ? 1 : 2;
+  Bytes plain(kAll * count * bits / 8), moved(kAll * count * bits / 8);
+  std::vector<float> params(kAll * columns), moved_params(kAll * columns);
+  compute(QuantizeGroups{x.data(), plain.data(), params.data(), kAll, n, as, {}}, Dtype::Float32);
+  const Swizzle swizzle{kSlices, kNodes, kDevices, kRun};
+  compute(QuantizeGroups{x.data(), moved.data(), moved_params.data(), kAll, n, as, swizzle}, Dtype::Float32);
+  int from = 0;
+  for (int node = 0; node < kNodes; ++node) {
+    for (int device = 0; device < kDevices; ++device) {
+      for (int slice = 0; slice < kSlices; ++slice) {
+        for (int each = 0; each < kRun; ++each, ++from) {
+          const int to = ((slice * kDevices + device) * kNodes + node) * kRun + each;
+          for (int i = 0; i < columns; ++i) {
+            CHECK(moved_params[to * columns + i] == params[from * columns + i], "level %d: params of group %d", where, from);
+          }
+          for (size_t i = 0; i < count; ++i) {
+            CHECK(level(moved, to * count + i, bits) == level(plain, from * count + i, bits), "level %d: group %d", where,
+                  from);
+          }
+        }
+      }
+    }
   }
-  CHECK(levels.guards_hold() && back.guards_hold(), "level %d, %d bits, %zu elements", where, bits, count);
+  CHECK(moved.guards_hold(), "level %d, %d bits, %zu elements", where, bits, count);
 }
 
 // Three devices send groups that are not those of the sum.
@@ -117,7 +164,9 @@ void test_reduce(AtLevel compute, int where, Levels as, size_t count) {
       const float* result = results.data() + i / size * columns;
       const double value = level(out, static_cast<size_t>(i), bits) * double(result[0]) + (symmetric ? 0 : result[1]);
       const double error = std::abs(value - total[static_cast<size_t>(i)]);
-      CHECK(error <= result[0] * 1.001, "level %d, %d bits: %lld is %g, expected %g", where, bits,
+      // Half a step; a whole one beyond the last level.
+      const bool last = level(out, static_cast<size_t>(i), bits) == (1 << (bits - 1)) - 1;
+      CHECK(error <= result[0] * (last ? 1.001 : 0.501), "level %d, %d bits: %lld is %g, expected %g", where, bits,
             static_cast<long long>(i), value, total[static_cast<size_t>(i)]);
     }
   }
@@ -126,32 +175,48 @@ void test_reduce(AtLevel compute, int where, Levels as, size_t count) {
 
 void test_dequantize_range(AtLevel compute, int where, Levels as, size_t count) {
   const int bits = as.bits;
-  std::mt19937 random(3);
-  Bytes levels(count * bits / 8), out(count * 4);
-  for (size_t i = 0; i < count * bits / 8; ++i) levels.data()[i] = static_cast<unsigned char>(random());
-  const float scale = 4, minimum = -1.5f;
-  compute(DequantizeRangeGroups{levels.data(), &scale, &minimum, out.data(), 1, static_cast<int64_t>(count), bits},
-          Dtype::Float32);
-  for (size_t i = 0; i < count; ++i) {
-    float value;
-    std::memcpy(&value, out.data() + 4 * i, 4);
-    const int want = bits == 8 ? levels[i] : level(levels, i, bits) & 15;
-    CHECK(value == want / 4.0 - 1.5, "level %d, %d bits: %zu is %g", where, bits, i, value);
+  if (as.symmetric) return;  // as which these levels never are
+  for (const Dtype dtype : kDtypes) {
+    std::mt19937 random(3);
+    Bytes levels(kGroups * count * bits / 8);
+    Elements out(dtype, kGroups * count, 1), scale(dtype, kGroups), minimum(dtype, kGroups);
+    for (size_t i = 0; i < kGroups * count * bits / 8; ++i) levels.data()[i] = static_cast<unsigned char>(random());
+    for (int group = 0; group < kGroups; ++group) {
+      scale.set(group, group == 1 ? 8.f : 4.f), minimum.set(group, static_cast<float>(group) - 1.5f);
+    }
+    compute(DequantizeRangeGroups{levels.data(), scale.data(), minimum.data(), out.data(), kGroups,
+                                  static_cast<int64_t>(count), bits},
+            dtype);
+    for (size_t i = 0; i < kGroups * count; ++i) {
+      const int have = bits == 8 ? levels[i] : level(levels, i, bits) & 15;
+      const double want = have / scale[i / count] + minimum[i / count];
+      CHECK(std::abs(out[i] - want) <= (dtype == Dtype::Float32 ? 0 : 0.5 * out.unit(want)), "level %d, %d bits: %zu is %g, "
+            "expected %g", where, bits, i, out[i], want);
+    }
+    CHECK(out.guards_hold(), "level %d, %zu elements", where, count);
   }
-  CHECK(out.guards_hold(), "level %d, %zu elements", where, count);
 }
 
 void test_fake_quantize(AtLevel compute, int where, Levels as, size_t count) {
   const auto [bits, symmetric] = as;
-  const std::vector<float> before = values(count, 4), noise(count, 0.999f);
-  for (const float* random : {static_cast<const float*>(nullptr), noise.data()}) {
-    std::vector<float> x = before;
-    compute(FakeQuantizeGroups{x.data(), random, 1, static_cast<int64_t>(count), bits, symmetric}, Dtype::Float32);
-    const double step = ((symmetric || count > 1 ? 2 : 0) + 1e-5) / (1 << bits);
-    for (size_t i = 0; i < count; ++i) {
-      // To nearest: half a step, a whole one beyond the last level. With noise: the next level above.
-      const double moved = (x[i] - before[i]) / step;
-      CHECK(moved >= -1.001 && moved <= (random ? 1.001 : 0.501), "level %d, %d bits: %zu moved by %g steps", where, bits, i, moved);
+  std::vector<float> noise(kGroups * count, 0.9f);
+  for (const Dtype dtype : kDtypes) {
+    for (const float* random : {static_cast<const float*>(nullptr), static_cast<const float*>(noise.data())}) {
+      Elements x = values(dtype, count, 4);
+      const Elements before = x;
+      compute(FakeQuantizeGroups{x.data(), random, kGroups, static_cast<int64_t>(count), bits, symmetric}, dtype);
+      for (size_t i = 0; i < kGroups * count; ++i) {
+        const double largest = std::abs(before[i / count * count]), top = (1 << (bits - 1)) - 1;
+        const double low = symmetric ? 0 : count > 1 ? -largest : largest;
+        const double step = ((symmetric || count > 1 ? 2 * largest : 0) + 1e-5) / (1 << bits);
+        const double exact = (before[i] - low) / step;
+        double level = random ? std::floor(exact + 0.9) : half_even(exact);
+        if (symmetric) level = std::fmin(std::fmax(level, -top - 1), top);
+        const double want = level * step + low, allowed = dtype == Dtype::Float32 ? 2e-6 : 0.5 * x.unit(want) + 2e-6;
+        CHECK(std::abs(x[i] - want) <= allowed, "level %d, dtype %d, %d bits: %zu is %.9g, expected %.9g", where,
+              int(dtype), bits, i, x[i], want);
+      }
+      CHECK(x.guards_hold(), "level %d, %zu elements", where, count);
     }
   }
 }
@@ -162,8 +227,8 @@ void test_not_finite(AtLevel compute, int where, Levels as, size_t count) {
   for (const float bad : {std::numeric_limits<float>::quiet_NaN(), -std::numeric_limits<float>::quiet_NaN(),
                           std::numeric_limits<float>::infinity(), -std::numeric_limits<float>::infinity()}) {
     for (const size_t place : {size_t(0), count / 2, count - 1}) {
-      std::vector<float> x = values(count, 5);
-      x[place] = bad;
+      Elements x = values(Dtype::Float32, count, 5);
+      x.set(place, bad);
       Bytes levels(count * bits / 8);
       float params[2] = {};
       compute(QuantizeGroups{x.data(), levels.data(), params, 1, static_cast<int64_t>(count), as, {}}, Dtype::Float32);
@@ -196,6 +261,7 @@ void test_no_elements() {
 
 int main() {
   in_all_cases(test_quantize_and_back);
+  in_all_cases(test_swizzle);
   in_all_cases(test_reduce);
   in_all_cases(test_dequantize_range);
   in_all_cases(test_fake_quantize);

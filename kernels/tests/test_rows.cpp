@@ -20,10 +20,10 @@ namespace {
 constexpr int kRows = 3;
 
 // Multiples of 1/16 between -2 and 2.
-Elements numbers(Dtype dtype, size_t count, unsigned seed) {
+Elements numbers(Dtype dtype, size_t count, unsigned seed, float size = 1) {
   std::mt19937 random(seed);
   Elements result(dtype, count);
-  for (size_t i = 0; i < count; ++i) result.set(i, (static_cast<int>(random() % 65) - 32) / 16.f);
+  for (size_t i = 0; i < count; ++i) result.set(i, size * (static_cast<int>(random() % 65) - 32) / 16.f);
   return result;
 }
 
@@ -46,40 +46,46 @@ void in_all_cases(Test test) {
   });
 }
 
+// With `far` added to the input of a layer norm: rows far from zero lose no digits.
+void check_norm(cpu::AtLevel compute, Dtype dtype, int64_t columns, bool residual, bool rms, float far) {
+  const size_t all = kRows * columns;
+  Elements input = numbers(dtype, all, 1), added = numbers(dtype, all, 2), input_bias = numbers(dtype, columns, 3);
+  for (size_t i = 0; i < all; ++i) input.set(i, static_cast<float>(input[i]) + far);
+  Elements weight = numbers(dtype, columns, 4), bias = numbers(dtype, columns, 5);
+  Elements output(dtype, all), sum(dtype, all);
+  const NormRows rows{input.data(), residual ? added.data() : nullptr, residual ? input_bias.data() : nullptr,
+                      weight.data(), rms ? nullptr : bias.data(), output.data(),
+                      residual ? sum.data() : nullptr, kRows, columns, 1e-3f, rms ? 0.5f : 0.f, !rms};
+  compute(rows, dtype);
+  for (int row = 0; row < kRows; ++row) {
+    std::vector<double> x(columns);
+    double mean = 0, square = 0;
+    for (int64_t i = 0; i < columns; ++i) {
+      const size_t at = row * columns + i;
+      x[i] = input[at] + (residual ? added[at] + input_bias[i] : 0);
+      if (residual) close("sum", sum, at, x[i]);
+      mean += rms ? 0 : x[i] / columns;
+    }
+    for (const double each : x) square += (each - mean) * (each - mean) / columns;
+    for (int64_t i = 0; i < columns; ++i) {
+      const double normed = (x[i] - mean) / std::sqrt(square + 1e-3) * (weight[i] + (rms ? 0.5 : 0)) + (rms ? 0 : bias[i]);
+      close(rms ? "rms_norm" : "layer_norm", output, row * columns + i, normed);
+    }
+  }
+}
+
 void test_norms() {
   in_all_cases<NormRows>([](cpu::AtLevel compute, Dtype dtype, int64_t columns) {
-    const size_t all = kRows * columns;
     for (const bool residual : {false, true}) {
-      for (const bool rms : {false, true}) {
-        Elements input = numbers(dtype, all, 1), added = numbers(dtype, all, 2), input_bias = numbers(dtype, columns, 3);
-        Elements weight = numbers(dtype, columns, 4), bias = numbers(dtype, columns, 5);
-        Elements output(dtype, all), sum(dtype, all);
-        const NormRows rows{input.data(), residual ? added.data() : nullptr, residual ? input_bias.data() : nullptr,
-                            weight.data(), rms ? nullptr : bias.data(), output.data(),
-                            residual ? sum.data() : nullptr, kRows, columns, 1e-3f, rms ? 0.5f : 0.f, !rms};
-        compute(rows, dtype);
-        for (int row = 0; row < kRows; ++row) {
-          std::vector<double> x(columns);
-          double mean = 0, square = 0;
-          for (int64_t i = 0; i < columns; ++i) {
-            const size_t at = row * columns + i;
-            x[i] = input[at] + (residual ? added[at] + input_bias[i] : 0);
-            if (residual) close("sum", sum, at, x[i]);
-            mean += rms ? 0 : x[i] / columns;
-          }
-          for (const double each : x) square += (each - mean) * (each - mean) / columns;
-          for (int64_t i = 0; i < columns; ++i) {
-            const double normed = (x[i] - mean) / std::sqrt(square + 1e-3) * (weight[i] + (rms ? 0.5 : 0)) + (rms ? 0 : bias[i]);
-            close(rms ? "rms_norm" : "layer_norm", output, row * columns + i, normed);
-          }
-        }
-      }
+      for (const bool rms : {false, true}) check_norm(compute, dtype, columns, residual, rms, 0);
+      // 16 bits have no digits for it.
+      if (dtype == Dtype::Float32) check_norm(compute, dtype, columns, residual, false, 4096);
     }
   });
 }
 
 // Scores of two heads and three queries, whose mask and alibi differ from row to row or do not.
-void check_softmax(cpu::AtLevel compute, Dtype dtype, int64_t columns, bool float_mask, bool causal, int64_t window) {
+void check_softmax(cpu::AtLevel compute, Dtype dtype, int64_t columns, bool float_mask, bool causal, int64_t window, float scale) {
   constexpr int64_t kHeads = 2, kQueries = 3;
   const Dtype mask_dtype = float_mask ? Dtype::Float32 : dtype;
   Elements scores = numbers(dtype, kHeads * kQueries * columns, 1), output(dtype, kHeads * kQueries * columns);
@@ -89,7 +95,7 @@ void check_softmax(cpu::AtLevel compute, Dtype dtype, int64_t columns, bool floa
   s.input = scores.data(), s.output = output.data();
   s.mask = {mask.data(), 0, 0, columns}, s.alibi = {alibi.data(), 0, columns, 0};
   s.batch = 1, s.heads = kHeads, s.queries = kQueries, s.keys = columns;
-  s.window = window, s.scale = 0.5f, s.causal = causal, s.float_mask = float_mask;
+  s.window = window, s.scale = scale, s.causal = causal, s.float_mask = float_mask;
   compute(s, dtype);
   s.output = scores.data();
   compute(s, dtype);
@@ -99,7 +105,7 @@ void check_softmax(cpu::AtLevel compute, Dtype dtype, int64_t columns, bool floa
     double sum = 0;
     for (int64_t i = 0; i < columns; ++i) {
       if ((causal && i > own) || (window && i <= own - window)) continue;
-      sum += x[i] = std::exp(before[row * columns + i] * 0.5 + mask[query * columns + i] + alibi[head * columns + i]);
+      sum += x[i] = std::exp(before[row * columns + i] * scale + mask[query * columns + i] + alibi[head * columns + i]);
     }
     for (int64_t i = 0; i < columns; ++i) {
       close("softmax", output, row * columns + i, sum > 0 ? x[i] / sum : 0, 1e-6);
@@ -112,7 +118,10 @@ void test_softmax() {
   in_all_cases<Scores>([](cpu::AtLevel compute, Dtype dtype, int64_t columns) {
     for (const bool float_mask : {false, true}) {
       for (const bool causal : {false, true}) {
-        for (const int64_t window : {0, 1, 7}) check_softmax(compute, dtype, columns, float_mask, causal, window);
+        for (const int64_t window : {0, 1, 7}) {
+          // Where no maximum is taken away, e^128 is infinite.
+          for (const float scale : {0.5f, 64.f}) check_softmax(compute, dtype, columns, float_mask, causal, window, scale);
+        }
       }
     }
   });
@@ -227,7 +236,7 @@ void check_cross_entropy(cpu::AtLevel compute, Dtype dtype, int64_t columns, boo
   constexpr int64_t kIgnored = -100;
   const double smoothing = options ? 0.25 : 0, z_loss = options ? 0.125 : 0, cap = options ? 1.5 : 0;
   const int64_t target[kRows] = {columns - 1, kIgnored, columns / 2};
-  Elements logits = numbers(dtype, kRows * columns, 1), kept = logits;
+  Elements logits = numbers(dtype, kRows * columns, 1, options ? 1 : 64), kept = logits;  // e^128 is infinite
   const Elements before = logits;
   float loss[kRows], again[kRows];
   CrossEntropyRows rows{logits.data(), target, loss, kRows, columns, kIgnored, float(smoothing), float(z_loss),

@@ -47,9 +47,9 @@ void threads_share_a_step() {
   const std::vector<int64_t> numels = {5, 40'000, 1, 3000};
   const int64_t total = std::accumulate(numels.begin(), numels.end(), int64_t{0});
   const AdamStep step = adam_step({1e-2, 0.9, 0.999, 1e-8, 0.1, true, true}, 1);
-  std::vector<std::vector<float>> results;
+  std::vector<std::vector<float>> results;  // parameters and both moments
   for (const int64_t count : {1, 4}) {
-    std::vector<float> p(total, 1.f), g(total, 0.5f), m(total, 0.f), v(total, 0.f);
+    std::vector<float> p(total, 1.f), g(total, 0.5f), m(total, 0.25f), v(total, 0.125f);
     std::vector<void*> data;
     for (std::vector<float>* list : {&p, &g, &m, &v}) {
       float* next = list->data();
@@ -58,10 +58,15 @@ void threads_share_a_step() {
     const std::vector<Dtype> dtypes(4, Dtype::Float32);
     const TensorLists tensors{4, numels.size(), numels.data(), data.data(), dtypes.data()};
     cpu::best_compute<AdamLists>()({tensors, {&step, false}, false}, Dtype::Float32, cpu::Shares(count, true));
+    p.insert(p.end(), m.begin(), m.end());
+    p.insert(p.end(), v.begin(), v.end());
     results.push_back(p);
   }
   CHECK(results[0] == results[1], "the number of threads changed a result");
-  CHECK(results[0].front() != 1.f && results[0].back() != 1.f, "nothing was computed");
+  for (const int64_t i : {int64_t{0}, total - 1}) {
+    const float *p = &results[0][i], *m = p + total, *v = m + total;
+    CHECK(*p != 1.f && *m != 0.25f && *v != 0.125f, "element %ld was not computed", long(i));
+  }
 }
 
 }  // namespace

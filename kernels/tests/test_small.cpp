@@ -8,6 +8,7 @@
 #include <ds_kernels/spatial.h>
 
 #include "at_levels.h"
+#include "elements.h"
 
 using namespace ds_kernels;
 using namespace ds_kernels::cpu;
@@ -67,12 +68,13 @@ void test_tokens(AtLevel compute) {
 // Tokens of many columns, in shares that end within a token and within a sequence; one of them is chosen twice.
 void test_wide_tokens(AtLevel compute) {
   constexpr int64_t kBytes = 3 * 512 + 7;
-  std::vector<char> chosen(2 * 2 * kBytes), all(2 * 3 * kBytes, 99);
+  std::vector<char> chosen(2 * 2 * kBytes), all(2 * 3 * kBytes);
   for (size_t i = 0; i < chosen.size(); ++i) chosen[i] = static_cast<char>(i % 97);
   const int32_t indices[] = {2, 2, 0, 1};
   const TokenMove move{{all.data(), 3 * kBytes, kBytes}, {chosen.data(), 2 * kBytes, kBytes}, indices, 2, 3, 2,
                        kBytes};
   for (const int64_t shares : {1, 4, 5}) {
+    std::fill(all.begin(), all.end(), static_cast<char>(99));
     compute(TokenScatter{move}, kAnyDtype, Shares(shares));
     const auto same = [&](int64_t to, int64_t from) {
       return !std::memcmp(&all[to * kBytes], &chosen[from * kBytes], kBytes);
@@ -95,23 +97,30 @@ void test_mask(AtLevel compute) {
 }
 
 void test_bias(AtLevel compute) {
-  for (const int64_t columns : {1, 3, 16, 17, 33}) {
-    const int64_t rows = 5;
-    std::vector<float> input(rows * columns), other(rows * columns), bias(columns), second(columns);
-    for (int64_t i = 0; i < rows * columns; ++i) input[i] = static_cast<float>(i), other[i] = static_cast<float>(2 * i);
-    for (int64_t i = 0; i < columns; ++i) bias[i] = 0.5f * static_cast<float>(i), second[i] = -static_cast<float>(i);
-    for (const int terms : {1, 2, 3}) {
-      std::vector<float> output(rows * columns + 1, -7.f);
-      BiasRows work{input.data(), bias.data(), terms > 1 ? other.data() : nullptr, terms > 2 ? second.data() : nullptr,
-                    output.data(), rows, columns};
-      compute(work, Dtype::Float32);
-      for (int64_t i = 0; i < rows * columns; ++i) {
-        float want = input[i] + bias[i % columns];
-        if (terms > 1) want += other[i];
-        if (terms > 2) want += second[i % columns];
-        CHECK(output[i] == want, "%d terms, %d columns: %g, not %g", terms, int(columns), output[i], want);
+  constexpr int64_t kRows = 5;
+  for (const Dtype dtype : {Dtype::Float32, Dtype::BFloat16, Dtype::Float16}) {
+    for (const int64_t columns : {1, 3, 16, 17, 33}) {
+      Elements input(dtype, kRows * columns), other(dtype, kRows * columns), bias(dtype, columns), second(dtype, columns);
+      for (int64_t i = 0; i < kRows * columns; ++i) {
+        input.set(i, static_cast<float>(i)), other.set(i, static_cast<float>(i % 32) / 16);
       }
-      CHECK(output.back() == -7.f, "wrote beyond the end");
+      for (int64_t i = 0; i < columns; ++i) {
+        bias.set(i, 0.5f * static_cast<float>(i)), second.set(i, -static_cast<float>(i));
+      }
+      for (const int terms : {1, 2, 3}) {
+        Elements output(dtype, kRows * columns, 1);
+        BiasRows work{input.data(), bias.data(), terms > 1 ? other.data() : nullptr, terms > 2 ? second.data() : nullptr,
+                      output.data(), kRows, columns};
+        compute(work, dtype);
+        for (int64_t i = 0; i < kRows * columns; ++i) {
+          double want = input[i] + bias[i % columns];  // exact in float32
+          if (terms > 1) want += other[i];
+          if (terms > 2) want += second[i % columns];
+          CHECK(std::abs(output[i] - want) <= (dtype == Dtype::Float32 ? 0 : 0.5 * output.unit(want)),
+                "%d terms, %d columns: %g, not %g", terms, int(columns), output[i], want);
+        }
+        CHECK(output.guards_hold(), "wrote beyond the end");
+      }
     }
   }
 }
