@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ds_plugin_sdk.bench import contexts, decode, gguf_model
-from ds_plugin_sdk.bench.timing import at_most
+from ds_plugin_sdk.bench.timing import LateError, at_most
 
 transformers = pytest.importorskip("transformers", reason="the models are transformers'")
 
@@ -177,7 +177,7 @@ def test_a_process_of_llama_cpp_that_fails_says_why(tmp_path: Path) -> None:
     """It has no model to load, or nothing to load it with."""
     with (
         decode._process(tmp_path / "model.gguf") as process,
-        pytest.raises(RuntimeError, match=r"its process ended with status 1: .*(cannot load|llama_cpp)"),
+        pytest.raises(RuntimeError, match=r"its process ended with status 1; it had said: .*(cannot load|llama_cpp)"),
     ):
         process.measure()
 
@@ -189,7 +189,7 @@ def test_a_process_that_nobody_waits_for_is_ended(monkeypatch: pytest.MonkeyPatc
     program.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(program))
     with decode._process(tmp_path / "model.gguf") as process:
-        with pytest.raises(TimeoutError), at_most(0.2, "its answer"):
+        with pytest.raises(LateError), at_most(0.2, "its answer"):
             process.measure()
         assert process._process.wait(timeout=10) != 0
 

@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.adamw import adamw
 
+from ds_plugin_sdk.bench.eager import fused_adamw
 from ds_plugin_sdk.bench.timing import Case, Step
 from ds_plugin_sdk.ops.adam import adam_
 from ds_plugin_sdk.optim import FusedAdam
@@ -34,13 +36,42 @@ def cases(dtype: torch.dtype, compile: bool) -> Iterator[Case]:
         moved = elements(shapes) * VALUES * dtype.itemsize
         deepspeed = compile and dtype == torch.float32
         ours = FusedAdam(params, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY)
-        yield Case("adam_", setting, _op_step(params), _peers(params, deepspeed), moved)
+        yield Case("adam_", setting, _op_step(params), _op_peers(params, deepspeed), moved)
         yield Case("FusedAdam.step", setting, ours.step, _peers(params, deepspeed), moved)
 
 
 def elements(shapes: Sequence[tuple[int, ...]]) -> int:
     """How many there are in tensors of these shapes."""
     return sum(torch.Size(shape).numel() for shape in shapes)
+
+
+def _op_peers(params: Sequence[Tensor], deepspeed: bool) -> dict[str, Step]:
+    """What is below torch's optimizers, on lists that are made once."""
+    beta1, beta2 = BETAS
+    fused, foreach = _lists(params), _lists(params)
+    fused_steps, foreach_steps = ([torch.tensor(3.0) for _ in params] for _ in range(2))
+
+    def fused_step() -> None:
+        fused_adamw(*fused, fused_steps, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY)
+
+    def foreach_step() -> None:
+        adamw(
+            *foreach,
+            [],
+            foreach_steps,
+            foreach=True,
+            fused=False,
+            amsgrad=False,
+            maximize=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=LR,
+            eps=EPS,
+            weight_decay=DECAY,
+        )
+
+    peers: dict[str, Step] = {"torch fused": fused_step, "torch foreach": foreach_step}
+    return {**peers, "DeepSpeed": _deepspeed_step(params)} if deepspeed else peers
 
 
 def _peers(params: Sequence[Tensor], deepspeed: bool) -> dict[str, Step]:
@@ -52,20 +83,17 @@ def _peers(params: Sequence[Tensor], deepspeed: bool) -> dict[str, Step]:
 
 
 def _op_step(params: Sequence[Tensor]) -> Step:
-    grads = [_grad(param) for param in params]
-    first, second = ([torch.zeros_like(param) for param in params] for _ in range(2))
-    return lambda: adam_(params, grads, first, second, 3, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY)
+    lists = _lists(params)
+    return lambda: adam_(*lists, 3, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY)
 
 
 def _deepspeed_step(params: Sequence[Tensor]) -> Step:
     """The loop of DeepSpeedCPUAdam.step: one call for each parameter."""
-    grads = [_grad(param) for param in params]
-    data = [param.data for param in params]
-    first, second = ([torch.zeros_like(param) for param in params] for _ in range(2))
+    lists = _lists(params)
 
     def step() -> None:
         update = _deepspeed_op().adam_update
-        for p, g, m, v in zip(data, grads, first, second, strict=True):
+        for p, g, m, v in zip(*lists, strict=True):
             update(0, 3, LR, *BETAS, EPS, DECAY, True, p, g, m, v)
 
     return step
@@ -79,6 +107,12 @@ def _deepspeed_op() -> Any:
     op = CPUAdamBuilder().load(verbose=False)
     op.create_adam(0, LR, *BETAS, EPS, DECAY, True, False)
     return op
+
+
+def _lists(params: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
+    """Parameters and gradients, and states of their own."""
+    data, grads = [param.data for param in params], [_grad(param) for param in params]
+    return data, grads, [torch.zeros_like(each) for each in data], [torch.zeros_like(each) for each in data]
 
 
 def _grad(param: Tensor) -> Tensor:

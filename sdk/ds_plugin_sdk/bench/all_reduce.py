@@ -19,6 +19,7 @@ import torch
 
 from ds_plugin_sdk.bench import program
 from ds_plugin_sdk.bench.timing import Spread, in_turns, spread
+from ds_plugin_sdk.errors import SdkError
 from ds_plugin_sdk.settings import child_environment
 
 OURS = "inference_all_reduce"
@@ -89,7 +90,15 @@ def run(ranks: int = 2, own: bool = False, mpis: Sequence[Path] = ()) -> list[Ro
 
     Raises:
         RuntimeError: a rank failed; the text is what the ranks printed.
+        SdkError: an MPI is not there.
     """
+    for prefix in mpis:
+        if not (prefix / "bin" / "mpirun").exists():
+            raise SdkError(
+                "this MPI cannot be compared with",
+                why=f"{prefix} has no bin/mpirun",
+                hint="pip install --prefix FOLDER mpich mpi4py, and name FOLDER",
+            )
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "rows.json"
         rows = _of_torch(ranks, own, file)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ds_plugin_sdk.bench.eager import fused_adamw, tables, turned
 from ds_plugin_sdk.bench.timing import Case, Step
 from ds_plugin_sdk.integrations.deepspeed.modules import cpu_adam, fused_adam
 from ds_plugin_sdk.ops import activation, attention, linear, norm, rotary, softmax
@@ -54,21 +55,8 @@ def _fused_adam(param: Tensor, grad: Tensor, first: Tensor, second: Tensor) -> S
 
 def _torch_adam(param: Tensor, grad: Tensor, first: Tensor, second: Tensor) -> Step:
     step = [torch.tensor(float(_STEP))]
-    return lambda: torch._fused_adamw_(
-        [param],
-        [grad],
-        [first],
-        [second],
-        [],
-        step,
-        lr=_LR,
-        beta1=_BETA1,
-        beta2=_BETA2,
-        weight_decay=_DECAY,
-        eps=_EPS,
-        amsgrad=False,
-        maximize=False,
-    )
+    lists = [param], [grad], [first], [second]
+    return lambda: fused_adamw(*lists, step, lr=_LR, betas=(_BETA1, _BETA2), eps=_EPS, weight_decay=_DECAY)
 
 
 def _rows(dtype: torch.dtype) -> Iterator[tuple[str, Step, Step]]:
@@ -108,23 +96,13 @@ def _tokens(dtype: torch.dtype) -> Iterator[tuple[str, Step, Step]]:
     keys, values = torch.zeros(2, 1, 1, 8, SIZE, dtype=dtype)
     cos, sin = rotary.angles(torch.tensor([[4]]), SIZE)
     yield "linear", lambda: linear.linear(token, weight), lambda: functional.linear(token, weight)
-    yield "rotary", lambda: rotary.rotary(head, cos, sin), _rotary(head, cos.to(dtype), sin.to(dtype))
+    whole = tables(cos, sin, dtype)
+    yield "rotary", lambda: rotary.rotary(head, cos, sin), lambda: turned(head, *whole)
     yield (
         "cached_attention",
         lambda: attention.cached_attention(head, head, head, keys, values, 4),
         _attention(head, keys, values),
     )
-
-
-def _rotary(head: Tensor, cos: Tensor, sin: Tensor) -> Step:
-    """As transformers computes it."""
-    cos, sin = (torch.cat((half, half), dim=-1) for half in (cos, sin))
-
-    def step() -> Tensor:
-        first, second = head.chunk(2, dim=-1)
-        return head * cos + torch.cat((-second, first), dim=-1) * sin
-
-    return step
 
 
 def _attention(head: Tensor, keys: Tensor, values: Tensor) -> Step:

@@ -239,7 +239,7 @@ def _panel(axes: Axes, rows: Sequence[Row], labels: Sequence[str], peers: Sequen
     """Bars begin at 1, so that what is slower than a peer goes to the left."""
     from matplotlib.ticker import LogLocator
 
-    height = 0.8 / len(peers)
+    height = 0.8 / max(1, len(peers))
     places = {label: place for place, label in enumerate(labels)}
     for number, (peer, colour) in enumerate(zip(peers, _COLOURS, strict=False)):
         shift = (number + 0.5) * height - 0.4

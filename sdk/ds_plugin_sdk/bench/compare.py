@@ -75,6 +75,8 @@ def _figures(report: Report) -> dict[Key, Figure]:
     for benchmark, result in report.results.items():
         for row in result.rows:
             for figure, (low, high) in row["spread"].items() if "spread" in row else ():
+                if low == high:  # measured once: nothing says how far it varies
+                    continue
                 key = (benchmark, case(row), figure)
                 if key in figures:
                     raise SdkError(

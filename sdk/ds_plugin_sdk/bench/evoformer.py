@@ -1,11 +1,13 @@
-"""Attention of the Evoformer with both biases, forward and backward, against the same in eager torch."""
+"""Attention of the Evoformer with both biases, forward and backward, against the same in torch, by hand and by SDPA."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from ds_plugin_sdk.bench.timing import Case
 from ds_plugin_sdk.ops import evoformer_attn
@@ -15,7 +17,9 @@ SETTINGS = {"64 rows of 128": (64, 128, 8, 32), "32 rows of 256": (32, 256, 4, 3
 
 
 def cases(dtype: torch.dtype, compile: bool) -> Iterator[Case]:
-    """Both passes beside eager torch, which has all scores in memory; `compile` changes nothing."""
+    """Both passes beside torch, which has all scores in memory by hand, or both biases for SDPA; `compile` changes
+    nothing.
+    """
     for setting, (rows, tokens, heads, size) in SETTINGS.items():
         yield from _both(rows, tokens, heads, size, dtype, setting)
 
@@ -26,23 +30,33 @@ def _both(rows: int, tokens: int, heads: int, size: int, dtype: torch.dtype, set
     given = [query, key, value, mask, pair]
     leaves = [tensor.clone().requires_grad_() for tensor in given]
     output, sums = evoformer_attn.evoformer_attention(*given)
-    eager = _eager(*leaves)
+    peers = {"torch": _eager, "SDPA": _sdpa}
 
     def backward() -> evoformer_attn.Gradients:
         return evoformer_attn.evoformer_attention_backward(
             grad, query, key, value, output, sums, mask, pair, mask_grad=True, pair_grad=True
         )
 
-    def eager_backward() -> object:
-        return torch.autograd.grad(eager, leaves, grad, retain_graph=True)
+    def gradients(result: Tensor) -> object:
+        return torch.autograd.grad(result, leaves, grad, retain_graph=True)
 
     yield Case(
-        "forward", setting, lambda: evoformer_attn.evoformer_attention(*given), {"torch": lambda: _eager(*given)}
+        "forward",
+        setting,
+        lambda: evoformer_attn.evoformer_attention(*given),
+        {name: partial(peer, *given) for name, peer in peers.items()},
     )
-    yield Case("backward", setting, backward, {"torch": eager_backward}, grad=True)
+    theirs = {name: partial(gradients, peer(*leaves)) for name, peer in peers.items()}
+    yield Case("backward", setting, backward, theirs, grad=True)
 
 
 def _eager(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, pair: Tensor) -> Tensor:
     q, k, v = (x.transpose(-2, -3) for x in (query, key, value))
     scores = q @ k.transpose(-1, -2) * query.shape[-1] ** -0.5 + mask[:, :, None, None] + pair[:, None]
     return (torch.softmax(scores, dim=-1) @ v).transpose(-2, -3)
+
+
+def _sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, pair: Tensor) -> Tensor:
+    q, k, v = (x.transpose(-2, -3) for x in (query, key, value))
+    bias = mask[:, :, None, None] + pair[:, None]
+    return scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(-2, -3)

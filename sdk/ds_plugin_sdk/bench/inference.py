@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ds_plugin_sdk.bench import timing
+from ds_plugin_sdk.bench.eager import tables, turned
 from ds_plugin_sdk.ops import activation, norm, residual, rotary, softmax
 
 HIDDEN, INNER, HEADS, HEAD_DIM = 2048, 8192, 16, 128
@@ -51,7 +52,7 @@ def _pairs(batch: int, tokens: int, keys: int, dtype: torch.dtype) -> Iterator[_
     yield _Pair(
         "pre_layer_norm",
         lambda x, r, w, b, c: norm.pre_layer_norm(x, r, w, b, input_bias=c),
-        lambda x, r, w, b, c: (functional.layer_norm(x + r + c, shape, w, b), x + r + c),
+        lambda x, r, w, b, c: (functional.layer_norm(total := x + r + c, shape, w, b), total),
         (x, r, w, b, w),
     )
     yield _Pair("rms_norm", norm.rms_norm, lambda x, w: functional.rms_norm(x, shape, w, 1e-6), (x, w))
@@ -88,8 +89,9 @@ def _pairs(batch: int, tokens: int, keys: int, dtype: torch.dtype) -> Iterator[_
         (hidden,),
     )
     query = made(batch, tokens, HEADS, HEAD_DIM).transpose(1, 2)
-    cos, sin = rotary.angles(torch.arange(tokens), HEAD_DIM)
-    yield _Pair("rotary", rotary.rotary, _rotary, (query, cos, sin))
+    angles = rotary.angles(torch.arange(tokens), HEAD_DIM)
+    cos, sin = tables(*angles, dtype)
+    yield _Pair("rotary", lambda q: rotary.rotary(q, *angles), lambda q: turned(q, cos, sin), (query,))
     yield _Pair(
         "residual_add_bias_",
         lambda r, x, a, b: residual.residual_add_bias_(r, x, a, b, b, scale=0.5),
@@ -102,10 +104,3 @@ def _pairs(batch: int, tokens: int, keys: int, dtype: torch.dtype) -> Iterator[_
         lambda o, r, c: o.copy_(o * c[HIDDEN:] + r * c[:HIDDEN]),
         (x.clone(), r, torch.full((2 * HIDDEN,), 0.5, dtype=dtype)),
     )
-
-
-def _rotary(query: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """As models have it: both halves of the angles, and the halves of a head exchanged."""
-    c, s = (torch.cat([table, table], dim=-1).unsqueeze(1).to(query.dtype) for table in (cos, sin))
-    first, second = query.chunk(2, dim=-1)
-    return query * c + torch.cat([-second, first], dim=-1) * s

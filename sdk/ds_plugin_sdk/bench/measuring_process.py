@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import signal
 import subprocess
 import sys
 import tempfile
@@ -56,7 +57,8 @@ class MeasuringProcess:
             status = self._process.wait()
             self._said.seek(0)
             said = self._said.read().strip().splitlines()[-1:]
-            raise RuntimeError(f"its process ended with status {status}" + "".join(f": {line}" for line in said))
+            how = f"by a signal ({signal.strsignal(-status)})" if status < 0 else f"with status {status}"
+            raise RuntimeError(f"its process ended {how}" + "".join(f"; it had said: {line}" for line in said))
         return json.loads(answer)
 
     def _answer(self) -> str:

@@ -28,7 +28,13 @@ def run(
         subprocess.TimeoutExpired: it took longer, and has been stopped.
     """
     process = subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=apart
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        encoding="utf-8",
+        errors="replace",
+        start_new_session=apart,
     )
     send = partial(os.killpg if apart else os.kill, process.pid)
     try:

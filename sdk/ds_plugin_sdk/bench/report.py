@@ -88,9 +88,10 @@ def run(
     report = Report(_machine(), _versions(), time.strftime("%Y-%m-%dT%H:%M:%S%z"))
     if resume:
         before = load(file)
-        if (before.machine, before.versions) != (report.machine, report.versions):
+        was, now = ({**each.machine, **each.versions} for each in (before, report))
+        if changed := [f"{name} was {was.get(name)}" for name in now if was.get(name) != now[name]]:
             hint = "start again without --resume"
-            raise SdkError("This run cannot be resumed", why="machine or versions have changed", hint=hint)
+            raise SdkError("This run cannot be resumed", why="; ".join(changed), hint=hint)
         report.date = before.date
         report.results = {
             name: result for name, result in before.results.items() if not result.failed and name not in names

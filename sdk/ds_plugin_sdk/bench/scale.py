@@ -148,29 +148,36 @@ def _wait(top: str, latency: float, event: str, arguments: tuple[Any, ...]) -> N
 def _at_once(count: int, load: Callable[[], str]) -> list[tuple[float, str]]:
     """Seconds and origin of `load` in each of some forks, which wait until all are there."""
     gate, answers = os.pipe(), os.pipe()
-    children = []
-    for _ in range(count):
-        child = os.fork()
-        if child == 0:
-            status = 1
-            try:
-                os.read(gate[0], 1)
-                start = time.perf_counter()
-                origin = load()
-                os.write(answers[1], f"{time.perf_counter() - start} {origin}\n".encode())
-                status = 0
-            finally:
-                os._exit(status)
-        children.append(child)
-    os.write(gate[1], b"." * count)
+    try:
+        children = [_forked(gate, answers, load) for _ in range(count)]
+        os.write(gate[1], b"." * count)
+    finally:
+        os.close(gate[1])  # where one cannot be forked, the others end
     failed = [child for child in children if os.waitpid(child, 0)[1]]
-    for end in (*gate, answers[1]):
+    for end in (gate[0], answers[1]):
         os.close(end)
     with os.fdopen(answers[0]) as said:
         lines = said.read().splitlines()
     if failed:
         raise RuntimeError(f"{len(failed)} of {count} processes failed")
     return [(float(line.split()[0]), line.split()[1]) for line in lines]
+
+
+def _forked(gate: tuple[int, int], answers: tuple[int, int], load: Callable[[], str]) -> int:
+    """A fork that loads once it can read from the gate, and answers."""
+    child = os.fork()
+    if child:
+        return child
+    status = 1
+    try:
+        os.close(gate[1])
+        if os.read(gate[0], 1):
+            start = time.perf_counter()
+            origin = load()
+            os.write(answers[1], f"{time.perf_counter() - start} {origin}\n".encode())
+            status = 0
+    finally:
+        os._exit(status)
 
 
 if __name__ == "__main__":

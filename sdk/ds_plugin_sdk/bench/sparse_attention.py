@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable, Iterator
 
@@ -34,7 +35,7 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def cases(dtype: torch.dtype, compile: bool) -> Iterator[Case]:
-    """The patterns, and torch's SDPA with BigBird's layout as a mask, against SDPA over all keys.
+    """The patterns, and torch's SDPA with BigBird's layout as a mask, against SDPA over all keys, or all earlier ones.
 
     A row's name has the share of blocks that are computed; the first is SDPA over all keys itself. `compile` adds
     nothing: FlexAttention has no backward pass on CPUs.
@@ -42,9 +43,13 @@ def cases(dtype: torch.dtype, compile: bool) -> Iterator[Case]:
     q, k, v, cotangent = (torch.randn(1, HEADS, LENGTH, WIDTH).to(dtype) for _ in range(4))
     qkv = [each.requires_grad_() for each in (q, k, v)]
     for what, attend in _ways().items():
-        yield Case(what, "forward", _forward(attend, qkv), {"SDPA": _forward(scaled_dot_product_attention, qkv)})
-        dense = _both(scaled_dot_product_attention, qkv, cotangent)
-        yield Case(what, "forward+backward", _both(attend, qkv, cotangent), {"SDPA": dense}, grad=True, peak=True)
+        peers = {"SDPA": scaled_dot_product_attention}
+        if what.startswith("fixed"):  # which sees no later keys
+            peers["SDPA, causal"] = functools.partial(scaled_dot_product_attention, is_causal=True)
+        forward = {name: _forward(peer, qkv) for name, peer in peers.items()}
+        both = {name: _both(peer, qkv, cotangent) for name, peer in peers.items()}
+        yield Case(what, "forward", _forward(attend, qkv), forward)
+        yield Case(what, "forward+backward", _both(attend, qkv, cotangent), both, grad=True, peak=True)
 
 
 def _ways() -> dict[str, Attention]:

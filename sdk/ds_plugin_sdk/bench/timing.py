@@ -58,16 +58,20 @@ def spread(values: Sequence[float]) -> Spread:
     return ordered[out], ordered[-1 - out]
 
 
+class LateError(BaseException):
+    """The time is over. No Exception: code that is stopped would take a TimeoutError for one of files, and go on."""
+
+
 @contextlib.contextmanager
 def at_most(seconds: float, what: str) -> Iterator[None]:
-    """Stop what runs for longer, in Python's next step after that; in the main thread alone.
+    """Stop what runs for longer, in Python's next step after that; in the main thread alone. 0 seconds are no limit.
 
     Raises:
-        TimeoutError: the time is over.
+        LateError: the time is over.
     """
 
     def stop(number: int, frame: object) -> None:
-        raise TimeoutError(f"{what} takes more than {seconds:g} s")
+        raise LateError(f"{what} takes more than {seconds:g} s")
 
     before = signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, seconds)

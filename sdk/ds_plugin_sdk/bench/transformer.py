@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ds_plugin_sdk.bench import timing
+from ds_plugin_sdk.bench.eager import tables, turned
 from ds_plugin_sdk.nn import TransformerLayer, rotary
 from ds_plugin_sdk.ops import transformer
 from ds_plugin_sdk.ops.rotary import angles as rotary_angles
@@ -130,11 +131,11 @@ def _activations(batch: int, tokens: int, columns: int, made: _Made) -> Iterator
 
 def _within_attention(batch: int, heads: int, tokens: int, head_dim: int, made: _Made) -> Iterator[_Pair]:
     query, angles = made(batch, heads, tokens, head_dim), rotary_angles(torch.arange(tokens), head_dim)
-    cos, sin = (each.repeat(1, 1, 2).to(query.dtype) for each in angles)
+    cos, sin = tables(*angles, query.dtype)
     yield from _both(
         "rotary embedding",
         lambda q: rotary(q, *angles),
-        functools.partial(_turned, cos=cos, sin=sin),
+        functools.partial(turned, cos=cos, sin=sin),
         (query,),
         (2, 2),
         made(*query.shape),
@@ -149,12 +150,6 @@ def _within_attention(batch: int, heads: int, tokens: int, head_dim: int, made: 
         (3, 3),
         made(batch, heads, tokens, tokens),
     )
-
-
-def _turned(q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding as transformers writes it."""
-    first, second = q.chunk(2, dim=-1)
-    return q * cos + torch.cat([-second, first], dim=-1) * sin
 
 
 def _both(
@@ -177,16 +172,15 @@ def _layers(batch: int, tokens: int, hidden: int, heads: int, dtype: torch.dtype
     torchs = nn.TransformerEncoderLayer(hidden, heads, 4 * hidden, p, gelu, batch_first=True, dtype=dtype)
     x, grad = torch.randn(batch, tokens, hidden).to(dtype), torch.randn(batch, tokens, hidden).to(dtype)
     mask = torch.zeros(batch, 1, 1, tokens, dtype=dtype)
-    full = mask.expand(batch, heads, tokens, tokens).reshape(-1, tokens, tokens)
-    layers = _Masked(ours, mask), _Masked(torchs, full)
+    layers = _Masked(ours, attention_mask=mask), _Masked(torchs, src_key_padding_mask=mask[:, 0, 0])
     yield _Pair(f"layer, p {p}", "layer forward", *layers, [x])
     yield _Pair(f"layer, p {p}", "layer forward+backward", *layers, [x.clone().requires_grad_()], cotangent=grad)
 
 
 class _Masked(nn.Module):
-    def __init__(self, layer: nn.Module, mask: Tensor) -> None:
+    def __init__(self, layer: nn.Module, **mask: Tensor) -> None:
         super().__init__()
         self.layer, self.mask = layer, mask
 
     def forward(self, x: Tensor) -> Any:
-        return self.layer(x, self.mask)
+        return self.layer(x, **self.mask)

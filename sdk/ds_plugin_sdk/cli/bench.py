@@ -16,7 +16,11 @@ from ds_plugin_sdk.cli.console import errors, output, print_json, results_alone,
 from ds_plugin_sdk.cli.needs_torch import needs_torch
 from ds_plugin_sdk.errors import SdkError
 
-bench = typer.Typer(name="bench", help="Measure, side by side with the peers, medians.", no_args_is_help=True)
+bench = typer.Typer(
+    name="bench",
+    help="Measure the SDK beside its peers (torch, DeepSpeed, transformers ...); figures are medians.",
+    no_args_is_help=True,
+)
 
 _JSON = typer.Option(False, "--json", help="Print JSON.")
 
