@@ -73,7 +73,9 @@ def apart(one: list[list[float]], other: list[list[float]]) -> float:
     """The largest difference of two curves, at the steps that both have."""
     values, others = dict(map(tuple, one)), dict(map(tuple, other))
     differences = [abs(values[step] - others[step]) for step in values.keys() & others.keys()]
-    return max(differences) if all(map(math.isfinite, differences)) else math.inf  # max alone can miss a NaN
+    return (
+        max(differences, default=math.inf) if all(map(math.isfinite, differences)) else math.inf
+    )  # max alone can miss a NaN
 
 
 def draw(found: dict[str, Curves], file: Path) -> None:

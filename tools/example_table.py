@@ -24,7 +24,7 @@ import side_by_side  # noqa: E402  # found by the line above
 
 OUT = Path("out/examples")
 PAGE = ROOT / "examples" / "README.md"
-HEADING = "## As they came"
+HEADING = "## Results of the last run"
 ERROR = re.compile(r"^(?:\[rank\d+\]: *)?(?:\w+\.)*(\w*(?:Error|Exception): .*)", re.MULTILINE)
 
 
@@ -67,6 +67,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[""], metavar="PART", help="examples with this in their names")
     chosen = parser.parse_args().only
+    if not any(part in example.name for example in EXAMPLES for part in chosen):
+        parser.error(f"no example has {', '.join(chosen)} in its name")
     rows = []
     for example in EXAMPLES:
         kept = OUT / example.name / "row.json"
@@ -109,8 +111,9 @@ def measure(example: Example, name: str) -> tuple[str, str]:
     used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     log = (folder / "log.txt").read_text(encoding="utf-8")
     if status == 0:
-        match = list(re.finditer(example.says, log))[-1]
-        result = " ".join((match[1] if match.re.groups else match[0]).split())
+        matches = list(re.finditer(example.says, log))
+        words = [match[1] if match.re.groups else match[0] for match in matches[-1:]] or ["its result was not said"]
+        result = " ".join(words[0].split())
     else:
         result = next(iter(ERROR.findall(log)), f"exit status {status}")
     print(f"{example.name} on {name}: exit status {status}, {seconds:.0f} s ({used:.0f}), {result}", flush=True)

@@ -99,7 +99,9 @@ def run(checkout: Path, what: Sequence[str], weights: str, jobs: int) -> Ends:
         settings = {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", WEIGHTS: weights, RESULTS: str(results)}
         options = ["-q", "-p", "no:cacheprovider", "--timeout", str(SECONDS), "-n", str(jobs), "-k", LEFT_OUT]
         command = [sys.executable, "-m", "pytest", "-p", Path(__file__).stem, *options, f"@{asked}"]
-        subprocess.run(command, cwd=checkout, env={**os.environ, **settings}, stdout=sys.stderr, check=False)
+        done = subprocess.run(command, cwd=checkout, env={**os.environ, **settings}, stdout=sys.stderr, check=False)
+        if done.returncode not in (0, 1):
+            sys.exit(f"pytest ended with status {done.returncode}: not all tests have run")
         ends: Ends = {}
         for line in results.read_text(encoding="utf-8").splitlines():
             name, end = json.loads(line)

@@ -326,6 +326,8 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[""], metavar="PART", help="launchers with this in their names")
     parser.add_argument("--table", type=Path, help="the page whose rows of these launchers are written")
     options = parser.parse_args()
+    if not any(part in case.name for case in CASES for part in options.only):
+        parser.error(f"no launcher has {', '.join(options.only)} in its name")
     # The first process of its namespaces gets no signal that it does not handle.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     cluster = Cluster()

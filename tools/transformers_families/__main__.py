@@ -28,6 +28,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import transformers
 
+from ds_plugin_sdk.bench.timing import LateError
 from transformers_families.compare import Verdict, examine, examine_compiled, quantized, short
 from transformers_families.models import families
 
@@ -38,7 +39,7 @@ SECONDS = 120  # of this process, not of the clock
 @contextlib.contextmanager
 def _time_limit() -> Iterator[None]:
     def stop(*_: object) -> None:
-        raise TimeoutError(f"more than {SECONDS} s")
+        raise LateError(f"more than {SECONDS} s")
 
     before = signal.signal(signal.SIGPROF, stop)
     signal.setitimer(signal.ITIMER_PROF, SECONDS)
@@ -109,6 +110,8 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)  # the models are tiny: threads would only wait for each other
     transformers.logging.set_verbosity_error()
+    if unknown := set(options.names) - {family.name for family in families()}:
+        parser.error(f"there are no families {', '.join(sorted(unknown))}")
     done = {}
     if options.results is not None and options.results.exists():
         for line in options.results.read_text().splitlines():
@@ -121,8 +124,8 @@ def main() -> None:
         try:
             with _time_limit():
                 verdict = examine_compiled(family) if options.compile else examine(family)
-        except TimeoutError as error:
-            verdict = Verdict(family.name, family.kind, "not made", notes=[short(error)])
+        except LateError as error:
+            verdict = Verdict(family.name, family.kind, "DIFFERENT", notes=[short(error)])
         except Exception as error:  # ours
             verdict = Verdict(family.name, family.kind, "DIFFERENT", notes=[short(error)])
         done[key] = verdict
