@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_plugin_sdk import comm
+from ds_plugin_sdk import comm, registry
 from ds_plugin_sdk.integrations.deepspeed import collectives
 from launchers import LAUNCHERS, launch
 
@@ -112,6 +112,7 @@ def test_who_has_deepspeeds_op_keeps_it(
         def _reduce_op(self, op: Any) -> Any:
             return f"torch's {op}"
 
+    monkeypatch.setattr(registry, "current", lambda: "a plugin's accelerator")
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: ranks)
     monkeypatch.setattr(comm, "all_reduce", lambda *arguments: calls.append(("the SDK", *arguments)))
     collectives.replace(SimpleNamespace(TorchBackend=TorchBackend))  # type: ignore[arg-type]  # has what is read of DeepSpeed's module

@@ -58,8 +58,8 @@ def in_use() -> Any:
 
 
 def when_used(change: Callable[[ModuleType], None], module: ModuleType) -> None:
-    """Change a module of DeepSpeed's: now, or, with ``DS_PLUGIN_AUTOLOAD=0``, once a plugin's accelerator is set."""
-    if settings.autoload or registry.current() is not None:
+    """Change a module of DeepSpeed's once a plugin's accelerator is used: now, or when one is set."""
+    if registry.current() is not None:
         change(module)
     else:
         once = functools.cache(functools.partial(change, module))
