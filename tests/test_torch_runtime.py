@@ -57,13 +57,38 @@ def cases(*patterns: str) -> list[str]:
     return [word for pattern in patterns for word in ("-k", pattern)]
 
 
-@pytest.mark.parametrize(("name", "files"), [("xpu", "renderD[0-9]*"), ("npu", "davinci[0-9]*"), ("zap", "zap[0-9]*")])
-def test_its_probe_imports_no_torch_and_finds_no_device_here(name: str, files: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "files", "variable"),
+    [
+        ("xpu", "renderD[0-9]*", "ZE_AFFINITY_MASK"),
+        ("npu", "davinci[0-9]*", "ASCEND_RT_VISIBLE_DEVICES"),
+        ("zap", "zap[0-9]*", "ZAP_VISIBLE_DEVICES"),
+    ],
+)
+def test_its_probe_imports_no_torch_and_finds_no_device_here(
+    name: str, files: str, variable: str, tmp_path: Path
+) -> None:
     project = generate(Project(name, runtime="torch", output=tmp_path))
     program = f"import sys, ds_plugin_{name} as p; print(p.probe()); assert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", program], cwd=project, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert files in done.stdout or done.stdout.startswith("available")
+    program = f"""
+import ds_plugin_{name} as p
+p.DEVICE_FILES = "device[0-9]"
+print(p.probe().devices)
+"""
+    for number in range(4):
+        (project / f"device{number}").touch()
+    counted = subprocess.run(
+        [sys.executable, "-c", program],
+        check=True,
+        cwd=project,
+        env={**os.environ, variable: "0,2"},
+        capture_output=True,
+        text=True,
+    )
+    assert counted.stdout.split() == ["2"]
 
 
 # Where a device of torch's own says least: what TorchAccelerator asks of the module and of torch.accelerator.

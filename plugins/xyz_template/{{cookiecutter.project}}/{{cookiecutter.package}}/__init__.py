@@ -24,18 +24,21 @@ def probe() -> Probe:
 # The driver's files, one for each device. Replace it by what your driver makes, or by its management library.
 DEVICE_FILES = "{{ {'hpu': '/dev/accel/accel[0-9]*', 'npu': '/dev/davinci[0-9]*', 'xpu': '/dev/dri/renderD[0-9]*'}.get(cookiecutter.name, '/dev/' ~ cookiecutter.name ~ '[0-9]*') }}"
 
+# The variable by which the driver hides devices, and a launcher those of other ranks.
+VISIBLE_DEVICES = "{{ {'npu': 'ASCEND_RT_VISIBLE_DEVICES', 'xpu': 'ZE_AFFINITY_MASK'}.get(cookiecutter.name, cookiecutter.device_type|upper ~ '_VISIBLE_DEVICES') }}"
+
 
 def probe() -> Probe:
     """Whether the device can be used by this process: without torch, whose import takes seconds.
 
-    Devices that `visible_devices_envs()` of the accelerator hide do not count.
+    Devices that the variable hides do not count.
     """
     from ds_plugin_sdk.settings import visible_devices
 
     devices = len(glob.glob(DEVICE_FILES))
     if not devices:
         return Probe.absent(f"no {DEVICE_FILES}: is the driver loaded?")
-    count = visible_devices("{{ cookiecutter.device_type|upper }}_VISIBLE_DEVICES", devices)
+    count = visible_devices(VISIBLE_DEVICES, devices)
     return Probe.available(devices=count) if count else Probe.absent("all devices are hidden")
 {% endif %}
 

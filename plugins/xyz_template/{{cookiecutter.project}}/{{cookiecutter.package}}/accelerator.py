@@ -18,6 +18,8 @@ class {{ cookiecutter.prefix }}_Accelerator(TorchAccelerator):
 {%- else -%}
 from ds_plugin_sdk import TorchAccelerator
 
+from {{ cookiecutter.package }} import VISIBLE_DEVICES
+
 # Import the torch extension that adds torch.{{ cookiecutter.device_type }} here, unless torch has the device itself or loads the
 # extension by its entry point.
 
@@ -25,4 +27,5 @@ from ds_plugin_sdk import TorchAccelerator
 class {{ cookiecutter.prefix }}_Accelerator(TorchAccelerator):
     device_type = "{{ cookiecutter.device_type }}"
     op_builders = "{{ cookiecutter.package }}.op_builder"
+    visible_devices_env = VISIBLE_DEVICES
 {%- endif %}
