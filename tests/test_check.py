@@ -202,7 +202,8 @@ def test_what_is_called_as_a_file_and_is_none_is_passed_over(tmp_path: Path) -> 
 
 
 def test_a_path_that_does_not_exist_is_an_error(sdk: Run, tmp_path: Path) -> None:
-    assert "does not exist" in sdk("check", str(tmp_path / "gone.py"), status=1)
+    said = sdk("check", str(tmp_path / "gone.py"), status=1)
+    assert "does not exist" in said and "-> name Python files" in said
 
 
 def test_the_examples_are_not_bound_to_cuda() -> None:

@@ -462,7 +462,7 @@ def test_list_does_not_ask_what_ds_plugins_excludes(
 ) -> None:
     install("zap", body="raise AssertionError('imported')")
     monkeypatch.setenv("DS_PLUGINS", "cpu")
-    assert re.search(r"zap +ds-plugin-zap 1.0 +excluded: DS_PLUGINS does not list it", sdk("list"))
+    assert re.search(r"zap +ds-plugin-zap 1.0 +skipped: DS_PLUGINS does not list it", sdk("list"))
 
 
 def test_prune_wants_to_know_what(sdk: Run) -> None:

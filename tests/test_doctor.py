@@ -73,6 +73,7 @@ def test_hosts_that_are_well_and_alike_have_one_line_a_check() -> None:
         ({"versions": {**WELL.versions, "torch": "2.11.0"}}, "torch", "fails", "pip install torch==2.13.0"),
         ({"versions": {**WELL.versions, "python": "3.10.1"}}, "python", "fails", "the first host has 3.11.7"),
         ({"deepspeed_why": "ImportError: no 'log'"}, "deepspeed", "fails", "releases that fit each other"),
+        ({"deepspeed_why": "ValueError: DS_ACCELERATOR must be"}, "deepspeed", "fails", "unset DS_ACCELERATOR"),
         ({"plugin": "cpu"}, "plugin", "fails", "the first host uses 'zap': `sdk list --explain` on both"),
         ({"plugin": "", "plugin_why": "no /dev/zap"}, "plugin", "fails", "`sdk list --explain` on both"),
         ({"plugin": "", "deepspeeds_own": True}, "plugin", "fails", "`sdk list --explain` on both"),

@@ -25,6 +25,7 @@ OTHERS = {
     "only supported on CUDA GPUs": ("lightning", "pytorch/strategies/deepspeed.py"),
     "Can't instantiate abstract class": None,  # Python's own
     "No module named 'mpi4py'": None,
+    "No module named 'hatchling'": None,
 }
 
 

@@ -20,6 +20,7 @@ All of them raise:
     BuildError: that rank is this one.
     InvalidTensorError: the ranks call different collectives, or their tensors differ in size, or in dtype if they are
         added up.
+    ValueError: there is no process group yet (torch's error): call `torch.distributed.init_process_group` first.
 """
 
 from __future__ import annotations
@@ -62,6 +63,9 @@ def all_reduce(tensor: Tensor, op: ReduceOp.RedOpType = ReduceOp.SUM, group: Pro
         tensor: any shape, the same on all ranks of the group, as is its dtype.
         op: the reduction.
         group: its ranks, None for all.
+
+    Raises:
+        CollectiveError, BuildError, InvalidTensorError, ValueError: as the module says.
     """
     if not shared_all_reduce(tensor, op, group):
         distributed.all_reduce(tensor, op=op, group=group)
@@ -74,6 +78,9 @@ def all_gather_into_tensor(output: Tensor, input: Tensor, group: ProcessGroup | 
         output: as large as the inputs of all ranks; this rank's may be in its place there.
         input: the same size and dtype on all ranks of the group.
         group: its ranks, None for all.
+
+    Raises:
+        CollectiveError, BuildError, InvalidTensorError, ValueError: as the module says.
     """
     if not shared_all_gather(output, input, group):
         distributed.all_gather_into_tensor(output, input, group=group)
@@ -89,6 +96,9 @@ def reduce_scatter_tensor(
         input: as large as the parts of all ranks, the same size and dtype on all of them. Modified only as `output` is.
         op: the reduction.
         group: its ranks, None for all.
+
+    Raises:
+        CollectiveError, BuildError, InvalidTensorError, ValueError: as the module says.
     """
     if not shared_reduce_scatter(output, input, op, group):
         distributed.reduce_scatter_tensor(output, input, op=op, group=group)

@@ -14,6 +14,7 @@
     │   ├── CompileError                            the compiler or linker failed
     │   ├── CompileForbiddenError                   settings forbid compiling, and nothing prebuilt or cached fits
     │   └── ArtifactError                           a binary is damaged, foreign, or cannot be loaded
+    ├── MissingLibraryError         (ImportError)   a library that an integration is for is not here, or too old
     ├── HostfileError               (ValueError)    a hostfile cannot be used
     ├── SourceError                 (ValueError)    a source cannot be read, or is not Python
     ├── ScaffoldError                               a project cannot be generated
@@ -124,6 +125,10 @@ class CompileForbiddenError(BuildError):
 
 class ArtifactError(BuildError):
     """A binary is damaged, belongs to another machine, or cannot be loaded."""
+
+
+class MissingLibraryError(SdkError, ImportError):
+    """The library that an integration is for is not installed, or is older than the integration needs."""
 
 
 class HostfileError(SdkError, ValueError):

@@ -197,7 +197,9 @@ def python_files(paths: Sequence[Path]) -> list[Path]:
     """The files themselves, and all `.py` files below the folders."""
     for path in paths:
         if not path.exists():
-            raise SourceError("a source cannot be checked", why=f"{path} does not exist")
+            raise SourceError(
+                "a source cannot be checked", why=f"{path} does not exist", hint="name Python files, or folders of them"
+            )
     return [file for path in paths for file in _below(path)]
 
 
@@ -212,7 +214,8 @@ def read_source(file: Path) -> str:
         with tokenize.open(file) as stream:
             return stream.read()
     except (OSError, SyntaxError, UnicodeDecodeError) as error:
-        raise SourceError("a source cannot be checked", why=f"{file}: {error}") from error
+        hint = "check files of Python that this user can read, in the encoding that they state"
+        raise SourceError("a source cannot be checked", why=f"{file}: {error}", hint=hint) from error
 
 
 def check_source(text: str, file: str) -> list[Finding]:

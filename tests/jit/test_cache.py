@@ -77,6 +77,14 @@ def test_a_change_taken_back_is_a_hit(project: Project, counting: CountingCompil
     assert counting.count() == 2
 
 
+def test_a_reason_that_two_builds_share_is_told_once(project: Project) -> None:
+    header = project.root / "answer.h"
+    for number in (1, 2, 3):
+        header.write_text(f"#define ANSWER {number}\n")
+        told = acquire(project.spec()).reason
+    assert told.count("header $test/answer.h changed") == 1
+
+
 def test_own_headers_are_read_even_when_their_time_stamps_lie(project: Project) -> None:
     header = project.root / "answer.h"
     acquire(project.spec())

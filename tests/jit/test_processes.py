@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import logging
 import os
@@ -72,7 +73,8 @@ def hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("CXX", str(script(tmp_path / "hanging-c++", body)))
     yield pid
     if pid.exists():
-        os.kill(int(pid.read_text()), signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # it ends with the builder that started it
+            os.kill(int(pid.read_text()), signal.SIGKILL)
 
 
 def test_a_killed_builder_holds_nobody_up(project: Project, hanging: Path, spawn: Spawn, tmp_path: Path) -> None:

@@ -308,7 +308,7 @@ def test_a_cache_open_to_everybody_is_not_used(project: Project, private_root: P
     cache.root().chmod(0o777)
     built = acquire(project.spec())
     assert (built.origin, built.path.is_relative_to(private_root)) == ("compiled", True)
-    assert "can be written by everybody" in built.reason
+    assert "can be written by everybody (`chmod o-w` it)" in built.reason
     assert any("can be written by everybody" in line for line in explain(project.spec()))
 
 

@@ -72,6 +72,7 @@ class CPU_Accelerator(DeepSpeedAccelerator):
         return "cpu"
 
     def device(self, device_index: int | None = None) -> torch.device:
+        """The CPU, whatever is given: torch has one. A device of another kind is no error here."""
         return _CPU
 
     def device_count(self) -> int:

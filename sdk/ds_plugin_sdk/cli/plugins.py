@@ -70,7 +70,7 @@ def _row(candidates: list[Candidate]) -> tuple[str, str, str, str]:
     except PluginConflictError as error:
         return first.name, ", ".join(map(str, candidates)), f"broken: {error.why}", ""
     if not registry.allowed(candidate.name):
-        return candidate.name, str(candidate), "excluded: DS_PLUGINS does not list it", ""
+        return candidate.name, str(candidate), "skipped: DS_PLUGINS does not list it", ""
     probe = candidate.probe()
     priority = "" if probe.state == "broken" else str(candidate.manifest.priority)
     return candidate.name, str(candidate), str(probe), priority

@@ -113,11 +113,12 @@ class Fuzzer:
             raise ConformanceError(
                 f"there is no op {min(unknown)!r} to fuzz",
                 why="it is none of the SDK's ops; a plugin's own have no reference to be held against",
-                hint="sdk conformance PLUGIN --op tries a plugin's own; sdk conformance --list has ops and dtypes",
+                hint="sdk conformance NAME --op tries a plugin's own; sdk conformance NAME --list has ops and dtypes",
             )
         if unknown := {*dtypes} - {name_of(dtype) for op in op_info.infos() for dtype in op.dtypes}:
             raise ConformanceError(
-                f"there is no op of dtype {min(unknown)!r} to fuzz", hint="sdk conformance --list has ops and dtypes"
+                f"there is no op of dtype {min(unknown)!r} to fuzz",
+                hint="sdk conformance NAME --list has ops and dtypes",
             )
         known = self._start(ops)
         chosen = [
@@ -127,7 +128,7 @@ class Fuzzer:
             if dtype in (dtypes or known) and op.name in (ops or (op.name,))
         ]
         if not chosen:
-            raise ConformanceError("no op is left to try", hint="sdk conformance --list has ops and dtypes")
+            raise ConformanceError("no op is left to try", hint="sdk conformance NAME --list has ops and dtypes")
         tally, end = Tally(), time.monotonic() + seconds
         failed: Counter[str] = Counter()
         for number in itertools.count(seed):

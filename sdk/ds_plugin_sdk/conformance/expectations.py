@@ -86,7 +86,7 @@ class Expectations:
         unknown = [entry for entry in self.entries if not any(matches(entry.check, item.id) for item in items)]
         return [
             *(
-                f"{self.path}: no case is called '{entry.check}' (sdk conformance --list has the ids)"
+                f"{self.path}: no case is called '{entry.check}' (sdk conformance NAME --list has the ids)"
                 for entry in unknown
             ),
             *(f"{self.path}: '{entry.check}' was expected to fail until {entry.until}" for entry in self._expired()),

@@ -41,7 +41,7 @@ class Selection:
             there = {item.parameters.get(parameter) for item in items}
             if unknown := [each for each in wanted if each not in there]:
                 raise ConformanceError(
-                    f"no case has the {parameter} {unknown[0]!r}", hint="sdk conformance --list has ops and dtypes"
+                    f"no case has the {parameter} {unknown[0]!r}", hint="sdk conformance NAME --list has ops and dtypes"
                 )
         named = {item.id for pattern in self.patterns for item in _named(pattern, items)}
         return [

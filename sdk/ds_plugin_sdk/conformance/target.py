@@ -56,6 +56,7 @@ class Target:
 
     @property
     def device_type(self) -> str:
+        """torch's name of the device."""
         return str(self.accelerator.device_name())
 
     @property

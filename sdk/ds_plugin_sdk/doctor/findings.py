@@ -101,6 +101,8 @@ def _versions(facts: Facts, first: Facts) -> Iterator[_Row]:
             yield package, "fails", here, f"pip install {package}"
         elif package == "deepspeed" and facts.deepspeed_why:
             todo = f"releases that fit each other: {DOCUMENTATION}/faq.md has those of DeepSpeed and torch"
+            if "DS_ACCELERATOR" in facts.deepspeed_why:  # set to nothing, which DeepSpeed takes for a name
+                todo = "unset DS_ACCELERATOR, or name an accelerator that is installed"
             yield package, "fails", f"{here} cannot be imported: {facts.deepspeed_why}", todo
         else:
             yield package, "ok", here, ""

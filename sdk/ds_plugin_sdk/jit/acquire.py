@@ -172,7 +172,8 @@ class _Choice:
 
     def take(self, origin: Origin, search: Search, why: str) -> bool:
         """Note the outcome of a search; true if it ends the choosing."""
-        self.trail += [f"{origin}: {reason}" for reason in search.reasons]
+        said = dict.fromkeys(f"{origin}: {reason}" for reason in search.reasons)  # several builds may have one
+        self.trail += [each for each in said if each not in self.trail]
         if search.path is None:
             return False
         self.origin, self.found, self.record = origin, search.path, search.record

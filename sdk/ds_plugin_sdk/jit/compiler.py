@@ -87,7 +87,8 @@ def _absolute(command: Sequence[str]) -> tuple[str, ...]:
     first, *rest = command
     program = shutil.which(first)
     if program is None:
-        raise ToolchainError(f"compiler {first!r} was not found", why="no such program on PATH")
+        hint = "install it, or put its folder on PATH"
+        raise ToolchainError(f"compiler {first!r} was not found", why="no such program on PATH", hint=hint)
     behind = _absolute(rest) if rest and Path(first).name in LAUNCHERS else tuple(rest)
     return str(Path(program).absolute()), *behind  # with links: a compiler may go by the name that it is called by
 

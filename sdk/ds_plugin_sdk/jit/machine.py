@@ -56,7 +56,14 @@ class Torch:
 
 @dataclass(frozen=True)
 class Machine:
-    """What a binary is built for."""
+    """What a binary is built for.
+
+    Attributes:
+        target: architecture, and level of the CPU.
+        torch: the torch whose headers and libraries are used.
+        python_include: folder of Python's headers.
+        python_abi: the interface of Python that a pybind11 module depends on, ``SOABI``.
+    """
 
     target: CpuTarget
     torch: Torch

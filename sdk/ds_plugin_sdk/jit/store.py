@@ -286,7 +286,7 @@ def exposed(folder: Path) -> str:
 
 def _open_to_others(path: Path, state: os.stat_result) -> str:
     if state.st_mode & stat.S_IWOTH:
-        return f"{path} can be written by everybody"
+        return f"{path} can be written by everybody (`chmod o-w` it)"
     if state.st_mode & stat.S_IWGRP and not settings.cache_trust_group and not _is_own_group(state.st_gid):
         return f"{path} can be written by its group (`chmod g-w` it, or set DS_PLUGIN_CACHE_TRUST_GROUP=1)"
     return ""

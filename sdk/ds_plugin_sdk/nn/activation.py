@@ -20,6 +20,12 @@ def gelu(input: Tensor, approximate: str = "none") -> Tensor:
     Args:
         input: any shape.
         approximate: ``none``, by the error function, or ``tanh``.
+
+    Returns:
+        Input's shape and dtype.
+
+    Raises:
+        RuntimeError: `approximate` is something else, or the dtype is not a floating-point one (torch's errors).
     """
     traced = not isinstance(input, Tensor)  # by torch.fx: it has no device to ask
     if approximate in ("none", "tanh") and not traced and not is_autocast(input.device.type):
@@ -34,8 +40,14 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     pass, and nothing else. All other calls are torch's ``silu`` and product, as in `ds_plugin_sdk.nn.rms_norm`.
 
     Args:
-        gate: ``[..., columns]``.
-        up: the shape and dtype of gate.
+        gate: ``[..., columns]``, a floating-point dtype.
+        up: the shape and dtype of gate; what broadcasts with it is torch's product.
+
+    Returns:
+        The shape and dtype of gate.
+
+    Raises:
+        RuntimeError: the shapes do not broadcast (torch's error).
     """
     return GATE(gate, up, activation="silu")
 
@@ -43,8 +55,12 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 def geglu(gate: Tensor, up: Tensor, approximate: str = "none") -> Tensor:
     """``gelu(gate) * up`` (Shazeer 2020), as Gemma's feed-forward layers have it; arguments as in `swiglu`, `gelu`.
 
+    Returns:
+        The shape and dtype of gate.
+
     Raises:
         ValueError: `approximate` is neither ``none`` nor ``tanh``.
+        RuntimeError: the shapes do not broadcast (torch's error).
     """
     if approximate not in ("none", "tanh"):
         raise ValueError(f"geglu: approximate={approximate!r}; expected 'none' or 'tanh'")

@@ -34,6 +34,10 @@ def rms_norm(
 
     Returns:
         Input's shape and dtype.
+
+    Raises:
+        RuntimeError: `normalized_shape` is not that of input's last dimensions, or `weight` is of another (torch's
+            errors).
     """
     if (
         isinstance(input, Tensor)  # what torch.fx traces has no shape to compare

@@ -45,6 +45,9 @@ class SparsityConfig:
 
         Returns:
             int64 ``[num_heads, seq_len // block, seq_len // block]`` on the host.
+
+        Raises:
+            ValueError: `seq_len` is no multiple of `block`, or has fewer blocks than the pattern asks for.
         """
         if seq_len % self.block:
             raise ValueError(f"the sequence has {seq_len} tokens; expected a multiple of the block, {self.block}")
@@ -69,7 +72,11 @@ class SparsityConfig:
 
 
 class DenseSparsityConfig(SparsityConfig):
-    """All blocks: for comparison."""
+    """All blocks: for comparison.
+
+    Args:
+        num_heads, block, different_layout_per_head: as in `SparsityConfig`.
+    """
 
     def _head_layout(self, head: int, blocks: int) -> Tensor:
         return torch.ones(blocks, blocks, dtype=torch.bool)

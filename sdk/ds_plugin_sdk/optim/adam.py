@@ -27,6 +27,7 @@ class FusedAdam(FusedOptimizer):
         options: torch's other options, accepted where they change no result, as ``foreach`` and ``amsgrad=False`` do.
 
     Raises:
+        TypeError: the namesake in `torch.optim` has no such option either.
         ValueError: an option is out of range.
         UnsupportedOptionError: an option of torch's, here or in a group, would change the result.
     """

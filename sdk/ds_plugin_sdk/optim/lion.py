@@ -24,6 +24,7 @@ class FusedLion(FusedOptimizer):
         options: torch's other options, accepted where they change no result, as ``foreach`` and ``amsgrad=False`` do.
 
     Raises:
+        TypeError: torch's optimizers have no such option either.
         ValueError: an option is out of range.
         UnsupportedOptionError: an option of torch's, here or in a group, would change the result.
     """

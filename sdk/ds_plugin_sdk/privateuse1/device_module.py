@@ -75,16 +75,20 @@ class DeviceModule(ModuleType):
 
     # ------------------------------------------------------------------ devices
     def is_available(self) -> bool:
+        """Whether this process sees a device."""
         return self.device_count() > 0
 
     def device_count(self) -> int:
+        """How many devices this process sees."""
         # torch.accelerator.device_count() would ask this very function.
         return torch._C._accelerator_hooks_device_count()
 
     def current_device(self) -> int:
+        """The number of the current device."""
         return torch.accelerator.current_device_index()
 
     def set_device(self, device: DeviceLike) -> None:
+        """Make a device current."""
         torch.accelerator.set_device_index(self._index(device))
 
     def synchronize(self, device: DeviceLike = None) -> None:
@@ -92,12 +96,15 @@ class DeviceModule(ModuleType):
         torch.accelerator.synchronize(self._index(device))
 
     def get_device_name(self, device: DeviceLike = None) -> str:
+        """The device type's name, with the device's number."""
         return f"{self.device_type} ({self._index(device)})"
 
     def get_device_properties(self, device: DeviceLike = None) -> SimpleNamespace:
+        """`name`, and `total_memory` in bytes."""
         return SimpleNamespace(name=self.get_device_name(device), total_memory=self.mem_get_info(device)[1])
 
     def get_device_capability(self, device: DeviceLike = None) -> dict[str, Any]:
+        """What `torch.accelerator.get_device_capability` says of it."""
         return torch.accelerator.get_device_capability(self._index(device))
 
     def _device_context(self) -> type[torch.accelerator.device_index]:
@@ -119,6 +126,7 @@ class DeviceModule(ModuleType):
     _initialized = True  # read by torch.utils.checkpoint, which otherwise leaves the device's random numbers alone
 
     def is_initialized(self) -> bool:
+        """True: `install` has started the device."""
         return True
 
     def _is_in_bad_fork(self) -> bool:
@@ -130,20 +138,25 @@ class DeviceModule(ModuleType):
     # ------------------------------------------------------------------ streams and events
     # Functions and not classes: torch.Event.wait() and elapsed_time() take objects of exactly torch's types.
     def Stream(self, device: DeviceLike = None, priority: int = 0, **identity: int) -> torch.Stream:
+        """A new stream of a device; of one that exists, given the ids that make its identity, the same stream."""
         if identity:
             return torch.Stream(**identity)
         return torch.Stream(device=torch.device(self.device_type, self._index(device)), priority=priority)
 
     def Event(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> torch.Event:
+        """A new event of the device. `interprocess` is not supported, and has no effect."""
         return torch.Event(torch.device(self.device_type), enable_timing=enable_timing, blocking=blocking)
 
     def current_stream(self, device: DeviceLike = None) -> torch.Stream:
+        """The stream that work of this thread goes to."""
         return torch.accelerator.current_stream(self._index(device))
 
     def default_stream(self, device: DeviceLike = None) -> torch.Stream:
+        """The stream that is current where no other was set."""
         return torch.Stream(stream_id=0, device_index=self._index(device), device_type=_PRIVATEUSE1)
 
     def set_stream(self, stream: torch.Stream) -> None:
+        """Make a stream current, and its device."""
         torch.accelerator.set_stream(stream)
 
     # ------------------------------------------------------------------ random numbers
@@ -153,60 +166,78 @@ class DeviceModule(ModuleType):
 
     @property
     def default_generators(self) -> tuple[torch.Generator, ...]:
+        """The generator of each device."""
         return tuple(self._generator(index) for index in range(self.device_count()))
 
     def manual_seed(self, seed: int) -> None:
+        """Seed the current device's generator."""
         self._generator().manual_seed(int(seed))
 
     def manual_seed_all(self, seed: int) -> None:
+        """Seed the generators of all devices."""
         for generator in self.default_generators:
             generator.manual_seed(int(seed))
 
     def seed(self) -> int:
+        """Seed the current device's generator with a random number, which is returned."""
         return self._generator().seed()
 
     def seed_all(self) -> None:
+        """Seed the generators of all devices with one random number."""
         self.manual_seed_all(self.seed())
 
     def initial_seed(self) -> int:
+        """The seed of the current device's generator."""
         return self._generator().initial_seed()
 
     def get_rng_state(self, device: DeviceLike = None) -> torch.Tensor:
+        """The state of a device's generator, uint8 on the host."""
         return self._generator(device).get_state()
 
     def set_rng_state(self, new_state: torch.Tensor, device: DeviceLike = None) -> None:
+        """Set the state of a device's generator."""
         self._generator(device).set_state(new_state.cpu())
 
     def get_rng_state_all(self) -> list[torch.Tensor]:
+        """The states of the generators of all devices."""
         return [generator.get_state() for generator in self.default_generators]
 
     def set_rng_state_all(self, new_states: list[torch.Tensor]) -> None:
+        """Set the states of the generators of all devices."""
         for index, state in enumerate(new_states):
             self.set_rng_state(state, index)
 
     # ------------------------------------------------------------------ memory
     def empty_cache(self) -> None:
+        """Give back the memory that the caching allocator keeps and nobody uses."""
         torch.accelerator.empty_cache()
 
     def memory_stats(self, device: DeviceLike = None) -> dict[str, Any]:
+        """The caching allocator's statistics, by names as in `torch.cuda.memory_stats`."""
         return torch.accelerator.memory_stats(self._index(device))
 
     def memory_allocated(self, device: DeviceLike = None) -> int:
+        """Bytes of a device that tensors have."""
         return torch.accelerator.memory_allocated(self._index(device))
 
     def max_memory_allocated(self, device: DeviceLike = None) -> int:
+        """The most of these since `reset_peak_memory_stats`."""
         return torch.accelerator.max_memory_allocated(self._index(device))
 
     def memory_reserved(self, device: DeviceLike = None) -> int:
+        """Bytes of a device that the caching allocator has."""
         return torch.accelerator.memory_reserved(self._index(device))
 
     def max_memory_reserved(self, device: DeviceLike = None) -> int:
+        """The most of these since `reset_peak_memory_stats`."""
         return torch.accelerator.max_memory_reserved(self._index(device))
 
     def reset_peak_memory_stats(self, device: DeviceLike = None) -> None:
+        """Begin to count the largest numbers anew."""
         torch.accelerator.reset_peak_memory_stats(self._index(device))
 
     def reset_accumulated_memory_stats(self, device: DeviceLike = None) -> None:
+        """Begin to count allocations anew."""
         torch.accelerator.reset_accumulated_memory_stats(self._index(device))
 
     def mem_get_info(self, device: DeviceLike = None) -> tuple[int, int]:
@@ -215,7 +246,9 @@ class DeviceModule(ModuleType):
 
     # ------------------------------------------------------------------ autocast
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        """The dtypes of `torch.autocast`."""
         return [torch.bfloat16, torch.float16]
 
     def is_bf16_supported(self, including_emulation: bool = True) -> bool:
+        """True; in which types a device trains, the accelerator says by `supported_dtypes`."""
         return True

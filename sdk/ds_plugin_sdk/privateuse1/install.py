@@ -79,18 +79,24 @@ def runtime_library() -> ctypes.CDLL | None:
 
 
 def fallback_counts() -> dict[str, int]:
-    """How often the CPU computed each op for the device since the start, most frequent first: what to write next."""
+    """How often the CPU computed each op for the device since the start, most frequent first: what to write next.
+
+    Empty before `install`.
+    """
     import torch
 
+    if installed_name() is None:
+        return {}
     counts: dict[str, int] = dict(torch.ops.ds_device.fallback_counts())
     return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
 
 
 def reset_fallback_counts() -> None:
-    """Restart the counts."""
+    """Restart the counts, if there are any."""
     import torch
 
-    torch.ops.ds_device.reset_fallback_counts()
+    if installed_name() is not None:
+        torch.ops.ds_device.reset_fallback_counts()
 
 
 def _check_name(name: str) -> None:

@@ -14,8 +14,19 @@ layers get another ``forward`` on the instance; no class is changed. ``print(acc
 
 from __future__ import annotations
 
-from ds_plugin_sdk.integrations.transformers._accelerate import Accelerated, accelerate
-from ds_plugin_sdk.integrations.transformers.attention import ATTENTION, attention_forward, register_attention
-from ds_plugin_sdk.integrations.transformers.families import FAMILIES
+from ds_plugin_sdk.errors import MissingLibraryError
+
+try:
+    from ds_plugin_sdk.integrations.transformers._accelerate import Accelerated, accelerate
+    from ds_plugin_sdk.integrations.transformers.attention import ATTENTION, attention_forward, register_attention
+    from ds_plugin_sdk.integrations.transformers.families import FAMILIES
+except ImportError as missing:
+    if not (missing.name or "").startswith("transformers"):
+        raise
+    raise MissingLibraryError(
+        "models of transformers cannot run on the SDK's ops",
+        why=str(missing),
+        hint="transformers is missing or too old here: pip install 'transformers>=5'",
+    ) from missing
 
 __all__ = ["ATTENTION", "FAMILIES", "Accelerated", "accelerate", "attention_forward", "register_attention"]

@@ -208,9 +208,11 @@ def accelerate(
     logits if that is asked for. All else is the model's own code.
 
     Args:
-        model: on its device or devices, in float32, bfloat16 or float16, in eval mode.
-        weights: ``"int8"`` to read weights of linear layers and experts in 8 bits with a scale for each 128 of a row,
-            or fewer; ``"int4"`` for 4 bits, but 8 for layers outside `model.base_model`, which make logits or scores,
+        model: on its device or devices; float32, bfloat16, float16, or float64 by the reference implementations; in
+            eval mode or in training mode.
+        weights: ``"int8"`` to read weights of linear layers and experts in 8 bits with a scale for each 128 of a row;
+            where 128 does not divide a row, for the largest number below that does, 32 at least, else for the smallest
+            above; ``"int4"`` for 4 bits, but 8 for layers outside `model.base_model`, which make logits or scores,
             and for rows that are no multiple of 64. The model's own parameters stay as they are, so that
             `Accelerated.remove` can bring them back: memory grows by half (bfloat16), or a quarter. None keeps their
             dtype; parameters are moved into one block of memory. Layers that came in 4 bits (GPTQ, AWQ, torchao) keep
