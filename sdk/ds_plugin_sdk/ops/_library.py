@@ -16,7 +16,7 @@ from ds_plugin_sdk.errors import InvalidTensorError, SdkError
 from ds_plugin_sdk.ops import _first_call
 from ds_plugin_sdk.ops._checks import CheckError
 from ds_plugin_sdk.ops._derived_once import derived_once
-from ds_plugin_sdk.ops._underived import underived
+from ds_plugin_sdk.ops._underived import refuse_gradients
 
 Reference = TypeVar("Reference", bound=Callable[..., Any])
 
@@ -184,22 +184,24 @@ def call(name: str, *args: Any) -> Any:
     """Call an op whose first argument is a tensor or a list of tensors.
 
     Kernels compute in float32; float64 tensors take the reference implementation. What a kernel rejects is raised as
-    the reference implementation raises it. What an op without derivatives gives of tensors that require gradients is an
-    error in the backward pass.
+    the reference implementation raises it. A backward pass through the result of an op without derivatives raises
+    `SdkError`.
 
     Raises:
         InvalidTensorError: the arguments do not fit; nothing was modified.
         SdkError: an argument has a tangent, which torch would drop.
     """
-    if forward_ad._current_level >= 0:
-        _check_no_tangents(name, args)
-    if torch.is_grad_enabled() and name not in _derived and any(map(_requires_grad, args)):
-        return underived(name, run, args)
-    return run(name, *args)
+    result = run(name, *args)
+    if torch.is_grad_enabled() and name not in _derived:
+        given = args[0] if result is None else result
+        refuse_gradients(name, given if isinstance(given, tuple) else (given,))
+    return result
 
 
 def run(name: str, *args: Any) -> Any:
     """`call`, which autograd does not see where the op has no derivative."""
+    if forward_ad._current_level >= 0:
+        _check_no_tangents(name, args)
     first = args[0] if isinstance(args[0], Tensor) else next(iter(args[0]), None)
     exact = first is not None and first.dtype == torch.float64
     op = getattr(torch.ops.ds_plugin_reference if exact else torch.ops.ds_plugin, name).default
@@ -211,10 +213,6 @@ def run(name: str, *args: Any) -> Any:
         if not message.startswith(prefix):
             raise
         raise invalid(name, message.removeprefix(prefix)) from error
-
-
-def _requires_grad(arg: Any) -> bool:
-    return isinstance(arg, Tensor) and arg.requires_grad
 
 
 def _check_no_tangents(name: str, args: tuple[Any, ...]) -> None:

@@ -25,6 +25,8 @@ def flatten(tensors: Sequence[Tensor]) -> Tensor:
     Raises:
         InvalidTensorError: there are none, or dtypes or devices differ.
     """
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return torch.cat([tensor.reshape(-1) for tensor in tensors])  # which has a derivative
     result: Tensor = _library.call("flatten", tensors)
     return result
 
