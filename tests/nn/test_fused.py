@@ -235,6 +235,29 @@ def test_tensors_that_depend_on_each_other_are_derived_once() -> None:
     assert len(half) == 2 * hooks > 0
 
 
+@pytest.mark.parametrize("frozen", ["weight", "both"])
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")  # it is what is tried
+def test_what_is_frozen_after_the_forward_pass_is_left_out(frozen: str) -> None:
+    """A penalty on gradients, while the norm is not trained."""
+
+    def penalty(norm: Callable[..., Tensor]) -> tuple[Tensor, Tensor | None]:
+        torch.manual_seed(0)
+        x, w = torch.randn(4, 8, requires_grad=True), torch.ones(8, requires_grad=True)
+        before = torch.randn(8, 8, requires_grad=True)
+        output = norm(x @ before if frozen == "weight" else x, (8,), w, 1e-5)
+        w.requires_grad_(False)
+        if frozen == "both":
+            x.requires_grad_(False)
+            output.square().sum().backward(create_graph=True)
+            return output, w.grad
+        (first,) = torch.autograd.grad(output.square().sum(), x, create_graph=True)
+        first.square().sum().backward()
+        assert before.grad is not None
+        return before.grad, w.grad
+
+    torch.testing.assert_close(penalty(rms_norm), penalty(functional.rms_norm), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch.func's own
 def test_forward_derivatives_of_a_backward_pass() -> None:
     x, w = torch.randn(4, 8, requires_grad=True), torch.randn(8, requires_grad=True)

@@ -96,8 +96,10 @@ def _derived(
         # Tensors of their own: those that were given may depend on each other, and have hooks.
         tensors = [tensor.view_as(tensor) for tensor in kept[: len(wanted)]]
         result = plain(*tensors, **options)
+    # One that required gradients in the forward pass may have been frozen since.
+    wanted = tuple(wants and tensor.requires_grad for tensor, wants in zip(tensors, wanted, strict=True))
     inputs = [tensor for tensor, wants in zip(tensors, wanted, strict=True) if wants]
-    found = iter(torch.autograd.grad(result, inputs, grad, create_graph=again))
+    found = iter(torch.autograd.grad(result, inputs, grad, create_graph=again) if inputs else ())
     return tuple(next(found) if wants else None for wants in wanted)
 
 

@@ -8,6 +8,7 @@ sequence and with the largest tile.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,11 +16,11 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 
 from ds_plugin_sdk.errors import InvalidTensorError
 from ds_plugin_sdk.nn.sparsity import SparsityConfig
+from ds_plugin_sdk.ops._derived_once import derived_once
 
 MaskMode = Literal["add", "mul"]
 
@@ -294,7 +295,7 @@ class _BlockSparseAttention(torch.autograd.Function):
         return output
 
     @staticmethod
-    @once_differentiable
+    @functools.partial(derived_once, "sparse attention")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, *masks = ctx.saved_tensors
         dq, dk, dv = (torch.zeros_like(each, memory_format=torch.contiguous_format) for each in (query, key, value))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -50,9 +50,14 @@ class _Constants(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> None:
-        raise SdkError(
-            "no derivative of a gradient",
-            op=ctx.op,
-            why="its kernels compute first derivatives alone (create_graph=True was asked for)",
-            hint="compute what is derived twice with torch's own functions",
-        )
+        refuse_second_derivative(ctx.op)
+
+
+def refuse_second_derivative(op: str) -> NoReturn:
+    """Raise what a derivative of a gradient raises."""
+    raise SdkError(
+        "no derivative of a gradient",
+        op=op,
+        why="its kernels compute first derivatives alone (create_graph=True was asked for)",
+        hint="compute what is derived twice with torch's own functions",
+    )

@@ -16,6 +16,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import transformers
 
+from ds_plugin_sdk.errors import SdkError
 from ds_plugin_sdk.integrations.transformers import accelerate, attention, training
 from ds_plugin_sdk.ops import _products
 
@@ -283,3 +284,12 @@ def test_attention_with_dropout_and_masks_that_learn_stay_torchs(calls: dict[str
     mask = torch.zeros(1, 1, 5, 5, dtype=torch.bfloat16)
     assert training.attends_in_training(query, query, query, mask)
     assert not training.attends_in_training(query, query, query, mask.requires_grad_())
+
+
+def test_a_gradient_of_attention_that_is_derived_again_is_an_error(calls: dict[str, int]) -> None:
+    """Also where what follows is linear, so that the gradient that comes in requires none."""
+    query = torch.randn(1, 2, 5, 8, requires_grad=True)
+    output = training.attention_in_training(query, query * 2, query * 3, None, True, 0.3)
+    (first,) = torch.autograd.grad(output.sum(), query, create_graph=True)
+    with pytest.raises(SdkError, match=r"no derivative of a gradient \(op 'attention_in_training'\)"):
+        (first.square().sum() + query.sum()).backward()

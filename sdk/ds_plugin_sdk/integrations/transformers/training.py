@@ -6,16 +6,17 @@ made float32 for the call, forward and backward; what is kept in between has 16 
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from transformers.pytorch_utils import Conv1D
 
 from ds_plugin_sdk.integrations.deepspeed.hooks import is_linear_of_zero
 from ds_plugin_sdk.integrations.transformers.replacement import TrainingReplacement
 from ds_plugin_sdk.nn.linear import is_autocast, is_plain, is_watched, multiplies, multiply
+from ds_plugin_sdk.ops._derived_once import derived_once
 from ds_plugin_sdk.ops._products import product_dtype
 
 
@@ -91,7 +92,7 @@ class _Attention(torch.autograd.Function):
         return output
 
     @staticmethod
-    @once_differentiable
+    @functools.partial(derived_once, "attention_in_training")
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, output, sums, mask = ctx.saved_tensors
         op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward

@@ -1,0 +1,34 @@
+"""A gradient that is derived again is an error where kernels compute first derivatives alone, never a part of one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from ds_plugin_sdk.errors import SdkError
+from ds_plugin_sdk.nn import FixedSparsityConfig, SparseSelfAttention
+from ds_plugin_sdk.ops.transformer import masked_softmax_dropout, new_seed
+
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
+
+def penalized(function: Callable[[Tensor], Tensor]) -> None:
+    """A penalty on the gradient of a loss that is linear in what `function` gives."""
+    x = torch.randn(1, 2, 32, 16, requires_grad=True)
+    (first,) = torch.autograd.grad(function(x).sum(), x, create_graph=True)
+    (first.square().sum() + x.sum()).backward()
+
+
+def test_sparse_attention() -> None:
+    attention = SparseSelfAttention(FixedSparsityConfig(2, 16, num_local_blocks=2), max_seq_length=32)
+    with pytest.raises(SdkError, match=r"no derivative of a gradient \(op 'sparse attention'\)"):
+        penalized(lambda x: attention(x, x * 2, x * 3))
+
+
+@pytest.mark.parametrize("p", [0.0, 0.5])
+def test_softmax_with_and_without_dropout(p: float) -> None:
+    with pytest.raises(SdkError, match=r"no derivative of a gradient \(op 'masked_softmax_dropout'\)"):
+        penalized(lambda x: masked_softmax_dropout(x, p=p, seed=new_seed()) * torch.arange(16.0))
