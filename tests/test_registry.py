@@ -153,7 +153,7 @@ def test_an_unknown_request_names_what_is_installed(install: Install, monkeypatc
     ) as error:
         decide(no_hardware, builtin_names=("cuda",))
     assert isinstance(error.value, ValueError)
-    assert "by custom it is ds-plugin-zip; `sdk list` has what is here" in str(error.value)
+    assert "by convention called ds-plugin-zip; `sdk list` has what is here" in str(error.value)
 
 
 @pytest.mark.parametrize(

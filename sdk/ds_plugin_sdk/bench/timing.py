@@ -59,7 +59,9 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 class LateError(BaseException):
-    """The time is over. No Exception: code that is stopped would take a TimeoutError for one of files, and go on."""
+    """The time is over. Not an `Exception`, so that the code that is stopped does not catch it: files raise
+    TimeoutError, too.
+    """
 
 
 @contextlib.contextmanager

@@ -111,8 +111,8 @@ def quantize_rows(states: Tensor) -> tuple[Tensor, Tensor]:
     step is, and all of the row then stands for NaN.
 
     Args:
-        states: ``[..., head_dim]``, of one dimension at least. A floating-point dtype is meant; whole numbers are taken
-            for the floats that they equal.
+        states: ``[..., head_dim]``, of one dimension at least. A floating-point dtype is meant; integers are
+            converted to float32.
 
     Returns:
         The numbers of steps, rounded to nearest even, int8, ``[..., head_dim]``; the steps, float32, ``[..., 1]``.
@@ -133,7 +133,7 @@ def dequantize_rows(levels: Tensor, scales: Tensor, dtype: torch.dtype) -> Tenso
     Args:
         levels: int8, ``[..., head_dim]``.
         scales: the steps, float32, ``[..., 1]``; others that broadcast with `levels` are multiplied too.
-        dtype: of the result, a floating-point one. One of whole numbers cuts off what is behind the point.
+        dtype: of the result, a floating-point one. Integer dtypes truncate.
 
     Returns:
         ``levels * scales`` in `dtype`, ``[..., head_dim]``; computed in float32, in float64 for float64, and rounded

@@ -202,7 +202,7 @@ def how_to_have(name: str) -> str:
         version = importlib.metadata.version(distribution)
     except (importlib.metadata.PackageNotFoundError, ValueError):  # a name that is empty, or none
         # No `pip install`: a typing error would install what somebody else has published under that name.
-        return f"install it, from the maker of the device: by custom it is {distribution}; `sdk list` has what is here"
+        return f"install the device vendor's plugin, by convention called {distribution}; `sdk list` has what is here"
     return f"{distribution} {version} is here and registers no plugin '{name}': {_registration(name)}"
 
 

@@ -63,7 +63,7 @@ def test_a_request_by_name(zap: Path, python: Python) -> None:
     failed = python(WHICH, DS_ACCELERATOR="xyz", fails=True)
     assert "UnknownAcceleratorError: DS_ACCELERATOR=xyz names nothing that is installed" in failed.stderr
     assert "installed plugins: cpu, zap; built into DeepSpeed: cuda, cpu, xpu" in failed.stderr
-    assert "by custom it is ds-plugin-xyz; `sdk list` has" in failed.stderr
+    assert "by convention called ds-plugin-xyz; `sdk list` has" in failed.stderr
 
 
 def test_files_and_locked_memory_are_ours(python: Python) -> None:
