@@ -191,28 +191,22 @@ def call(name: str, *args: Any) -> Any:
         InvalidTensorError: the arguments do not fit; nothing was modified.
         SdkError: an argument has a tangent, which torch would drop.
     """
-    result = run(name, *args)
-    if torch.is_grad_enabled() and name not in _derived:
-        given = args[0] if result is None else result
-        refuse_gradients(name, given if isinstance(given, tuple) else (given,))
-    return result
-
-
-def run(name: str, *args: Any) -> Any:
-    """`call`, which autograd does not see where the op has no derivative."""
     if forward_ad._current_level >= 0:
         _check_no_tangents(name, args)
     first = args[0] if isinstance(args[0], Tensor) else next(iter(args[0]), None)
     exact = first is not None and first.dtype == torch.float64
     op = getattr(torch.ops.ds_plugin_reference if exact else torch.ops.ds_plugin, name).default
     try:
-        return op(*args)
+        result = op(*args)
     except RuntimeError as error:
         prefix = f"{NAMESPACE}::{name}: "
         message = str(error).partition("\n")[0]
         if not message.startswith(prefix):
             raise
         raise invalid(name, message.removeprefix(prefix)) from error
+    if torch.is_grad_enabled() and name not in _derived:
+        refuse_gradients(name, args[0] if result is None else result)
+    return result
 
 
 def _check_no_tangents(name: str, args: tuple[Any, ...]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 
 from ds_plugin_sdk.ops import _library
@@ -72,7 +73,8 @@ class SharedRanks:
         return self._call("reduce_scatter_", output, input, start=start)
 
     def _call(self, op: str, *tensors: Tensor, start: int) -> int:
-        return int(_library.run(op, *tensors, self._shared, self._rank, self._ranks, start, self._patience))
+        with torch.no_grad():  # torch's collectives are not recorded either
+            return int(_library.call(op, *tensors, self._shared, self._rank, self._ranks, start, self._patience))
 
 
 def _no_reference(*args: Any) -> NoReturn:

@@ -38,7 +38,8 @@ def fake_quantize_(
     Raises:
         InvalidTensorError: dtype, shape or memory do not fit; nothing was modified.
     """
-    _library.run("fake_quantize_", x, noise, groups, bits, symmetric)
+    with torch.no_grad():
+        _library.call("fake_quantize_", x, noise, groups, bits, symmetric)
     _library.mark_modified([x])
 
 
