@@ -140,6 +140,13 @@ for dtype, unit in ((torch.float32, 2**-24), (torch.bfloat16, 2**-8), (torch.flo
             assert torch.equal(input, kept), "the input was modified"
 assert not by_torch, by_torch
 
+# A graph that has kept what was there sees that it is gone.
+for collective, sizes in ((comm.all_gather_into_tensor, (ranks, 1)), (comm.reduce_scatter_tensor, (1, ranks))):
+    output, input = map(torch.ones, sizes)
+    before = output._version
+    collective(output, input)
+    assert output._version > before, collective
+
 # Not contiguous, and of a leaf that wants a gradient.
 columns = torch.zeros(5, ranks * 2).t()
 comm.all_gather_into_tensor(columns, torch.nn.Parameter(torch.full((5, 2), 1.0 + rank).t()))

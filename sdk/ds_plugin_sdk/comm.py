@@ -39,6 +39,7 @@ from weakref import WeakKeyDictionary, finalize
 import torch
 from torch import Tensor, distributed
 from torch._C._distributed_c10d import _resolve_process_group
+from torch.autograd.graph import increment_version
 from torch.distributed import ProcessGroup, ReduceOp
 from torch.distributed.constants import default_pg_timeout
 
@@ -157,6 +158,8 @@ def _plain(input: Tensor) -> Tensor:
 def _into(output: Tensor, write: Callable[[Tensor], None]) -> None:
     if output.is_contiguous() and not output.is_neg():
         write(output)
+        if not output.is_inference():
+            increment_version(output)  # as torch's collectives do: a graph may have kept what was there
     else:
         whole = torch.empty_like(output, memory_format=torch.contiguous_format)
         write(whole)

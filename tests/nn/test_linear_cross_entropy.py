@@ -431,3 +431,14 @@ def test_the_module_takes_the_state_of_a_linear_layer_and_says_what_it_is() -> N
         torch.testing.assert_close(module(input, target), expected, rtol=1e-12, atol=0)
         assert f"num_classes={COLUMNS}, bias={linear.bias is not None}" in str(module)
         assert module.weight.abs().max() <= HIDDEN**-0.5
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # TorchScript as such is deprecated
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # shapes are those of the example
+def test_what_was_captured_without_gradients_is_not_trained_in_silence() -> None:
+    loss = LinearCrossEntropyLoss(8, 50)
+    x, target = torch.randn(6, 8), torch.randint(0, 50, (6,))
+    with torch.no_grad():
+        captured = torch.jit.trace(loss, (x, target))
+    with pytest.raises(SdkError, match=r"no gradients were computed .*captured where they were not wanted"):
+        captured(x, target).backward()

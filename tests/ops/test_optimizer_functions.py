@@ -173,6 +173,22 @@ def test_fused_adam_calls_it_for_one_tensor_and_the_op_for_more(monkeypatch: pyt
     assert all(map(torch.equal, ours, exact))
 
 
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32])
+def test_fused_adam_takes_the_step_of_torchs_states(count: int, dtype: torch.dtype) -> None:
+    """DeepSpeed's front end hands on what it has loaded, and torch's optimizers keep the step in a tensor."""
+    lr, beta1, beta2, eps, decay, adamw, corrected = ADAM[3]
+    noop = torch.zeros(1, dtype=torch.int32)
+    stepped = []
+    for step in (3, torch.tensor(3, dtype=dtype)):
+        tensors = [_tensors(4, 9) for _ in range(count)]
+        params, grads, firsts, seconds = map(list, zip(*tensors, strict=True))
+        lists = [grads, params, firsts, seconds]
+        fused_adam.multi_tensor_adam(1, noop, lists, lr, beta1, beta2, eps, step, int(adamw), int(corrected), decay)  # type: ignore[arg-type]  # what is under test
+        stepped.append(params)
+    assert all(map(torch.equal, *stepped))
+
+
 def _lists(
     case: Case, sizes: tuple[int, ...], dtypes: tuple[torch.dtype, ...] = (torch.float32,) * 3
 ) -> list[list[Tensor]]:

@@ -11,7 +11,18 @@ import torch
 from torch import Tensor
 
 from ds_plugin_sdk.errors import SdkError
-from ds_plugin_sdk.ops import activation, attention, evoformer_attn, linear, norm, quantizer, rotary, softmax, utils
+from ds_plugin_sdk.ops import (
+    activation,
+    attention,
+    cross_entropy,
+    evoformer_attn,
+    linear,
+    norm,
+    quantizer,
+    rotary,
+    softmax,
+    utils,
+)
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
 
@@ -100,6 +111,14 @@ def test_inference_without_no_grad_goes_on() -> None:
     with torch.no_grad():
         assert not norm.rms_norm(torch.ones(4, 8), weight).requires_grad
     torch.testing.assert_close(found, norm.rms_norm(torch.ones(4, 8), weight.detach()) + 1)
+
+
+def test_logits_that_cross_entropy_has_written_over() -> None:
+    logits = leaf(4, 8) * 1
+    losses = cross_entropy.cross_entropy_(logits, torch.tensor([0, 1, 2, 3]))
+    for result in (logits, losses):
+        with pytest.raises(SdkError, match=r"no derivative \(op 'cross_entropy_'\)"):
+            result.sum().backward(retain_graph=True)
 
 
 def test_tensors_are_flattened_with_their_gradients() -> None:

@@ -205,7 +205,7 @@ def call(name: str, *args: Any) -> Any:
             raise
         raise invalid(name, message.removeprefix(prefix)) from error
     if torch.is_grad_enabled() and name not in _derived:
-        refuse_gradients(name, args[0] if result is None else result)
+        refuse_gradients(name, (args[0], result) if name.endswith("_") else result)
     return result
 
 

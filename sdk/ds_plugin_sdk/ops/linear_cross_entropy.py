@@ -118,6 +118,14 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 
 def _derive(ctx: Any, grad_loss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    wants = (ctx.needs_input_grad[place] for place in (0, 1, 3))  # input, weight, bias
+    if any(want and not kept for want, kept in zip(wants, ctx.wanted, strict=True)):
+        raise SdkError(
+            "no gradients were computed",
+            op="linear_cross_entropy",
+            why="the program was captured where they were not wanted: under torch.no_grad(), or with frozen parameters",
+            hint="capture it (torch.export, torch.jit.trace) with gradients recorded",
+        )
     input, weight, bias = _scaled(ctx, grad_loss)
     return input, weight, None, bias, *(None,) * 7
 

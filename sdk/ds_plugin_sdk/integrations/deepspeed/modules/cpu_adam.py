@@ -113,7 +113,7 @@ def adam_rollback(
         g,
         m,
         v,
-        step,
+        int(step),
         lr=lr,
         betas=(beta1, beta2),
         eps=eps,

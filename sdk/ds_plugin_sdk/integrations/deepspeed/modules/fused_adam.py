@@ -44,6 +44,7 @@ def multi_tensor_adam(
     Raises:
         InvalidTensorError: the tensors do not fit; nothing was modified.
     """
+    step = int(step)  # a tensor in the state of torch's optimizers
     grads, params, exp_avgs, exp_avg_sqs = tensor_lists
     update = c_function.usable() if all(len(tensors) == 1 for tensors in tensor_lists) else None
     if (

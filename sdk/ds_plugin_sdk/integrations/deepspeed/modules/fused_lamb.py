@@ -56,7 +56,7 @@ def lamb(
         [grad],
         [exp_avg],
         [exp_avg_sq],
-        step,
+        int(step),
         lr=lr,
         betas=(beta1, beta2),
         eps=eps,
