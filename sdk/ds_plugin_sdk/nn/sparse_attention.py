@@ -295,7 +295,7 @@ class _BlockSparseAttention(torch.autograd.Function):
         return output
 
     @staticmethod
-    @functools.partial(derived_once, "sparse attention")
+    @functools.partial(derived_once, "sparse attention", nonlinear=True)
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, *masks = ctx.saved_tensors
         dq, dk, dv = (torch.zeros_like(each, memory_format=torch.contiguous_format) for each in (query, key, value))

@@ -151,7 +151,7 @@ class _Function(torch.autograd.Function):
         return output
 
     @staticmethod
-    @functools.partial(derived_once, "transformer_layer")
+    @functools.partial(derived_once, "transformer_layer", nonlinear=True)
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         output, input, mask, *rest = ctx.saved_tensors
         weights, kept = Weights(*rest[: len(Weights._fields)]), SavedTensors(*rest[len(Weights._fields) :])

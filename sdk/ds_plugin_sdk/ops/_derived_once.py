@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,11 +14,14 @@ from ds_plugin_sdk.errors import SdkError
 Backward = Callable[..., tuple[Tensor | None, ...]]
 
 
-def derived_once(op: str, backward: Backward) -> Backward:
+def derived_once(op: str, backward: Backward, *, nonlinear: bool = False) -> Backward:
     """``backward(ctx, *grads)``, whose gradients are an error where they are derived again.
 
     What a kernel computes is a constant to autograd: a second derivative would be wrong without a word. A gradient that
     is asked for with ``create_graph=True`` and derived no further, as `torch.func.grad` has it, is none.
+
+    Args:
+        nonlinear: the gradients depend on the op's arguments, also where nothing that was saved tells autograd so.
     """
 
     @functools.wraps(backward)
@@ -29,6 +32,8 @@ def derived_once(op: str, backward: Backward) -> Backward:
             found = backward(ctx, *grads)
         gradients = [each for each in found if each is not None]
         sources = [each for each in (*grads, *ctx.saved_tensors) if each is not None]
+        if nonlinear:
+            sources.append(torch.empty(0, requires_grad=True))
         constants = iter(_Constants.apply(op, len(gradients), *gradients, *sources))  # type: ignore[no-untyped-call, unused-ignore]  # before 2.15 torch gives it no type
         return tuple(None if each is None else next(constants) for each in found)
 
@@ -50,14 +55,9 @@ class _Constants(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> None:
-        refuse_second_derivative(ctx.op)
-
-
-def refuse_second_derivative(op: str) -> NoReturn:
-    """Raise what a derivative of a gradient raises."""
-    raise SdkError(
-        "no derivative of a gradient",
-        op=op,
-        why="its kernels compute first derivatives alone (create_graph=True was asked for)",
-        hint="compute what is derived twice with torch's own functions",
-    )
+        raise SdkError(
+            "no derivative of a gradient",
+            op=ctx.op,
+            why="its kernels compute first derivatives alone (create_graph=True was asked for)",
+            hint="compute what is derived twice with torch's own functions",
+        )

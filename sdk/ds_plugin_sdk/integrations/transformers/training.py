@@ -92,7 +92,7 @@ class _Attention(torch.autograd.Function):
         return output
 
     @staticmethod
-    @functools.partial(derived_once, "attention_in_training")
+    @functools.partial(derived_once, "attention_in_training", nonlinear=True)
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, output, sums, mask = ctx.saved_tensors
         op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ds_plugin_sdk.ops import _library
 from ds_plugin_sdk.ops._checks import CheckError, check_other
-from ds_plugin_sdk.ops._derived_once import derived_once, refuse_second_derivative
+from ds_plugin_sdk.ops._derived_once import derived_once
 from ds_plugin_sdk.ops._library import invalid
 from ds_plugin_sdk.ops._references import working
 from ds_plugin_sdk.ops.transformer._parts import check_dropout, contiguous, drop
@@ -70,18 +70,12 @@ def _save_softmax(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tenso
     ctx.save_for_backward(output[1] if ctx.p else output[0], seed)
 
 
-@functools.partial(derived_once, "masked_softmax_dropout")
-def _derive(ctx: Any, grad_output: Tensor, _: None) -> tuple[Tensor | None, ...]:
+# What is kept with dropout has no derivative.
+@functools.partial(derived_once, "masked_softmax_dropout", nonlinear=True)
+def _derive_softmax(ctx: Any, grad_output: Tensor, _: None) -> tuple[Tensor | None, ...]:
     probs, seed = ctx.saved_tensors
     grad = _library.call("masked_softmax_dropout_backward", grad_output, probs, ctx.scale, seed, ctx.p)
     return grad, None, None, None, None
-
-
-def _derive_softmax(ctx: Any, grad_output: Tensor, _: None) -> tuple[Tensor | None, ...]:
-    # What is kept with dropout has no derivative, so that nothing would be left to raise where the gradient is derived.
-    if ctx.p and torch.is_grad_enabled():
-        refuse_second_derivative("masked_softmax_dropout")
-    return _derive(ctx, grad_output, _)
 
 
 @_library.op(
