@@ -29,7 +29,7 @@ _libraries: dict[str, Any] = {
     for namespace in (NAMESPACE, REFERENCE_NAMESPACE)
 }
 _defined: set[str] = set()
-_derived: set[str] = set()  # those with derivatives
+_passed: set[str] = set()  # that a backward pass may meet: they have derivatives, or gradients are to pass by them
 
 # Within an op torch's autocast is off, or the matrix products of kernels and references would give other dtypes than
 # they expect.
@@ -57,6 +57,7 @@ def op(
     check: Callable[..., None],
     outputs: Callable[..., Any] | None = None,
     autograd: Autograd | None = None,
+    unrecorded: bool = False,
 ) -> Callable[[Reference], Reference]:
     """Define an op by its reference implementation, the function that follows::
 
@@ -75,6 +76,7 @@ def op(
         check: checks the arguments, also while tracing.
         outputs: what the op returns, without data, for tracing; None if it returns nothing.
         autograd: the op's derivative, if it has one. `backward` calls ops through `call`, so that float64 stays exact.
+        unrecorded: gradients pass by the op, which writes in place; else a backward pass through it raises.
 
     Returns:
         A decorator. The function that it returns checks and computes; it raises `InvalidTensorError`.
@@ -87,7 +89,8 @@ def op(
         )
         implementation = torch.no_grad()(_checked(name, checks, computes))
         family = _first_call.family_of(reference.__module__)
-        register(schema, implementation, fake=_checked(name, checks, traces), autograd=autograd, family=family)
+        fake = _checked(name, checks, traces)
+        register(schema, implementation, fake=fake, autograd=autograd, family=family, unrecorded=unrecorded)
         return cast(Reference, functools.update_wrapper(implementation, reference))
 
     return decorate
@@ -100,6 +103,7 @@ def register(
     fake: Callable[..., Any],
     autograd: Autograd | None = None,
     family: str | None = None,
+    unrecorded: bool = False,
 ) -> None:
     """Register an op with torch; again is no error, so that a module may be imported twice.
 
@@ -108,11 +112,14 @@ def register(
         implementation: for every device that has no kernel of its own.
         fake: for tracing.
         family: module of `ds_plugin_sdk.ops` whose kernels are loaded at the first call on a device; None loads none.
+        unrecorded: as `op` takes it.
     """
     name, _ = _parsed(schema)
     if name in _defined:
         return
     _defined.add(name)
+    if autograd is not None or unrecorded:
+        _passed.add(name)
     for namespace, library in _libraries.items():
         library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
         serves = implementation
@@ -123,7 +130,6 @@ def register(
             library.impl(name, _without_autocast(namespace, name, key), key.name)
         torch.library.register_fake(f"{namespace}::{name}", fake, lib=library)
         if autograd is not None:
-            _derived.add(name)
             torch.library.register_autograd(
                 f"{namespace}::{name}",
                 autograd.backward if autograd.raises else derived_once(name, autograd.backward),
@@ -204,7 +210,7 @@ def call(name: str, *args: Any) -> Any:
         if not message.startswith(prefix):
             raise
         raise invalid(name, message.removeprefix(prefix)) from error
-    if torch.is_grad_enabled() and name not in _derived:
+    if torch.is_grad_enabled() and name not in _passed:
         refuse_gradients(name, (args[0], result) if name.endswith("_") else result)
     return result
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor
 
 from ds_plugin_sdk.ops import _library
@@ -73,8 +72,7 @@ class SharedRanks:
         return self._call("reduce_scatter_", output, input, start=start)
 
     def _call(self, op: str, *tensors: Tensor, start: int) -> int:
-        with torch.no_grad():  # torch's collectives are not recorded either
-            return int(_library.call(op, *tensors, self._shared, self._rank, self._ranks, start, self._patience))
+        return int(_library.call(op, *tensors, self._shared, self._rank, self._ranks, start, self._patience))
 
 
 def _no_reference(*args: Any) -> NoReturn:
@@ -87,16 +85,19 @@ _library.register(
     _no_reference,
     fake=lambda self, *others: self.numel(),
     family="all_reduce",
+    unrecorded=True,  # as torch's collectives
 )
 _library.register(
     f"all_gather_(Tensor(a!) output, Tensor input, {_SHARED}",
     _no_reference,
     fake=lambda output, input, *others: input.numel(),
     family="all_reduce",
+    unrecorded=True,  # as torch's collectives
 )
 _library.register(
     f"reduce_scatter_(Tensor(a!) output, Tensor input, {_SHARED}",
     _no_reference,
     fake=lambda output, *others: output.numel(),
     family="all_reduce",
+    unrecorded=True,  # as torch's collectives
 )

@@ -38,8 +38,7 @@ def fake_quantize_(
     Raises:
         InvalidTensorError: dtype, shape or memory do not fit; nothing was modified.
     """
-    with torch.no_grad():
-        _library.call("fake_quantize_", x, noise, groups, bits, symmetric)
+    _library.call("fake_quantize_", x, noise, groups, bits, symmetric)
     _library.mark_modified([x])
 
 
@@ -56,7 +55,11 @@ def _check(x: Tensor, noise: Tensor | None, groups: int, bits: int) -> None:
         raise CheckError(f"noise has shape {list(noise.shape)}; expected {list(x.shape)}, that of x")
 
 
-@_library.op("fake_quantize_(Tensor(a!) x, Tensor? noise, int groups, int bits, bool symmetric) -> ()", check=_check)
+@_library.op(
+    "fake_quantize_(Tensor(a!) x, Tensor? noise, int groups, int bits, bool symmetric) -> ()",
+    check=_check,
+    unrecorded=True,
+)
 def fake_quantize_reference(x: Tensor, noise: Tensor | None, groups: int, bits: int, symmetric: bool) -> None:
     """``ds_plugin::fake_quantize_`` in plain torch, on any device."""
     check_memory({"x": [x], "noise": [] if noise is None else [noise]}, ("x",))
