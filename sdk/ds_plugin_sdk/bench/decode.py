@@ -310,9 +310,9 @@ def _compiled(model: Any) -> Measure:
 
 
 def _ctranslate2(model: Any, shape: Shape, folder: Path) -> Measure:
-    """CTranslate2 generates one token after the other."""
+    """CTranslate2 generates: a prompt alone, and a prompt with steps after it."""
     path = functools.cache(lambda: str(_convert(model, shape, folder)))
-    prompt = [f"t{i}" for i in range(PROMPT)]
+    prompt = [[f"t{i}" for i in range(PROMPT)]]
 
     def measure() -> Speed:
         import ctranslate2
@@ -322,15 +322,20 @@ def _ctranslate2(model: Any, shape: Shape, folder: Path) -> Measure:
             path(), device="cpu", compute_type="int8", intra_threads=torch.get_num_threads()
         )
 
-        def times() -> list[float]:
-            length = 1 + STEPS
-            tokens = generator.generate_tokens(prompt, max_length=length, min_length=length, cache_static_prompt=False)
+        def seconds(tokens: int) -> float:
             start = time.perf_counter()
-            return [-start + (start := time.perf_counter()) for _ in tokens]
+            generator.generate_batch(
+                prompt,
+                max_length=tokens,
+                min_length=tokens,
+                include_prompt_in_result=False,
+                cache_static_prompt=False,
+            )
+            return time.perf_counter() - start
 
-        times()
-        prompt_seconds, *steps = times()
-        return Speed([prompt_seconds], steps)
+        seconds(STEPS)
+        first, whole = seconds(1), seconds(1 + STEPS)
+        return Speed([first], [(whole - first) / STEPS])
 
     return measure
 
