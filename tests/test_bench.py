@@ -214,7 +214,7 @@ def test_a_training_step_is_measured_beside_the_models_own_code(monkeypatch: pyt
     eager, ours, without = step.run(vocabularies=(3000,), tokens=512, turns=2, compile=False, tell=told.append)
     assert (eager.what, eager.times, eager.share) == (step.EAGER, 1, 1)
     assert ours.what == step.OURS["llama"] and ours.lowest <= ours.times <= ours.highest
-    assert len(told) == 2 * (1 + 2)
+    assert len(told) == 2 * (step._SETTLING + 2)
     assert without.what == step.WITHOUT and without.seconds > 0 and without.peak_mib is None
     logits = 512 * 3000 * 4 / 2**20
     assert eager.peak_share == 1 and eager.peak_mib > 2 * logits > ours.peak_mib > 0
