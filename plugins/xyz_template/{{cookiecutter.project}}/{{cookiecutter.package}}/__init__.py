@@ -24,7 +24,7 @@ def probe() -> Probe:
 # The driver's files, one for each device. Replace it by what your driver makes, or by its management library.
 DEVICE_FILES = "{{ {'hpu': '/dev/accel/accel[0-9]*', 'npu': '/dev/davinci[0-9]*', 'xpu': '/dev/dri/renderD[0-9]*'}.get(cookiecutter.name, '/dev/' ~ cookiecutter.name ~ '[0-9]*') }}"
 
-# The variable by which the driver hides devices, and a launcher those of other ranks{{ '' if cookiecutter.name in ('npu', 'xpu') else ': a guess, write that of your driver' }}.
+# The variable by which the driver hides devices, and a launcher those of other ranks.{{ '' if cookiecutter.name in ('npu', 'xpu') else ' A guess: write your driver\'s.' }}
 VISIBLE_DEVICES = "{{ {'npu': 'ASCEND_RT_VISIBLE_DEVICES', 'xpu': 'ZE_AFFINITY_MASK'}.get(cookiecutter.name, cookiecutter.device_type|upper ~ '_VISIBLE_DEVICES') }}"
 
 
