@@ -73,9 +73,9 @@ def apart(one: list[list[float]], other: list[list[float]]) -> float:
     """The largest difference of two curves, at the steps that both have."""
     values, others = dict(map(tuple, one)), dict(map(tuple, other))
     differences = [abs(values[step] - others[step]) for step in values.keys() & others.keys()]
-    return (
-        max(differences, default=math.inf) if all(map(math.isfinite, differences)) else math.inf
-    )  # max alone can miss a NaN
+    if not all(map(math.isfinite, differences)):  # max alone can miss a NaN
+        return math.inf
+    return max(differences, default=math.inf)
 
 
 def draw(found: dict[str, Curves], file: Path) -> None:

@@ -35,6 +35,7 @@
 #include <ds_kernels/transformer.h>
 
 #include "../cuda/attention_bias.h"
+#include "activated.h"
 #include "check.h"
 #include "device_arrays.h"
 #include "int4.h"
@@ -421,16 +422,6 @@ void check_element(const char* op, Dtype dtype, const Array& array, int64_t i, d
   const double allowed = (dtype == Dtype::Float32 ? 0 : 0.5 * array.unit(expected)) + 4e-6 * (1 + std::abs(expected));
   CHECK(std::abs(array[i] - expected) <= allowed, "%s %s: element %lld of %lld: %.9g, expected %.9g", op, name_of(dtype),
         static_cast<long long>(i), static_cast<long long>(array.count()), array[i], expected);
-}
-
-double activated(Activation activation, double x) {
-  switch (activation) {
-    case Activation::Relu: return std::max(x, 0.0);
-    case Activation::Gelu: return x / 2 * (1 + std::erf(x / std::sqrt(2.0)));
-    case Activation::GeluTanh: return x / 2 * (1 + std::tanh(std::sqrt(2 / M_PI) * (x + 0.044715 * x * x * x)));
-    case Activation::Silu: return x / (1 + std::exp(-x));
-    default: return x;
-  }
 }
 
 void check_activation(Dtype dtype, int64_t columns, Activation activation, bool gated) {

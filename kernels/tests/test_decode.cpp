@@ -2,6 +2,7 @@
 // block, against their formulas in double. Arrays have exactly the memory of their elements.
 #include <random>
 
+#include "activated.h"
 #include "amx.h"
 #include "at_levels.h"
 #include "attention_loops.h"
@@ -63,16 +64,6 @@ double rounded_to_bfloat16(double x) {
   int exponent;
   const double fraction = std::frexp(x, &exponent);
   return std::ldexp(std::nearbyint(std::ldexp(fraction, 8)), exponent - 8);
-}
-
-double activated(Activation activation, double x) {
-  switch (activation) {
-    case Activation::Relu: return std::max(x, 0.0);
-    case Activation::Gelu: return x / 2 * (1 + std::erf(x / std::sqrt(2.0)));
-    case Activation::GeluTanh: return x / 2 * (1 + std::tanh(std::sqrt(2 / M_PI) * (x + 0.044715 * x * x * x)));
-    case Activation::Silu: return x / (1 + std::exp(-x));
-    default: return x;
-  }
 }
 
 // `bits` of a weight: 4, 8, or 0 if weights are of the dtype. A bare layer has neither bias nor residual.
@@ -271,11 +262,11 @@ void test_finishing() {
     layer.inputs = kInputs;
     layer.outputs = kOutputs;
     layer.output = output.data();
-    for (int i = 0; i < 4 * kActivations; ++i) {
-      const bool gated = i & 1, bare = i & 2;
+    for (int variant = 0; variant < 4 * kActivations; ++variant) {
+      const bool gated = variant & 1, bare = variant & 2;
       layer.gated = gated;
       layer.residual = bare ? nullptr : residual.data();
-      layer.activation = static_cast<Activation>(i / 4);
+      layer.activation = static_cast<Activation>(variant / 4);
       compute(LinearFinish{layer, sums.data()}, dtype);
       for (int64_t i = 0; i < kInputs * kOutputs; ++i) {
         const int64_t m = i / kOutputs, o = i % kOutputs;

@@ -10,6 +10,7 @@
 #include <ds_kernels/rotary.h>
 #include <ds_kernels/softmax.h>
 
+#include "activated.h"
 #include "at_levels.h"
 #include "elements.h"
 
@@ -139,16 +140,6 @@ void test_softmax_without_keys() {
       for (const float each : output) CHECK(poisoned ? std::isnan(each) : each == 0, "%g", each);
     }
   });
-}
-
-double activated(Activation activation, double x) {
-  switch (activation) {
-    case Activation::Relu: return std::max(x, 0.0);
-    case Activation::Gelu: return x / 2 * (1 + std::erf(x / std::sqrt(2.0)));
-    case Activation::GeluTanh: return x / 2 * (1 + std::tanh(std::sqrt(2 / M_PI) * (x + 0.044715 * x * x * x)));
-    case Activation::Silu: return x / (1 + std::exp(-x));
-    default: return x;
-  }
 }
 
 void test_activations() {

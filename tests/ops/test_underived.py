@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ds_plugin_sdk.errors import SdkError
+from ds_plugin_sdk.errors import InvalidTensorError, SdkError
 from ds_plugin_sdk.ops import (
     activation,
     attention,
@@ -123,8 +123,10 @@ def test_logits_that_cross_entropy_has_written_over() -> None:
 
 def test_tensors_are_flattened_with_their_gradients() -> None:
     x = leaf(2)
-    (utils.flatten([x * 2, x * 3]).sum() + x.sum()).backward()
-    torch.testing.assert_close(x.grad, torch.full((2,), 6.0))
+    (utils.flatten([x * 2, (x * 3).view(2, 1)]) * torch.arange(4.0)).sum().backward()
+    torch.testing.assert_close(x.grad, torch.tensor([6.0, 11.0]))  # 2 * 0 + 3 * 2, 2 * 1 + 3 * 3
+    with pytest.raises(InvalidTensorError, match=r"tensors\[1\]"):
+        utils.flatten([x, x.double()])
 
 
 class _Normed(torch.nn.Module):

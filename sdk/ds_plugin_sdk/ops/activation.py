@@ -2,7 +2,7 @@
 
 ``ds_plugin::bias_activation``, in place ``bias_activation_``, and ``gated_activation``.
 
-A backward pass through them raises `SdkError`: `ds_plugin_sdk.nn` has what has derivatives.
+A backward pass through them raises `SdkError`: the functions of `ds_plugin_sdk.nn` have derivatives.
 """
 
 from __future__ import annotations

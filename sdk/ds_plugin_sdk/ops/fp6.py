@@ -6,7 +6,7 @@ A number has a sign, three bits of exponent and two of mantissa, and none of the
 2/16 and 3/16, then ``(1 + m / 4) * 2 ** (e - 3)`` up to 28 (Xia et al. 2024, FP6-LLM). In memory it is cut in two: sign
 and upper bit of the exponent, four numbers a byte, and the four bits below, two numbers a byte; the first one lowest.
 
-A backward pass through them raises `SdkError`: `ds_plugin_sdk.nn` has what has derivatives.
+A backward pass through them raises `SdkError`.
 """
 
 from __future__ import annotations

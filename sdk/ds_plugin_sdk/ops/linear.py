@@ -1,6 +1,6 @@
 """Linear layers for inference, with weights in floating point, int8 or int4: ``ds_plugin::linear``.
 
-A backward pass through them raises `SdkError`: `ds_plugin_sdk.nn` has what has derivatives.
+A backward pass through them raises `SdkError`: the functions of `ds_plugin_sdk.nn` have derivatives.
 """
 
 from __future__ import annotations

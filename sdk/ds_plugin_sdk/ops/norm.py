@@ -2,7 +2,7 @@
 
 ``ds_plugin::layer_norm``, ``pre_layer_norm``, ``post_layer_norm``, ``rms_norm`` and ``pre_rms_norm``.
 
-A backward pass through them raises `SdkError`: `ds_plugin_sdk.nn` has what has derivatives.
+A backward pass through them raises `SdkError`: the functions of `ds_plugin_sdk.nn` have derivatives.
 """
 
 from __future__ import annotations

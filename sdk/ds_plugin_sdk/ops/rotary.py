@@ -1,6 +1,6 @@
 """Rotary position embedding: ``ds_plugin::rotary`` and, in place, ``rotary_``.
 
-A backward pass through them raises `SdkError`: `ds_plugin_sdk.nn` has what has derivatives.
+A backward pass through them raises `SdkError`: the functions of `ds_plugin_sdk.nn` have derivatives.
 """
 
 from __future__ import annotations

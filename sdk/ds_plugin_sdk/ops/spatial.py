@@ -2,7 +2,7 @@
 
 ``ds_plugin::nhwc_bias_add``, ``nhwc_bias_add_add`` and ``nhwc_bias_add_bias_add``.
 
-A backward pass through them raises `SdkError`: `ds_plugin_sdk.nn` has what has derivatives.
+A backward pass through them raises `SdkError`.
 """
 
 from __future__ import annotations

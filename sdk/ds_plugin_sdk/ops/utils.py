@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -25,8 +25,6 @@ def flatten(tensors: Sequence[Tensor]) -> Tensor:
     Raises:
         InvalidTensorError: there are none, or dtypes or devices differ.
     """
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        return torch.cat([tensor.reshape(-1) for tensor in tensors])  # which has a derivative
     result: Tensor = _library.call("flatten", tensors)
     return result
 
@@ -89,10 +87,20 @@ def _check(tensors: Sequence[Tensor]) -> None:
         check_dtype(f"tensors[{i}]", tensor, tensors[0].dtype)
 
 
+def _save(ctx: Any, inputs: tuple[Sequence[Tensor]], output: Tensor) -> None:
+    ctx.shapes = [tensor.shape for tensor in inputs[0]]
+
+
+def _derive(ctx: Any, grad: Tensor) -> list[Tensor]:
+    parts = grad.split_with_sizes([shape.numel() for shape in ctx.shapes])
+    return [part.view(shape) for part, shape in zip(parts, ctx.shapes, strict=True)]
+
+
 @_library.op(
     "flatten(Tensor[] tensors) -> Tensor",
     check=_check,
     outputs=lambda tensors: tensors[0].new_empty(sum(tensor.numel() for tensor in tensors)),
+    autograd=_library.Autograd(_derive, _save, raises=True),  # views, which may be derived again
 )
 def flatten_reference(tensors: Sequence[Tensor]) -> Tensor:
     """``ds_plugin::flatten`` in plain torch, on any device."""
