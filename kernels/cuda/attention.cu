@@ -201,21 +201,33 @@ __device__ __forceinline__ float unattended(float) { return -1e38f; }
 __device__ __forceinline__ float unattended(BFloat16) { return -1e38f; }
 __device__ __forceinline__ float unattended(Float16) { return -65504.f; }
 
-// A block for each query.
+// What the largest number of a query's mask becomes where it is below half of that: else what is forbidden would count.
+// Scores beside the number that it was are lost or not, as they are beside this one.
+__device__ __forceinline__ float lowest_attended(float) { return -5e37f; }
+__device__ __forceinline__ float lowest_attended(BFloat16) { return -5e37f; }
+__device__ __forceinline__ float lowest_attended(Float16) { return 0.f; }
+
+// A block for each query. Numbers that are all moved by the same change no weight.
 template <class Element>
 __global__ void __launch_bounds__(kThreads) bias_kernel(const AttentionBias bias) {
   const Attention& t = bias.attention;
   const int64_t row = blockIdx.x, token = row % t.tokens, head = row / t.tokens % bias.heads;
   const int64_t batch = row / t.tokens / bias.heads;
   auto* to = static_cast<Element*>(bias.data) + row * bias.stride;
-  float sees = 0;
+  const float low = unattended(Element{});
+  float largest = kNever;
   for (int64_t position = threadIdx.x; position < t.total; position += kThreads) {
     const float added = biased<Element>(t, 0.f, batch, head, token, position);
-    if (added != kNever) sees = 1;
-    narrow(added == kNever ? unattended(Element{}) : added, to[position]);
+    largest = Maximum::combine(largest, added == added ? added : 0.f);
   }
-  sees = over_block<Maximum>(sees);
-  if (threadIdx.x == 0) bias.sees[row] = sees;
+  largest = over_block<Maximum>(largest);
+  const bool moves = largest < low / 2 && largest != kNever;
+  for (int64_t position = threadIdx.x; position < t.total; position += kThreads) {
+    float added = biased<Element>(t, 0.f, batch, head, token, position);
+    if (moves) added = added - largest + lowest_attended(Element{});
+    narrow(added == kNever ? low : added, to[position]);
+  }
+  if (threadIdx.x == 0) bias.sees[row] = largest == kNever ? 0.f : 1.f;
 }
 
 // A thread for each query.

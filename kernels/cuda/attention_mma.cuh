@@ -183,12 +183,14 @@ struct RunningPair {
         }
       }
     }
-    if (faded[0] == 1.f && faded[1] == 1.f) return;
+    if (faded[0] != 1.f || faded[1] != 1.f) {
 #pragma unroll
-    for (int e = 0; e < columns; ++e) {
+      for (int e = 0; e < columns; ++e) {
 #pragma unroll
-      for (int j = 0; j < 4; ++j) result[e][j] *= faded[j / 2];
+        for (int j = 0; j < 4; ++j) result[e][j] *= faded[j / 2];
+      }
     }
+    __syncwarp();  // an `mma` follows, which all threads of a warp must do together
   }
 };
 

@@ -38,10 +38,10 @@ struct Place {
   int64_t row, column;
 
   __device__ __forceinline__ Place(unsigned blocks_of_row, int pack) {
-    // In 32 bits: a division of 64 would take longer than the work. A row has no more packs than that.
+    // In 32 bits: a division of 64 would take longer than the work.
     const unsigned of = blockIdx.x / blocks_of_row, block = blockIdx.x - of * blocks_of_row;
     row = of;
-    column = static_cast<int64_t>(block * blockDim.x + threadIdx.x) * pack;
+    column = (static_cast<int64_t>(block) * blockDim.x + threadIdx.x) * pack;
   }
 };
 

@@ -226,6 +226,10 @@ def _others(make: Make) -> Iterator[Sample]:
         large = sample(f"{shape}, large products", scale=1e-5)
         sizes = {name: 300 * large.arguments[name] for name in ("query", "key", "key_cache")}
         yield Sample(large.label, {**large.arguments, **sizes}, large.kind)
+    for label, hides in (("minus infinity", -torch.inf), ("the smallest number", torch.finfo(make.dtype).min)):
+        padded = make.normal(2, 1, 9, 9)
+        padded[0, :, :, :3] = hides  # all that the first queries may attend to
+        yield _sample(make, f"a prompt padded by {label}", "adversarial", (2, 4, 2, 9, 0, 16), mask=padded)
 
 
 def _samples(make: Make) -> Iterator[Sample]:
