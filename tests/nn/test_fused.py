@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import pytest
@@ -195,6 +196,25 @@ def test_modes_of_operators_see_the_op_and_may_end_before_the_backward_pass(name
         output = checkpoint(function.ours, *tensors, use_reentrant=False)
     output.sum().backward()
     assert len(calls) == 2
+
+
+class Looking(torch.overrides.TorchFunctionMode):
+    """As profilers look on."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("gate", [swiglu, geglu])
+def test_a_mode_in_one_pass_of_a_checkpoint_makes_no_gradient_wrong(gate: Callable[..., Tensor]) -> None:
+    """Of a gate without a gradient torch keeps another tensor of the same shape."""
+    frozen, up = torch.randn(7, 40), torch.randn(7, 40, requires_grad=True)
+    expected = torch.autograd.grad(gate(frozen, up).sum(), up)[0]
+    for forward, backward in ((Looking, nullcontext), (nullcontext, Looking)):
+        with forward():
+            output = checkpoint(gate, frozen, up, use_reentrant=False)
+        with backward():
+            torch.testing.assert_close(torch.autograd.grad(output.sum(), up)[0], expected)
 
 
 @functions

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -218,6 +219,32 @@ def test_checkpoints_and_saved_tensor_hooks() -> None:
     assert torch.equal(torch.autograd.grad(found.sum(), weight)[0], expected[1])
 
 
+@pytest.mark.usefixtures("slow")
+def test_a_checkpoint_may_be_counted_in_one_of_its_passes() -> None:
+    input, weight, bias = tensors(torch.bfloat16, 13)
+    expected = torch.autograd.grad(linear(input, weight, bias).sum(), (input, weight))
+    for forward, backward in ((counted, nullcontext), (nullcontext, counted)):
+        with forward():
+            found = checkpoint(linear, input, weight, bias, use_reentrant=False)
+        with backward():
+            gradients = torch.autograd.grad(found.sum(), (input, weight))
+        for gradient, each in zip(gradients, expected, strict=True):
+            torch.testing.assert_close(gradient, each, rtol=2**-7, atol=2**-7)
+
+
+@pytest.mark.usefixtures("slow")
+def test_modes_of_operators_see_torchs() -> None:
+    input, weight, bias = tensors(torch.bfloat16, 13)
+    expected = functional.linear(input, weight, bias)
+    with counted() as counter:
+        assert torch.equal(linear(input, weight, bias), expected)
+    assert counter.get_total_flops() == 2 * 13 * 24 * 40
+
+
+def counted() -> FlopCounterMode:
+    return FlopCounterMode(display=False)
+
+
 class Subclass(Tensor):
     pass
 
@@ -233,9 +260,6 @@ def test_all_other_calls_are_torchs(calls: list[torch.Size], monkeypatch: pytest
     torch.compile(linear, backend="eager", fullgraph=True)(input, weight, bias)
     linear(input.float(), weight.float(), bias.float())
     linear(input.double(), weight.double())
-    with FlopCounterMode(display=False) as counter:
-        linear(input, weight, bias)
-    assert counter.get_total_flops() == 2 * 13 * 24 * 40
     assert linear(input.to("meta"), weight.to("meta"), bias.to("meta")).is_meta
     nested = torch.nested.nested_tensor([input, input], layout=torch.jagged)
     assert torch.equal(linear(nested, weight).unbind()[0], functional.linear(input, weight))

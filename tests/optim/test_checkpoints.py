@@ -173,10 +173,22 @@ def test_a_step_that_only_one_state_counted_is_that_of_the_group() -> None:
     train(reference := FusedAdam(parameters(), lr=1e-2), 5, seed=1)
     ours = FusedAdam(parameters(), lr=1e-2)
     saved = copy.deepcopy(reference.state_dict())
-    del saved["param_groups"][0]["step"]
+    del saved["param_groups"][0]["step"], saved["param_groups"][0]["state_dtype"]
     saved["state"][0]["step"] = 0
     ours.load_state_dict(saved)
     assert [state["step"] for state in ours.state.values()] == [5, 5]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_step_that_was_set_back_stays_so(count: int) -> None:
+    """Bias correction anew, with the moments that there are."""
+    train(reference := FusedAdam(parameters(), lr=1e-2), 5, seed=1)
+    for state in list(reference.state.values())[:count]:
+        state["step"] = 0
+    take_over(ours := FusedAdam(parameters(), lr=1e-2), reference)
+    for other in (ours, copy.deepcopy(reference)):
+        assert [state["step"] for state in other.state.values()] == [0, 0 if count == 2 else 5]
+    assert_go_on_alike(ours, reference, seed=2)
 
 
 def test_a_parameter_that_has_not_stepped_begins_with_its_first_step() -> None:

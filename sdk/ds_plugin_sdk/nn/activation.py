@@ -90,6 +90,13 @@ def _are_alike(gate: Tensor, up: Tensor) -> bool:
     return gate.shape == up.shape and gate.dtype == up.dtype
 
 
+def _keeps_what_torch_keeps(gate: Tensor, up: Tensor) -> bool:
+    """Whether checkpointing would notice that one of its two passes was torch's, because of a mode. Of a gate without
+    a gradient it would not: torch keeps the activation where the op keeps the gate.
+    """
+    return gate.requires_grad or not up.requires_grad
+
+
 # Others keep their layout by torch's functions.
 GELU = Fused(
     "fused_bias_gelu",
@@ -102,7 +109,13 @@ GELU = Fused(
 GATE = Fused(
     "activation_and_mul",
     "transformer",
-    lambda gate, up: gate.dim() > 0 and _are_alike(gate, up) and gate.is_contiguous() and up.is_contiguous(),
+    lambda gate, up: (
+        gate.dim() > 0
+        and _are_alike(gate, up)
+        and gate.is_contiguous()
+        and up.is_contiguous()
+        and _keeps_what_torch_keeps(gate, up)
+    ),
     _gate_forward,
     _gate_backward,
     lambda gate, up, activation: activate(gate, activation) * up,

@@ -57,7 +57,9 @@ class Linear(nn.Linear):
 def multiplies(input: Tensor, weight: Tensor, bias: Tensor | None, *, transposed: bool = False) -> bool:
     """Whether `multiply` does what torch's linear does, and sooner. Weights are ``[out, in]``, or ``[in, out]``."""
     tensors = (input, weight) if bias is None else (input, weight, bias)
-    if not all(type(each) in (Tensor, nn.Parameter) and is_plain(each) for each in tensors) or is_watched():
+    if not all(type(each) in (Tensor, nn.Parameter) and is_plain(each) for each in tensors):
+        return False
+    if is_watched(operators=False):  # who sees operators sees torch's, with what is always kept
         return False
     cast = autocast_to(input)
     dtype = input.dtype if cast is None else cast
@@ -138,6 +140,8 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(input if for_weight else None, weight if for_input else None)
         ctx.transposed, ctx.of_weight = transposed, weight.dtype
         weight = weight.to(input.dtype)
+        if is_watched():
+            return nn.functional.linear(input, weight.t() if transposed else weight, bias)
         return product(input, weight if transposed else weight.t(), bias)
 
     @staticmethod
@@ -145,7 +149,8 @@ class _Linear(torch.autograd.Function):
         (grad,) = grads
         input, weight = ctx.saved_tensors
         # What is to be derived again, or stands for several gradients, is for torch's own operations.
-        by: Callable[[Tensor, Tensor], Tensor] = torch.mm if torch.is_grad_enabled() or is_batched(grad) else product
+        is_torchs = torch.is_grad_enabled() or is_batched(grad) or is_watched()
+        by: Callable[[Tensor, Tensor], Tensor] = torch.mm if is_torchs else product
         of_input = of_weight = None
         if weight is not None:
             weight = weight.to(grad.dtype)

@@ -286,7 +286,8 @@ class FusedOptimizer(Optimizer):
         states = {p: self._renamed(values) if p in parameters else values for p, values in state["state"].items()}
         for group in groups:
             self._import_group(group)
-            self._number_steps(group.pop("step", 0), [states[p] for p in group["params"] if states.get(p)])
+            ours = "state_dtype" in group
+            self._number_steps(group.pop("step", 0), [states[p] for p in group["params"] if states.get(p)], ours=ours)
         super().__setstate__({**state, "param_groups": groups, "state": defaultdict(dict, states)})
         self._forget()
         for group in self.param_groups:
@@ -296,11 +297,11 @@ class FusedOptimizer(Optimizer):
     def _renamed(self, state: Mapping[str, Any]) -> State:
         return {self.RENAMED.get(name, name): value for name, value in state.items()}
 
-    def _number_steps(self, group_step: Any, states: list[State]) -> None:
+    def _number_steps(self, group_step: Any, states: list[State], *, ours: bool) -> None:
         """Give each state of a group the number of its last step, as an int.
 
         DeepSpeed's FusedAdam and FusedLion count in the group, or in the state of its last parameter alone: there the
-        other states have moments and the number 0.
+        other states have moments and the number 0. In a group of `ours` a number that was set back to 0 stays.
         """
         latest = max([int(group_step), *(int(state.get("step", 0)) for state in states)])
         for state in states:
@@ -311,7 +312,8 @@ class FusedOptimizer(Optimizer):
                     why=f"a state has {', '.join(sorted(state))}, and no {', '.join(missing)}",
                 )
             step = int(state.get("step", latest))  # torch.optim keeps a tensor
-            if step == 0 and any(bool(state[name].any()) for name in self.STATES):
+            counts = ours and "step" in state
+            if step == 0 and not counts and any(bool(state[name].any()) for name in self.STATES):
                 step = latest
                 if step == 0 and self.COUNTS_STEPS:
                     raise CheckpointError(

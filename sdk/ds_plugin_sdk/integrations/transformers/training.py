@@ -46,7 +46,7 @@ class TrainedLinear(TrainingReplacement):
 def attends_in_training(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
     """Whether `attention_in_training` does what torch's attention does, and sooner; shapes and dtypes must fit."""
     return (
-        not is_watched()
+        not is_watched(operators=False)  # they see torch's op for float32
         and torch.is_grad_enabled()
         and torch.nn.functional.scaled_dot_product_attention is torch._C._nn.scaled_dot_product_attention
         and torch._C._get_flash_sdp_enabled()  # what torch asks for the CPU, too
