@@ -140,6 +140,8 @@ kernels-test: $(READY)
 	$(CMAKE:%cmake=%ctest) --test-dir build/kernels-test --parallel 2 --output-on-failure
 
 .PHONY: pytest
+# Several processes of two threads share two cores: threads that spin while they wait would take them from those that work.
+pytest: export OMP_WAIT_POLICY ?= passive
 pytest: $(READY)
 	$(PYTEST) $(ARGS)
 

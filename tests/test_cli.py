@@ -50,6 +50,8 @@ def test_the_module_is_the_command(module: str) -> None:
         ("OSError", ["list"]),
         ("RuntimeError", ["bench", "jit"]),
         ("ValueError", ["new-plugin", "zap"]),
+        ("ImportError", ["conformance", "cpu"]),
+        ("ImportError", ["conformance", "--contract"]),
     ],
 )
 def test_a_torch_that_cannot_be_imported_is_an_error_without_a_traceback(

@@ -33,7 +33,7 @@ app.command("build")(needs_torch(build))
 app.command("new-plugin")(needs_torch(new_plugin))
 app.add_typer(cache, name="cache")
 app.command("contract")(needs_torch(contract))
-app.command("conformance")(needs_torch(conformance))
+app.command("conformance")(conformance)
 app.command("fuzz")(needs_torch(fuzz))
 app.add_typer(bench, name="bench")
 

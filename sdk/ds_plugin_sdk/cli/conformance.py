@@ -19,6 +19,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ds_plugin_sdk.cli.console import errors, output, table
+from ds_plugin_sdk.cli.needs_torch import import_torch
 from ds_plugin_sdk.conformance.expectations import Expectations
 from ds_plugin_sdk.conformance.outcome import BROKEN, HOLDS, LEVELS, UNUSABLE, Item, Outcome, Report, explain
 from ds_plugin_sdk.conformance.reports import badge, difference, junit, page, summary
@@ -100,6 +101,7 @@ def conformance(
                     )
                 )
     except ConformanceError as error:
+        import_torch()  # workers do, not this process: without it they say less
         errors.print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(UNUSABLE) from None
     raise typer.Exit(status)
@@ -281,6 +283,7 @@ def _read(path: Path) -> Report:
 
 
 def _contract() -> int:
+    import_torch()
     from ds_plugin_sdk.conformance import contract_page
 
     typer.echo(contract_page.render(), nl=False)

@@ -15,13 +15,18 @@ def needs_torch(command: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(command)
     def run(*arguments: Any, **options: Any) -> None:
-        _import_torch()
+        import_torch()
         command(*arguments, **options)
 
     return run
 
 
-def _import_torch() -> None:
+def import_torch() -> None:
+    """Import torch.
+
+    Raises:
+        SdkError: it cannot be imported.
+    """
     try:
         import torch  # noqa: F401  # only whether it can be
     except Exception as error:  # absent, without its libraries, or the fault of a backend or of its metadata
