@@ -13,12 +13,15 @@ import sys
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 import ds_plugin_sdk.cli.app
 from broken_plugin import install_broken
 from ds_plugin_sdk import __version__, cli, report
+from ds_plugin_sdk.cli.needs_torch import import_torch
+from ds_plugin_sdk.errors import SdkError
 from ds_plugin_sdk.settings import child_environment
 from launchers import free_port
 from plugin_site import MANIFEST, Install, write_plugin
@@ -69,6 +72,24 @@ def test_a_torch_that_cannot_be_imported_is_an_error_without_a_traceback(
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith(f"error: torch cannot be imported: {error}: libcudart.so.13: no such file\n")
     assert "Traceback" not in done.stderr
+
+
+def test_a_clone_on_the_path_has_an_unknown_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "zap_clone").mkdir()
+    (tmp_path / "zap_clone" / "__init__.py").touch()
+    (tmp_path / "zap_remains").mkdir()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = report.versions_of(["zap-clone", "zap-remains", "zap-none"])
+    assert found == {"zap-clone": "unknown", "zap-remains": "not installed", "zap-none": "not installed"}
+
+
+def test_a_folder_called_torch_is_not_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an uninstall that was interrupted leaves it."""
+    empty = ModuleType("torch")
+    empty.__path__ = ["/opt/site-packages/torch"]
+    monkeypatch.setitem(sys.modules, "torch", empty)
+    with pytest.raises(SdkError, match="torch cannot be imported: ImportError: /opt/site-packages/torch has no module"):
+        import_torch()
 
 
 @pytest.mark.parametrize(

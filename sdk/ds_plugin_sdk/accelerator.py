@@ -532,8 +532,9 @@ class DeepSpeedAccelerator(abc.ABC):
 
 
 def installed(module: str) -> bool:
-    """Whether a module can be found, without importing it."""
+    """Whether a module can be found, without importing it. A folder alone, as an uninstall may leave it, is none."""
     try:
-        return importlib.util.find_spec(module) is not None
+        spec = importlib.util.find_spec(module)
     except (ImportError, ValueError):
         return False
+    return spec is not None and spec.origin is not None

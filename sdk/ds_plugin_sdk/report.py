@@ -207,13 +207,15 @@ def versions() -> dict[str, str]:
 
 
 def versions_of(distributions: Iterable[str]) -> dict[str, str]:
-    """By the name of a distribution; "not installed" for those that are not."""
+    """By the name of a distribution; "not installed" for those that are not, "unknown" without metadata, as a clone on
+    ``PYTHONPATH`` is.
+    """
     found = {}
     for name in distributions:
         try:
             found[name] = importlib.metadata.version(name) or "unknown"  # None: it has no METADATA
         except importlib.metadata.PackageNotFoundError:
-            found[name] = "not installed"
+            found[name] = "unknown" if installed(name.replace("-", "_")) else "not installed"
         except (KeyError, ValueError):  # no METADATA, in later versions of Python; an empty name
             found[name] = "unknown"
     return found

@@ -1,4 +1,4 @@
-"""What PyInstaller is told where a program imports DeepSpeed: plugins are found by name, which it cannot see."""
+"""What PyInstaller is told where a program imports DeepSpeed or the SDK: it cannot see what is found by name."""
 
 from __future__ import annotations
 
@@ -12,17 +12,22 @@ from typing import Any
 import pytest
 
 
-def hook() -> Path:
-    """The hook as PyInstaller finds it: through the SDK's entry point."""
+def hook(module: str) -> Path:
+    """The hook of a module as PyInstaller finds it: through the SDK's entry point."""
     found = [entry for entry in entry_points(group="pyinstaller40", name="hook-dirs") if "ds_plugin_sdk" in entry.value]
     assert found, "the SDK is installed without its entry point for PyInstaller"
     (folder,) = found[0].load()()
-    return Path(folder, "hook-deepspeed.py")
+    return Path(folder, f"hook-{module}.py")
 
 
 @pytest.fixture
 def collected(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What the hook says; PyInstaller's functions answer with what they were asked for."""
+    """What the hook of the SDK says; PyInstaller's functions answer with what they were asked for."""
+    put_pyinstaller(monkeypatch)
+    return runpy.run_path(str(hook("ds_plugin_sdk")))
+
+
+def put_pyinstaller(monkeypatch: pytest.MonkeyPatch) -> None:
     hooks: Any = ModuleType("PyInstaller.utils.hooks")
     hooks.collect_all = lambda package: ([f"files of {package}"], [f"libraries of {package}"], [f"{package}.part"])
     hooks.collect_dynamic_libs = lambda package, search_patterns: [f"{search_patterns} of {package}"]
@@ -30,7 +35,6 @@ def collected(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     for name in ("PyInstaller", "PyInstaller.utils"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, "PyInstaller.utils.hooks", hooks)
-    return runpy.run_path(str(hook()))
 
 
 @pytest.mark.parametrize("group", ["torch.backends", "ds_plugin_sdk.plugins"])
@@ -39,7 +43,7 @@ def test_entry_points_come_with_their_modules(group: str, collected: dict[str, A
     assert f"modules of {group}" in collected["hiddenimports"]
 
 
-@pytest.mark.parametrize("package", ["deepspeed", "ds_plugin_sdk", "ds_plugin_cpu"])
+@pytest.mark.parametrize("package", ["ds_plugin_sdk", "ds_plugin_cpu"])
 def test_packages_come_with_all_their_files(package: str, collected: dict[str, Any]) -> None:
     assert f"files of {package}" in collected["datas"]
     assert f"libraries of {package}" in collected["binaries"]
@@ -48,3 +52,10 @@ def test_packages_come_with_all_their_files(package: str, collected: dict[str, A
 
 def test_kernels_come_though_they_are_not_called_lib(collected: dict[str, Any]) -> None:
     assert "['*.so'] of ds_plugin_cpu" in collected["binaries"]
+
+
+def test_a_program_that_imports_deepspeed_alone_has_the_sdk_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    put_pyinstaller(monkeypatch)
+    found = runpy.run_path(str(hook("deepspeed")))
+    assert (found["datas"], found["binaries"]) == (["files of deepspeed"], ["libraries of deepspeed"])
+    assert found["hiddenimports"] == ["deepspeed.part", "ds_plugin_sdk"]

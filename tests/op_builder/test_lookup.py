@@ -255,3 +255,9 @@ def test_builder_classes_state_their_name_once() -> None:
     assert SomethingBuilder.BUILD_VAR == "DS_BUILD_SOMETHING"
     with pytest.raises(NotImplementedError, match="must list the op's source files"):
         SomethingBuilder().sources()
+
+
+def test_where_the_sdk_s_builders_are_missing_the_reference_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a program that was frozen without them."""
+    monkeypatch.setattr(lookup, "builders_in", lambda package: {})
+    assert issubclass(op_builder.find("FusedAdamBuilder", None, "cpu"), ReferenceOpBuilder)

@@ -28,7 +28,10 @@ def import_torch() -> None:
         SdkError: it cannot be imported.
     """
     try:
-        import torch  # noqa: F401  # only whether it can be
+        import torch
+
+        if not hasattr(torch, "Tensor"):  # a folder of that name, which Python takes for a package
+            raise ImportError(f"{', '.join(torch.__path__)} has no module of torch")
     except Exception as error:  # absent, without its libraries, or the fault of a backend or of its metadata
         raise SdkError(
             "torch cannot be imported",

@@ -73,7 +73,8 @@ def _ours(op: Op, package: str | None, device_type: str) -> type[Any] | None:
     own = None if package is None else builders_in(package).get(op.builder)
     if own is not None:
         return own
-    if op.host or (op.kernels and (device_type == "cpu" or op.cpu_only)):
+    is_on_cpu = op.host or (op.kernels and (device_type == "cpu" or op.cpu_only))
+    if is_on_cpu and op.builder in builders_in(CPU_BUILDERS):  # a program that is frozen may lack it
         return builders_in(CPU_BUILDERS)[op.builder]
     if not op.families:
         return None

@@ -1,31 +1,9 @@
-"""What PyInstaller does when a program imports DeepSpeed: it takes along the SDK and the installed plugins.
+"""What PyInstaller does when a program imports DeepSpeed: it takes along the SDK, which DeepSpeed does not import.
 
-All that they find by name or read as files comes too: entry points, ops, prebuilt kernels. DeepSpeed lists the files of
-its own builders, so its modules are needed as files as well. torch's headers do not come, so nothing compiles in the
-program: an op without a prebuilt kernel is its reference implementation there, with a warning.
+DeepSpeed lists the files of its own builders, so its modules are needed as files as well.
 """
 
-from importlib.metadata import entry_points
+from PyInstaller.utils.hooks import collect_all
 
-from PyInstaller.utils.hooks import collect_all, collect_dynamic_libs, collect_entry_point
-
-PLUGINS = "ds_plugin_sdk.plugins"
-
-datas, binaries, hiddenimports = [], [], []
-
-# "torch.backends" is what makes torch call the SDK.
-for group in ("torch.backends", PLUGINS):
-    metadata, modules = collect_entry_point(group)
-    datas += metadata
-    hiddenimports += modules
-
-packages = {entry_point.module.partition(".")[0] for entry_point in entry_points(group=PLUGINS)}
-for package in sorted({"deepspeed", "ds_plugin_sdk", *packages}):
-    files, libraries, modules = collect_all(package)
-    datas += files
-    binaries += libraries
-    hiddenimports += modules
-
-# A kernel is called adam.so, and PyInstaller looks for lib*.so unless it is told.
-for package in sorted(packages):
-    binaries += collect_dynamic_libs(package, search_patterns=["*.so"])
+datas, binaries, hiddenimports = collect_all("deepspeed")
+hiddenimports = [*hiddenimports, "ds_plugin_sdk"]
