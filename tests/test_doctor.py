@@ -102,6 +102,13 @@ def test_what_is_wrong_on_a_host_is_found_with_what_to_do(
         assert "(no compiler)" in wrong.found
 
 
+def test_a_torch_that_no_kernel_is_compiled_for_is_told() -> None:
+    old = replace(WELL, versions={**WELL.versions, "torch": "2.9.1+cu128"})
+    found = compare({"first": Heard(old)}, {"first": 8})
+    assert bad(found) == [("torch", "fails", ("first",))]
+    assert "pip install 'torch>=2.11'" in {finding.next for finding in found}
+
+
 def test_a_machine_that_needs_no_plugin_is_no_failure() -> None:
     why = "cpu: not used, 'cuda' was found, which needs no plugin"
     hosts = {"first": Heard(replace(WELL, plugin="", plugin_why=why, deepspeeds_own=True))}

@@ -152,6 +152,10 @@ def test_a_torch_older_than_the_stable_abi_is_rejected(
     build_into(project.spec(), wheel)
     other_torch(monkeypatch, "2.8.0+cpu")
     assert "it needs torch 2.11 or later, not 2.8.0+cpu" in " ".join(explain(with_prebuilt(project, wheel)))
+    with pytest.raises(
+        ToolchainError, match=r"torch is too old .*for torch 2.11 or later, this is 2.8.0\+cpu;.*\n.*2.11'"
+    ):
+        acquire(with_prebuilt(project, wheel))
 
 
 def test_exact_abis_must_be_equal(project: Project, wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,6 +85,19 @@ def test_results_and_gradients_are_those_of_the_whole_matrix(
         torch.testing.assert_close(got.double(), want, rtol=0, atol=TOLERANCES[dtype] * float(want.abs().max()))
 
 
+@pytest.mark.parametrize("rows", [{0}, {0, 1}, {3}, {2, 3}, {7}, set(range(8))])
+def test_queries_without_any_block_have_zeros(rows: set[int]) -> None:
+    """As layouts of one's own may have."""
+    attention = SparseSelfAttention(FixedSparsityConfig(HEADS), max_seq_length=128)
+    query, key, value, _ = (each.detach()[:, :, :128] for each in inputs(torch.float32))
+    for row in rows:
+        attention.master_layout[:, row] = 0
+    output = attention(query, key, value)
+    expected = sparse_attention_reference(query, key, value, attention.master_layout, 16)
+    torch.testing.assert_close(output, expected)
+    assert all(not output[:, :, 16 * row : 16 * (row + 1)].any() for row in rows)
+
+
 def test_gradcheck() -> None:
     config = FixedSparsityConfig(2, 4, num_local_blocks=2)
     attention = SparseSelfAttention(config, max_seq_length=16)

@@ -10,6 +10,7 @@ from ds_plugin_sdk.doctor.facts import Facts
 from ds_plugin_sdk.doctor.hosts import Heard, Silent
 from ds_plugin_sdk.errors import DOCUMENTATION
 from ds_plugin_sdk.integrations.deepspeed import autoload
+from ds_plugin_sdk.jit.machine import STABLE_TORCH, release_of
 
 Verdict = Literal["ok", "warning", "fails"]
 
@@ -104,6 +105,9 @@ def _versions(facts: Facts, first: Facts) -> Iterator[_Row]:
             if "DS_ACCELERATOR" in facts.deepspeed_why:  # set to nothing, which DeepSpeed takes for a name
                 todo = "unset DS_ACCELERATOR, or name an accelerator that is installed"
             yield package, "fails", f"{here} cannot be imported: {facts.deepspeed_why}", todo
+        elif package == "torch" and here[0].isdigit() and release_of(here) < STABLE_TORCH:
+            wanted = "{}.{}".format(*STABLE_TORCH)
+            yield package, "fails", f"{here}: kernels need {wanted} or later", f"pip install 'torch>={wanted}'"
         else:
             yield package, "ok", here, ""
 

@@ -16,6 +16,7 @@ from ds_plugin_sdk.jit.target import CpuTarget
 
 # The stable ABI of torch 2.11: binaries run on it and on every later torch.
 STABLE_TORCH = (2, 11)
+STABLE_TORCH_TEXT = "torch {}.{} or later".format(*STABLE_TORCH)
 STABLE_TORCH_MACRO = f"0x{STABLE_TORCH[0]:02X}{STABLE_TORCH[1]:02X}000000000000"
 
 
@@ -46,8 +47,7 @@ class Torch:
 
     @property
     def release(self) -> tuple[int, int]:
-        major, minor = re.findall(r"\d+", self.version)[:2]
-        return int(major), int(minor)
+        return release_of(self.version)
 
     def has(self, library: str) -> bool:
         """Whether torch comes with ``lib<library>.so``."""
@@ -108,6 +108,12 @@ def find_torch() -> Torch:
     return Torch(
         root, version[1], "_GLIBCXX_USE_CXX11_ABI=0" not in config, (int(cuda[1]), int(cuda[2])) if cuda else None
     )
+
+
+def release_of(version: str) -> tuple[int, int]:
+    """Major and minor number of a version such as ``2.11.0+cu130``."""
+    major, minor = re.findall(r"\d+", version)[:2]
+    return int(major), int(minor)
 
 
 def _read(path: Path) -> str:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ds_plugin_sdk.errors import CompileError
+from ds_plugin_sdk.errors import CompileError, ToolchainError
 from ds_plugin_sdk.jit import machine, target, toolchains
 from ds_plugin_sdk.jit.machine import Machine
 from ds_plugin_sdk.jit.spec import BuildSpec
@@ -142,9 +142,15 @@ def make_plan(request: Request) -> Plan:
     """Plan the build of `request` with the compilers of this machine.
 
     Raises:
-        ToolchainError: there is no usable compiler.
+        ToolchainError: there is no usable compiler, or torch is too old.
     """
     spec, here = request.spec, request.machine
+    if spec.stable and here.torch.release < machine.STABLE_TORCH:
+        raise ToolchainError(
+            "torch is too old",
+            why=f"kernels are compiled for {machine.STABLE_TORCH_TEXT}, this is {here.torch.version}",
+            hint="pip install 'torch>={}.{}'".format(*machine.STABLE_TORCH),
+        )
     toolchain = toolchains.get_toolchain(spec.toolchain)
     compiling = tuple(tuple(toolchain.compile_command(source, spec, here)) for source in spec.sources)
     link = tuple(toolchain.link_command(spec, here))

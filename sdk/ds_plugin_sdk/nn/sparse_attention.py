@@ -260,11 +260,11 @@ def _tiles(layout: Tensor, block: int) -> Iterator[slice]:
     first, joined = 0, torch.zeros_like(layout[0])
     for row, columns in enumerate(layout):
         union = joined | columns
-        if cost(row + 1 - first, union) > cost(row - first, joined) + cost(1, columns):
+        if not joined.any():  # nothing but empty rows so far
+            first = row
+        elif cost(row + 1 - first, union) > cost(row - first, joined) + cost(1, columns):
             yield slice(first, row)
             first, union = row, columns
-        elif not joined.any():  # nothing but empty rows so far
-            first = row
         joined = union
     if joined.any():
         yield slice(first, len(layout))
