@@ -463,6 +463,16 @@ def test_remains_of_killed_builds_are_removed_after_a_day(project: Project) -> N
     assert [folder.name for folder in parent.iterdir()] == ["fresh"]
 
 
+def test_a_clock_that_is_days_ahead_removes_no_build(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a node without a time server, or in a program whose tests set the time."""
+    ahead = time.time() + 3 * 24 * 3600
+    monkeypatch.setattr(time, "time", lambda: ahead)
+    place = store.Store(store.root())
+    with place.workplace("answer") as building, place.workplace("discarded"):
+        assert building.is_dir()
+    assert answer(acquire(project.spec()).path) == 42
+
+
 def test_arguments_may_be_of_any_bytes(project: Project, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A folder that an old system named in Latin-1."""
     folder = Path(os.fsdecode(bytes(tmp_path) + b"/M\xfcller"))

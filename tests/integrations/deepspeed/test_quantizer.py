@@ -91,10 +91,14 @@ def test_fake_quantizers_round_in_place(kind: str, dtype: str) -> None:
     assert (((nearest.float() - x.float()).abs() / step).flatten().sort().values[:-4] <= 0.5 + slack).all()
 
     stochastic = []
-    for _ in range(2):
+    for default in (torch.float32, torch.float32, torch.bfloat16):
         torch.manual_seed(3)
-        stochastic.append(getattr(quantizer, f"ds_sr_quantize_{kind}{dtype}")(x.clone(), 4, 8))
-    assert torch.equal(*stochastic)
+        torch.set_default_dtype(default)
+        try:
+            stochastic.append(getattr(quantizer, f"ds_sr_quantize_{kind}{dtype}")(x.clone(), 4, 8))
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert all(torch.equal(each, stochastic[0]) for each in stochastic)
     assert not torch.equal(stochastic[0], nearest)
     assert ((stochastic[0].float() - x.float()).abs() / step <= 1 + slack).all()
 

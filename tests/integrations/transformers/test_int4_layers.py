@@ -97,6 +97,16 @@ def test_format_1_of_gptq_has_sixteen_too() -> None:
     assert torch.equal(read_gptq(layer.qweight, layer.qzeros, layer.scales)[2].dequantized(), drawn.weight())
 
 
+def test_the_default_device_is_not_that_of_a_layer() -> None:
+    """As of who makes new tensors on a GPU; the layer's own code could not be called on the meta device."""
+    model = make("llama", "gptq, format 1")
+    expected = logits(model)
+    with torch.device("meta"):
+        handle = accelerate(model)
+    torch.testing.assert_close(logits(model), expected, **CLOSE)
+    handle.remove()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("maker", MAKERS)
 @pytest.mark.parametrize("symmetric", [False, True])

@@ -8,7 +8,6 @@ up, where signatures differ, and which of DeepSpeed's builders the SDK does not 
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -122,7 +121,7 @@ def contract() -> Contract:
             why=str(error),
             hint="pip install 'ds-plugin-sdk[deepspeed]'",
         ) from error
-    version = importlib.metadata.version("deepspeed")
+    version = str(importlib.import_module("deepspeed").__version__)  # a clone on PYTHONPATH has no metadata
     return Contract(version, (*compare(theirs), *_builders()))
 
 

@@ -112,7 +112,7 @@ class Int4Matrix(Matrix):
         bias = None
         if any(each is not None for each in biases):
             parts = [
-                torch.zeros(rows, dtype=self.dtype) if each is None else each.to(self.dtype)
+                torch.zeros(rows, dtype=self.dtype, device="cpu") if each is None else each.to(self.dtype)
                 for rows, each in zip(self._rows, biases, strict=True)
             ]
             bias = torch.cat(parts).to(self.device)
@@ -186,7 +186,7 @@ def _that_it_computes(
     outputs = _outputs(layer, inputs if order is None else inputs[:, order.argsort()])
     if outputs.dtype != dtype or outputs.shape != (len(inputs), len(first.levels)):
         raise NotUnderstoodError(f"it gives {outputs.dtype} {list(outputs.shape)}, as no linear layer does")
-    inputs, shift = inputs.to(torch.float64), torch.zeros(()) if bias is None else bias.to(torch.float64)
+    inputs, shift = inputs.to(torch.float64), torch.zeros((), device="cpu") if bias is None else bias.to(torch.float64)
     # Candidates differ in their zero points, which count by the sums of the inputs over each group.
     without_zeros = first._replace(zeros=torch.zeros_like(first.zeros)).products(inputs) + shift
     sums = inputs.reshape(len(inputs), first.scales.shape[1], -1).sum(2)
@@ -201,10 +201,11 @@ def _inputs(weights: Int4, dtype: torch.dtype) -> Tensor:
     """A one in each group, at another place in each; and random ones, of which two have a large element."""
     columns, groups = weights.levels.shape[1], weights.scales.shape[1]
     width = columns // groups
-    inputs = torch.zeros(groups + _RANDOM_INPUTS, columns)
+    inputs = torch.zeros(groups + _RANDOM_INPUTS, columns, dtype=torch.float32, device="cpu")
     for group in range(groups):
         inputs[group, group * width + 7 * group % width] = _ONE
-    inputs[groups:] = torch.randn(_RANDOM_INPUTS, columns, generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator("cpu").manual_seed(0)
+    inputs[groups:] = torch.randn(inputs[groups:].shape, dtype=torch.float32, device="cpu", generator=generator)
     inputs[groups + _RANDOM_INPUTS // 2 :, 0] = 32
     return inputs.to(dtype)
 

@@ -138,7 +138,7 @@ def order_of(layer: nn.Module, columns: int, groups: int) -> Tensor | None:
         return None
     of = plain(g_idx, "g_idx").to(torch.int64).flatten()
     sorted_groups, order = of.sort(stable=True)
-    in_place = torch.arange(columns) // (columns // groups)
+    in_place = torch.arange(columns, device="cpu") // (columns // groups)
     if not torch.equal(sorted_groups, in_place):
         raise NotUnderstoodError("its g_idx (desc_act) does not give each group as many inputs")
     return None if torch.equal(of, in_place) else order

@@ -25,7 +25,7 @@ def quantize(
     Stochastic rounding takes its noise from torch's generator. DeepSpeed's own op adds about 10 units of float32's last
     place there, and so rounds towards zero.
     """
-    noise = torch.rand(val.shape, device=val.device) if stochastic_rounding else None
+    noise = torch.rand(val.shape, dtype=torch.float32, device=val.device) if stochastic_rounding else None
     stored = fp_quantize(
         val, group_size=group_size, bits=q_bits, mantissa_bits=_mantissa(q_bits, q_mantisa_bits), noise=noise
     )

@@ -143,7 +143,7 @@ def dequantize_int8_to_half_experimental(
 
 # ---- quantization in place: DeepSpeed up to 0.18 ---------------------------------------------------------------------
 def _fake_quantize(vals: Tensor, groups: int, bits: int, *, symmetric: bool, stochastic: bool) -> Tensor:
-    noise = torch.rand(vals.shape, device=vals.device) if stochastic else None
+    noise = torch.rand(vals.shape, dtype=torch.float32, device=vals.device) if stochastic else None
     quantizer.fake_quantize_(vals, groups=groups, bits=bits, symmetric=symmetric, noise=noise)
     return vals
 
