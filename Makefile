@@ -158,6 +158,8 @@ MATRIX := test-no-float16 test-avx2 test-no-avx test-threads-1 test-threads-2 te
 test-matrix: $(MATRIX)
 	@echo 'make test-matrix: passed: $(MATRIX)'
 
+$(MATRIX): export OMP_WAIT_POLICY ?= passive
+
 # AVX-512 with bfloat16 and no arithmetic in float16, as AMD EPYC has it.
 test-no-float16: export ONEDNN_MAX_CPU_ISA := AVX512_CORE_BF16
 

@@ -86,10 +86,23 @@ def test_a_clone_on_the_path_has_an_unknown_version(tmp_path: Path, monkeypatch:
 def test_a_folder_called_torch_is_not_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """As an uninstall that was interrupted leaves it."""
     empty = ModuleType("torch")
-    empty.__path__ = ["/opt/site-packages/torch"]
+    empty.__file__, empty.__path__ = None, ["/opt/site-packages/torch"]
     monkeypatch.setitem(sys.modules, "torch", empty)
-    with pytest.raises(SdkError, match="torch cannot be imported: ImportError: /opt/site-packages/torch has no module"):
+    with pytest.raises(SdkError, match="torch cannot be imported: ImportError: /opt/site-packages/torch is no torch"):
         import_torch()
+
+
+def test_reports_of_conformance_are_compared_without_torch(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('torch was imported')\n", encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-m", "ds_plugin_sdk", "conformance", "--diff", "old.json", "new.json"],
+        cwd=tmp_path,
+        env=child_environment(PYTHONPATH=f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2 and "old.json is no report" in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize(

@@ -107,6 +107,10 @@ def test_a_torch_that_no_kernel_is_compiled_for_is_told() -> None:
     found = compare({"first": Heard(old)}, {"first": 8})
     assert bad(found) == [("torch", "fails", ("first",))]
     assert "pip install 'torch>=2.11'" in {finding.next for finding in found}
+    found = compare({"first": Heard(old), "second": Heard(WELL)}, {"first": 8, "second": 8})
+    assert [finding.next for finding in found if finding.check == "torch" and finding.hosts == ("first",)] == [
+        "pip install 'torch>=2.11'"
+    ]
 
 
 def test_a_machine_that_needs_no_plugin_is_no_failure() -> None:

@@ -1476,6 +1476,39 @@ void check_attention_bias(Dtype dtype, int64_t past) {
   CHECK(added.guards_hold() && output.guards_hold(), "%s", op);
 }
 
+// A prompt that is padded by the smallest number of its dtype, and minus infinity among it: what may be attended to counts
+// alike, and what may not is further below it than scores reach.
+void check_attention_bias_of_the_smallest(Dtype dtype) {
+  constexpr int64_t kTokens = 9, kPadding = 3, kNever = 1;
+  const char* op = "cached_attention";
+  const double smallest = dtype == Dtype::Float16    ? -65504
+                          : dtype == Dtype::BFloat16 ? -3.3895313892515355e38
+                                                     : -3.4028234663852886e38;
+  Attention task{};
+  task.batch = task.heads = task.kv_heads = 1, task.tokens = task.total = kTokens, task.head_dim = 5, task.causal = true;
+  Array mask(dtype, kTokens, 0);
+  for (int64_t p = 0; p < kTokens; ++p) mask.set(p, p == kNever ? -INFINITY : p < kPadding ? smallest : 0);
+  mask.to_device();
+  task.mask_kind = Mask::Element, task.mask = mask.data(), task.mask_strides[3] = 1;
+  cuda::AttentionBias bias = cuda::attention_bias(task);
+  Array added(dtype, kTokens * bias.stride, 0);
+  added.to_device();
+  Numbers<float> sees(std::vector<float>(kTokens, -1.f));
+  bias.data = added.data(), bias.sees = sees.data();
+  compute(op, bias, dtype);
+  added.from_device();
+  for (int64_t row = 0; row < kTokens; ++row) {
+    const double counts = added[row * bias.stride + (row < kPadding ? 0 : row)];
+    for (int64_t p = 0; p < kTokens; ++p) {
+      const bool allowed = p <= row && p != kNever && (row < kPadding || p >= kPadding);
+      const double found = added[row * bias.stride + p];
+      CHECK(allowed ? found == counts : found < counts - 3e4, "%s %s: bias %g beside %g", op, name_of(dtype), found, counts);
+    }
+  }
+  for (const float seen : sees.values(op)) CHECK(seen == 1.f, "%s", op);
+  CHECK(added.guards_hold(), "%s", op);
+}
+
 // ---- attention of the Evoformer ------------------------------------------------------------------------------------
 
 void check_evoformer(Dtype dtype, const EvoformerShape& s, bool has_mask, bool has_pair) {
@@ -1769,6 +1802,7 @@ int main(int argc, char**) {
     check_attention_layers(dtype);
     for (const int64_t head_dim : {10, 64, 256}) check_append(dtype, head_dim);
     for (const int64_t past : {0, 5, 300}) check_attention_bias(dtype, past);
+    check_attention_bias_of_the_smallest(dtype);
     for (const int64_t rows : {0, 1, 63, 200}) check_column_sums(dtype, rows, 68), check_column_sums(dtype, rows, 777);
   }
   for (const Case& which : cases()) {

@@ -89,12 +89,15 @@ def test_results_and_gradients_are_those_of_the_whole_matrix(
 def test_queries_without_any_block_have_zeros(rows: set[int]) -> None:
     """As layouts of one's own may have."""
     attention = SparseSelfAttention(FixedSparsityConfig(HEADS), max_seq_length=128)
-    query, key, value, _ = (each.detach()[:, :, :128] for each in inputs(torch.float32))
+    query, key, value, _ = (each.detach()[:, :, :128].requires_grad_() for each in inputs(torch.float32))
     for row in rows:
         attention.master_layout[:, row] = 0
     output = attention(query, key, value)
     expected = sparse_attention_reference(query, key, value, attention.master_layout, 16)
     torch.testing.assert_close(output, expected)
+    gradients = (torch.autograd.grad(each.sum(), (query, key, value)) for each in (output, expected))
+    for found, wanted in zip(*gradients, strict=True):
+        torch.testing.assert_close(found, wanted)
     assert all(not output[:, :, 16 * row : 16 * (row + 1)].any() for row in rows)
 
 

@@ -133,9 +133,10 @@ def test_deepspeeds_functions(bits: int, mantissa: int) -> None:
     torch.testing.assert_close(scales.flatten() * FORMATS[bits, 7 if bits == 12 else mantissa].largest, largest)
     torch.manual_seed(1)
     stochastic = module.quantize(torch.empty_like(out), x, 32, 1, bits, mantissa)
+    torch.manual_seed(1)
     torch.set_default_dtype(torch.bfloat16)
     try:
-        module.quantize(torch.empty_like(out), x, 32, 1, bits, mantissa)
+        assert torch.equal(module.quantize(torch.empty_like(out), x, 32, 1, bits, mantissa), stochastic)
     finally:
         torch.set_default_dtype(torch.float32)
     assert not torch.equal(stochastic, out) and torch.equal(stochastic[:, -4:], out[:, -4:])

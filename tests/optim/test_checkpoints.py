@@ -179,6 +179,17 @@ def test_a_step_that_only_one_state_counted_is_that_of_the_group() -> None:
     assert [state["step"] for state in ours.state.values()] == [5, 5]
 
 
+def test_who_took_over_our_groups_may_count_elsewhere() -> None:
+    """DeepSpeed's FusedAdam that has loaded a state dict of ours from before the first step."""
+    train(reference := FusedAdam(parameters(), lr=1e-2), 5, seed=1)
+    saved = copy.deepcopy(reference.state_dict())
+    saved["param_groups"][0]["step"] = 0
+    saved["state"][0]["step"] = 0
+    ours = FusedAdam(parameters(), lr=1e-2)
+    ours.load_state_dict(saved)
+    assert [state["step"] for state in ours.state.values()] == [5, 5]
+
+
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_step_that_was_set_back_stays_so(count: int) -> None:
     """Bias correction anew, with the moments that there are."""

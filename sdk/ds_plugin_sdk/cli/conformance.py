@@ -24,7 +24,7 @@ from ds_plugin_sdk.conformance.expectations import Expectations
 from ds_plugin_sdk.conformance.outcome import BROKEN, HOLDS, LEVELS, UNUSABLE, Item, Outcome, Report, explain
 from ds_plugin_sdk.conformance.reports import badge, difference, junit, page, summary
 from ds_plugin_sdk.conformance.reports import support as matrix
-from ds_plugin_sdk.conformance.run import Runner
+from ds_plugin_sdk.conformance.run import Runner, UnusableTargetError
 from ds_plugin_sdk.conformance.selection import Selection
 from ds_plugin_sdk.errors import ConformanceError
 from ds_plugin_sdk.paths import write_whole
@@ -101,7 +101,8 @@ def conformance(
                     )
                 )
     except ConformanceError as error:
-        import_torch()  # workers do, not this process: without it they say less
+        if isinstance(error, UnusableTargetError):
+            import_torch()  # workers do, not this process: without it they say less
         errors.print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(UNUSABLE) from None
     raise typer.Exit(status)

@@ -30,8 +30,9 @@ def import_torch() -> None:
     try:
         import torch
 
-        if not hasattr(torch, "Tensor"):  # a folder of that name, which Python takes for a package
-            raise ImportError(f"{', '.join(torch.__path__)} has no module of torch")
+        if not hasattr(torch, "Tensor"):  # a folder or a file of that name
+            where = torch.__file__ or ", ".join(torch.__path__)
+            raise ImportError(f"{where} is no torch")
     except Exception as error:  # absent, without its libraries, or the fault of a backend or of its metadata
         raise SdkError(
             "torch cannot be imported",

@@ -14,6 +14,10 @@ from ds_plugin_sdk.conformance.process import START_TIMEOUT, Worker, WorkerError
 from ds_plugin_sdk.errors import ConformanceError
 
 
+class UnusableTargetError(ConformanceError):
+    """A target that no worker can load."""
+
+
 class Runner:
     """Runs cases of one target. A context manager, for it holds a process.
 
@@ -149,9 +153,9 @@ def _without_answer(item: Item, error: WorkerError, seconds: float) -> Outcome:
     return Outcome(item, "timed out" if error.hung else "crashed", seconds, failure)
 
 
-def _unusable(target: str, failure: Failure) -> ConformanceError:
+def _unusable(target: str, failure: Failure) -> UnusableTargetError:
     why = ": ".join(filter(None, [failure.what, failure.why]))
-    return ConformanceError(
+    return UnusableTargetError(
         "the target cannot be used",
         plugin=target,
         why="\n".join(filter(None, [why, failure.traceback])),

@@ -11,12 +11,12 @@ A small model is trained for a few steps by two ranks, or by one where there is 
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from ds_plugin_sdk.accelerator import installed
 from ds_plugin_sdk.conformance.check import Clause, Parameters, check, expect, expect_equal
 from ds_plugin_sdk.conformance.in_turn import InTurn, Task
 from ds_plugin_sdk.conformance.programs import small_model
@@ -57,7 +57,7 @@ _runs = InTurn("train", _tasks, ranks=ranks, timeout=_SECONDS)
 def _results(target: Target, task: str, options: dict[str, Any]) -> list[Any]:
     """What each rank gave."""
     expect(
-        importlib.util.find_spec("deepspeed") is not None,
+        installed("deepspeed"),
         "DeepSpeed is not installed, and nothing can be trained",
         hint="pip install 'ds-plugin-sdk[deepspeed]', or run the other levels: --level runtime --level ops",
     )

@@ -93,8 +93,13 @@ def _judge(answer: Heard | Silent, first: Facts | None, ranks: int, *, meets_her
 def _versions(facts: Facts, first: Facts) -> Iterator[_Row]:
     for package in dict.fromkeys([*first.versions, *facts.versions]):
         here, there = facts.versions.get(package, "not installed"), first.versions.get(package, "not installed")
-        if here != there:
-            todo = f"the first host has {there}: the same environment everywhere, `pip install {package}=={there}`"
+        if package == "torch" and here[0].isdigit() and release_of(here) < STABLE_TORCH:
+            wanted = "{}.{}".format(*STABLE_TORCH)
+            yield package, "fails", f"{here}: kernels need {wanted} or later", f"pip install 'torch>={wanted}'"
+        elif here != there:
+            todo = f"the first host has {there}: the same environment everywhere"
+            if there[0].isdigit():
+                todo += f", `pip install {package}=={there}`"
             if package in ("python", "machine"):
                 todo = f"the first host has {there}: the same environment on machines of one kind"
             yield package, "fails", here, todo
@@ -105,9 +110,6 @@ def _versions(facts: Facts, first: Facts) -> Iterator[_Row]:
             if "DS_ACCELERATOR" in facts.deepspeed_why:  # set to nothing, which DeepSpeed takes for a name
                 todo = "unset DS_ACCELERATOR, or name an accelerator that is installed"
             yield package, "fails", f"{here} cannot be imported: {facts.deepspeed_why}", todo
-        elif package == "torch" and here[0].isdigit() and release_of(here) < STABLE_TORCH:
-            wanted = "{}.{}".format(*STABLE_TORCH)
-            yield package, "fails", f"{here}: kernels need {wanted} or later", f"pip install 'torch>={wanted}'"
         else:
             yield package, "ok", here, ""
 

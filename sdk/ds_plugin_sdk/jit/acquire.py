@@ -33,7 +33,7 @@ def acquire(spec: BuildSpec) -> Artifact:
     """A binary of `spec` that fits this machine: prebuilt, else from the cache, else compiled into the cache.
 
     Raises:
-        ToolchainError: it must be compiled, and there is no usable compiler.
+        ToolchainError: it must be compiled, and there is no usable compiler, or torch is too old.
         CompileError: the compiler failed, the disk is full, a source is missing ...
         CompileForbiddenError: it must be compiled, and ``DS_PLUGIN_COMPILE=0``.
         SettingError: an environment variable cannot be understood.

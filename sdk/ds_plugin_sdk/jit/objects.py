@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,8 +43,8 @@ def keep(plan: Plan, place: Store, work: Path, headers: Sequence[Header]) -> Non
     """Keep the objects in `work`, if there is space, and remove those that are too old."""
     made, folder = work / "objects", _folder(plan, place)
     with contextlib.suppress(OSError):
-        _remove_old(place)
         made.mkdir(mode=0o700)
+        _remove_old(place, made.stat().st_mtime)
         digests = {name: file_digest(work / name) for name in _names(plan)}
         for name in digests:
             (work / name).rename(made / name)
@@ -64,10 +63,11 @@ def remove(place: Store) -> None:
         place.discard(folder)
 
 
-def _remove_old(place: Store) -> None:
+def _remove_old(place: Store, now: float) -> None:
+    """`now` by the clock of the file system, as in `Store.workplace`."""
     for folder in children(_root(place)):
         with contextlib.suppress(FileNotFoundError):
-            if time.time() - folder.stat().st_mtime > _KEPT_SECONDS:
+            if now - folder.stat().st_mtime > _KEPT_SECONDS:
                 place.discard(folder)
 
 

@@ -26,9 +26,10 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     Most CPUs are: without AMX, or AVX512-BF16 on AMD's, torch's product of bfloat16 takes two to three times as long as
     that of float32. There operands are made float32, tens of MiB at a time; sums are in float32 and rounded once, as in
-    torch's. All other calls are torch's: other devices and dtypes, small products, subclasses of tensors, modes,
-    `torch.compile`, `torch.func`, forward-mode derivatives, gradients of gradients and batches of them. Who has
-    replaced ``torch.nn.functional.linear``, as profilers do, is not called for what is multiplied here.
+    torch's. All other calls are torch's: other devices and dtypes, small products, subclasses of tensors, modes of
+    functions, `torch.compile`, `torch.func`, forward-mode derivatives, gradients of gradients and batches of them.
+    Modes of operators see those of torch's. Who has replaced ``torch.nn.functional.linear``, as profilers do, is not
+    called for what is multiplied here.
 
     What is kept for the backward pass is the weight itself, not a view of it, nor a copy under autocast: what ZeRO 3
     takes out of memory in between it has gathered again by then. Differentiable as often as torch's.
@@ -137,19 +138,22 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
         for_input, for_weight, *_ = ctx.needs_input_grad
-        ctx.save_for_backward(input if for_weight else None, weight if for_input else None)
+        # The first tells activation checkpointing that a pass was torch's, because of a mode of functions: torch keeps
+        # the weight transposed, which a square one does not show.
+        first = input.new_empty(0)
+        ctx.save_for_backward(first, input if for_weight else None, weight if for_input else None)
         ctx.transposed, ctx.of_weight = transposed, weight.dtype
         weight = weight.to(input.dtype)
         if is_watched():
-            return nn.functional.linear(input, weight.t() if transposed else weight, bias)
+            return torch._C._nn.linear(input, weight.t() if transposed else weight, bias)
         return product(input, weight if transposed else weight.t(), bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
-        input, weight = ctx.saved_tensors
+        _, input, weight = ctx.saved_tensors
         # What is to be derived again, or stands for several gradients, is for torch's own operations.
-        is_torchs = torch.is_grad_enabled() or is_batched(grad) or is_watched()
+        is_torchs = torch.is_grad_enabled() or is_batched(grad) or is_watched() or type(grad) is not Tensor
         by: Callable[[Tensor, Tensor], Tensor] = torch.mm if is_torchs else product
         of_input = of_weight = None
         if weight is not None:

@@ -286,8 +286,7 @@ class FusedOptimizer(Optimizer):
         states = {p: self._renamed(values) if p in parameters else values for p, values in state["state"].items()}
         for group in groups:
             self._import_group(group)
-            ours = "state_dtype" in group
-            self._number_steps(group.pop("step", 0), [states[p] for p in group["params"] if states.get(p)], ours=ours)
+            self._number_steps(group, [states[p] for p in group["params"] if states.get(p)])
         super().__setstate__({**state, "param_groups": groups, "state": defaultdict(dict, states)})
         self._forget()
         for group in self.param_groups:
@@ -297,13 +296,17 @@ class FusedOptimizer(Optimizer):
     def _renamed(self, state: Mapping[str, Any]) -> State:
         return {self.RENAMED.get(name, name): value for name, value in state.items()}
 
-    def _number_steps(self, group_step: Any, states: list[State], *, ours: bool) -> None:
-        """Give each state of a group the number of its last step, as an int.
+    def _number_steps(self, group: Group, states: list[State]) -> None:
+        """Give each state of a group the number of its last step, as an int, and take the group's own away.
 
         DeepSpeed's FusedAdam and FusedLion count in the group, or in the state of its last parameter alone: there the
-        other states have moments and the number 0. In a group of `ours` a number that was set back to 0 stays.
+        other states have moments and the number 0. What this class has saved gives the group the largest number of its
+        states: a number that was set back to 0 stays.
         """
-        latest = max([int(group_step), *(int(state.get("step", 0)) for state in states)])
+        group_step = group.pop("step", None)
+        largest = max((int(state.get("step", 0)) for state in states), default=0)
+        latest = max(int(group_step or 0), largest)
+        ours = "state_dtype" in group and (group_step is None or int(group_step) == largest)
         for state in states:
             if missing := [name for name in self.STATES if name not in state]:
                 raise CheckpointError(
