@@ -260,4 +260,5 @@ def test_builder_classes_state_their_name_once() -> None:
 def test_where_the_sdk_s_builders_are_missing_the_reference_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a program that was frozen without them."""
     monkeypatch.setattr(lookup, "builders_in", lambda package: {})
+    monkeypatch.setattr(lookup, "_sources", [])  # DeepSpeed's, where a test before this one has imported it
     assert issubclass(op_builder.find("FusedAdamBuilder", None, "cpu"), ReferenceOpBuilder)
