@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ds_plugin_sdk.errors import InvalidTensorError
 from ds_plugin_sdk.nn import Linear, RMSNorm, geglu, gelu, rms_norm, rotary, swiglu
 from ds_plugin_sdk.ops.rotary import angles
+from looking import Looking
 
 fused: Any = importlib.import_module("ds_plugin_sdk.nn._fused")
 
@@ -196,13 +197,6 @@ def test_modes_of_operators_see_the_op_and_may_end_before_the_backward_pass(name
         output = checkpoint(function.ours, *tensors, use_reentrant=False)
     output.sum().backward()
     assert len(calls) == 2
-
-
-class Looking(torch.overrides.TorchFunctionMode):
-    """As profilers look on."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("gate", [swiglu, geglu])

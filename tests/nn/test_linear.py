@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ds_plugin_sdk.nn import Linear, linear
 from ds_plugin_sdk.ops import _products
+from looking import Looking
 
 # The function has the module's name.
 training: Any = importlib.import_module("ds_plugin_sdk.nn.linear")
@@ -240,13 +241,6 @@ def test_modes_of_operators_see_torchs() -> None:
     with counted() as counter:
         assert torch.equal(linear(input, weight, bias), expected)
     assert counter.get_total_flops() == 2 * 13 * 24 * 40
-
-
-class Looking(torch.overrides.TorchFunctionMode):
-    """As profilers look on."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.usefixtures("slow")

@@ -41,7 +41,7 @@ def found(functions: OpFunctions, look: bool = True) -> set[str]:
 def another_kernel(op: str, key: str) -> Iterator[None]:
     """One that somebody registers for an op; torch warns of a kernel in place of another."""
     with torch.library._scoped_library("ds_plugin", "IMPL") as library, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+        warnings.simplefilter("ignore")  # torch warns of a kernel in the place of another
         library.impl(op, lambda *args: torch.zeros_like(args[0]), key)
         yield
 

@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
+    warnings.simplefilter("ignore")  # its dependencies warn of each other's releases
     import transformers
 
 from ds_plugin_sdk.bench.timing import LateError

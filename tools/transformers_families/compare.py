@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
+    warnings.simplefilter("ignore")  # its dependencies warn of each other's releases
     import transformers
     from transformers import cache_utils
     from transformers.utils import is_optimum_quanto_available

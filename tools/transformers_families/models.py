@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
+    warnings.simplefilter("ignore")  # its dependencies warn of each other's releases
     import transformers
     from transformers.models.auto import modeling_auto
 

@@ -102,7 +102,7 @@ def conformance(
                 )
     except ConformanceError as error:
         if isinstance(error, UnusableTargetError):
-            import_torch()  # workers do, not this process: without it they say less
+            import_torch()  # as workers do: what it raises says more than that one ended
         errors.print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(UNUSABLE) from None
     raise typer.Exit(status)

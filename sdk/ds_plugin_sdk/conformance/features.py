@@ -20,7 +20,6 @@ from __future__ import annotations
 import atexit
 import functools
 import importlib.metadata
-import importlib.util
 import math
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,6 +28,7 @@ from typing import Any
 
 import torch
 
+from ds_plugin_sdk.accelerator import installed
 from ds_plugin_sdk.conformance.check import Clause, ExcusedError, NonconformanceError, check, expect, tell
 from ds_plugin_sdk.conformance.patience import allowed
 from ds_plugin_sdk.conformance.process import START_TIMEOUT, Worker, WorkerError
@@ -469,9 +469,9 @@ def _id(feature: Feature) -> str:
 
 def _why_not(feature: Feature, target: Target) -> str:
     """Why a feature cannot be tried here; empty if it can."""
-    if feature.module and not _has(feature.module):
+    if feature.module and not installed(feature.module):
         package = feature.module.partition(".")[0]
-        version = importlib.metadata.version(package) if _has(package) else "(not installed)"
+        version = importlib.metadata.version(package) if installed(package) else "(not installed)"
         return f"{package} {version} has no {feature.module}" if "." in feature.module else f"no {package} is installed"
     if feature.dtype not in target.dtypes:
         return f"the accelerator does not declare {feature.dtype}"
@@ -479,13 +479,6 @@ def _why_not(feature: Feature, target: Target) -> str:
     if indexed(target) and count < feature.ranks:
         return f"it takes {feature.ranks} devices; the accelerator declares {count}"
     return ""
-
-
-def _has(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False
 
 
 def _expect_same(found: Mapping[str, Sequence[float]], host: Mapping[str, Sequence[float]], tolerance: float) -> None:
@@ -508,7 +501,7 @@ def _cases(group: str) -> Any:
 
 
 def _needs_deepspeed(target: Target) -> str | None:
-    return None if _has("deepspeed") else "DeepSpeed is not installed: pip install 'ds-plugin-sdk[deepspeed]'"
+    return None if installed("deepspeed") else "DeepSpeed is not installed: pip install 'ds-plugin-sdk[deepspeed]'"
 
 
 def _run(group: str, target: Target, feature: str) -> None:

@@ -10,7 +10,7 @@ from ds_plugin_sdk.doctor.facts import Facts
 from ds_plugin_sdk.doctor.hosts import Heard, Silent
 from ds_plugin_sdk.errors import DOCUMENTATION
 from ds_plugin_sdk.integrations.deepspeed import autoload
-from ds_plugin_sdk.jit.machine import STABLE_TORCH, release_of
+from ds_plugin_sdk.jit.machine import STABLE_TORCH, STABLE_TORCH_VERSION, release_of
 
 Verdict = Literal["ok", "warning", "fails"]
 
@@ -94,8 +94,12 @@ def _versions(facts: Facts, first: Facts) -> Iterator[_Row]:
     for package in dict.fromkeys([*first.versions, *facts.versions]):
         here, there = facts.versions.get(package, "not installed"), first.versions.get(package, "not installed")
         if package == "torch" and here[0].isdigit() and release_of(here) < STABLE_TORCH:
-            wanted = "{}.{}".format(*STABLE_TORCH)
-            yield package, "fails", f"{here}: kernels need {wanted} or later", f"pip install 'torch>={wanted}'"
+            yield (
+                package,
+                "fails",
+                f"{here}: kernels need {STABLE_TORCH_VERSION} or later",
+                f"pip install 'torch>={STABLE_TORCH_VERSION}'",
+            )
         elif here != there:
             todo = f"the first host has {there}: the same environment everywhere"
             if there[0].isdigit():

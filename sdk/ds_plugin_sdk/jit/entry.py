@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ds_plugin_sdk.jit import target, toolchains
-from ds_plugin_sdk.jit.machine import STABLE_TORCH, STABLE_TORCH_TEXT
+from ds_plugin_sdk.jit.machine import STABLE_TORCH, STABLE_TORCH_VERSION
 from ds_plugin_sdk.jit.plan import (
     SCHEMA,
     Plan,
@@ -220,7 +220,7 @@ def misfit(record: Record, request: Request) -> str:
     if reason := on_devices or "; ".join(differences(key["abi"], here.abi(spec))):
         return reason
     if spec.stable and here.torch.release < STABLE_TORCH:
-        return f"it needs {STABLE_TORCH_TEXT}, not {here.torch.version}"
+        return f"it needs torch {STABLE_TORCH_VERSION} or later, not {here.torch.version}"
     stale = stale_header(record, request.tokens, own_only=True)
     if stale.startswith(("header $sdk/", "header $kernels/")):
         stale += (

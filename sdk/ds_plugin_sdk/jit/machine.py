@@ -16,7 +16,7 @@ from ds_plugin_sdk.jit.target import CpuTarget
 
 # The stable ABI of torch 2.11: binaries run on it and on every later torch.
 STABLE_TORCH = (2, 11)
-STABLE_TORCH_TEXT = "torch {}.{} or later".format(*STABLE_TORCH)
+STABLE_TORCH_VERSION = "{}.{}".format(*STABLE_TORCH)
 STABLE_TORCH_MACRO = f"0x{STABLE_TORCH[0]:02X}{STABLE_TORCH[1]:02X}000000000000"
 
 

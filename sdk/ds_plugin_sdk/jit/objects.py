@@ -18,7 +18,7 @@ from typing import Any
 from ds_plugin_sdk.jit import entry
 from ds_plugin_sdk.jit.entry import Header
 from ds_plugin_sdk.jit.plan import Plan, digest, file_digest
-from ds_plugin_sdk.jit.store import Store, children
+from ds_plugin_sdk.jit.store import Store, children, older
 
 _KEPT_SECONDS = 24 * 3600
 
@@ -43,8 +43,9 @@ def keep(plan: Plan, place: Store, work: Path, headers: Sequence[Header]) -> Non
     """Keep the objects in `work`, if there is space, and remove those that are too old."""
     made, folder = work / "objects", _folder(plan, place)
     with contextlib.suppress(OSError):
+        for old in older(_root(place), _KEPT_SECONDS):
+            place.discard(old)
         made.mkdir(mode=0o700)
-        _remove_old(place, made.stat().st_mtime)
         digests = {name: file_digest(work / name) for name in _names(plan)}
         for name in digests:
             (work / name).rename(made / name)
@@ -61,14 +62,6 @@ def remove(place: Store) -> None:
     """Remove all."""
     for folder in children(_root(place)):
         place.discard(folder)
-
-
-def _remove_old(place: Store, now: float) -> None:
-    """`now` by the clock of the file system, as in `Store.workplace`."""
-    for folder in children(_root(place)):
-        with contextlib.suppress(FileNotFoundError):
-            if now - folder.stat().st_mtime > _KEPT_SECONDS:
-                place.discard(folder)
 
 
 def _root(place: Store) -> Path:

@@ -148,8 +148,8 @@ def make_plan(request: Request) -> Plan:
     if spec.stable and here.torch.release < machine.STABLE_TORCH:
         raise ToolchainError(
             "torch is too old",
-            why=f"kernels are compiled for {machine.STABLE_TORCH_TEXT}, this is {here.torch.version}",
-            hint="pip install 'torch>={}.{}'".format(*machine.STABLE_TORCH),
+            why=f"kernels are compiled for torch {machine.STABLE_TORCH_VERSION} or later, this is {here.torch.version}",
+            hint=f"pip install 'torch>={machine.STABLE_TORCH_VERSION}'",
         )
     toolchain = toolchains.get_toolchain(spec.toolchain)
     compiling = tuple(tuple(toolchain.compile_command(source, spec, here)) for source in spec.sources)

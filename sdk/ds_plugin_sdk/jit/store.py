@@ -24,6 +24,7 @@ import stat
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from ds_plugin_sdk.errors import CompileError
@@ -147,14 +148,12 @@ class Store:
                 if self.root == _named_root() and shared_by_group(new.parent):
                     new.chmod(stat.S_IMODE(new.parent.stat().st_mode))
 
-    @contextlib.contextmanager
-    def workplace(self, name: str) -> Iterator[Path]:
+    def workplace(self, name: str) -> AbstractContextManager[Path]:
         """A new private folder on the store's file system; gone afterwards, with all that is still in it."""
         parent = self.base / ".build"
         self.make_folder(parent)
-        with private_folder(parent, f"{name}-{os.getpid()}-") as folder:
-            _remove_abandoned(parent, folder.stat().st_mtime)
-            yield folder
+        _remove_abandoned(parent)
+        return private_folder(parent, f"{name}-{os.getpid()}-")
 
     def publish(self, built: Path, place: Path) -> Path:
         """Move a finished entry to its place; if another builder was faster, theirs stays and ours is dropped."""
@@ -371,11 +370,20 @@ def _remove_in_place(folder: Path) -> str:
     return ""
 
 
-def _remove_abandoned(parent: Path, now: float) -> None:
-    """Remove what killed builds left behind, once they are certain to be over: `now` by the clock of the file system,
-    which that of this process may be days ahead of.
+def _remove_abandoned(parent: Path) -> None:
+    """Remove what killed builds left behind, once they are certain to be over."""
+    for folder in older(parent, _ABANDONED_SECONDS):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def older(parent: Path, seconds: float) -> Iterator[Path]:
+    """The folders in `parent` that are older than so much, by the clock of the file system: that of this process may be
+    days ahead of it.
     """
-    for folder in children(parent):
-        with contextlib.suppress(OSError):
-            if now - folder.stat().st_mtime > _ABANDONED_SECONDS:
-                shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        os.utime(parent)
+        now = parent.stat().st_mtime
+        for folder in children(parent):
+            with contextlib.suppress(OSError):
+                if now - folder.stat().st_mtime > seconds:
+                    yield folder

@@ -37,7 +37,8 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """``silu(gate) * up`` (Shazeer 2020), as LLaMA's feed-forward layers have it.
 
     One op computes it, and one its gradients, where the device has a kernel; gate and up are kept for the backward
-    pass, and nothing else. All other calls are torch's ``silu`` and product, as in `ds_plugin_sdk.nn.rms_norm`.
+    pass, and nothing else. All other calls are torch's ``silu`` and product, as in `ds_plugin_sdk.nn.rms_norm`; so is
+    one whose up wants a gradient and whose gate does not.
 
     Args:
         gate: ``[..., columns]``, a floating-point dtype.

@@ -73,9 +73,10 @@ def _ours(op: Op, package: str | None, device_type: str) -> type[Any] | None:
     own = None if package is None else builders_in(package).get(op.builder)
     if own is not None:
         return own
-    is_on_cpu = op.host or (op.kernels and (device_type == "cpu" or op.cpu_only))
-    if is_on_cpu and op.builder in builders_in(CPU_BUILDERS):  # a program that is frozen may lack it
-        return builders_in(CPU_BUILDERS)[op.builder]
+    if op.host or (op.kernels and (device_type == "cpu" or op.cpu_only)):
+        own = builders_in(CPU_BUILDERS).get(op.builder)
+        if own is not None:  # a program that is frozen may lack it
+            return own
     if not op.families:
         return None
     return _combined(op, package, device_type) if op.family is None else _derived(ReferenceOpBuilder, op)

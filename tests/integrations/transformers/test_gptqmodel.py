@@ -29,7 +29,7 @@ REPACKING = ("torch_aten_kernel", "torch_aten_kernel_awq")
 @pytest.fixture(autouse=True)
 def library(monkeypatch: pytest.MonkeyPatch) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+        warnings.simplefilter("ignore")  # its dependencies warn of each other
         pytest.importorskip("gptqmodel", reason="gptqmodel is no dependency of the tests: it may want a later torch")
         for module in (*GPTQ, *AWQ):
             _module_of(module)
