@@ -88,6 +88,18 @@ def test_words_are_split_as_a_shell_does(monkeypatch: pytest.MonkeyPatch) -> Non
     assert settings.cxxflags == ("-O1", '-DNAME="a b"', "-I/some folder")
 
 
+def test_a_file_of_words_stands_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As to GCC."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "more.txt").write_text("-DNAME='a b'\n-O1\n", encoding="utf-8")
+    (tmp_path / "flags.txt").write_text("@more.txt -g", encoding="utf-8")
+    monkeypatch.setenv("CXXFLAGS", "-Wall @flags.txt @nowhere")
+    assert settings.cxxflags == ("-Wall", "-DNAME=a b", "-O1", "-g", "@nowhere")
+    (tmp_path / "more.txt").write_text("@flags.txt", encoding="utf-8")
+    with pytest.raises(SettingError, match=r"@more\.txt names itself|@flags\.txt names itself"):
+        _ = settings.cxxflags
+
+
 def test_no_visible_devices_is_not_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert settings.cuda_visible_devices == ""

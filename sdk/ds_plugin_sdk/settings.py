@@ -24,6 +24,7 @@ _environment = os.environ.__getitem__  # looked up once: some settings are read 
 
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})
+_FILES_IN_FILES = 10
 
 
 def _flag(text: str) -> bool:
@@ -113,8 +114,25 @@ def _tasks_of_nodes(text: str) -> tuple[int, ...]:
 
 
 def _words(text: str) -> tuple[str, ...]:
-    """Words as a shell has them, quotes and all."""
-    return tuple(shlex.split(text))
+    """Words as a shell has them, quotes and all; ``@file`` stands for those in a file, as it does to GCC and clang.
+
+    They belong to the key of a build, and compilers run in another folder, where a relative path leads elsewhere.
+    """
+    return tuple(_with_files(shlex.split(text), _FILES_IN_FILES))
+
+
+def _with_files(words: list[str], depth: int) -> Iterator[str]:
+    for word in words:
+        try:
+            text = Path(word[1:]).read_text(encoding="utf-8", errors="surrogateescape") if word[:1] == "@" else None
+        except OSError:  # a compiler takes the word as it is then, and says what it makes of it
+            text = None
+        if text is None:
+            yield word
+        elif depth == 0:
+            raise ValueError(f"{word} names itself, or is the last of too many files")
+        else:
+            yield from _with_files(shlex.split(text), depth - 1)
 
 
 @dataclass(frozen=True)
@@ -335,6 +353,7 @@ COMPILER_VARIABLES = (
     "C_INCLUDE_PATH",
     "CPLUS_INCLUDE_PATH",
     "LIBRARY_PATH",
+    "LD_RUN_PATH",
     "COMPILER_PATH",
     "GCC_EXEC_PREFIX",
     "NVCC_PREPEND_FLAGS",

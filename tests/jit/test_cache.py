@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import time
@@ -251,6 +252,17 @@ def test_another_compiler_is_another_key(project: Project, tmp_path: Path, monke
     upgraded = acquire(project.spec())
     assert upgraded.origin == "compiled"
     assert "99.1.0" in upgraded.reason and "rebuilt: cxx " in upgraded.reason
+
+
+def test_a_compiler_by_another_of_its_names_says_so(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same file, but clang is another compiler by the name clang++; GCC says in `--version` what it was called."""
+    acquire(project.spec())
+    other = tmp_path / "other-g++"
+    other.symlink_to(Path(str(shutil.which("c++"))).resolve())
+    monkeypatch.setenv("CXX", str(other))
+    assert re.search(r"rebuilt: cxx \S*\+\+\S* \(.* -> other-g\+\+ \(", acquire(project.spec()).reason)
 
 
 def test_a_compiler_replaced_in_place_is_seen(

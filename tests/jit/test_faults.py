@@ -251,6 +251,7 @@ def test_a_compiler_that_is_not_there(project: Project, monkeypatch: pytest.Monk
 
 
 STRING = "#include <iostream>\nvoid say() { std::cout << 1; }"
+QUOTIENT = "int quotient(int a, int b) { return a / b; }"
 OF_17 = "#include <type_traits>\nbool b = std::is_same_v<int, int>;"
 
 
@@ -266,6 +267,8 @@ OF_17 = "#include <type_traits>\nbool b = std::is_same_v<int, int>;"
         (STRING, {"link_args": ("-nodefaultlibs",)}, "undefined reference", "is CXX a C compiler"),
         (OF_17, {"cxx_args": ("-std=c++14",)}, "is_same_v", "older -std="),
         ("", {"link_args": ("-static", "-lnosuchlibrary")}, "cannot find -lnosuchlibrary", ""),
+        (QUOTIENT, {"cxx_args": ("-fsanitize=undefined",)}, "undefined reference to .__ubsan", "LDFLAGS must ask for"),
+        ("", {"link_args": ("-pie",)}, "undefined reference to .main'", "leave it out"),
         ("", {"link_args": ("-Wl,--no-such",)}, r"ld(\.bfd)?: unrecognized option '--no-such'", "LDFLAGS"),
     ],
 )
@@ -281,6 +284,20 @@ def test_what_the_compiler_says(
     log = Path(error.hint.rpartition("log: ")[2])
     assert error.why in log.read_text()
     assert list((cache.root() / "v1" / ".build").iterdir()) == []
+
+
+def test_a_linker_that_is_not_there(project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of -fuse-ld=lld: collect2 alone tells that, and then that it ends."""
+    said = "collect2: fatal error: cannot find 'ld'"
+    body = f"""\
+        case "$*" in *-shared*) echo "{said}"; echo "compilation terminated."; exit 1;; esac >&2
+        exec {REAL} "$@"
+        """
+    monkeypatch.setenv("CXX", str(script(tmp_path / "c++", body)))
+    with pytest.raises(CompileError) as caught:
+        acquire(project.spec())
+    assert caught.value.why == said
+    assert "-fuse-ld=" in caught.value.hint
 
 
 def test_a_failure_is_known_until_a_file_changes_or_the_op_is_built(project: Project) -> None:

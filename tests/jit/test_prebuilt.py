@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,18 @@ import pytest
 from small_op import CountingCompiler, Project, answer, make_project, other_torch
 
 from ds_plugin_sdk.errors import CompileError, CompileForbiddenError, ToolchainError
-from ds_plugin_sdk.jit import BuildSpec, CxxToolchain, Source, acquire, build_into, cache, explain, machine, target
+from ds_plugin_sdk.jit import (
+    BuildSpec,
+    CxxToolchain,
+    Source,
+    acquire,
+    build_into,
+    cache,
+    explain,
+    machine,
+    obtain,
+    target,
+)
 
 pytestmark = pytest.mark.compiler
 
@@ -172,7 +184,26 @@ def test_a_damaged_one_is_rejected(project: Project, wheel: Path) -> None:
         file.truncate(100)
     artifact = acquire(with_prebuilt(project, wheel))
     assert artifact.origin == "compiled"
-    assert "has 100 bytes instead of" in artifact.reason
+    assert "answer.so is truncated: it has 100 bytes" in artifact.reason
+
+
+@pytest.mark.parametrize("content", [b"", b"\x7fELF", b"!<arch>\n" * 20], ids=["empty", "a start", "another kind"])
+def test_what_is_no_library_is_rejected(project: Project, wheel: Path, content: bytes) -> None:
+    build_into(project.spec(), wheel).path.write_bytes(content)
+    artifact = acquire(with_prebuilt(project, wheel))
+    assert artifact.origin == "compiled"
+    assert "answer.so is no library" in artifact.reason
+
+
+def test_a_stripped_one_serves(project: Project, wheel: Path) -> None:
+    """Debian, RPM and conda strip the libraries that they pack, and change the paths in them."""
+    path = build_into(project.spec(cxx_args=("-g",)), wheel).path
+    before = path.stat().st_size
+    subprocess.run(["strip", path], check=True)
+    assert path.stat().st_size < before
+    spec = with_prebuilt(project, wheel, cxx_args=("-g",))
+    artifact, _ = obtain(spec)
+    assert artifact.origin == "prebuilt" and answer(artifact.path) == 42
 
 
 def units(project: Project, *levels: str) -> tuple[Source, ...]:

@@ -214,6 +214,20 @@ def test_a_cache_that_cannot_be_made_is_not_used(
     assert cache.entries() == [] and explain(project.spec())[0].startswith("cache: ")
 
 
+@pytest.mark.parametrize("length", [3900, 4000, 4050])
+def test_a_path_that_is_too_long_for_what_is_built_is_not_used(
+    project: Project, private_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, length: int
+) -> None:
+    """The folder can be made, and a build in it cannot be named."""
+    root = tmp_path
+    while len(str(root)) < length:
+        root /= "x" * min(200, max(1, length - len(str(root)) - 1))
+    monkeypatch.setenv("DS_PLUGIN_CACHE_DIR", str(root))
+    built = acquire(project.spec())
+    assert built.path.is_relative_to(private_root) and "File name too long" in built.reason
+    assert acquire(project.spec()).origin == "cache"
+
+
 def test_a_cache_that_is_mounted_noexec_is_not_used(
     project: Project, spawn: Spawn, counting: CountingCompiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

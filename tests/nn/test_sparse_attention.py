@@ -288,6 +288,18 @@ def test_nothing_and_the_meta_device() -> None:
     assert attention.to("meta")(q, k, v).shape == q.shape
 
 
+def test_a_module_of_the_meta_device_gets_its_layout_by_reset_parameters() -> None:
+    """As FSDP and others make large models: nothing is computed until each module's storage is there."""
+    attention, (q, k, v, _) = SparseSelfAttention(CONFIGS["fixed"], max_seq_length=LENGTH), inputs(torch.float32)
+    expected = attention(q, k, v)
+    attention.to("meta")
+    assert "some of" in repr(attention)
+    attention.to_empty(device="cpu")
+    attention.master_layout.fill_(7)  # what the memory held before
+    attention.reset_parameters()
+    assert torch.equal(attention(q, k, v), expected)
+
+
 def test_the_default_device_changes_nothing() -> None:
     attention, (q, k, v, _) = SparseSelfAttention(CONFIGS["bigbird"], max_seq_length=LENGTH), inputs(torch.float32)
     expected = attention(q, k, v)

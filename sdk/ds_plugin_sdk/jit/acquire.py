@@ -192,7 +192,8 @@ def _choose(spec: BuildSpec) -> _Choice:
 def _take_prebuilt(choice: _Choice) -> bool:
     request = choice.request
     folders = [folder / request.spec.owner / request.spec.name for folder in request.spec.prebuilt_dirs]
-    search = entry.search((f for f in folders if f.is_dir()), lambda record: entry.misfit(record, request))
+    there = (folder for folder in folders if folder.is_dir())
+    search = entry.search(there, lambda record: entry.misfit(record, request), check=entry.check_whole)
     return choice.take("prebuilt", search, "made of these sources")
 
 

@@ -78,8 +78,17 @@ HINTS = (
         "the C++ library lacks what C++17 has: is there an older -std= in CFLAGS or CXXFLAGS, or an old compiler?",
     ),
     (
+        r"undefined (reference to|symbol:) .?__(ubsan|asan|tsan|msan|lsan|gcov)",
+        "what CXXFLAGS asks for by -fsanitize= or --coverage, LDFLAGS must ask for too",
+    ),
+    (r"undefined reference to .main'", "-pie in LDFLAGS makes programs, no libraries: leave it out"),
+    (
+        r"cannot find .(ld|gold|lld|mold|bfd)\b|invalid linker name",
+        "the linker that -fuse-ld= names, in LDFLAGS or CXXFLAGS, is not there: install it, or leave that out",
+    ),
+    (
         r"undefined reference|cannot find -l",
-        "a library is missing at the link: check the builder's libraries_args and extra_ldflags",
+        "a library is missing at the link: check LDFLAGS, and the builder's libraries_args and extra_ldflags",
     ),
 )
 
@@ -93,6 +102,8 @@ _ERROR = re.compile(
     re.IGNORECASE,
 )
 _LINKER = re.compile(r"^\S*\b(ld|gold|lld|mold|bfd)\b\S*: ")
+# Of programs that end because another has failed, which has said why.
+_SAYS_NO_MORE = re.compile(r"collect2: error: ld returned|compilation terminated\.")
 
 
 def run(plan: Plan, work: Path, log: Path) -> list[Path]:
@@ -313,9 +324,9 @@ class _Running:
 
 def _first_error(output: str) -> str:
     lines = [line.strip() for line in output.splitlines() if line.strip()]
-    lines.sort(key=lambda line: line.startswith("collect2:"))  # it says that the linker failed, which has said why
-    found = (line for kind in (_ERROR, _LINKER) for line in lines if kind.search(line))
-    return next((line for line in found if not line.startswith("collect2:")), lines[0] if lines else "")
+    telling = [line for line in lines if not _SAYS_NO_MORE.match(line)]
+    found = (line for kind in (_ERROR, _LINKER) for line in telling if kind.search(line))
+    return next(found, (telling or lines or [""])[0])
 
 
 def _check_library(plan: Plan, library: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import struct
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -48,6 +49,12 @@ _PARTS: Mapping[str, type | tuple[type, ...]] = {
     "reason": str,
 }
 Header = tuple[str, int, int, str]
+
+
+# Of the header of a 64-bit ELF file: where the table of sections is, the size of its entries, and how many there are.
+# The table is the last thing that linkers and strip write.
+_ELF64_FIELDS = "40xQ10xHH2x"
+_ELF64 = struct.Struct("<" + _ELF64_FIELDS)
 
 
 class DamagedError(Exception):
@@ -121,6 +128,29 @@ def check_binary(folder: Path, record: Record) -> None:
     """
     with _opened(folder / f"{record['key']['request']['op']}.so") as file:
         _compare(file, record)
+
+
+def check_whole(folder: Path, record: Record) -> None:
+    """See that nothing is missing at the end of a binary in a wheel. Its digest may be another one: distributions strip
+    what they pack, or write paths into it. It is trusted as the wheel's Python is.
+
+    Raises:
+        DamagedError: it is missing, truncated or no library.
+    """
+    os.close(open_whole(folder / f"{record['key']['request']['op']}.so"))
+
+
+def open_whole(path: Path) -> int:
+    """A descriptor of the binary `path`. Raises as `check_whole`."""
+    with _opened(path) as file:
+        size, start = _state(file).size, file.read(_ELF64.size)
+        if start[:5] != b"\x7fELF\x02" or len(start) < _ELF64.size:
+            raise DamagedError(f"{path} is no library")
+        order = ">" if start[5] == 2 else "<"
+        table, entry_size, entries = struct.unpack(order + _ELF64_FIELDS, start)
+        if table + entry_size * entries > size:
+            raise DamagedError(f"{path} is truncated: it has {size} bytes, and lacks the table at its end")
+        return os.dup(file.fileno())
 
 
 def open_binary(path: Path, record: Record) -> int:
@@ -252,9 +282,12 @@ class Search:
 
 
 def search(
-    folders: Iterable[Path], unfit: Callable[[Record], str], distrust: Callable[[Path], str] | None = None
+    folders: Iterable[Path],
+    unfit: Callable[[Record], str],
+    distrust: Callable[[Path], str] | None = None,
+    check: Callable[[Path, Record], None] = check_binary,
 ) -> Search:
-    """The first entry of `folders` that is whole and loads, and that neither test has a reason against.
+    """The first entry of `folders` that is whole, by `check`, and loads, and that neither test has a reason against.
 
     `distrust` judges the folder before anything in it is read.
     """
@@ -268,7 +301,7 @@ def search(
             if reason := unfit(record):
                 reasons.append(reason)
                 continue
-            check_binary(folder, record)
+            check(folder, record)
             if reason := _rejected.get(_identity(folder, record), ""):
                 raise DamagedError(reason)
             return Search(folder, record, tuple(reasons), tuple(useless))

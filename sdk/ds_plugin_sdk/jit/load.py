@@ -32,7 +32,8 @@ def load(artifact: Artifact, spec: BuildSpec) -> ModuleType | ctypes.CDLL:
             the next best one.
     """
     try:
-        file = entry.open_binary(artifact.path, artifact.key)
+        prebuilt = artifact.origin == "prebuilt"
+        file = entry.open_whole(artifact.path) if prebuilt else entry.open_binary(artifact.path, artifact.key)
     except DamagedError as error:
         raise _rejected(artifact, spec, str(error)) from error
     try:

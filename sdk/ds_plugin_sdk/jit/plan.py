@@ -223,9 +223,10 @@ def differences(old: object, new: object, name: str = "") -> list[str]:
     if old == new:
         return []
     if isinstance(old, Mapping) and isinstance(new, Mapping):
-        if "text" in old and "text" in new:  # a compiler: its role, and the versions or the paths
-            shown = "version" if old.get("version") != new.get("version") else "path"
-            return [f"{name} {old.get(shown)} -> {new.get(shown)}"]
+        if "text" in old and "text" in new:  # a compiler: its role, and the versions, the paths or all it says
+            shown = next((each for each in ("version", "path") if old.get(each) != new.get(each)), "text")
+            was, now = (str(each.get(shown)).partition("\n")[0] for each in (old, new))
+            return [f"{name} {was} -> {now}"]
         names = [*old, *(key for key in new if key not in old)]
         return [line for key in names for line in differences(old.get(key), new.get(key), key)]
     if name == "sources" and isinstance(old, list) and isinstance(new, list):

@@ -35,6 +35,8 @@ from ds_plugin_sdk.settings import settings
 
 _ABANDONED_SECONDS = 24 * 3600
 _TOUCH_SECONDS = 3600
+# At least as long as the way from a folder of the store to a binary in it.
+_LONGEST = Path(*("0" * 64 for _ in range(3)))
 
 
 class Store:
@@ -59,7 +61,7 @@ class Store:
     def unusable(self, home: Path) -> str:
         """Why nothing can be built into `home`, a folder of this store; empty if it can."""
         try:
-            home = _nearest(home)
+            home = _nearest(home / _LONGEST)
         except OSError as error:
             return f"{home}: {error.strerror}"
         if reason := _closed(home) or self.noexec():

@@ -103,8 +103,18 @@ class SparseSelfAttention(nn.Module):
         output: Tensor = _BlockSparseAttention.apply(query, key, value, masks, plan)  # type: ignore[no-untyped-call, unused-ignore]  # before 2.15 torch gives it no type
         return output
 
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Make the layout anew, which a module that ``to_empty`` moved from the meta device lacks; all ranks take that
+        of rank 0 again.
+        """
+        tokens = self.master_layout.shape[1] * self.sparsity_config.block
+        self.master_layout.copy_(self.sparsity_config.make_layout(tokens))
+        self._synchronized = False
+
     def extra_repr(self) -> str:
-        blocks = int(self.master_layout.sum())
+        """What `print` shows of the module."""
+        blocks = "some" if self.master_layout.is_meta else int(self.master_layout.sum())
         return f"{type(self.sparsity_config).__name__}, {blocks} of {self.master_layout.numel()} blocks"
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
