@@ -223,8 +223,9 @@ def test_autocast_keeps_a_mask_of_float32_s_least_number_finite(dtype: torch.dty
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by torch.compile, each Function
-def test_a_layer_compiles_under_autocast() -> None:
-    layer = make(torch.float32)
+@pytest.mark.parametrize("inverted", [False, True])
+def test_a_layer_compiles_under_autocast(inverted: bool) -> None:
+    layer = make(torch.float32, normalize_invertible=inverted)
     x, mask, grad = inputs(16, torch.float32)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     results = []

@@ -381,6 +381,31 @@ def test_layers_that_are_compiled_one_by_one_share_their_code(trained: bool) -> 
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("which", [0, 1])
+def test_one_layer_is_compiled_and_the_other_is_not(name: str, which: int) -> None:
+    """A step of one token that an eager layer has begun goes on in a compiled one."""
+    model = make(name)
+    expected = model.generate(tokens(), max_new_tokens=4, do_sample=False)
+    with accelerate(model):
+        layers = model.transformer.h if name == "gpt2" else model.model.layers
+        layers[which].compile(backend="eager", fullgraph=True, dynamic=True)
+        assert torch.equal(model.generate(tokens(), max_new_tokens=4, do_sample=False), expected)
+    torch._dynamo.reset()
+
+
+def test_a_compiled_model_is_not_compiled_again_after_an_eager_step() -> None:
+    model, counter = make("llama"), CompileCounter()
+    with accelerate(model), torch.no_grad():
+        compiled = torch.compile(model, backend=counter)
+        compiled(tokens(), use_cache=False)
+        frames = counter.frame_count
+        model.generate(tokens(), max_new_tokens=3, do_sample=False)
+        compiled(tokens(), use_cache=False)
+    assert counter.frame_count == frames
+    torch._dynamo.reset()
+
+
 def test_a_forward_that_was_taken_and_put_back_counts_as_the_classs_own() -> None:
     """As transformers 5.0 leaves modules whose outputs it has collected."""
     model = make("llama")

@@ -7,7 +7,7 @@ import inspect
 import re
 import types
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -300,15 +300,20 @@ def _check_served(
     if weights is not None and packer.is_empty and not experts:
         raise SdkError(
             f"{name_of(model)} cannot have {weights} weights",
-            why="none of its linear layers runs on our ops",
+            why=f"none of its linear layers runs on our ops{_most_frequent_reason(found)}",
             hint=f"leave weights out; {report}",
         )
     if cache is not None and not any(isinstance(each, DecoderReplacement) for each in found.replacements.values()):
         raise SdkError(
             f"{name_of(model)} cannot have an {cache} cache",
-            why="none of its decoder layers runs whole on our ops",
+            why=f"none of its decoder layers runs whole on our ops{_most_frequent_reason(found)}",
             hint=f"leave cache out; {report}",
         )
+
+
+def _most_frequent_reason(found: _Found) -> str:
+    reasons = Counter(why for _, why in found.left.values()).most_common(1)
+    return f"; of most parts: {reasons[0][0]}" if reasons else ""
 
 
 # ---------------------------------------------------------------------- layers

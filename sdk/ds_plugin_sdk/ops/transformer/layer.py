@@ -427,7 +427,9 @@ def _check(layer: LayerConfig, input: Tensor, mask: Tensor | None, weights: Weig
                 op=OP,
                 why=f"expected {input.dtype} on {input.device}, and a shape that broadcasts to {list(full)}",
             )
-    inverted = (weights.attn_nw, weights.norm_w) if layer.normalize_invertible else ()
+    # A compiled program has no errors that depend on numbers: a weight of 0 makes infinite ones there.
+    asked = layer.normalize_invertible and not torch.compiler.is_compiling()
+    inverted = (weights.attn_nw, weights.norm_w) if asked else ()
     if any(bool((weight == 0).any()) for weight in inverted):
         raise InvalidTensorError(
             "a norm with a weight of 0 cannot be inverted", op=OP, hint="train without normalize_invertible"
