@@ -12,8 +12,9 @@ import torch
 from deepspeed_support import Python
 
 from ds_plugin_sdk import op_builder
-from ds_plugin_sdk.errors import InvalidTensorError, SdkError
+from ds_plugin_sdk.errors import InvalidTensorError, OpError, SdkError
 from ds_plugin_sdk.integrations.deepspeed.modules import (
+    async_io,
     cpu_adagrad,
     cpu_adam,
     cpu_lion,
@@ -437,6 +438,14 @@ def test_deepspeeds_front_ends_agree_with_float64(origin: str, python: Python, k
     )
     quiet = [line for line in done.stderr.splitlines() if "Exception ignored" in line or "Traceback" in line]
     assert not quiet, done.stderr
+
+
+def test_switches_of_files_may_be_the_texts_that_ds_nvme_tune_prints(native: Callable[..., None]) -> None:
+    native("async_io")
+    handle = async_io.aio_handle(1 << 20, 4, "false", "True", 2)
+    assert (handle.get_single_submit(), handle.get_overlap_events()) == (False, True)
+    with pytest.raises(OpError, match=r"overlap_events is 'maybe'; expected true or false"):
+        async_io.aio_handle(1 << 20, 4, False, "maybe", 2)
 
 
 @pytest.mark.deepspeed

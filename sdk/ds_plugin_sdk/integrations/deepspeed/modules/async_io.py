@@ -12,11 +12,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ds_plugin_sdk.errors import FileError, InvalidTensorError
+from ds_plugin_sdk.errors import FileError, InvalidTensorError, OpError
 from ds_plugin_sdk.integrations.deepspeed.modules.pin_memory import PinnedMemory
 from ds_plugin_sdk.ops.async_io import AsyncIO, File
 
 _SECTOR = 512
+_FLAGS = {"true": True, "false": False, "1": True, "0": False}
 
 
 class aio_handle(PinnedMemory):  # noqa: N801  # DeepSpeed's name
@@ -29,16 +30,17 @@ class aio_handle(PinnedMemory):  # noqa: N801  # DeepSpeed's name
         self,
         block_size: int = 1 << 20,
         queue_depth: int = 128,
-        single_submit: bool = False,
-        overlap_events: bool = False,
+        single_submit: bool | str = False,
+        overlap_events: bool | str = False,
         intra_op_parallelism: int = 1,
     ) -> None:
-        self._options = (block_size, queue_depth, bool(single_submit), bool(overlap_events), intra_op_parallelism)
+        single, overlap = _flag("single_submit", single_submit), _flag("overlap_events", overlap_events)
+        self._options = (block_size, queue_depth, single, overlap, intra_op_parallelism)
         self._io = AsyncIO(
             block_size,
             queue_depth,
-            single_submit=single_submit,
-            overlap_events=overlap_events,
+            single_submit=single,
+            overlap_events=overlap,
             threads=intra_op_parallelism,
         )
         self._unchecked: list[tuple[Tensor, File, int]] = []
@@ -187,6 +189,18 @@ def _check_end(buffer: Tensor, filename: str, file_offset: int) -> None:
             why=f"the file has {size} bytes, and read() takes all of them",
             hint="sync_pread() reads a part of a file",
         )
+
+
+def _flag(name: str, value: bool | str) -> bool:
+    """A switch; the configuration that DeepSpeed's ``ds_nvme_tune`` prints has texts."""
+    found = _FLAGS.get(str(value).lower())
+    if found is None:
+        raise OpError(
+            "there is no such way to read and write files",
+            op="async_io",
+            why=f"{name} is {value!r}; expected true or false",
+        )
+    return found
 
 
 def _check_content(buffer: Tensor, file: File, file_offset: int) -> None:
