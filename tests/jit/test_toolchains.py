@@ -385,3 +385,11 @@ def test_a_compiler_that_could_not_be_started_is_asked_again(tmp_path: Path) -> 
         identify([str(path)])
     (tmp_path / "here").touch()
     assert identify([str(path)]).version == "1.0"
+
+
+def test_kernels_share_the_libgcc_of_the_process(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one of their own, and a C++ library of their own, no exception of theirs reaches torch: the process ends."""
+    monkeypatch.setenv("LDFLAGS", "-static-libstdc++ -static-libgcc -Wl,-O1")
+    command = acquire(project.spec()).key["key"]["commands"][-1]
+    assert "-static-libgcc" not in command
+    assert command[-2:] == ["-static-libstdc++", "-Wl,-O1"]

@@ -74,7 +74,7 @@ HINTS = (
         "the C++ library is not linked: is CXX a C compiler? Name its C++ sibling, as in CXX=g++",
     ),
     (
-        r"is not a member of 'std'|no (template|member) named '\w+' in namespace 'std'",
+        r"is not a member of 'std'|no (template|member) named '\w+' in namespace 'std'|only available with .-std=",
         "the C++ library lacks what C++17 has: is there an older -std= in CFLAGS or CXXFLAGS, or an old compiler?",
     ),
     (

@@ -118,7 +118,7 @@ class CxxToolchain(Toolchain):
             *strict,
             "-Wl,--as-needed",
             *torch_libraries(spec, machine),
-            *settings.ldflags,
+            *linker_arguments(),
         ]
 
 
@@ -276,7 +276,7 @@ class CudaToolchain(Toolchain):
             # A wheel may be built with a torch without CUDA: its libraries then look into those of the torch that loads
             # them, where there are such.
             *(f"-Xlinker=--auxiliary=lib{name}.so" for name in _TORCH_CUDA if not machine.torch.has(name)),
-            *settings.ldflags,
+            *linker_arguments(),
         ]
 
     def _archs(self, spec: BuildSpec) -> list[str]:
@@ -440,6 +440,13 @@ _toolchains: dict[str, Toolchain] = {
     "cuda": CudaToolchain(),
     "sycl": SyclToolchain(),
 }
+
+
+def linker_arguments() -> list[str]:
+    """Those of the user. Not ``-static-libgcc``: kernels tell torch of wrong arguments by exceptions, which pass from one
+    library to another only where both have the libgcc of the process; else they end it.
+    """
+    return [word for word in settings.ldflags if word != "-static-libgcc"]
 
 
 def register_toolchain(name: str, toolchain: Toolchain) -> None:
