@@ -443,8 +443,8 @@ _toolchains: dict[str, Toolchain] = {
 
 
 def linker_arguments() -> list[str]:
-    """Those of the user. Not ``-static-libgcc``: kernels tell torch of wrong arguments by exceptions, which pass from one
-    library to another only where both have the libgcc of the process; else they end it.
+    """Those of the user. Not ``-static-libgcc``: kernels tell torch of wrong arguments by exceptions, which pass from
+    one library to another only where both have the libgcc of the process; else they end it.
     """
     return [word for word in settings.ldflags if word != "-static-libgcc"]
 
