@@ -26,6 +26,7 @@ OTHERS = {
     "Can't instantiate abstract class": None,  # Python's own
     "No module named 'mpi4py'": None,
     "No module named 'hatchling'": None,
+    "No such file or directory: 'numactl'": None,
 }
 
 

@@ -226,7 +226,9 @@ class Settings:
     cxx = Setting[tuple[str, ...]]("CXX", _words, (), "C++ compiler")
     cflags = Setting[tuple[str, ...]]("CFLAGS", _words, (), "extra compiler arguments")
     cxxflags = Setting[tuple[str, ...]]("CXXFLAGS", _words, (), "extra C++ compiler arguments")
-    ldflags = Setting[tuple[str, ...]]("LDFLAGS", _words, (), "extra linker arguments, but for -static-libgcc")
+    ldflags = Setting[tuple[str, ...]](
+        "LDFLAGS", _words, (), "extra linker arguments, but for -static-libgcc and -Ofast"
+    )
     cpu_level = Setting[str | None](
         "DS_PLUGIN_CPU_LEVEL", str, None, "highest CPU level to compile for, as x86-64-v3; unset: that of this CPU"
     )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -387,9 +389,20 @@ def test_a_compiler_that_could_not_be_started_is_asked_again(tmp_path: Path) -> 
     assert identify([str(path)]).version == "1.0"
 
 
-def test_kernels_share_the_libgcc_of_the_process(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With one of their own, and a C++ library of their own, no exception of theirs reaches torch: the process ends."""
+def test_a_link_has_nothing_that_changes_the_process(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exceptions of a library with a libgcc and a C++ library of its own do not reach torch, and end the process."""
     monkeypatch.setenv("LDFLAGS", "-static-libstdc++ -static-libgcc -Wl,-O1")
     command = acquire(project.spec()).key["key"]["commands"][-1]
     assert "-static-libgcc" not in command
     assert command[-2:] == ["-static-libstdc++", "-Wl,-O1"]
+
+
+@pytest.mark.parametrize("variables", [{"CXX": "c++ -Ofast"}, {"LDFLAGS": "-ffast-math"}], ids=str)
+def test_a_library_leaves_denormal_numbers_as_they_are(
+    project: Project, variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GCC before 13 links code into it that makes zeros of them, in the process that loads it."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    program = "import ctypes, sys; x = 5e-324; ctypes.CDLL(sys.argv[1]); sys.exit(x * float(1) == 0)"
+    subprocess.run([sys.executable, "-c", program, acquire(project.spec()).path], check=True)

@@ -1,6 +1,6 @@
 """Level ``features``: what a user of DeepSpeed switches on, each in a short run on the target and the same on the host.
 
-ZeRO           F1   stages, offload, ZeRO++, ZenFlow
+ZeRO           F1   stages, offload, ZeRO++, ZenFlow, SuperOffload
 parallelism    F2   pipeline, Ulysses, tensor and expert parallelism
 optimizers     F3   those that a configuration names
 memory         F4   recomputed and offloaded activations
@@ -105,6 +105,7 @@ def _zero(stage: int, **more: Any) -> dict[str, Any]:
 
 _BF16, _FP16 = {"enabled": True}, {"enabled": True, "initial_scale_power": 8}
 _ON_HOST = {"device": "cpu", "pin_memory": True}
+_SUPER_OFFLOAD = {**_ON_HOST, "super_offload": True}
 _ON_DISK = {"device": "nvme", "nvme_path": "{folder}", "pin_memory": True, "buffer_count": 5}
 _AIO = {"block_size": 4096, "queue_depth": 8, "thread_count": 1, "single_submit": False, "overlap_events": True}
 _RATE = {"lr": 1e-2}
@@ -175,6 +176,14 @@ FEATURES: tuple[Feature, ...] = (
             ),
         )
         for stage, overlap in ((2, False), (2, True), (3, False))
+    ),
+    Feature(
+        "zero",
+        "super_offload",
+        [Run("train", {"config": {"bf16": _BF16, "zero_optimization": _zero(3, offload_optimizer=_SUPER_OFFLOAD)}})],
+        _BFLOAT16,
+        torch.bfloat16,
+        "deepspeed.runtime.superoffload",
     ),
     # ---- parallelism
     _train("parallelism", "pipeline", "pipeline", zero_optimization=_zero(0)),

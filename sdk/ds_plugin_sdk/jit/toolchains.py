@@ -108,7 +108,7 @@ class CxxToolchain(Toolchain):
     def link_command(self, spec: BuildSpec, machine: Machine) -> list[str]:
         # An undefined symbol of a torch library is an error here and not at load; a Python module's are Python's.
         strict = ["-Wl,-z,defs"] if spec.kind == "torch_library" else []
-        return [
+        command = [
             *self.compiler().command,
             "-shared",
             *(f"{source.stem}.o" for source in spec.sources),
@@ -118,8 +118,9 @@ class CxxToolchain(Toolchain):
             *strict,
             "-Wl,--as-needed",
             *torch_libraries(spec, machine),
-            *linker_arguments(),
+            *settings.ldflags,
         ]
+        return harmless(command)
 
 
 class SyclToolchain(CxxToolchain):
@@ -262,7 +263,7 @@ class CudaToolchain(Toolchain):
         return [*command[:position], "-DUSE_CUDA", *self._headers(), *command[position:]]
 
     def link_command(self, spec: BuildSpec, machine: Machine) -> list[str]:
-        return [
+        command = [
             *self.fitting_nvcc(machine.torch).command,
             "-shared",
             *self._runtime(),
@@ -276,8 +277,9 @@ class CudaToolchain(Toolchain):
             # A wheel may be built with a torch without CUDA: its libraries then look into those of the torch that loads
             # them, where there are such.
             *(f"-Xlinker=--auxiliary=lib{name}.so" for name in _TORCH_CUDA if not machine.torch.has(name)),
-            *linker_arguments(),
+            *settings.ldflags,
         ]
+        return harmless(command)
 
     def _archs(self, spec: BuildSpec) -> list[str]:
         nvcc = self.nvcc()
@@ -442,11 +444,15 @@ _toolchains: dict[str, Toolchain] = {
 }
 
 
-def linker_arguments() -> list[str]:
-    """Those of the user. Not ``-static-libgcc``: kernels tell torch of wrong arguments by exceptions, which pass from
-    one library to another only where both have the libgcc of the process; else they end it.
-    """
-    return [word for word in settings.ldflags if word != "-static-libgcc"]
+# What a library must not be linked with, for it changes the process that loads it. With -static-libgcc exceptions, by
+# which kernels tell torch of wrong arguments, end it: they pass from one library to another only where both have its
+# libgcc. With the others GCC before 13 adds code that makes zeros of all its denormal numbers.
+_NOT_LINKED = frozenset({"-static-libgcc", "-Ofast", "-ffast-math", "-funsafe-math-optimizations"})
+
+
+def harmless(command: Iterable[str]) -> list[str]:
+    """A command that links a library, without what changes the process that loads it."""
+    return [word for word in command if word not in _NOT_LINKED]
 
 
 def register_toolchain(name: str, toolchain: Toolchain) -> None:
