@@ -91,12 +91,17 @@ def test_words_are_split_as_a_shell_does(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_file_of_words_stands_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As to GCC."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "more.txt").write_text("-DNAME='a b'\n-O1\n", encoding="utf-8")
+    words = r"""-DNAME='a b' "-DW=a\$b" '-DV=\"1\"' -I/a\ b"""
+    (tmp_path / "more.txt").write_text(f"{words}\n-O1\n", encoding="utf-8")
     (tmp_path / "flags.txt").write_text("@more.txt -g", encoding="utf-8")
     monkeypatch.setenv("CXXFLAGS", "-Wall @flags.txt @nowhere")
-    assert settings.cxxflags == ("-Wall", "-DNAME=a b", "-O1", "-g", "@nowhere")
+    of_file = ("-DNAME=a b", "-DW=a$b", '-DV="1"', "-I/a b", "-O1")
+    assert settings.cxxflags == ("-Wall", *of_file, "-g", "@nowhere")
+    (tmp_path / "flags.txt").write_bytes(b"\x7fELF\0")
+    assert settings.cxxflags == ("-Wall", "@flags.txt", "@nowhere"), "no text"
+    (tmp_path / "flags.txt").write_text("@more.txt", encoding="utf-8")
     (tmp_path / "more.txt").write_text("@flags.txt", encoding="utf-8")
-    with pytest.raises(SettingError, match=r"@more\.txt names itself|@flags\.txt names itself"):
+    with pytest.raises(SettingError, match="name each other more than 10 deep"):
         _ = settings.cxxflags
 
 

@@ -11,7 +11,7 @@ import functools
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar, overload
@@ -24,7 +24,11 @@ _environment = os.environ.__getitem__  # looked up once: some settings are read 
 
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})
+
+# Files of arguments as GCC reads them: a backslash takes the next character as it is, in quotes too.
 _FILES_IN_FILES = 10
+_PARTS_OF_WORD = re.compile(r"""(?s)'((?:\\.|[^'\\])*)'|"((?:\\.|[^"\\])*)"|((?:\\.|[^\s'"\\])+)""")
+_WORDS_OF_FILE = re.compile(r"""(?s)(?:\\.|'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|[^\s'"\\])+""")
 
 
 def _flag(text: str) -> bool:
@@ -121,18 +125,22 @@ def _words(text: str) -> tuple[str, ...]:
     return tuple(_with_files(shlex.split(text), _FILES_IN_FILES))
 
 
-def _with_files(words: list[str], depth: int) -> Iterator[str]:
+def _with_files(words: Iterable[str], depth: int) -> Iterator[str]:
     for word in words:
         try:
-            text = Path(word[1:]).read_text(encoding="utf-8", errors="surrogateescape") if word[:1] == "@" else None
-        except OSError:  # a compiler takes the word as it is then, and says what it makes of it
-            text = None
-        if text is None:
+            text = Path(word[1:]).read_text(encoding="utf-8", errors="surrogateescape") if word[:1] == "@" else "\0"
+        except OSError:
+            text = "\0"
+        if "\0" in text:  # a compiler takes the word as it is then, and says what it makes of it
             yield word
         elif depth == 0:
-            raise ValueError(f"{word} names itself, or is the last of too many files")
+            raise ValueError(f"files of arguments name each other more than {_FILES_IN_FILES} deep, the last is {word}")
         else:
-            yield from _with_files(shlex.split(text), depth - 1)
+            yield from _with_files(map(_unquoted, _WORDS_OF_FILE.findall(text)), depth - 1)
+
+
+def _unquoted(word: str) -> str:
+    return "".join(re.sub(r"(?s)\\(.)", r"\1", a or b or c) for a, b, c in _PARTS_OF_WORD.findall(word))
 
 
 @dataclass(frozen=True)
@@ -227,7 +235,7 @@ class Settings:
     cflags = Setting[tuple[str, ...]]("CFLAGS", _words, (), "extra compiler arguments")
     cxxflags = Setting[tuple[str, ...]]("CXXFLAGS", _words, (), "extra C++ compiler arguments")
     ldflags = Setting[tuple[str, ...]](
-        "LDFLAGS", _words, (), "extra linker arguments, but for -static-libgcc and -Ofast"
+        "LDFLAGS", _words, (), "extra linker arguments, but for what would change the process"
     )
     cpu_level = Setting[str | None](
         "DS_PLUGIN_CPU_LEVEL", str, None, "highest CPU level to compile for, as x86-64-v3; unset: that of this CPU"

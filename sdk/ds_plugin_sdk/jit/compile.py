@@ -74,16 +74,21 @@ HINTS = (
         "the C++ library is not linked: is CXX a C compiler? Name its C++ sibling, as in CXX=g++",
     ),
     (
-        r"is not a member of 'std'|no (template|member) named '\w+' in namespace 'std'|only available with .-std=",
+        r"is not a member of 'std'|no (template|member) named '\w+' in namespace 'std'|"
+        r"error: .*only available with .-std=",
         "the C++ library lacks what C++17 has: is there an older -std= in CFLAGS or CXXFLAGS, or an old compiler?",
     ),
     (
-        r"undefined (reference to|symbol:) .?__(ubsan|asan|tsan|msan|lsan|gcov)",
-        "what CXXFLAGS asks for by -fsanitize= or --coverage, LDFLAGS must ask for too",
+        r"undefined (reference to|symbol:) .?__(ubsan|gcov)",
+        "what CXXFLAGS asks for by -fsanitize=undefined or --coverage, LDFLAGS must ask for too",
+    ),
+    (
+        r"undefined (reference to|symbol:) .?__(asan|tsan|msan|lsan)",
+        "leave -fsanitize= out of CXXFLAGS: Python would have to be started with that sanitizer's library",
     ),
     (r"undefined reference to .main'", "-pie in LDFLAGS makes programs, no libraries: leave it out"),
     (
-        r"cannot find .(ld|gold|lld|mold|bfd)\b|invalid linker name",
+        r"cannot find ['\"`\u2018](ld|gold|lld|mold|bfd)\b|invalid linker name",
         "the linker that -fuse-ld= names, in LDFLAGS or CXXFLAGS, is not there: install it, or leave that out",
     ),
     (
@@ -103,7 +108,7 @@ _ERROR = re.compile(
 )
 _LINKER = re.compile(r"^\S*\b(ld|gold|lld|mold|bfd)\b\S*: ")
 # Of programs that end because another has failed, which has said why.
-_SAYS_NO_MORE = re.compile(r"collect2: error: ld returned|compilation terminated\.")
+_SAYS_NO_MORE = re.compile(r"collect2: error: ld returned|compilation terminated\.|.*linker command failed")
 
 
 def run(plan: Plan, work: Path, log: Path) -> list[Path]:

@@ -51,10 +51,8 @@ _PARTS: Mapping[str, type | tuple[type, ...]] = {
 Header = tuple[str, int, int, str]
 
 
-# Of the header of a 64-bit ELF file: where the table of sections is, the size of its entries, and how many there are.
-# The table is the last thing that linkers and strip write.
-_ELF64_FIELDS = "40xQ10xHH2x"
-_ELF64 = struct.Struct("<" + _ELF64_FIELDS)
+_ELF64_HEADER = 64
+_SHARED, _LOADED = 3, 1  # types of a file and of its segments
 
 
 class DamagedError(Exception):
@@ -143,14 +141,31 @@ def check_whole(folder: Path, record: Record) -> None:
 def open_whole(path: Path) -> int:
     """A descriptor of the binary `path`. Raises as `check_whole`."""
     with _opened(path) as file:
-        size, start = _state(file).size, file.read(_ELF64.size)
-        if start[:5] != b"\x7fELF\x02" or len(start) < _ELF64.size:
+        size, end = _state(file).size, _end_of_segments(file)
+        if end is None:
             raise DamagedError(f"{path} is no library")
-        order = ">" if start[5] == 2 else "<"
-        table, entry_size, entries = struct.unpack(order + _ELF64_FIELDS, start)
-        if table + entry_size * entries > size:
-            raise DamagedError(f"{path} is truncated: it has {size} bytes, and lacks the table at its end")
+        if end > size:
+            raise DamagedError(f"{path} is truncated: it has {size} bytes, of at least {end}")
         return os.dup(file.fileno())
+
+
+def _end_of_segments(file: BufferedReader) -> int | None:
+    """How far an ELF file reaches that is loaded; None if it is no shared library of 64 bits. See elf(5)."""
+    header = file.read(_ELF64_HEADER)
+    if header[:5] != b"\x7fELF\x02" or len(header) < _ELF64_HEADER:
+        return None
+    order = ">" if header[5] == 2 else "<"
+    (kind,) = struct.unpack_from(f"{order}16xH", header)
+    first, size, count = struct.unpack_from(f"{order}32xQ14xHH", header)
+    file.seek(first)
+    segment = struct.Struct(f"{order}I4xQ16xQ{max(size, 40) - 40}x")  # type, offset, size in the file
+    table = file.read(segment.size * count)
+    if kind != _SHARED:
+        return None
+    if len(table) < segment.size * count:
+        return int(first + segment.size * count)
+    ends = [offset + length for type, offset, length in segment.iter_unpack(table) if type == _LOADED]
+    return max(ends, default=None)
 
 
 def open_binary(path: Path, record: Record) -> int:

@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -153,7 +154,7 @@ def make_plan(request: Request) -> Plan:
         )
     toolchain = toolchains.get_toolchain(spec.toolchain)
     compiling = tuple(tuple(toolchain.compile_command(source, spec, here)) for source in spec.sources)
-    link = tuple(toolchain.link_command(spec, here))
+    link = tuple(toolchains.harmless(toolchain.link_command(spec, here)))
     linked_files = _linked_files((*spec.link_args, *settings.ldflags))
     linked = [f"{request.tokens.write(str(file))} {file_digest(file)}" for file in linked_files]
     key: dict[str, object] = {
@@ -225,7 +226,8 @@ def differences(old: object, new: object, name: str = "") -> list[str]:
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         if "text" in old and "text" in new:  # a compiler: its role, and the versions, the paths or all it says
             shown = next((each for each in ("version", "path") if old.get(each) != new.get(each)), "text")
-            was, now = (str(each.get(shown)).partition("\n")[0] for each in (old, new))
+            lines = (str(each.get(shown)).splitlines() for each in (old, new))
+            was, now = next(pair for pair in zip_longest(*lines, fillvalue="nothing") if pair[0] != pair[1])
             return [f"{name} {was} -> {now}"]
         names = [*old, *(key for key in new if key not in old)]
         return [line for key in names for line in differences(old.get(key), new.get(key), key)]

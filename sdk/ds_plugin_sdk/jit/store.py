@@ -35,7 +35,7 @@ from ds_plugin_sdk.settings import settings
 
 _ABANDONED_SECONDS = 24 * 3600
 _TOUCH_SECONDS = 3600
-# At least as long as the way from a folder of the store to a binary in it.
+# Longer than the way from any folder of the store to a binary in it, which is some 100 to 180 characters.
 _LONGEST = Path(*("0" * 64 for _ in range(3)))
 
 

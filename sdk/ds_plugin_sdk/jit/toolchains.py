@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +108,7 @@ class CxxToolchain(Toolchain):
     def link_command(self, spec: BuildSpec, machine: Machine) -> list[str]:
         # An undefined symbol of a torch library is an error here and not at load; a Python module's are Python's.
         strict = ["-Wl,-z,defs"] if spec.kind == "torch_library" else []
-        command = [
+        return [
             *self.compiler().command,
             "-shared",
             *(f"{source.stem}.o" for source in spec.sources),
@@ -120,7 +120,6 @@ class CxxToolchain(Toolchain):
             *torch_libraries(spec, machine),
             *settings.ldflags,
         ]
-        return harmless(command)
 
 
 class SyclToolchain(CxxToolchain):
@@ -263,7 +262,7 @@ class CudaToolchain(Toolchain):
         return [*command[:position], "-DUSE_CUDA", *self._headers(), *command[position:]]
 
     def link_command(self, spec: BuildSpec, machine: Machine) -> list[str]:
-        command = [
+        return [
             *self.fitting_nvcc(machine.torch).command,
             "-shared",
             *self._runtime(),
@@ -279,7 +278,6 @@ class CudaToolchain(Toolchain):
             *(f"-Xlinker=--auxiliary=lib{name}.so" for name in _TORCH_CUDA if not machine.torch.has(name)),
             *settings.ldflags,
         ]
-        return harmless(command)
 
     def _archs(self, spec: BuildSpec) -> list[str]:
         nvcc = self.nvcc()
@@ -444,15 +442,28 @@ _toolchains: dict[str, Toolchain] = {
 }
 
 
-# What a library must not be linked with, for it changes the process that loads it. With -static-libgcc exceptions, by
-# which kernels tell torch of wrong arguments, end it: they pass from one library to another only where both have its
-# libgcc. With the others GCC before 13 adds code that makes zeros of all its denormal numbers.
-_NOT_LINKED = frozenset({"-static-libgcc", "-Ofast", "-ffast-math", "-funsafe-math-optimizations"})
+# With these GCC adds code to a library that makes zeros of all denormal numbers in the process that loads it: before
+# version 13 with the first ones, since then with the last.
+_FLUSHING = frozenset({"-Ofast", "-ffast-math", "--fast-math", "-funsafe-math-optimizations", "-mdaz-ftz"})
+# With both, exceptions do not pass to other libraries: by them kernels tell torch of wrong arguments.
+_STATIC = frozenset({"-static-libgcc", "-static-libstdc++"})
+_TO_HOST = ("-Xcompiler", "--compiler-options")  # nvcc's
 
 
-def harmless(command: Iterable[str]) -> list[str]:
-    """A command that links a library, without what changes the process that loads it."""
-    return [word for word in command if word not in _NOT_LINKED]
+def harmless(command: Sequence[str]) -> list[str]:
+    """A command that links a library, without what changes or ends the process that loads it."""
+    words = {part for word in command for part in re.split("[,=]", word)}
+    unwanted = _FLUSHING | ({"-static-libgcc"} if words >= _STATIC else set())
+    kept: list[str] = []
+    for word in command:
+        option, equals, values = word.partition("=") if word.startswith(_TO_HOST) else ("", "", word)
+        is_of_host = bool(equals) or kept[-1:] in ([option] for option in _TO_HOST)
+        wanted = [each for each in (values.split(",") if is_of_host else [values]) if each not in unwanted]
+        if wanted or not values:
+            kept.append(f"{option}{equals}{','.join(wanted)}")
+        elif is_of_host and not equals:
+            kept.pop()  # the option that it was the argument of
+    return kept
 
 
 def register_toolchain(name: str, toolchain: Toolchain) -> None:

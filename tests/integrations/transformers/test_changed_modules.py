@@ -389,6 +389,7 @@ def test_one_layer_is_compiled_and_the_other_is_not(name: str, which: int) -> No
     expected = model.generate(tokens(), max_new_tokens=4, do_sample=False)
     with accelerate(model):
         layers = model.transformer.h if name == "gpt2" else model.model.layers
+        model.generate(tokens(), max_new_tokens=2, do_sample=False)
         layers[which].compile(backend="eager", fullgraph=True, dynamic=True)
         assert torch.equal(model.generate(tokens(), max_new_tokens=4, do_sample=False), expected)
     torch._dynamo.reset()
@@ -400,6 +401,7 @@ def test_a_compiled_model_is_not_compiled_again_after_an_eager_step() -> None:
         compiled = torch.compile(model, backend=counter)
         compiled(tokens(), use_cache=False)
         frames = counter.frame_count
+        assert frames > 0
         model.generate(tokens(), max_new_tokens=3, do_sample=False)
         compiled(tokens(), use_cache=False)
     assert counter.frame_count == frames

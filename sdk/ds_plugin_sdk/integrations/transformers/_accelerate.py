@@ -300,20 +300,21 @@ def _check_served(
     if weights is not None and packer.is_empty and not experts:
         raise SdkError(
             f"{name_of(model)} cannot have {weights} weights",
-            why=f"none of its linear layers runs on our ops{_most_frequent_reason(found)}",
+            why=f"none of its linear layers runs on our ops{_most_frequent_reason(found, 'Linear', 'Conv1D')}",
             hint=f"leave weights out; {report}",
         )
     if cache is not None and not any(isinstance(each, DecoderReplacement) for each in found.replacements.values()):
         raise SdkError(
             f"{name_of(model)} cannot have an {cache} cache",
-            why=f"none of its decoder layers runs whole on our ops{_most_frequent_reason(found)}",
+            why=f"none of its decoder layers runs whole on our ops{_most_frequent_reason(found, 'Layer', 'Block')}",
             hint=f"leave cache out; {report}",
         )
 
 
-def _most_frequent_reason(found: _Found) -> str:
-    reasons = Counter(why for _, why in found.left.values()).most_common(1)
-    return f"; of most parts: {reasons[0][0]}" if reasons else ""
+def _most_frequent_reason(found: _Found, *kinds: str) -> str:
+    """That of modules whose classes' names end so."""
+    reasons = Counter(why for kind, why in found.left.values() if kind.endswith(kinds)).most_common(1)
+    return f"; most often: {reasons[0][0]}" if reasons else ""
 
 
 # ---------------------------------------------------------------------- layers

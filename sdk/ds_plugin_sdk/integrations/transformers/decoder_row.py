@@ -220,6 +220,7 @@ class Row:
             are_idle([hooks for each in self.replacements for hooks in hooks_of(each.module)])
             and len({each.kind() for each in self.replacements}) == 1
             and all(each.holds_apart(Look.NONE) for each in self.replacements)
+            and not any(vars(each.module).get(_COMPILED) for each in self.replacements)  # steps are not known to Dynamo
         )
 
     def keep(self, args: tuple[Any, ...], kwargs: dict[str, Any], given: Given) -> None:
@@ -379,6 +380,7 @@ def _counted(*tensors: Tensor | None) -> list[Tensor]:
 
 
 _NO_LOOP = LayerLoop()
+_COMPILED = "_compiled_call_impl"  # what nn.Module.compile() leaves
 
 
 class _Step:
@@ -434,6 +436,7 @@ class _RowSnapshot:
         found: list[tuple[dict[str, Any], str, object]] = [
             (vars(each.module), "forward", each.forward) for each in replacements
         ]
+        found += [(vars(each.module), _COMPILED, None) for each in replacements]
         # What `DecoderReplacement.attends` asks: most layers share a configuration.
         found += [(vars(each.attention), "config", each.config) for each in replacements]
         found += [(vars(each.module), "training", False) for each in replacements if each.layer.is_rounded]

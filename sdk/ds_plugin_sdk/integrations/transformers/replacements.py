@@ -180,7 +180,7 @@ class DecoderReplacement(Replacement):
             self._row.forget()
             for matrix in self.layer.matrices:
                 matrix.doubt()
-        elif 1 <= len(args) <= 1 + len(self._names) and not torch.compiler.is_compiling():  # where steps are not known
+        elif 1 <= len(args) <= 1 + len(self._names) and not torch.compiler.is_compiling():
             goes_on = self._row.goes_on(args[0])
             given = self._row.given_again(args, kwargs) if goes_on else None
             if given is None:

@@ -427,10 +427,11 @@ def _check(layer: LayerConfig, input: Tensor, mask: Tensor | None, weights: Weig
                 op=OP,
                 why=f"expected {input.dtype} on {input.device}, and a shape that broadcasts to {list(full)}",
             )
-    # A compiled program has no errors that depend on numbers: a weight of 0 makes infinite ones there.
-    asked = layer.normalize_invertible and not torch.compiler.is_compiling()
-    inverted = (weights.attn_nw, weights.norm_w) if asked else ()
-    if any(bool((weight == 0).any()) for weight in inverted):
+    inverted = (weights.attn_nw, weights.norm_w) if layer.normalize_invertible else ()
+    if torch.compiler.is_compiling():  # where no branch depends on numbers
+        for weight in inverted:
+            torch._assert_async((weight != 0).all(), "a norm with a weight of 0 cannot be inverted")  # type: ignore[no-untyped-call, unused-ignore]  # torch gives it no type
+    elif any(bool((weight == 0).any()) for weight in inverted):
         raise InvalidTensorError(
             "a norm with a weight of 0 cannot be inverted", op=OP, hint="train without normalize_invertible"
         )

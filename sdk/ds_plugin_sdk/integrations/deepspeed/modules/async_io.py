@@ -193,7 +193,9 @@ def _check_end(buffer: Tensor, filename: str, file_offset: int) -> None:
 
 def _flag(name: str, value: bool | str) -> bool:
     """A switch; the configuration that DeepSpeed's ``ds_nvme_tune`` prints has texts."""
-    found = _FLAGS.get(str(value).lower())
+    if not isinstance(value, str):
+        return bool(value)
+    found = _FLAGS.get(value.lower())
     if found is None:
         raise OpError(
             "there is no such way to read and write files",
