@@ -190,6 +190,13 @@ def test_a_damaged_one_is_rejected(project: Project, wheel: Path) -> None:
     assert "answer.so is truncated: it has 100 bytes" in artifact.reason
 
 
+def test_one_whose_header_is_nonsense_is_rejected(project: Project, wheel: Path) -> None:
+    """Its table would begin where no file reaches."""
+    build_into(project.spec(), wheel).path.write_bytes(b"\x7fELF\2\1\1" + bytes(9) + b"\3\0" + b"\xff" * 99)
+    artifact = acquire(with_prebuilt(project, wheel))
+    assert artifact.origin == "compiled" and "answer.so is truncated" in artifact.reason
+
+
 @pytest.mark.parametrize(
     "content",
     [b"", b"\x7fELF", b"!<arch>\n" * 20, b"\x7fELF\2\1\1" + bytes(9) + b"\2\0" + bytes(99)],

@@ -88,7 +88,14 @@ class Feature:
 
 
 def _train(
-    group: str, name: str, task: str = "train", *, ranks: int = 2, more: Mapping[str, Any] | None = None, **config: Any
+    group: str,
+    name: str,
+    task: str = "train",
+    *,
+    ranks: int = 2,
+    more: Mapping[str, Any] | None = None,
+    module: str = "",
+    **config: Any,
 ) -> Feature:
     """A feature that is a configuration."""
     dtype, tolerance = torch.float32, _FLOAT32
@@ -96,7 +103,7 @@ def _train(
         dtype, tolerance = torch.bfloat16, _BFLOAT16
     if config.get("fp16"):
         dtype, tolerance = torch.float16, _FLOAT16
-    return Feature(group, name, [Run(task, {"config": config, **(more or {})}, ranks)], tolerance, dtype)
+    return Feature(group, name, [Run(task, {"config": config, **(more or {})}, ranks)], tolerance, dtype, module)
 
 
 def _zero(stage: int, **more: Any) -> dict[str, Any]:
@@ -105,7 +112,6 @@ def _zero(stage: int, **more: Any) -> dict[str, Any]:
 
 _BF16, _FP16 = {"enabled": True}, {"enabled": True, "initial_scale_power": 8}
 _ON_HOST = {"device": "cpu", "pin_memory": True}
-_SUPER_OFFLOAD = {**_ON_HOST, "super_offload": True}
 _ON_DISK = {"device": "nvme", "nvme_path": "{folder}", "pin_memory": True, "buffer_count": 5}
 _AIO = {"block_size": 4096, "queue_depth": 8, "thread_count": 1, "single_submit": False, "overlap_events": True}
 _RATE = {"lr": 1e-2}
@@ -177,13 +183,12 @@ FEATURES: tuple[Feature, ...] = (
         )
         for stage, overlap in ((2, False), (2, True), (3, False))
     ),
-    Feature(
+    _train(
         "zero",
         "super_offload",
-        [Run("train", {"config": {"bf16": _BF16, "zero_optimization": _zero(3, offload_optimizer=_SUPER_OFFLOAD)}})],
-        _BFLOAT16,
-        torch.bfloat16,
-        "deepspeed.runtime.superoffload",
+        module="deepspeed.runtime.superoffload",
+        bf16=_BF16,
+        zero_optimization=_zero(3, offload_optimizer={**_ON_HOST, "super_offload": True}),
     ),
     # ---- parallelism
     _train("parallelism", "pipeline", "pipeline", zero_optimization=_zero(0)),
@@ -214,13 +219,12 @@ FEATURES: tuple[Feature, ...] = (
     ),
     _train("optimizers", "muon", "muon", optimizer=_optimizer("Muon"), zero_optimization=_zero(2), bf16=_BF16),
     *(
-        Feature(
+        _train(
             "optimizers",
             name.lower(),
-            [Run("train", {"config": {"optimizer": _optimizer(name), "fp16": _FP16}})],
-            _FLOAT16,
-            torch.float16,
-            "deepspeed.runtime.fp16.onebit",
+            module="deepspeed.runtime.fp16.onebit",
+            optimizer=_optimizer(name),
+            fp16=_FP16,
         )
         for name in ("OneBitAdam", "ZeroOneAdam", "OneBitLamb")
     ),

@@ -50,7 +50,6 @@ _PARTS: Mapping[str, type | tuple[type, ...]] = {
 }
 Header = tuple[str, int, int, str]
 
-
 _ELF64_HEADER = 64
 _SHARED, _LOADED = 3, 1  # types of a file and of its segments
 
@@ -141,7 +140,8 @@ def check_whole(folder: Path, record: Record) -> None:
 def open_whole(path: Path) -> int:
     """A descriptor of the binary `path`. Raises as `check_whole`."""
     with _opened(path) as file:
-        size, end = _state(file).size, _end_of_segments(file)
+        size = _state(file).size
+        end = _end_of_segments(file, size)
         if end is None:
             raise DamagedError(f"{path} is no library")
         if end > size:
@@ -149,21 +149,22 @@ def open_whole(path: Path) -> int:
         return os.dup(file.fileno())
 
 
-def _end_of_segments(file: BufferedReader) -> int | None:
-    """How far an ELF file reaches that is loaded; None if it is no shared library of 64 bits. See elf(5)."""
+def _end_of_segments(file: BufferedReader, size: int) -> int | None:
+    """How far a file of so many bytes must reach to be loaded; None if it is no shared library of 64 bits: elf(5)."""
     header = file.read(_ELF64_HEADER)
     if header[:5] != b"\x7fELF\x02" or len(header) < _ELF64_HEADER:
         return None
     order = ">" if header[5] == 2 else "<"
     (kind,) = struct.unpack_from(f"{order}16xH", header)
-    first, size, count = struct.unpack_from(f"{order}32xQ14xHH", header)
-    file.seek(first)
-    segment = struct.Struct(f"{order}I4xQ16xQ{max(size, 40) - 40}x")  # type, offset, size in the file
-    table = file.read(segment.size * count)
     if kind != _SHARED:
         return None
-    if len(table) < segment.size * count:
-        return int(first + segment.size * count)
+    first, bytes_each, count = struct.unpack_from(f"{order}32xQ14xHH", header)
+    segment = struct.Struct(f"{order}I4xQ16xQ{max(bytes_each, 40) - 40}x")  # type, offset, size in the file
+    end_of_table: int = first + segment.size * count
+    if end_of_table > size:
+        return end_of_table
+    file.seek(first)
+    table = file.read(segment.size * count)
     ends = [offset + length for type, offset, length in segment.iter_unpack(table) if type == _LOADED]
     return max(ends, default=None)
 

@@ -180,6 +180,7 @@ class DecoderReplacement(Replacement):
             self._row.forget()
             for matrix in self.layer.matrices:
                 matrix.doubt()
+        # Dynamo would trace the state of a step, and guard it.
         elif 1 <= len(args) <= 1 + len(self._names) and not torch.compiler.is_compiling():
             goes_on = self._row.goes_on(args[0])
             given = self._row.given_again(args, kwargs) if goes_on else None
