@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import math
+import os
+import platform
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -17,21 +19,23 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ds_plugin_sdk.nn import Linear, linear
 from ds_plugin_sdk.ops import _products
+from ds_plugin_sdk.ops.matmul import addmm_
 from looking import Looking
 
 # The function has the module's name.
 training: Any = importlib.import_module("ds_plugin_sdk.nn.linear")
 
-ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-22}
 dtypes = pytest.mark.parametrize("dtype", ROUNDING, ids=str)
 
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CPU that is slow at 16-bit numbers, and products that are never too small."""
+    """A CPU at which torch's products are slow, and products that are never too small."""
     monkeypatch.setattr(_products, "multiplies_fast", lambda dtype: False)
-    monkeypatch.setattr(training, "_LEAST", 0)
-    monkeypatch.setattr(training, "_ROWS", 0)
+    monkeypatch.setattr(_products, "multiplies_floats_fast", lambda: False)
+    for name in ("_LEAST", "_ROWS", "_ROWS_OF_FLOATS"):
+        monkeypatch.setattr(training, name, 0)
 
 
 @pytest.fixture
@@ -273,13 +277,14 @@ def test_all_other_calls_are_torchs(calls: list[torch.Size], monkeypatch: pytest
     torch.testing.assert_close(mapped, expected, rtol=2**-6, atol=2**-6)
     torch.func.jvp(lambda x: linear(x, weight), (input,), (input,))
     torch.compile(linear, backend="eager", fullgraph=True)(input, weight, bias)
-    linear(input.float(), weight.float(), bias.float())
     linear(input.double(), weight.double())
     assert linear(input.to("meta"), weight.to("meta"), bias.to("meta")).is_meta
     nested = torch.nested.nested_tensor([input, input], layout=torch.jagged)
     assert torch.equal(linear(nested, weight).unbind()[0], functional.linear(input, weight))
     monkeypatch.setattr(_products, "multiplies_fast", lambda dtype: True)
+    monkeypatch.setattr(_products, "multiplies_floats_fast", lambda: True)
     assert torch.equal(linear(input, weight, bias), expected)
+    linear(input.float(), weight.float(), bias.float())
     assert not calls
 
 
@@ -339,6 +344,10 @@ def test_the_module_is_torchs_by_another_function(calls: list[torch.Size]) -> No
     assert calls == [(24, 40)]
 
 
+def cpu(vendor: str, family: int, flags: str) -> Any:
+    return _products._X86(vendor, family, frozenset(flags.split()))
+
+
 @pytest.mark.parametrize(
     ("dtype", "vendor", "flags", "fast"),
     [
@@ -353,7 +362,7 @@ def test_the_module_is_torchs_by_another_function(calls: list[torch.Size]) -> No
     ],
 )
 def test_which_cpu_is_fast(dtype: torch.dtype, vendor: str, flags: str, fast: bool) -> None:
-    assert _products._is_fast(dtype, vendor, frozenset(flags.split())) == fast
+    assert _products._is_fast(dtype, cpu(vendor, 0, flags)) == fast
 
 
 @pytest.mark.parametrize(
@@ -373,18 +382,49 @@ def test_amx_is_what_linux_gives(flags: str, answer: int, amx: bool, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("dtype", "vendor", "flags", "inputs"),
+    ("dtype", "vendor", "family", "flags", "inputs"),
     [
-        (torch.float32, "GenuineIntel", "avx2", 24),
-        (torch.float32, "AuthenticAMD", "avx2 avx512f", 24),
-        (torch.float32, "AuthenticAMD", "avx2", 256),
-        (torch.bfloat16, "AuthenticAMD", "avx512f avx512_bf16", 8),
-        (torch.bfloat16, "GenuineIntel", "avx512f avx512_bf16", math.inf),
-        (torch.bfloat16, "GenuineIntel", "avx512_bf16 amx_bf16", 129),
-        (torch.float16, "GenuineIntel", "avx512_fp16", 24),
-        (torch.float16, "GenuineIntel", "avx512f", math.inf),
-        (torch.float64, "AuthenticAMD", "avx2", 24),
+        (torch.float32, "GenuineIntel", 6, "avx2", 24),
+        (torch.float32, "AuthenticAMD", 25, "avx2 avx512f", 24),
+        (torch.float32, "AuthenticAMD", 25, "avx2", 256),
+        (torch.float32, "AuthenticAMD", 26, "avx2 avx512f", math.inf),
+        (torch.bfloat16, "AuthenticAMD", 26, "avx512f avx512_bf16", 8),
+        (torch.bfloat16, "GenuineIntel", 6, "avx512f avx512_bf16", math.inf),
+        (torch.bfloat16, "GenuineIntel", 6, "avx512_bf16 amx_bf16", 129),
+        (torch.float16, "GenuineIntel", 6, "avx512_fp16", 24),
+        (torch.float16, "GenuineIntel", 6, "avx512f", math.inf),
+        (torch.float64, "AuthenticAMD", 26, "avx2 avx512f", 24),
     ],
 )
-def test_from_how_many_inputs_on_the_op_is_torchs(dtype: torch.dtype, vendor: str, flags: str, inputs: float) -> None:
-    assert _products._torchs_from(dtype, vendor, frozenset(flags.split())) == inputs
+def test_from_how_many_inputs_on_the_op_is_torchs(
+    dtype: torch.dtype, vendor: str, family: int, flags: str, inputs: float
+) -> None:
+    assert _products._torchs_from(dtype, cpu(vendor, family, flags)) == inputs
+
+
+@pytest.mark.parametrize(
+    ("vendor", "family", "flags", "zen5"),
+    [
+        ("AuthenticAMD", 26, "avx512f", True),
+        ("AuthenticAMD", 27, "avx512f", True),
+        ("AuthenticAMD", 26, "avx2", False),  # a virtual machine may hide it
+        ("AuthenticAMD", 25, "avx512f", False),
+        ("GenuineIntel", 26, "avx512f", False),
+    ],
+)
+def test_which_cpu_multiplies_floats_at_half_its_rate_by_torch(
+    vendor: str, family: int, flags: str, zen5: bool
+) -> None:
+    assert _products._is_zen5(cpu(vendor, family, flags)) == zen5
+
+
+def test_the_rule_for_floats_is_that_of_the_kernels() -> None:
+    """What `_products` takes for a slow product the op does by loops of its own, and no other."""
+    if platform.machine() != "x86_64" or "DS_PLUGIN_CPU_LEVEL" in os.environ:
+        pytest.skip("no x86-64, or DS_PLUGIN_CPU_LEVEL asks for other loops than this CPU's")
+    sums, a, b = torch.zeros(30, 40), torch.randn(30, 50), torch.randn(50, 40)
+    addmm_(sums, a, b)  # kernels are loaded now
+    with torch.profiler.profile() as profiler:
+        addmm_(sums, a, b)
+    by_torch = any(event.name == "aten::addmm_" for event in profiler.events())
+    assert by_torch == _products.multiplies_floats_fast()

@@ -1,4 +1,4 @@
-"""Linear layers in training, for CPUs that multiply 16-bit numbers more slowly than float32."""
+"""Linear layers in training, for CPUs on which torch's products are slow: of 16 bits on most, of float32 on Zen 5."""
 
 from __future__ import annotations
 
@@ -10,24 +10,25 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from ds_plugin_sdk.ops._products import product, product_dtype
+from ds_plugin_sdk.ops._products import is_torchs_slower, product
 from ds_plugin_sdk.ops.linear_cross_entropy import is_batched
 
 # Multiplications below which what is saved, some 0.1 ms, is no more than what a function of Python's takes; rows below
-# which to make the weight float32 takes longer.
+# which to make the weight float32 takes longer, and below which a weight in float32 is only read.
 _LEAST = 1 << 24
-_ROWS = 128
+_ROWS, _ROWS_OF_FLOATS = 128, 16
 # Where the mode is that torch.set_default_device sets: it changes no product.
 _DEFAULT_DEVICE = "torch.utils._device"
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`torch.nn.functional.linear`, forward and backward in float32 where a CPU is slow at 16-bit numbers.
+    """`torch.nn.functional.linear`, forward and backward by the product that is fastest on a CPU.
 
-    Most CPUs are: without AMX, or AVX512-BF16 on AMD's, torch's product of bfloat16 takes two to three times as long as
-    that of float32. There operands are made float32, tens of MiB at a time; sums are in float32 and rounded once, as in
-    torch's. All other calls are torch's: other devices and dtypes, small products, subclasses of tensors, modes of
-    functions, `torch.compile`, `torch.func`, forward-mode derivatives, gradients of gradients and batches of them.
+    Of bfloat16 torch's product takes two to three times as long as that of float32 on most CPUs: those without AMX, or
+    AVX512-BF16 on AMD's. There operands are made float32, tens of MiB at a time; sums are in float32 and rounded once,
+    as in torch's. Float32 is multiplied by `ds_plugin_sdk.ops.matmul` on AMD's CPUs from Zen 5 on, at twice the rate of
+    torch's product. All other calls are torch's: other devices and dtypes, small products, subclasses of tensors, modes
+    of functions, `torch.compile`, `torch.func`, forward-mode derivatives, gradients of gradients and batches of them.
     Modes of operators see those of torch's. Who has replaced ``torch.nn.functional.linear``, as profilers do, is not
     called for what is multiplied here.
 
@@ -66,14 +67,14 @@ def multiplies(input: Tensor, weight: Tensor, bias: Tensor | None, *, transposed
     dtype = input.dtype if cast is None else cast
     outer, inner = weight.shape[::-1] if transposed and weight.dim() == 2 else (*weight.shape, 0, 0)[:2]
     return (
-        dtype in (torch.bfloat16, torch.float16)
-        and product_dtype(input.new_empty(0, dtype=dtype)) != dtype
+        dtype in (torch.bfloat16, torch.float16, torch.float32)
+        and is_torchs_slower(input.new_empty(0, dtype=dtype))
         and all(each.dtype == dtype if cast is None else _is_cast(each) for each in tensors)
         and weight.dim() == 2
         and input.dim() > 0
         and input.shape[-1] == inner
         and (bias is None or bias.shape == (outer,))
-        and input.numel() >= _ROWS * max(inner, 1)
+        and input.numel() >= (_ROWS if dtype.itemsize == 2 else _ROWS_OF_FLOATS) * max(inner, 1)
         and input.numel() * outer >= _LEAST
     )
 

@@ -94,6 +94,7 @@ OPS = (
     _family("FP6Builder", "fp6", kernels=False),
     _family("LinearBuilder", "linear"),
     _family("LinearCrossEntropyBuilder", "linear_cross_entropy", kernels=False),
+    _family("MatmulBuilder", "matmul"),
     _family("NormBuilder", "norm"),
     _family("ResidualBuilder", "residual"),
     _family("RotaryBuilder", "rotary"),

@@ -5,7 +5,7 @@ keeps of them and their gradient are most of the memory that a small model's tra
 tokens at a time: the loss of a chunk of tokens and its gradients are computed one after the other in the forward pass,
 and the backward pass multiplies these by the number that it is given.
 
-The products are the device's own, by torch; between them stands ``ds_plugin::cross_entropy_``.
+The products are torch's, or `ds_plugin_sdk.ops.matmul`'s; between them stands ``ds_plugin::cross_entropy_``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from ds_plugin_sdk.errors import SdkError
 from ds_plugin_sdk.ops import _library
 from ds_plugin_sdk.ops._checks import CheckError, check_first, check_other
-from ds_plugin_sdk.ops._products import product_dtype
+from ds_plugin_sdk.ops._products import add_product, product, product_dtype
 from ds_plugin_sdk.ops._references import working
 from ds_plugin_sdk.ops.cross_entropy import check_options, check_range, check_target, losses_of_columns
 
@@ -223,10 +223,10 @@ def _in_chunks(
     for chunk in chunks:
         rows = chunk if counted is None else counted[chunk]
         x = input[rows].to(dtype)
-        logits = _product(x, w.t(), b, memory[: len(x)])
+        logits = product(x, w.t(), b, out=memory[: len(x)])
         loss += losses_of(logits, target[rows]).sum()
         if input_gradient:
-            of_input[rows] = (logits @ w).to(kept)
+            of_input[rows] = product(logits, w).to(kept)
         if weight_gradient:
             _add_product(of_weight, logits.t(), x, keep=chunk.start > 0)
         if bias_gradient:
@@ -244,18 +244,14 @@ def _chunks(rows: int, columns: int, dtype: torch.dtype) -> list[slice]:
     return [slice(begin, min(begin + size, rows)) for begin in range(0, rows, max(size, 1))]
 
 
-def _product(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
-    return torch.mm(a, b, out=out) if bias is None else torch.addmm(bias, a, b, out=out)
-
-
 def _add_product(total: Tensor, a: Tensor, b: Tensor, keep: bool) -> None:
     """Add ``a @ b`` to a sum, or make it the sum."""
     if total.dtype == a.dtype:
-        total.addmm_(a, b, beta=int(keep))
+        add_product(total, a, b, beta=int(keep))
     elif keep:
-        total += a @ b
+        total += product(a, b)
     else:
-        total.copy_(a @ b)
+        total.copy_(product(a, b))
 
 
 def _counted(target: Tensor, ignore_index: int) -> Tensor | None:

@@ -204,8 +204,9 @@ def accelerate(
 
     In training, where gradients are recorded, RMS norms, gated activations, GELU by formula and rotary embeddings whose
     code is known are one op each, forward and backward (`ds_plugin_sdk.nn`); linear layers and attention multiply
-    16-bit numbers in float32 on CPUs that are slow at them (`ds_plugin_sdk.nn.linear`); the loss is computed without
-    logits if that is asked for. All else is the model's own code.
+    16-bit numbers in float32 on CPUs that are slow at them, and linear layers float32 by tiles on AMD's Zen 5
+    (`ds_plugin_sdk.nn.linear`); the loss is computed without logits if that is asked for. All else is the model's own
+    code.
 
     Args:
         model: on its device or devices; float32, bfloat16, float16, or float64 by the reference implementations; in

@@ -1,4 +1,4 @@
-"""What a model multiplies in training, on a CPU that multiplies 16-bit numbers more slowly than float32.
+"""What a model multiplies in training, on a CPU that torch's products leave slow.
 
 Linear layers are those of `ds_plugin_sdk.nn.linear`. Attention is torch's own, of queries, keys and values that are
 made float32 for the call, forward and backward; what is kept in between has 16 bits.

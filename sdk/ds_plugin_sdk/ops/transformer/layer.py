@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ds_plugin_sdk.errors import InvalidTensorError
 from ds_plugin_sdk.ops import _library, _torch_attention
+from ds_plugin_sdk.ops._products import product
 from ds_plugin_sdk.ops.transformer import new_seed
 
 OP = "transformer layer"
@@ -136,15 +137,15 @@ def _forward(layer: LayerConfig, input: Tensor, mask: Tensor | None, weights: We
     normed, mean, rstd = input, nothing, nothing
     if layer.pre_layer_norm:
         normed, _, mean, rstd = _norm(input, None, None, weights.norm_w, weights.norm_b, None, 0.0, layer.eps)
-    qkv = _as_in(input, torch.addmm(weights.attn_qkvb, _rows(normed), weights.attn_qkvw.t()))
+    qkv = _as_in(input, product(_rows(normed), weights.attn_qkvw.t(), weights.attn_qkvb))
     context, probs, dropped, attn_seed, attn_offset = _attend(layer, qkv, mask, seeds[0], attn_p)
-    attention = (_rows(context) @ weights.attn_ow.t()).view_as(input)
+    attention = product(_rows(context), weights.attn_ow.t()).view_as(input)
     attn_normed, attn_sum, attn_mean, attn_rstd = _norm(
         attention, weights.attn_ob, input, weights.attn_nw, weights.attn_nb, seeds[1], p, layer.eps
     )
-    inter = _as_in(input, _rows(attn_normed) @ weights.inter_w.t())
+    inter = _as_in(input, product(_rows(attn_normed), weights.inter_w.t()))
     gelu = _library.call("fused_bias_gelu", inter, weights.inter_b, layer.tanh)
-    hidden = (_rows(gelu) @ weights.output_w.t()).view_as(input)
+    hidden = product(_rows(gelu), weights.output_w.t()).view_as(input)
     if layer.pre_layer_norm:
         output = _library.call("dropout_add", hidden, weights.output_b, attn_sum, seeds[2], p)
     else:
@@ -231,15 +232,15 @@ def _backward(
     if layer.gelu_checkpoint:
         gelu = _library.call("fused_bias_gelu", kept.inter, weights.inter_b, layer.tanh)
     grad_rows = _rows(grad_hidden)
-    output_w = grad_rows.t() @ _rows(gelu)
+    output_w = product(grad_rows.t(), _rows(gelu))
     del gelu
     grad_inter, inter_b = _library.call(
         "fused_bias_gelu_backward",
-        *((grad_rows @ weights.output_w).view_as(kept.inter), kept.inter, weights.inter_b, layer.tanh),
+        *(product(grad_rows, weights.output_w).view_as(kept.inter), kept.inter, weights.inter_b, layer.tanh),
     )
-    inter_w = _rows(grad_inter).t() @ _rows(kept.attn_normed)
+    inter_w = product(_rows(grad_inter).t(), _rows(kept.attn_normed))
     if layer.pre_layer_norm:
-        grad_normed, grad_sum = (_rows(grad_inter) @ weights.inter_w).view_as(grad_output), residual
+        grad_normed, grad_sum = product(_rows(grad_inter), weights.inter_w).view_as(grad_output), residual
     else:
         grad_normed, grad_sum = _add_product(residual, grad_inter, weights.inter_w), None
     residual, grad_attention, attn_nw, attn_nb, attn_ob = _norm_backward(
@@ -247,15 +248,15 @@ def _backward(
         *(kept.attn_rstd, weights.attn_nw, weights.attn_nb, kept.seeds[1], p, True),
     )
     # Attention.
-    attn_ow = _rows(grad_attention).t() @ _rows(kept.context)
-    grad_context = (_rows(grad_attention) @ weights.attn_ow).view_as(grad_output)
+    attn_ow = product(_rows(grad_attention).t(), _rows(kept.context))
+    grad_context = product(_rows(grad_attention), weights.attn_ow).view_as(grad_output)
     grad_qkv = _attend_backward(layer, grad_context, kept, mask, attn_p)
     normed = kept.normed if layer.pre_layer_norm else input
     assert normed is not None
-    attn_qkvw, attn_qkvb = _rows(grad_qkv).t() @ _rows(normed), _rows(grad_qkv).sum(dim=0)
+    attn_qkvw, attn_qkvb = product(_rows(grad_qkv).t(), _rows(normed)), _rows(grad_qkv).sum(dim=0)
     if layer.pre_layer_norm:
         grad_input, _, norm_w, norm_b, _ = _norm_backward(
-            *((_rows(grad_qkv) @ weights.attn_qkvw).view_as(grad_output), residual, normed if invert else input),
+            *(product(_rows(grad_qkv), weights.attn_qkvw).view_as(grad_output), residual, normed if invert else input),
             *(None if invert else kept.mean, kept.rstd, weights.norm_w, weights.norm_b, None, 0.0, False),
         )
     else:
@@ -393,7 +394,7 @@ def _norm_backward(*arguments: Tensor | float | None) -> tuple[Tensor, Tensor, T
 
 
 def _add_product(residual: Tensor, grad: Tensor, weight: Tensor) -> Tensor:
-    return torch.addmm(_rows(residual), _rows(grad), weight).view_as(residual)
+    return product(_rows(grad), weight, _rows(residual)).view_as(residual)
 
 
 def _check(layer: LayerConfig, input: Tensor, mask: Tensor | None, weights: Weights) -> None:
