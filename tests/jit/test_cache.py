@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -10,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from small_op import EXPORT, CountingCompiler, Project, answer, entry_folder, make_project, other_torch, script
@@ -389,6 +391,15 @@ def test_the_users_cache_is_private(project: Project, tmp_path: Path, monkeypatc
     while folder != tmp_path / "home":
         assert folder.stat().st_mode & 0o077 == 0 or folder == entry_folder(), folder
         folder = folder.parent
+
+
+def test_a_file_system_that_refuses_to_change_modes_keeps_kernels(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a usual umask nothing need be changed."""
+    monkeypatch.setattr(Path, "chmod", Mock(side_effect=PermissionError(errno.EPERM, "Operation not permitted")))
+    assert acquire(project.spec()).origin == "compiled"
+    assert acquire(project.spec()).origin == "cache"
 
 
 @pytest.mark.parametrize(

@@ -490,6 +490,21 @@ def test_a_clock_that_is_days_ahead_removes_no_build(project: Project, monkeypat
     assert answer(acquire(project.spec()).path) == 42
 
 
+def test_a_file_system_that_takes_the_clients_clock_removes_no_build(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SSHFS, from a server whose clock is days behind: new folders have its time, touched ones the client's."""
+    utime = os.utime
+
+    def by_the_client(path: str | Path, times: tuple[float, float] | None = None) -> None:
+        ahead = time.time() + 3 * 86_400
+        utime(path, times or (ahead, ahead))
+
+    monkeypatch.setattr(os, "utime", by_the_client)
+    assert acquire(project.spec()).origin == "compiled"
+    assert acquire(project.spec()).origin == "cache"
+
+
 def test_arguments_may_be_of_any_bytes(project: Project, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A folder that an old system named in Latin-1."""
     folder = Path(os.fsdecode(bytes(tmp_path) + b"/M\xfcller"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -10,6 +11,7 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from small_op import Project, answer, script
@@ -378,6 +380,29 @@ def test_a_compiler_that_does_not_answer_is_asked_once(tmp_path: Path, monkeypat
     monkeypatch.setattr(time, "monotonic", lambda: clock() + 600)
     path.write_text("#!/bin/sh\necho mute 1.0\n".ljust(path.stat().st_size, "\n"))
     assert identify([str(path)]).version == "1.0"
+
+
+@pytest.mark.parametrize(
+    ("program", "hint"), [("sleep 300", "licence server"), ("exit 1", "install g++")], ids=["waits", "fails"]
+)
+def test_a_compiler_that_cannot_be_used_has_the_hint_that_suits(
+    program: str, hint: str, project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiler, "_ANSWER_SECONDS", 0.2)
+    monkeypatch.setenv("CXX", str(script(tmp_path / "odd-c++", f"{program}\n")))
+    with pytest.raises(ToolchainError, match="CXX names it") as caught:
+        acquire(project.spec())
+    assert hint in caught.value.hint
+
+
+def test_a_compiler_that_the_system_does_not_start_has_the_systems_hint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For want of processes, say: installing another one would not help."""
+    monkeypatch.setattr(compiler, "answer_to", Mock(side_effect=OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))))
+    with pytest.raises(ToolchainError, match="Resource temporarily unavailable") as caught:
+        identify([str(script(tmp_path / "any-c++", "exit 0\n"))])
+    assert "ulimit -u" in caught.value.hint
 
 
 def test_a_compiler_that_could_not_be_started_is_asked_again(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ds_plugin_sdk.bench.timing import peak_bytes
-from ds_plugin_sdk.errors import InvalidTensorError
+from ds_plugin_sdk.errors import InvalidTensorError, SdkError
 from ds_plugin_sdk.nn import (
     BigBirdSparsityConfig,
     DenseSparsityConfig,
@@ -308,3 +308,13 @@ def test_the_default_device_changes_nothing() -> None:
         assert again.master_layout.device.type == "cpu"
         again.master_layout = attention.master_layout
         torch.testing.assert_close(again(q, k, v), expected)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch.func's own
+def test_torch_func_is_an_error_that_says_so() -> None:
+    attention = SparseSelfAttention(CONFIGS["window"], max_seq_length=LENGTH)
+    *qkv, cotangent = inputs(torch.float32)
+    with pytest.raises(SdkError, match=r"no torch\.func"):
+        torch.func.vmap(attention)(*(each[None] for each in qkv))
+    with pytest.raises(SdkError, match=r"no torch\.func"):
+        torch.autograd.grad(attention(*qkv), qkv, cotangent.expand(2, *cotangent.shape), is_grads_batched=True)

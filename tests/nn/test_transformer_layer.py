@@ -440,3 +440,25 @@ def test_a_gradient_that_is_derived_again_is_an_error() -> None:
     assert torch.equal(first, plain)
     with pytest.raises(SdkError, match="no derivative of a gradient"):
         first.square().sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch.func's own
+def test_torch_func_is_an_error_that_says_so() -> None:
+    """As are gradients for several directions at once."""
+    layer, (input, *_) = make().eval(), inputs(5, torch.float64)
+    parameters = dict(layer.named_parameters())
+    several = {name: torch.stack([each, each]) for name, each in parameters.items()}
+
+    def call(parameters: dict[str, Tensor]) -> Any:
+        return torch.func.functional_call(layer, parameters, (input,))
+
+    torch.testing.assert_close(call(parameters), layer(input))
+    for transformed, given in (
+        (torch.func.vmap(call), several),
+        (torch.func.grad(lambda all: call(all).sum()), parameters),
+    ):
+        with pytest.raises(SdkError, match=r"no torch\.func"):
+            transformed(given)
+    output = layer(input.requires_grad_())
+    with pytest.raises(SdkError, match=r"no torch\.func"):
+        torch.autograd.grad(output, input, torch.stack([output, output]), is_grads_batched=True)

@@ -297,8 +297,9 @@ def _make(plan: Plan, work: Path, reason: str, place: Store | None = None) -> tu
     headers = _objects_and_link(plan, work, made / entry.LOG_FILE, place)
     (work / plan.spec.library).rename(made / plan.spec.library)
     entry.write(made, plan, headers, seconds=time.perf_counter() - start, reason=reason)
-    for file in made.iterdir():
-        file.chmod(file.stat().st_mode & ~0o022)  # nor may what is in it be
+    for file in made.iterdir():  # nor may what is in it be
+        if (mode := file.stat().st_mode) & 0o022:  # where chmod is refused nothing need be changed, with a usual umask
+            file.chmod(mode & ~0o022)
     return made, entry.content_key(plan.direct, headers)
 
 

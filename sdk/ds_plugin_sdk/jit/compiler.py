@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ds_plugin_sdk.errors import ToolchainError
+from ds_plugin_sdk.jit.hints import hint_for
 from ds_plugin_sdk.settings import child_environment
 
 # Programs that call the compiler that follows them.
@@ -105,7 +106,7 @@ def _ask(command: tuple[str, ...], path: Path, size: int, mtime_ns: int, period:
     except subprocess.TimeoutExpired:
         return f"{question} did not answer within {_ANSWER_SECONDS} s"
     except OSError as error:
-        raise _unusable(command, str(error)) from error
+        raise _unusable(command, str(error), hint_for(str(error))) from error
     if answer.returncode:
         raise _unusable(command, f"{question} exited with {answer.returncode}: {answer.stderr.strip()[:200]}")
     return Compiler(command, path, answer.stdout.strip())

@@ -373,9 +373,12 @@ def _remove_in_place(folder: Path) -> str:
 
 
 def _remove_abandoned(parent: Path) -> None:
-    """Remove what killed builds left behind, once they are certain to be over."""
+    """Remove what killed builds left behind, once they are certain to be over: none of this process's, whatever clocks
+    say.
+    """
     for folder in older(parent, _ABANDONED_SECONDS):
-        shutil.rmtree(folder, ignore_errors=True)
+        if f"-{os.getpid()}-" not in folder.name:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def older(parent: Path, seconds: float) -> Iterator[Path]:

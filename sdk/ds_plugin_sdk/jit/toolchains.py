@@ -74,7 +74,7 @@ class CxxToolchain(Toolchain):
             return identify(settings.cxx or self._candidate())
         except ToolchainError as error:
             why = f"CXX names it; {error.why}" if settings.cxx else error.why
-            raise ToolchainError(error.what, why=why, hint=self.install_hint) from error
+            raise ToolchainError(error.what, why=why, hint=error.hint or self.install_hint) from error
 
     def _candidate(self) -> list[str]:
         # Of "ccache gcc -m64" it is "ccache g++ -m64".

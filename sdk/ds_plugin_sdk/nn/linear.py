@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
+from ds_plugin_sdk.errors import SdkError
 from ds_plugin_sdk.ops._products import is_torchs_slower, product
 from ds_plugin_sdk.ops.linear_cross_entropy import is_batched
 
@@ -133,6 +134,21 @@ def is_transformed() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
+def check_untransformed(name: str, grad: Tensor | None = None) -> None:
+    """Check that `torch.func` is not at work, nor gradients for several directions at once, for what has neither.
+
+    Raises:
+        SdkError: it is.
+    """
+    if not torch.compiler.is_compiling() and (is_transformed() or is_batched(grad)):
+        raise SdkError(
+            "no torch.func, and no batch of gradients",
+            op=name,
+            why="vmap, grad, jvp, jacobian(vectorize=True) or is_grads_batched=True asked for them",
+            hint="call it outside of them, or build the layer of torch's own functions and those of ds_plugin_sdk.nn",
+        )
+
+
 class _Linear(torch.autograd.Function):
     """Of input and bias in 16 bits, and a weight that may be wider: autocast keeps no copy of it."""
 
@@ -168,6 +184,7 @@ class _Linear(torch.autograd.Function):
 __all__ = [
     "Linear",
     "autocast_to",
+    "check_untransformed",
     "is_autocast",
     "is_plain",
     "is_transformed",

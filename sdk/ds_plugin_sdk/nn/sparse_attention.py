@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from ds_plugin_sdk.errors import InvalidTensorError
+from ds_plugin_sdk.nn.linear import check_untransformed
 from ds_plugin_sdk.nn.sparsity import SparsityConfig
 from ds_plugin_sdk.ops._derived_once import derived_once
 
@@ -91,7 +92,9 @@ class SparseSelfAttention(nn.Module):
 
         Raises:
             InvalidTensorError: shapes or dtypes do not fit, or a mask requires a gradient.
+            SdkError: under `torch.func`.
         """
+        check_untransformed("sparse_attention")
         if key.shape != query.shape and key.dim() == 4:
             key = key.transpose(2, 3)
         self._check(query, key, value)
@@ -307,6 +310,7 @@ class _BlockSparseAttention(torch.autograd.Function):
     @staticmethod
     @functools.partial(derived_once, "sparse attention", nonlinear=True)
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        check_untransformed("sparse_attention", grad)
         query, key, value, *masks = ctx.saved_tensors
         dq, dk, dv = (torch.zeros_like(each, memory_format=torch.contiguous_format) for each in (query, key, value))
         for part in ctx.parts:

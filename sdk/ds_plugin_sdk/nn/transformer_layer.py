@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ds_plugin_sdk.nn.linear import check_untransformed
 from ds_plugin_sdk.ops._derived_once import derived_once
 from ds_plugin_sdk.ops.transformer import layer as transformer_layer
 from ds_plugin_sdk.ops.transformer.layer import LayerConfig, SavedTensors, Weights
@@ -124,7 +125,9 @@ class TransformerLayer(nn.Module):
 
         Raises:
             InvalidTensorError: shapes or dtypes do not fit, or a norm that is to be inverted has a weight of 0.
+            SdkError: under `torch.func`.
         """
+        check_untransformed("transformer_layer")
         weights = [getattr(self, name) for name in Weights._fields]
         layer = self.layer if self.training else self.layer.in_evaluation()
         result: Tensor = _Function.apply(  # type: ignore[no-untyped-call, unused-ignore]  # before 2.15 torch gives it no type
@@ -153,6 +156,7 @@ class _Function(torch.autograd.Function):
     @staticmethod
     @functools.partial(derived_once, "transformer_layer", nonlinear=True)
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        check_untransformed("transformer_layer", grads[0])
         output, input, mask, *rest = ctx.saved_tensors
         weights, kept = Weights(*rest[: len(Weights._fields)]), SavedTensors(*rest[len(Weights._fields) :])
         grad_input, weight_grads = transformer_layer.backward(ctx.layer, grads[0], output, kept, input, mask, weights)
