@@ -23,6 +23,8 @@ constexpr int64_t kManyInputsOfFast = 8;
 constexpr int64_t kManyInputsToWiden = 128;
 // In float32 on AMD's CPUs without AVX-512: tiles are up to 1.5 times as fast until then.
 constexpr int64_t kManyInputsOnAmd = 256;  // ds_plugin_sdk/ops/_products.py has these numbers too
+// Of fewer outputs torch's product is as fast on Zen 5, too: a tile has 32.
+constexpr int64_t kLeastOutputs = 8;
 // Inputs in bfloat16 by AMX: from this many on. With weights in bfloat16 there is a most, too, beyond which torch's product is as
 // fast; ds_plugin_sdk/ops/_products.py has it.
 constexpr int64_t kInputsByAmx = 16, kInputsByAmxOfPlain = 5, kMostInputsByAmxOfPlain = kFewAmxInputs;
@@ -170,7 +172,8 @@ struct Linear : Device {
     const bool amx = dtype == Dtype::BFloat16 && has_amx();
     const bool torch_is_slower = layer.scales                ? !amx
                                  : dtype != Dtype::Float32 ? is_slow(dtype)
-                                                           : multiplies_floats_slowly() && layer.stride != 0;
+                                                           : multiplies_floats_slowly() && layer.stride != 0 &&
+                                                                 layer.outputs >= kLeastOutputs;
     const auto has_tiles = [&] { return loops_for<LinearLoops>("linear").has_tiles(layer); };
     if (torch_is_slower && has_tiles()) return true;
     const bool to_widen = is_slow(dtype) && (layer.scales || !multiplies(dtype));

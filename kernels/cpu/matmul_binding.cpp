@@ -2,6 +2,10 @@
 #include <ds_kernels/ops/matmul.h>
 #include <ds_kernels/vec.h>
 
+#include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
+
+#include <algorithm>
+
 #include "device.h"
 
 namespace ds_kernels::cpu {
@@ -11,8 +15,15 @@ namespace {
 // half of what these loops do. ds_plugin_sdk/ops/_products.py has the same rule.
 struct MatmulDevice : Device {
   using Device::Device;
+  static constexpr int64_t kLeastSide = 40;  // of thin matrices more is laid out than is multiplied
 
-  bool takes(const Matmul&) const { return is_zen5_or_later() && best_compute<Matmul>(); }
+  bool takes(const Matmul& m) const {
+    return is_zen5_or_later() && std::min({m.rows, m.columns, m.depth}) >= kLeastSide && best_compute<Matmul>();
+  }
+
+  void add_by_torch(const Tensor& sums, const Tensor& a, const Tensor& b, double beta) const {
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_addmm_out(sums.get(), sums.get(), a.get(), b.get(), beta, 1));
+  }
 };
 
 }  // namespace

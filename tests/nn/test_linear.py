@@ -34,8 +34,8 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU at which torch's products are slow, and products that are never too small."""
     monkeypatch.setattr(_products, "multiplies_fast", lambda dtype: False)
     monkeypatch.setattr(_products, "multiplies_floats_fast", lambda: False)
-    for name in ("_LEAST", "_ROWS", "_ROWS_OF_FLOATS"):
-        monkeypatch.setattr(training, name, 0)
+    for module, name in ((training, "_LEAST"), (training, "_ROWS"), (_products, "_LEAST"), (_products, "_LEAST_SIDE")):
+        monkeypatch.setattr(module, name, 0)
 
 
 @pytest.fixture
@@ -334,6 +334,17 @@ def test_small_products_are_torchs(calls: list[torch.Size], monkeypatch: pytest.
         assert calls.pop()
 
 
+def test_thin_products_of_floats_are_torchs(calls: list[torch.Size], monkeypatch: pytest.MonkeyPatch) -> None:
+    for sizes in ((13, 24, 40), (40, 13, 24), (24, 40, 13)):
+        rows, inner, outer = sizes
+        input, weight, _ = tensors(torch.float32, rows, inner=inner, outer=outer)
+        for least, ours in ((14, False), (13, True)):
+            monkeypatch.setattr(_products, "_LEAST_SIDE", least)
+            linear(input, weight)
+            assert bool(calls) == ours
+            calls.clear()
+
+
 def test_the_module_is_torchs_by_another_function(calls: list[torch.Size]) -> None:
     torch.manual_seed(0)
     module = Linear(40, 24, dtype=torch.bfloat16)
@@ -422,9 +433,8 @@ def test_the_rule_for_floats_is_that_of_the_kernels() -> None:
     """What `_products` takes for a slow product the op does by loops of its own, and no other."""
     if platform.machine() != "x86_64" or "DS_PLUGIN_CPU_LEVEL" in os.environ:
         pytest.skip("no x86-64, or DS_PLUGIN_CPU_LEVEL asks for other loops than this CPU's")
-    sums, a, b = torch.zeros(30, 40), torch.randn(30, 50), torch.randn(50, 40)
-    addmm_(sums, a, b)  # kernels are loaded now
-    with torch.profiler.profile() as profiler:
-        addmm_(sums, a, b)
-    by_torch = any(event.name == "aten::addmm_" for event in profiler.events())
-    assert by_torch == _products.multiplies_floats_fast()
+    for size in (_products._LEAST_SIDE, _products._LEAST_SIDE - 1):
+        a, b = torch.randn(50, 1000), torch.randn(1000, size)
+        # Sums of another order: of so many terms some differ in their last digit.
+        by_torch = torch.equal(addmm_(torch.zeros(50, size), a, b), torch.zeros(50, size).addmm_(a, b))
+        assert by_torch == (_products.multiplies_floats_fast() or size < _products._LEAST_SIDE)

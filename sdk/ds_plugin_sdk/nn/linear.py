@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from ds_plugin_sdk.errors import SdkError
-from ds_plugin_sdk.ops._products import is_torchs_slower, product
+from ds_plugin_sdk.ops._products import is_large, is_torchs_slower, product
 from ds_plugin_sdk.ops.linear_cross_entropy import is_batched
 
 # Multiplications below which what is saved, some 0.1 ms, is no more than what a function of Python's takes; rows below
-# which to make the weight float32 takes longer, and below which a weight in float32 is only read.
+# which to make the weight float32 takes longer.
 _LEAST = 1 << 24
-_ROWS, _ROWS_OF_FLOATS = 128, 16
+_ROWS = 128
 # Where the mode is that torch.set_default_device sets: it changes no product.
 _DEFAULT_DEVICE = "torch.utils._device"
 
@@ -75,8 +75,12 @@ def multiplies(input: Tensor, weight: Tensor, bias: Tensor | None, *, transposed
         and input.dim() > 0
         and input.shape[-1] == inner
         and (bias is None or bias.shape == (outer,))
-        and input.numel() >= (_ROWS if dtype.itemsize == 2 else _ROWS_OF_FLOATS) * max(inner, 1)
         and input.numel() * outer >= _LEAST
+        and (
+            is_large(input.numel() // max(inner, 1), inner, outer)
+            if dtype == torch.float32
+            else input.numel() >= _ROWS * max(inner, 1)
+        )
     )
 
 

@@ -24,6 +24,9 @@ _FAST_BUT_ON_INTEL = {torch.bfloat16: {"avx512_bf16"}}
 _MANY, _MANY_OF_BFLOAT16, _MANY_BY_AMX, _MANY_ON_AMD = 24, 8, 129, 256
 # AMD's family of CPUs from which on their units for AVX-512 do twice what AVX2's do: Zen 5.
 _ZEN5 = 0x1A
+# Sizes below which a product is torch's there: of thin matrices, and of what takes no longer than a call from Python.
+# ``kernels/cpu/matmul_binding.cpp`` has the first of them.
+_LEAST_SIDE, _LEAST = 40, 1 << 22
 # How much is in float32 at a time, as rows, columns and what is summed over: tens of MiB, as fast as all at once.
 _ROWS, _COLUMNS, _SUMMED = 2048, 2048, 4096
 
@@ -142,20 +145,26 @@ def product(a: Tensor, b: Tensor, bias: Tensor | None = None, *, out: Tensor | N
 
 def add_product(sums: Tensor, a: Tensor, b: Tensor, *, beta: int = 1) -> None:
     """``sums = beta * sums + a @ b``, all of one dtype, in which the device is fast, or float64."""
-    if _is_ours(sums, a, b):
+    if _is_ours(a, b, sums):
         addmm_(sums, a, b, beta=beta)
     else:
         sums.addmm_(a, b, beta=beta)
 
 
-def _is_ours(*matrices: Tensor) -> bool:
+def _is_ours(a: Tensor, b: Tensor, *sums: Tensor) -> bool:
     """Whether ``ds_plugin::addmm_`` multiplies them: who compiles or sees operators is to see torch's."""
     return (
         not torch.compiler.is_compiling()
         and torch._C._len_torch_dispatch_stack() == 0
-        and all(type(matrix) in (Tensor, nn.Parameter) for matrix in matrices)
-        and is_torchs_slower(matrices[0])
+        and all(type(matrix) in (Tensor, nn.Parameter) for matrix in (a, b, *sums))
+        and is_torchs_slower(a)
+        and is_large(a.shape[0], a.shape[1], b.shape[1])
     )
+
+
+def is_large(*sizes: int) -> bool:
+    """Whether rows, columns and depth of a product of float32 are worth ``ds_plugin::addmm_``."""
+    return min(sizes) >= _LEAST_SIDE and math.prod(sizes) >= _LEAST
 
 
 def _product(a: Tensor, b: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
@@ -182,6 +191,7 @@ def _parts(size: int, most: int) -> list[slice]:
 
 __all__ = [
     "add_product",
+    "is_large",
     "is_torchs_slower",
     "multiplies_fast",
     "multiplies_floats_fast",

@@ -9,6 +9,8 @@ namespace ds_kernels {
 // Asks its Device, see binding.h, for Matmul. It also has
 //   // Whether its own loops are the way to do it.
 //   bool takes(const Matmul& product) const;
+//   // torch's product: sums = beta sums + a b.
+//   void add_by_torch(const Tensor& sums, const Tensor& a, const Tensor& b, double beta) const;
 template <class Device>
 struct MatmulOps {
   template <class Library>
@@ -29,7 +31,11 @@ struct MatmulOps {
     arguments.check("b", b, {shape_of_b, 2});
     Matmul product{shape[0], shape[1], a.size(1), {}, {}, nullptr, static_cast<float>(beta)};
     if (product.rows == 0 || product.columns == 0) return;
-    if (!device.takes(product)) return by_torch(sums, a, b, beta);
+    if (!device.takes(product)) {
+      arguments.check_elements("sums", sums);
+      arguments.write_in_place(sums);
+      return device.add_by_torch(sums, arguments.apart(a), arguments.apart(b), beta);
+    }
     product.c = static_cast<float*>(arguments.write("sums", sums, shape));
     const Tensor rows = laid_out(arguments.apart(a)), columns = laid_out(arguments.apart(b));
     product.a = matrix_of(rows);
@@ -54,13 +60,6 @@ struct MatmulOps {
   static Matrix matrix_of(const Tensor& tensor) {
     const bool transposed = !is_along(tensor, 1, 0);
     return {static_cast<const float*>(tensor.data_ptr()), tensor.stride(transposed ? 1 : 0), transposed};
-  }
-
-  static void by_torch(const Tensor& sums, const Tensor& a, const Tensor& b, double beta) {
-    using torch::stable::detail::from;
-    StableIValue stack[] = {from(sums), from(a), from(b), from(beta), from(1.0)};
-    STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::addmm_", "", stack, TORCH_ABI_VERSION));
-    torch::stable::detail::to<Tensor>(stack[0]);
   }
 };
 

@@ -12,7 +12,7 @@ from ds_plugin_sdk.conformance.op_info.op_info import MANY_COLUMNS, MANY_ROWS, K
 from ds_plugin_sdk.ops.matmul import addmm_
 
 # Rows, columns, depth: around vectors, tiles of columns and of depth, and rows whose sums are in registers together.
-_SHAPES = ((1, 1, 1), (2, 33, 5), (12, 32, 128), (13, 31, 129), (25, 65, 127), (70, 100, 515))
+_SHAPES = ((1, 1, 1), (2, 33, 5), (40, 40, 40), (41, 63, 127), (52, 96, 128), (65, 97, 129), (70, 100, 515))
 _REAL = ((128, 768, 768), (520, 96, 1024))
 
 
