@@ -17,6 +17,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import CheckpointError, checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
+from ds_plugin_sdk.errors import SdkError
 from ds_plugin_sdk.nn import Linear, linear
 from ds_plugin_sdk.ops import _products
 from ds_plugin_sdk.ops.matmul import addmm_
@@ -345,6 +346,19 @@ def test_thin_products_of_floats_are_torchs(calls: list[torch.Size], monkeypatch
             calls.clear()
 
 
+def test_who_lets_torch_multiply_floats_in_bfloat16_gets_that(calls: list[torch.Size]) -> None:
+    input, weight, _ = tensors(torch.float32, 13)
+    linear(input, weight)
+    assert calls.pop()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        linear(input, weight)
+        assert _products.torchs_from(torch.float32) <= _products._MANY_ON_AMD
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert not calls
+
+
 def test_the_module_is_torchs_by_another_function(calls: list[torch.Size]) -> None:
     torch.manual_seed(0)
     module = Linear(40, 24, dtype=torch.bfloat16)
@@ -427,6 +441,17 @@ def test_which_cpu_multiplies_floats_at_half_its_rate_by_torch(
     vendor: str, family: int, flags: str, zen5: bool
 ) -> None:
     assert _products._is_zen5(cpu(vendor, family, flags)) == zen5
+
+
+def test_a_gradient_of_what_is_added_is_an_error() -> None:
+    a, b = torch.ones(3, 5, requires_grad=True), torch.ones(5, 4)
+    for given in ((a, b), (b.t(), a.t())):
+        with pytest.raises(SdkError, match="no derivative"):
+            addmm_(torch.zeros(given[0].shape[0], given[1].shape[1]), *given, beta=0)
+    with pytest.raises(SdkError, match="no derivative"):
+        torch.func.grad(lambda a: addmm_(torch.zeros(3, 4), a, b).sum())(a.detach())
+    with torch.no_grad():
+        assert addmm_(torch.zeros(3, 4), a, b).eq(5).all()
 
 
 def test_the_rule_for_floats_is_that_of_the_kernels() -> None:

@@ -6,15 +6,19 @@ import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from ds_plugin_sdk.errors import InvalidTensorError, SdkError
 from ds_plugin_sdk.nn import TransformerLayer
+from ds_plugin_sdk.ops import _products
+from looking import Looking
 
 HIDDEN, HEADS, INTER, BATCH = 48, 4, 80, 3
 OPTIONS = ("attn_dropout_checkpoint", "normalize_invertible", "gelu_checkpoint")
@@ -462,3 +466,26 @@ def test_torch_func_is_an_error_that_says_so() -> None:
     output = layer(input.requires_grad_())
     with pytest.raises(SdkError, match=r"no torch\.func"):
         torch.autograd.grad(output, input, torch.stack([output, output]), is_grads_batched=True)
+
+
+def test_products_of_floats_by_our_own_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results and gradients are those by torch's; who watches operators or functions sees torch's."""
+    layer, (input, *_) = make(torch.float32, pre_layer_norm=False).eval(), inputs(5, torch.float32)
+    leaves = (input.requires_grad_(), *layer.parameters())
+    expected = layer(input)
+    gradients = torch.autograd.grad(expected.square().sum(), leaves)
+    ours = Mock(wraps=_products.addmm_)
+    monkeypatch.setattr(_products, "addmm_", ours)
+    monkeypatch.setattr(_products, "multiplies_floats_fast", lambda: False)
+    for name in ("_LEAST", "_LEAST_SIDE"):
+        monkeypatch.setattr(_products, name, 0)
+    found = layer(input)
+    torch.testing.assert_close(found, expected)
+    for one, wanted in zip(torch.autograd.grad(found.square().sum(), leaves), gradients, strict=True):
+        torch.testing.assert_close(one, wanted, rtol=1e-4, atol=1e-4)
+    assert ours.call_count == 12
+    with FlopCounterMode(display=False):
+        layer(input).sum().backward()
+    with Looking():
+        layer(input)
+    assert ours.call_count == 12

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ds_plugin_sdk.nn.linear import is_watched
+from ds_plugin_sdk.ops._watched import is_watched
 from ds_plugin_sdk.ops.linear_cross_entropy import is_batched
 from ds_plugin_sdk.registry import has_kernels, load_kernels
 

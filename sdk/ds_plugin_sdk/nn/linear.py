@@ -8,18 +8,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
 from ds_plugin_sdk.errors import SdkError
 from ds_plugin_sdk.ops._products import is_large, is_torchs_slower, product
+from ds_plugin_sdk.ops._watched import is_transformed, is_watched
 from ds_plugin_sdk.ops.linear_cross_entropy import is_batched
 
 # Multiplications below which what is saved, some 0.1 ms, is no more than what a function of Python's takes; rows below
 # which to make the weight float32 takes longer.
 _LEAST = 1 << 24
 _ROWS = 128
-# Where the mode is that torch.set_default_device sets: it changes no product.
-_DEFAULT_DEVICE = "torch.utils._device"
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -115,29 +113,6 @@ def is_plain(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.layout == torch.strided and not tensor.is_nested
 
 
-def is_watched(*, operators: bool = True) -> bool:
-    """Whether torch's own functions are to be seen: by compilers, `torch.func`, forward-mode derivatives, modes.
-
-    Args:
-        operators: by modes that see every operator, which may count them or keep results of some, too.
-    """
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._is_tracing()
-        or is_transformed()
-        or (operators and torch._C._len_torch_dispatch_stack() > 0)
-        or any(
-            type(torch._C._get_function_stack_at(index)).__module__ != _DEFAULT_DEVICE
-            for index in range(torch._C._len_torch_function_stack())
-        )
-    )
-
-
-def is_transformed() -> bool:
-    """Whether `torch.func` or forward-mode derivatives are at work."""
-    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
-
-
 def check_untransformed(name: str, grad: Tensor | None = None) -> None:
     """Check that `torch.func` is not at work, nor gradients for several directions at once, for what has neither.
 
@@ -191,8 +166,6 @@ __all__ = [
     "check_untransformed",
     "is_autocast",
     "is_plain",
-    "is_transformed",
-    "is_watched",
     "linear",
     "multiplies",
     "multiply",

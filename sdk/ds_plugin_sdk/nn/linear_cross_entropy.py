@@ -14,10 +14,11 @@ from torch.distributed import ProcessGroup, ReduceOp
 
 from ds_plugin_sdk import comm
 from ds_plugin_sdk.errors import InvalidTensorError
-from ds_plugin_sdk.nn.linear import autocast_to, is_transformed
+from ds_plugin_sdk.nn.linear import autocast_to
 from ds_plugin_sdk.ops import _library
 from ds_plugin_sdk.ops import linear_cross_entropy as ops
 from ds_plugin_sdk.ops._checks import CheckError, is_dtensor
+from ds_plugin_sdk.ops._watched import is_transformed
 
 _REDUCTIONS = ("mean", "sum")
 

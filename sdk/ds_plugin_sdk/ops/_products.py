@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ds_plugin_sdk.ops._watched import is_watched
 from ds_plugin_sdk.ops.matmul import addmm_
 
 # CPU features by which products of a dtype are at least as fast as those of float32, as /proc/cpuinfo names them.
@@ -48,7 +49,7 @@ def product_dtype(tensor: Tensor) -> torch.dtype:
 def is_torchs_slower(tensor: Tensor) -> bool:
     """Whether torch's product of such matrices takes longer than `product`: sizes and what watches torch aside."""
     return product_dtype(tensor) != tensor.dtype or (
-        tensor.dtype == torch.float32 and tensor.device.type == "cpu" and not multiplies_floats_fast()
+        tensor.dtype == torch.float32 and tensor.device.type == "cpu" and _is_ours_faster()
     )
 
 
@@ -71,9 +72,25 @@ def multiplies_floats_fast() -> bool:
     return platform.machine() != "x86_64" or not _is_zen5(_x86())
 
 
-@functools.cache
+def _is_ours_faster() -> bool:
+    """Whether ``ds_plugin::addmm_`` is, and torch was not allowed to multiply float32 in bfloat16, as
+    ``torch.set_float32_matmul_precision("medium")`` does.
+    """
+    matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # an object that torch puts there
+    return not multiplies_floats_fast() and matmul.fp32_precision != "bf16"
+
+
 def torchs_from(dtype: torch.dtype) -> float:
-    """From how many inputs on `ops.linear` of plain weights on a CPU is ``torch.nn.functional.linear``; inf: never."""
+    """From how many inputs on a linear layer of plain weights on a CPU is better left to torch; inf: never.
+
+    `ops.linear` leaves it from the same number on, but for float32 where torch may multiply that in bfloat16.
+    """
+    many = _torchs_from_here(dtype)
+    return _MANY if dtype == torch.float32 and many == math.inf and not _is_ours_faster() else many
+
+
+@functools.cache
+def _torchs_from_here(dtype: torch.dtype) -> float:
     return _torchs_from(dtype, _x86()) if platform.machine() == "x86_64" else _MANY
 
 
@@ -131,7 +148,7 @@ def product(a: Tensor, b: Tensor, bias: Tensor | None = None, *, out: Tensor | N
     Returns:
         ``[rows, columns]``, the dtype of `a`; contiguous if it is new.
     """
-    if torch.compiler.is_compiling() or product_dtype(a) == a.dtype:
+    if torch.compiler.is_compiling() or product_dtype(a) == a.dtype or math.prod(a.shape) * b.shape[1] < _LEAST:
         return _product(a, b, bias, out)
     out = a.new_empty(a.shape[0], b.shape[1]) if out is None else out
     bias = None if bias is None else bias.expand(out.shape)
@@ -154,8 +171,7 @@ def add_product(sums: Tensor, a: Tensor, b: Tensor, *, beta: int = 1) -> None:
 def _is_ours(a: Tensor, b: Tensor, *sums: Tensor) -> bool:
     """Whether ``ds_plugin::addmm_`` multiplies them: who compiles or sees operators is to see torch's."""
     return (
-        not torch.compiler.is_compiling()
-        and torch._C._len_torch_dispatch_stack() == 0
+        not is_watched()
         and all(type(matrix) in (Tensor, nn.Parameter) for matrix in (a, b, *sums))
         and is_torchs_slower(a)
         and is_large(a.shape[0], a.shape[1], b.shape[1])

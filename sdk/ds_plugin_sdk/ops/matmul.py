@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ds_plugin_sdk.errors import SdkError
 from ds_plugin_sdk.ops import _library
 from ds_plugin_sdk.ops._checks import CheckError, check_other, check_written, text
 
@@ -27,7 +28,15 @@ def addmm_(sums: Tensor, a: Tensor, b: Tensor, *, beta: float = 1.0) -> Tensor:
 
     Raises:
         InvalidTensorError: shapes, dtypes or devices do not fit; nothing was modified.
+        SdkError: gradients are recorded, and `a` or `b` wants one.
     """
+    if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
+        raise SdkError(
+            "no derivative",
+            op="addmm_",
+            why="a or b requires a gradient",
+            hint="call it within torch.no_grad(), or take ds_plugin_sdk.nn.linear",
+        )
     _library.call("addmm_", sums, a, b, beta)
     _library.mark_modified([sums])
     return sums

@@ -33,7 +33,7 @@ from ds_plugin_sdk.integrations.transformers.understood import (
     same_code,
 )
 from ds_plugin_sdk.nn import linear_cross_entropy
-from ds_plugin_sdk.nn.linear import is_watched
+from ds_plugin_sdk.ops._watched import is_watched
 
 _KNOWN = (LlamaForCausalLM, GPT2LMHeadModel, OPTForCausalLM)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)

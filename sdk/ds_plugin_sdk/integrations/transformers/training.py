@@ -15,9 +15,10 @@ from transformers.pytorch_utils import Conv1D
 
 from ds_plugin_sdk.integrations.deepspeed.hooks import is_linear_of_zero
 from ds_plugin_sdk.integrations.transformers.replacement import TrainingReplacement
-from ds_plugin_sdk.nn.linear import is_autocast, is_plain, is_watched, multiplies, multiply
+from ds_plugin_sdk.nn.linear import is_autocast, is_plain, multiplies, multiply
 from ds_plugin_sdk.ops._derived_once import derived_once
 from ds_plugin_sdk.ops._products import product_dtype
+from ds_plugin_sdk.ops._watched import is_watched
 
 
 def linear_in_training(module: nn.Module, input: object) -> Tensor | None:

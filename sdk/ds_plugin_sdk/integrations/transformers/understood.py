@@ -29,7 +29,7 @@ from transformers.utils.deprecation import deprecate_kwarg
 from ds_plugin_sdk.integrations.deepspeed.hooks import is_linear_of_zero, moves_parameters_alone
 from ds_plugin_sdk.integrations.transformers.as_found import Place
 from ds_plugin_sdk.integrations.transformers.replacement import is_own
-from ds_plugin_sdk.nn.linear import is_watched
+from ds_plugin_sdk.ops._watched import is_watched
 from ds_plugin_sdk.ops.linear import Activation
 
 try:
