@@ -101,6 +101,14 @@ auto best(const All& all) {
   }
   return decltype(all.front().function){nullptr};
 }
+// Whether the function of a level was linked in and runs here.
+template <class All>
+bool has(const All& all, Level level) {
+  for (const auto& each : all) {
+    if (each.level == level) return each.function && runs_here(level);
+  }
+  return false;
+}
 template <class Work>
 Compute<Work> best_compute() {
   return best(all_compute<Work>());

@@ -58,7 +58,10 @@ bool multiplies_fast(Dtype dtype) {
 bool multiplies_few_fast(Dtype dtype) { return dtype == Dtype::BFloat16 && multiplies_fast(dtype); }
 bool multiplies_few_floats_slowly() { return is_amd() && !__builtin_cpu_supports("avx512f"); }
 // Its product of floats, MKL's, uses AVX-512 on Intel's CPUs alone: half of what Zen 5 can do.
-bool multiplies_floats_slowly() { return is_zen5_or_later() && __builtin_cpu_supports("avx512f"); }
+bool multiplies_floats_slowly() {
+  static const bool slowly = is_zen5_or_later() && has(all_loops<LinearLoops>(), Level::avx512);
+  return slowly;
+}
 #else
 bool multiplies_floats_slowly() { return false; }
 bool multiplies_few_fast(Dtype) { return false; }

@@ -12,13 +12,14 @@ namespace ds_kernels::cpu {
 namespace {
 
 // torch's product is MKL's, which uses AVX-512 on Intel's CPUs alone. Where AMD's multiply twice as much by it as by AVX2, that is
-// half of what these loops do. ds_plugin_sdk/ops/_products.py has the same rule.
+// half of what these loops do. linear_binding.cpp and ds_plugin_sdk/ops/_products.py have the same rule.
 struct MatmulDevice : Device {
   using Device::Device;
   static constexpr int64_t kLeastSide = 40;  // of thin matrices more is laid out than is multiplied
 
   bool takes(const Matmul& m) const {
-    return is_zen5_or_later() && std::min({m.rows, m.columns, m.depth}) >= kLeastSide && best_compute<Matmul>();
+    static const bool is_faster = is_zen5_or_later() && has(all_compute<Matmul>(), Level::avx512);
+    return is_faster && std::min({m.rows, m.columns, m.depth}) >= kLeastSide;
   }
 
   void add_by_torch(const Tensor& sums, const Tensor& a, const Tensor& b, double beta) const {

@@ -344,6 +344,9 @@ def test_thin_products_of_floats_are_torchs(calls: list[torch.Size], monkeypatch
             linear(input, weight)
             assert bool(calls) == ours
             calls.clear()
+    monkeypatch.setattr(_products, "has_kernel", lambda: False)  # nor can one be compiled
+    linear(*tensors(torch.float32, 13))
+    assert not calls
 
 
 def test_who_lets_torch_multiply_floats_in_bfloat16_gets_that(calls: list[torch.Size]) -> None:

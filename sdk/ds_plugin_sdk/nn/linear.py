@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_plugin_sdk.errors import SdkError
-from ds_plugin_sdk.ops._products import is_large, is_torchs_slower, product
+from ds_plugin_sdk.ops._products import is_torchs_slower, is_worth_addmm, product
 from ds_plugin_sdk.ops._watched import is_transformed, is_watched
 from ds_plugin_sdk.ops.linear_cross_entropy import is_batched
 
@@ -75,7 +75,7 @@ def multiplies(input: Tensor, weight: Tensor, bias: Tensor | None, *, transposed
         and (bias is None or bias.shape == (outer,))
         and input.numel() * outer >= _LEAST
         and (
-            is_large(input.numel() // max(inner, 1), inner, outer)
+            is_worth_addmm(input.numel() // max(inner, 1), inner, outer)
             if dtype == torch.float32
             else input.numel() >= _ROWS * max(inner, 1)
         )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_plugin_sdk.ops._watched import is_watched
-from ds_plugin_sdk.ops.matmul import addmm_
+from ds_plugin_sdk.ops.matmul import addmm_, has_kernel
 
 # CPU features by which products of a dtype are at least as fast as those of float32, as /proc/cpuinfo names them.
 _FAST = {torch.bfloat16: {"amx_bf16"}, torch.float16: {"amx_fp16", "avx512_fp16"}}
@@ -174,13 +174,13 @@ def _is_ours(a: Tensor, b: Tensor, *sums: Tensor) -> bool:
         not is_watched()
         and all(type(matrix) in (Tensor, nn.Parameter) for matrix in (a, b, *sums))
         and is_torchs_slower(a)
-        and is_large(a.shape[0], a.shape[1], b.shape[1])
+        and is_worth_addmm(a.shape[0], a.shape[1], b.shape[1])
     )
 
 
-def is_large(*sizes: int) -> bool:
-    """Whether rows, columns and depth of a product of float32 are worth ``ds_plugin::addmm_``."""
-    return min(sizes) >= _LEAST_SIDE and math.prod(sizes) >= _LEAST
+def is_worth_addmm(*sizes: int) -> bool:
+    """Whether ``ds_plugin::addmm_`` has a kernel, and rows, columns and depth of a product are enough for it."""
+    return min(sizes) >= _LEAST_SIDE and math.prod(sizes) >= _LEAST and has_kernel()
 
 
 def _product(a: Tensor, b: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
@@ -207,8 +207,8 @@ def _parts(size: int, most: int) -> list[slice]:
 
 __all__ = [
     "add_product",
-    "is_large",
     "is_torchs_slower",
+    "is_worth_addmm",
     "multiplies_fast",
     "multiplies_floats_fast",
     "product",

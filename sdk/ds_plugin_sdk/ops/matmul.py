@@ -6,11 +6,14 @@ For CPUs on which torch's product leaves half of the arithmetic units' rate unus
 
 from __future__ import annotations
 
+import contextlib
+import functools
+
 import torch
 from torch import Tensor
 
-from ds_plugin_sdk.errors import SdkError
-from ds_plugin_sdk.ops import _library
+from ds_plugin_sdk.errors import BuildError, SdkError
+from ds_plugin_sdk.ops import _first_call, _library
 from ds_plugin_sdk.ops._checks import CheckError, check_other, check_written, text
 
 
@@ -42,6 +45,14 @@ def addmm_(sums: Tensor, a: Tensor, b: Tensor, *, beta: float = 1.0) -> Tensor:
     return sums
 
 
+@functools.cache
+def has_kernel() -> bool:
+    """Whether the CPU has a kernel for the op; it is loaded, or compiled, when this is first asked."""
+    with contextlib.suppress(BuildError):  # torch's product is as right
+        _first_call.load("matmul", "cpu")
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key("ds_plugin::addmm_", "CPU"))
+
+
 def _check(sums: Tensor, a: Tensor, b: Tensor) -> None:
     if sums.dtype not in (torch.float32, torch.float64):
         raise CheckError(f"sums is {text(sums.dtype)}; expected float32")
@@ -61,4 +72,4 @@ def addmm_reference(sums: Tensor, a: Tensor, b: Tensor, beta: float) -> None:
     sums.addmm_(a, b, beta=beta)
 
 
-__all__ = ["addmm_"]
+__all__ = ["addmm_", "has_kernel"]
