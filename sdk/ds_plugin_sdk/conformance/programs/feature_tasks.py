@@ -448,12 +448,24 @@ def monitored(target: Target, config: Mapping[str, Any]) -> Numbers:
 
 
 def tuned(target: Target) -> Numbers:
-    """How autotuning starts: it profiles the model's size, and makes its first experiments' configurations."""
-    from deepspeed.autotuning.config import DeepSpeedAutotuningConfig
+    """What the programs that autotuning starts do: one writes the model's size and ends, each other one its speed."""
+    with tempfile.TemporaryDirectory(prefix="conformance-") as folder:
+        size, speed = Path(folder, "size.json"), Path(folder, "speed.json")
+        _experiment(size, model_info={"profile": True}, model_info_path=str(size))
+        _experiment(speed, metric_path=str(speed), start_profile_step=2, end_profile_step=3)
+        model, metrics = (json.loads(file.read_text(encoding="utf-8")) for file in (size, speed))
+    return {
+        "parameters": [float(model[name]) for name in ("num_params", "trainable_num_params")],
+        "measured": [float(metrics[name] > 0) for name in ("latency", "throughput", "FLOPS_per_gpu")],
+    }
 
-    config = DeepSpeedAutotuningConfig({"autotuning": {"enabled": True, "fast": False}})
-    info = _engine({"autotuning": {"enabled": False}, "zero_optimization": {"stage": 1}})
-    return {"enabled": [float(config.enabled)], "losses": _steps(info, 2)}
+
+def _experiment(written: Path, **options: Any) -> None:
+    try:
+        _steps(_engine({"autotuning": {"enabled": True, **options}, "zero_optimization": {"stage": 1}}), 8)
+    except SystemExit:
+        return
+    raise RuntimeError(f"DeepSpeed went on without writing {written.name}")
 
 
 def elastic(target: Target) -> Numbers:
