@@ -13,7 +13,7 @@ from ds_plugin_sdk.ops.matmul import addmm_
 
 # Rows, columns, depth: around vectors, tiles of columns and of depth, and rows whose sums are in registers together.
 _SHAPES = ((1, 1, 1), (2, 33, 5), (40, 40, 40), (41, 63, 127), (52, 96, 128), (65, 97, 129), (70, 100, 515))
-_REAL = ((128, 768, 768), (520, 96, 1024))
+_REAL = ((520, 96, 1024), (512, 768, 768))
 
 
 def _formula(sums: Tensor, a: Tensor, b: Tensor, beta: float) -> tuple[Tensor]:
@@ -46,8 +46,8 @@ def _samples(make: Make) -> Iterator[Sample]:
     unread.arguments["sums"].fill_(torch.nan)
     yield unread
     for shape in _REAL:
-        yield _sample(make, f"{shape}", "real", shape, "nt")
-        yield _sample(make, f"{shape}, a turned", "real", shape, "tn", 0.0)
+        yield _sample(make, f"{shape}, a turned", "real", shape, "tn")
+        yield _sample(make, f"{shape}", "real", shape, "nt", 0.0)
 
 
 def _large(make: Make) -> Iterator[Sample]:
