@@ -160,7 +160,13 @@ FEATURES: tuple[Feature, ...] = (
     _train("zero", "offload_states", "states_moved", zero_optimization=_zero(3)),
     _train("zero", "sharded_from_the_start", "sharded_from_the_start", zero_optimization=_zero(3)),
     _train("zero", "quantized_weights", bf16=_BF16, zero_optimization=_zero(3, zero_quantized_weights=True)),
-    _train("zero", "quantized_gradients", bf16=_BF16, zero_optimization=_zero(3, zero_quantized_gradients=True)),
+    _train(
+        "zero",
+        "quantized_gradients",
+        "a_node_for_each_rank",
+        bf16=_BF16,
+        zero_optimization=_zero(3, zero_quantized_gradients=True),
+    ),
     _train("zero", "secondary_shards", zero_optimization=_zero(3, zero_hpz_partition_size=2)),
     *(
         _train(

@@ -100,6 +100,18 @@ def train(target: Target, config: Mapping[str, Any], steps: int = 6) -> Numbers:
     return {"losses": _steps(engine, steps)}
 
 
+def a_node_for_each_rank(target: Target, config: Mapping[str, Any]) -> Numbers:
+    """Train as if each rank had a machine of its own, for what DeepSpeed does between machines alone."""
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    accelerator.device_count = lambda: 1
+    try:
+        return train(target, config)
+    finally:
+        del accelerator.device_count
+
+
 def sharded_from_the_start(target: Target, config: Mapping[str, Any]) -> Numbers:
     """Make the model inside `deepspeed.zero.Init`."""
     import deepspeed
@@ -513,6 +525,7 @@ TASKS: dict[str, Callable[..., Numbers]] = {
     task.__name__: task
     for task in (
         train,
+        a_node_for_each_rank,
         sharded_from_the_start,
         states_moved,
         compiled,
