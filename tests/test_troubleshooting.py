@@ -23,6 +23,8 @@ OTHERS = {
     "Unknown backend type": ("torch", "distributed/distributed_c10d.py"),
     "Your setup doesn't support bf16/gpu": ("transformers", "training_args.py"),
     "only supported on CUDA GPUs": ("lightning", "pytorch/strategies/deepspeed.py"),
+    "Could not find schema for ds_plugin::": None,  # torch's, in C++
+    "Cannot access accelerator device when none is available": None,
     "Can't instantiate abstract class": None,  # Python's own
     "No module named 'mpi4py'": None,
     "No module named 'hatchling'": None,

@@ -275,6 +275,8 @@ class _SharedMemory:
 
         Raises, for all, what one of them raises that has no kernel and may not do without it.
         """
+        # All are there before the file is: a job that hangs here, and is killed, leaves none.
+        distributed.all_gather_object([None] * group.size(), None, group=group)
         path = _new_file(group.size()) if group.rank() == 0 else None
         shared, error = None, None
         try:

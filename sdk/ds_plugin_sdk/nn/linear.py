@@ -129,7 +129,7 @@ def check_untransformed(name: str, grad: Tensor | None = None) -> None:
 
 
 class _Linear(torch.autograd.Function):
-    """Of input and bias in 16 bits, and a weight that may be wider: autocast keeps no copy of it."""
+    """Of input and bias of one dtype, and a weight that may be wider: autocast keeps no copy of it."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:

@@ -28,6 +28,8 @@ _ZEN5 = 0x1A
 # Sizes below which a product is torch's there: of thin matrices, and of what takes no longer than a call from Python.
 # ``kernels/cpu/matmul_binding.cpp`` has the first of them.
 _LEAST_SIDE, _LEAST = 40, 1 << 22
+# And multiplications of 16-bit numbers that are not worth to be made float32.
+_LEAST_WIDENED = 1 << 16
 # How much is in float32 at a time, as rows, columns and what is summed over: tens of MiB, as fast as all at once.
 _ROWS, _COLUMNS, _SUMMED = 2048, 2048, 4096
 
@@ -148,7 +150,8 @@ def product(a: Tensor, b: Tensor, bias: Tensor | None = None, *, out: Tensor | N
     Returns:
         ``[rows, columns]``, the dtype of `a`; contiguous if it is new.
     """
-    if torch.compiler.is_compiling() or product_dtype(a) == a.dtype or math.prod(a.shape) * b.shape[1] < _LEAST:
+    few = math.prod(a.shape) * b.shape[1] < _LEAST_WIDENED
+    if torch.compiler.is_compiling() or product_dtype(a) == a.dtype or few:
         return _product(a, b, bias, out)
     out = a.new_empty(a.shape[0], b.shape[1]) if out is None else out
     bias = None if bias is None else bias.expand(out.shape)

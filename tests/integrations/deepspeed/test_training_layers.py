@@ -33,7 +33,7 @@ ops = []
 call = fused.Fused.call
 fused.Fused.call = lambda self, *args, **options: ops.append(self.op) or call(self, *args, **options)
 
-def losses(ours, stage, checkpointing):
+def losses(ours, stage, checkpointing, first=True):
     torch.manual_seed(0)
     config = {
         'train_micro_batch_size_per_gpu': 2,
@@ -46,9 +46,11 @@ def losses(ours, stage, checkpointing):
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, use_cache=False))
     if checkpointing:
         model.gradient_checkpointing_enable({'use_reentrant': False})
-    if ours:
+    if ours and first:
         accelerate(model)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    if ours and not first:
+        accelerate(model)
     ids = torch.randint(0, 96, (2, 9), generator=torch.Generator().manual_seed(engine.global_rank))
     for _ in range(4):
         loss = engine(input_ids=ids, labels=ids).loss
@@ -58,12 +60,12 @@ def losses(ours, stage, checkpointing):
 
 with open(f"losses-{os.environ['RANK']}", 'w') as file:
     for stage in range(4):
-        for checkpointing in (False, True):
+        for checkpointing, first in ((False, True), (True, True), (False, False)):
             expected = list(losses(False, stage, checkpointing))
             before = len(calls) + len(ops)
-            found = list(losses(True, stage, checkpointing))
+            found = list(losses(True, stage, checkpointing, first))
             apart = largest_difference(found, expected, relative=True)
-            print(stage, checkpointing, before, len(calls), len(ops), apart, found[0], found[-1], file=file)
+            print(stage, checkpointing, first, before, len(calls), len(ops), apart, found[0], found[-1], file=file)
             calls.clear()
             ops.clear()
 torch.distributed.destroy_process_group()
@@ -165,9 +167,9 @@ def test_losses_are_those_of_the_plain_model_under_every_stage(tmp_path: Path, k
     launch(2, TRAIN, tmp_path, kernel_cache)
     for rank in (0, 1):
         found = [line.split() for line in (tmp_path / f"losses-{rank}").read_text().splitlines()]
-        assert len(found) == 8
-        for stage, checkpointing, plain, ours, fused, apart, first, last in found:
-            run = f"stage {stage}, checkpointing {checkpointing}"
+        assert len(found) == 12
+        for stage, checkpointing, before, plain, ours, fused, apart, first, last in found:
+            run = f"stage {stage}, checkpointing {checkpointing}, accelerated before DeepSpeed has it {before}"
             assert plain == "0", run
             # Seven linear layers in each of two layers, and that of logits; those of layers again by checkpoints.
             assert int(ours) == 4 * (2 * 14 + 1 if checkpointing == "True" else 15), run

@@ -351,6 +351,7 @@ def _find_layers(model: transformers.PreTrainedModel, packer: Packer, found: _Fo
                 _in_training(name, module, found)
         except NotUnderstoodError as why:
             found.left[name] = (name_of(module), str(why))
+            _in_training(name, module, found)  # one whose memory is ZeRO's is trained all the same
 
 
 def _in_training(name: str, module: nn.Module, found: _Found) -> None:

@@ -113,7 +113,7 @@ class TrainedMlp(TrainingReplacement):
         self._act: Any = module._modules.get("act_fn")
         if self._act is None:
             raise NotUnderstoodError("its activation is no module")
-        self._activation = activation_of(self._act)
+        self._activation = activation_of(self._act, hooks=True)
         self._act_forward, self._called = type(self._act).forward, vars(self._act).get("act")
 
     def in_training(self, input: Any) -> Any:

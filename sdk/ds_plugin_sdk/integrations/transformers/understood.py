@@ -402,12 +402,13 @@ def _is_gemmas(module: Any) -> bool:
     )
 
 
-def activation_of(module: nn.Module) -> Activation:
-    """An activation of ours that is a module's."""
+def activation_of(module: nn.Module, *, hooks: bool = False) -> Activation:
+    """An activation of ours that is a module's; with `hooks`, it may have some."""
     activation = ACTIVATIONS.get(type(module))
     if activation is None:
         raise NotUnderstoodError(f"{name_of(module)} is no activation that is known")
-    check_own_code(module)
+    (check_no_other_forward if hooks else check_only_its_class)(module)
+    check_as_written(module)
     check_activation(module)
     return activation
 
