@@ -1,12 +1,12 @@
-// Products of matrices of floats, by AVX-512 or AVX2: tiles of b are laid out in the first cache, and rows of a pass by them
-// (linear_tiles.h). Compiled once per instruction-set level, without torch.
+// Products of matrices of floats, by AVX-512: tiles of b are laid out in the first cache, and rows of a pass by them
+// (linear_tiles.h). Other levels have none: torch's product is as fast there.
 #include <ds_kernels/matmul.h>
 
 #include "linear_tiles.h"
 #include "loops.h"
 
 namespace ds_kernels::cpu {
-#if defined(__AVX2__)
+#if defined(__AVX512F__)
 namespace {
 
 // Rows of a at a time, for which each tile of b is laid out once, and how deep they are: so much of a shall be in the second cache,

@@ -1,4 +1,4 @@
-// Products of matrices of floats, at every level that has them, in every layout, around tiles and what is copied at a time.
+// Products of matrices of floats, at the level that has them, in every layout, around tiles and what is copied at a time.
 #include <ds_kernels/matmul.h>
 
 #include <random>
