@@ -19,9 +19,10 @@ import pytest
 
 import ds_plugin_sdk.cli.app
 from broken_plugin import install_broken
-from ds_plugin_sdk import __version__, cli, report
+from ds_plugin_sdk import __version__, cli, registry, report
 from ds_plugin_sdk.cli.needs_torch import import_torch
 from ds_plugin_sdk.errors import SdkError
+from ds_plugin_sdk.integrations.deepspeed import autoload
 from ds_plugin_sdk.settings import child_environment
 from launchers import free_port
 from plugin_site import MANIFEST, Install, write_plugin
@@ -221,6 +222,14 @@ def test_list_says_where_deepspeed_does_not_see_what_is_chosen(
     monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     text = sdk("list", *arguments)
     assert "TORCH_DEVICE_BACKEND_AUTOLOAD is not 1" in text and "import ds_plugin_sdk" in text
+
+
+def test_list_says_that_the_sdk_is_not_installed_where_no_plugin_is(sdk: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Source folders on PYTHONPATH: nothing tells of plugins there."""
+    monkeypatch.setattr(registry, "scan", dict)
+    monkeypatch.setattr(autoload, "why_not_called", lambda: "ds-plugin-sdk is on the path, and not installed")
+    text = sdk("list")
+    assert "No plugins are installed" in text and "not installed; a plugin is found where it is installed" in text
 
 
 def test_list_says_that_other_libraries_are_left_alone(sdk: Run, monkeypatch: pytest.MonkeyPatch) -> None:

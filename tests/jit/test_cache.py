@@ -268,6 +268,17 @@ def test_a_compiler_by_another_of_its_names_says_so(
     assert re.search(r"rebuilt: (cxx|commands).* -> .*other-g\+\+", reason), reason
 
 
+def test_a_reason_names_what_has_changed_beside_the_users_arguments(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which conda sets always."""
+    monkeypatch.setenv("CXXFLAGS", "-DMORE=1")
+    acquire(project.spec())
+    monkeypatch.setenv("LDFLAGS", "-Wl,-O1")
+    reason = acquire(project.spec()).reason
+    assert "-Wl,-O1" in reason and "user_args" not in reason
+
+
 def test_a_compiler_replaced_in_place_is_seen(
     project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

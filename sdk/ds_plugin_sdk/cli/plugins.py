@@ -28,7 +28,7 @@ def list_plugins(
             decision, problem = registry.Decision(), error
     chosen = decision.chosen.name if decision.chosen is not None else None
     steps = [*decision.steps, *_followers()]
-    unseen = autoload.why_not_called() if chosen is not None else ""
+    unseen = autoload.why_not_called() if chosen is not None or not rows else ""
     if unseen:
         steps.append(Step("torch", "does not call the SDK", f"{unseen}; {autoload.WHERE_NOT}"))
     if as_json:
@@ -36,6 +36,9 @@ def list_plugins(
         print_json({"plugins": plugins, "chosen": chosen, "steps": [vars(step) for step in steps]})
     elif not rows:
         output.print("No plugins are installed. DeepSpeed uses its own accelerators.")
+        if unseen:
+            hint = "a plugin is found where it is installed: `pip install` it, and the SDK"
+            errors.print(f"warning: {unseen}; {hint}", soft_wrap=True)
     else:
         table(
             "Plugins",

@@ -165,7 +165,7 @@ def make_plan(request: Request) -> Plan:
         "abi": here.abi(spec),
         "toolchain": toolchain.identity(spec),
         "environment": compiler_environment(),
-        **({"user_args": request.user_args} if request.user_args else {}),
+        **({"user_args": [*request.user_args]} if request.user_args else {}),
         **({"linked": linked} if linked else {}),
         "commands": [[request.tokens.write(word) for word in command] for command in (*compiling, link)],
     }
