@@ -35,8 +35,10 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU at which torch's products are slow, and products that are never too small."""
     monkeypatch.setattr(_products, "multiplies_fast", lambda dtype: False)
     monkeypatch.setattr(_products, "multiplies_floats_fast", lambda: False)
-    for module, name in ((training, "_LEAST"), (training, "_ROWS"), (_products, "_LEAST"), (_products, "_LEAST_SIDE")):
-        monkeypatch.setattr(module, name, 0)
+    for name in ("_LEAST", "_ROWS"):
+        monkeypatch.setattr(training, name, 0)
+    for name in ("_LEAST", "_LEAST_SIDE", "_LEAST_WIDENED"):
+        monkeypatch.setattr(_products, name, 0)
 
 
 @pytest.fixture
@@ -333,6 +335,17 @@ def test_small_products_are_torchs(calls: list[torch.Size], monkeypatch: pytest.
         monkeypatch.setattr(training, name, more - 1)
         linear(input, weight)
         assert calls.pop()
+
+
+def test_products_too_small_to_be_widened_are_torchs(slow: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However slow that is: it takes no longer than to make floats of them."""
+    a, b = torch.randn(13, 40).half(), torch.randn(40, 24).half()
+    for least, torchs in ((13 * 40 * 24 + 1, 1), (13 * 40 * 24, 0)):
+        monkeypatch.setattr(_products, "_LEAST_WIDENED", least)
+        with torch.profiler.profile() as profiler:
+            found = _products.product(a, b)
+        assert sum(event.name == "aten::mm" for event in profiler.events()) == torchs
+        assert_rounded_once(found, a.double() @ b.double(), torch.float16)
 
 
 def test_thin_products_of_floats_are_torchs(calls: list[torch.Size], monkeypatch: pytest.MonkeyPatch) -> None:

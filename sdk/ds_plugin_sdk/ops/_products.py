@@ -176,6 +176,7 @@ def _is_ours(a: Tensor, b: Tensor, *sums: Tensor) -> bool:
     return (
         not is_watched()
         and all(type(matrix) in (Tensor, nn.Parameter) for matrix in (a, b, *sums))
+        and a.dtype == torch.float32
         and is_torchs_slower(a)
         and is_worth_addmm(a.shape[0], a.shape[1], b.shape[1])
     )
