@@ -7,6 +7,7 @@
 
 #include <ds_kernels/multi_tensor.h>
 #include <ds_kernels/slices.h>
+#include <ds_kernels/vec.h>
 
 #include "levels.h"
 #include "threads.h"
@@ -64,6 +65,13 @@ struct Device {
     expect_found(op, compute)(work, dtype, TorchThreads());
   }
 };
+
+// Whether loops by AVX-512 multiply floats faster than torch's product, which is MKL's: that uses AVX-512 on Intel's CPUs alone, and
+// does half of what AMD's can from Zen 5 on. ds_plugin_sdk/ops/_products.py has the same rule. `all` are the levels of those loops.
+template <class All>
+bool multiply_floats_faster(const All& all) {
+  return is_zen5_or_later() && has(all, Level::avx512);
+}
 
 // The table of loops for this machine.
 template <class Loops>

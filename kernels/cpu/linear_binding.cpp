@@ -57,13 +57,7 @@ bool multiplies_fast(Dtype dtype) {
 }
 bool multiplies_few_fast(Dtype dtype) { return dtype == Dtype::BFloat16 && multiplies_fast(dtype); }
 bool multiplies_few_floats_slowly() { return is_amd() && !__builtin_cpu_supports("avx512f"); }
-// Its product of floats, MKL's, uses AVX-512 on Intel's CPUs alone: half of what Zen 5 can do.
-bool multiplies_floats_slowly() {
-  static const bool slowly = is_zen5_or_later() && has(all_loops<LinearLoops>(), Level::avx512);
-  return slowly;
-}
 #else
-bool multiplies_floats_slowly() { return false; }
 bool multiplies_few_fast(Dtype) { return false; }
 bool multiplies_few_floats_slowly() { return false; }
 bool multiplies(Dtype) { return true; }  // unknown: torch decides
@@ -172,13 +166,8 @@ struct Linear : Device {
 
   bool takes(const LinearLayer& layer, Dtype dtype) const {
     if (uses_amx(layer, dtype)) return true;
-    const bool amx = dtype == Dtype::BFloat16 && has_amx();
-    const bool torch_is_slower = layer.scales                ? !amx
-                                 : dtype != Dtype::Float32 ? is_slow(dtype)
-                                                           : multiplies_floats_slowly() && layer.stride != 0 &&
-                                                                 layer.outputs >= kLeastOutputs;
     const auto has_tiles = [&] { return loops_for<LinearLoops>("linear").has_tiles(layer); };
-    if (torch_is_slower && has_tiles()) return true;
+    if (is_slower_by_torch(layer, dtype) && has_tiles()) return true;
     const bool to_widen = is_slow(dtype) && (layer.scales || !multiplies(dtype));
     const bool fast = !layer.scales && multiplies_few_fast(dtype);
     const bool slow = !layer.scales && dtype == Dtype::Float32 && multiplies_few_floats_slowly() && has_tiles();
@@ -268,6 +257,14 @@ struct Linear : Device {
              std::min((next - part * shares) * share, layer.outputs));
       }
     });
+  }
+
+  // Whether tiles are faster than torch's product, however many inputs there are.
+  static bool is_slower_by_torch(const LinearLayer& layer, Dtype dtype) {
+    if (layer.scales) return dtype != Dtype::BFloat16 || !has_amx();
+    if (dtype != Dtype::Float32) return is_slow(dtype);
+    static const bool is_faster = multiply_floats_faster(all_loops<LinearLoops>());
+    return is_faster && layer.stride != 0 && layer.outputs >= kLeastOutputs;
   }
 
   // Whether torch's product takes two to three times as long as that of floats.

@@ -1,6 +1,5 @@
 // The op of <ds_kernels/ops/matmul.h> for tensors in host memory.
 #include <ds_kernels/ops/matmul.h>
-#include <ds_kernels/vec.h>
 
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
 
@@ -11,14 +10,12 @@
 namespace ds_kernels::cpu {
 namespace {
 
-// torch's product is MKL's, which uses AVX-512 on Intel's CPUs alone. Where AMD's multiply twice as much by it as by AVX2, that is
-// half of what these loops do. linear_binding.cpp and ds_plugin_sdk/ops/_products.py have the same rule.
 struct MatmulDevice : Device {
   using Device::Device;
   static constexpr int64_t kLeastSide = 40;  // of thin matrices more is laid out than is multiplied
 
   bool takes(const Matmul& m) const {
-    static const bool is_faster = is_zen5_or_later() && has(all_compute<Matmul>(), Level::avx512);
+    static const bool is_faster = multiply_floats_faster(all_compute<Matmul>());
     return is_faster && std::min({m.rows, m.columns, m.depth}) >= kLeastSide;
   }
 

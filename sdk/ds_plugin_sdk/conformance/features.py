@@ -163,7 +163,7 @@ FEATURES: tuple[Feature, ...] = (
     _train(
         "zero",
         "quantized_gradients",
-        "a_node_for_each_rank",
+        "quantized_between_nodes",
         bf16=_BF16,
         zero_optimization=_zero(3, zero_quantized_gradients=True),
     ),

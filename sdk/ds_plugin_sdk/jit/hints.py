@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-# What a compiler or the system says, and what the reader can do.
+# Patterns of what is said, and what the reader can do.
 _HINTS = (
     (
         r"Python\.h: No such file",

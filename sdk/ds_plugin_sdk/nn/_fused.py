@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ds_plugin_sdk.ops._first_call import is_native
 from ds_plugin_sdk.ops._watched import is_watched
 from ds_plugin_sdk.ops.linear_cross_entropy import is_batched
-from ds_plugin_sdk.registry import has_kernels, load_kernels
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Elements below which what a function of Python's takes is no less than what is saved.
@@ -55,7 +55,7 @@ class Fused(NamedTuple):
             and first.dtype in _DTYPES
             and first.numel() >= _LEAST
             and all(each.device == first.device for each in tensors)
-            and _is_native(self.op, self.family, first.device.type)
+            and is_native(self.op, self.family, first.device.type)
         )
 
     def call(self, *tensors: Tensor, **options: Any) -> Tensor:
@@ -101,13 +101,3 @@ def _derived(
     inputs = [tensor for tensor, wants in zip(tensors, wanted, strict=True) if wants]
     found = iter(torch.autograd.grad(result, inputs, grad, create_graph=again) if inputs else ())
     return tuple(next(found) if wants else None for wants in wanted)
-
-
-@functools.cache
-def _is_native(op: str, family: str, device_type: str) -> bool:
-    """Whether a device has a kernel; it is loaded, or compiled, when this is first asked."""
-    if not has_kernels(family, device_type):
-        return False
-    load_kernels(family, device_type)
-    key = torch._C._dispatch_key_for_device(device_type)
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(f"ds_plugin::{op}", key))

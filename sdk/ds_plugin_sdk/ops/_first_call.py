@@ -6,6 +6,7 @@ through here. Tracing does not: fake tensors and the meta device have implementa
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 from collections import defaultdict
@@ -74,6 +75,21 @@ def has_kernels(family: str, device_type: str) -> bool | None:
     return any(mark in dump for dump in dumps for mark in marks) if _ops[family] else None
 
 
+@functools.cache
+def is_native(op: str, family: str, device_type: str) -> bool:
+    """Whether a device has a kernel of an op; it is loaded, or compiled, when this is first asked.
+
+    Raises:
+        BuildError: it cannot be, and ``DS_PLUGIN_FALLBACK=0`` forbids the reference.
+    """
+    registry = importlib.import_module(_REGISTRY)
+    if not registry.has_kernels(family, device_type):
+        return False
+    registry.load_kernels(family, device_type)
+    key = torch._C._dispatch_key_for_device(device_type)
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(f"ds_plugin::{op}", key))
+
+
 def ask_again(device_type: str) -> None:
     """Let the next calls on a device ask for its kernels: it has others now."""
     for device_types in list(_asked.values()):  # without the lock: who holds it may wait for who calls this
@@ -96,4 +112,4 @@ def load(family: str, device_type: str) -> bool:
     return True
 
 
-__all__ = ["ask_again", "family_of", "has_kernels", "load", "loading"]
+__all__ = ["ask_again", "family_of", "has_kernels", "is_native", "load", "loading"]

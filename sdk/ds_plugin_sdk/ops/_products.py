@@ -68,8 +68,8 @@ def multiplies_fast(dtype: torch.dtype) -> bool:
 def multiplies_floats_fast() -> bool:
     """Whether torch's product of float32 is as fast as ``ds_plugin::addmm_``.
 
-    It is MKL's, which uses AVX-512 on Intel's CPUs alone: half of what Zen 5 can do. ``kernels/cpu/matmul_binding.cpp``
-    and ``linear_binding.cpp`` have the same rule.
+    It is MKL's, which uses AVX-512 on Intel's CPUs alone: half of what Zen 5 can do. ``kernels/cpu/device.h`` has
+    the same rule.
     """
     return platform.machine() != "x86_64" or not _is_zen5(_x86())
 

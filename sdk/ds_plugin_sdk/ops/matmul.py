@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from ds_plugin_sdk.errors import BuildError, SdkError
-from ds_plugin_sdk.ops import _first_call, _library
+from ds_plugin_sdk.ops import _library
 from ds_plugin_sdk.ops._checks import CheckError, check_other, check_written, text
+from ds_plugin_sdk.ops._first_call import is_native
 
 
 def addmm_(sums: Tensor, a: Tensor, b: Tensor, *, beta: float = 1.0) -> Tensor:
@@ -49,8 +50,8 @@ def addmm_(sums: Tensor, a: Tensor, b: Tensor, *, beta: float = 1.0) -> Tensor:
 def has_kernel() -> bool:
     """Whether the CPU has a kernel for the op; it is loaded, or compiled, when this is first asked."""
     with contextlib.suppress(BuildError):  # torch's product is as right
-        _first_call.load("matmul", "cpu")
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key("ds_plugin::addmm_", "CPU"))
+        return is_native("addmm_", "matmul", "cpu")
+    return False
 
 
 def _check(sums: Tensor, a: Tensor, b: Tensor) -> None:

@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -100,16 +101,20 @@ def train(target: Target, config: Mapping[str, Any], steps: int = 6) -> Numbers:
     return {"losses": _steps(engine, steps)}
 
 
-def a_node_for_each_rank(target: Target, config: Mapping[str, Any]) -> Numbers:
-    """Train as if each rank had a machine of its own, for what DeepSpeed does between machines alone."""
+def quantized_between_nodes(target: Target, config: Mapping[str, Any]) -> Numbers:
+    """Train as if each rank had a machine of its own: DeepSpeed quantizes gradients between machines alone."""
     from deepspeed.accelerator import get_accelerator
+    from deepspeed.runtime.zero import stage3
 
-    accelerator = get_accelerator()
-    accelerator.device_count = lambda: 1
-    try:
-        return train(target, config)
-    finally:
-        del accelerator.device_count
+    name = "all_to_all_quant_reduce"
+    with (
+        mock.patch.object(get_accelerator(), "device_count", lambda: 1),
+        mock.patch.object(stage3, name, wraps=getattr(stage3, name)) as quantizing,
+    ):
+        numbers = train(target, config)
+    if not quantizing.called:
+        raise RuntimeError("DeepSpeed has quantized no gradient")
+    return numbers
 
 
 def sharded_from_the_start(target: Target, config: Mapping[str, Any]) -> Numbers:
@@ -466,10 +471,10 @@ def tuned(target: Target) -> Numbers:
         _experiment(size, model_info={"profile": True}, model_info_path=str(size))
         _experiment(speed, metric_path=str(speed), start_profile_step=2, end_profile_step=3)
         model, metrics = (json.loads(file.read_text(encoding="utf-8")) for file in (size, speed))
-    return {
-        "parameters": [float(model[name]) for name in ("num_params", "trainable_num_params")],
-        "measured": [float(metrics[name] > 0) for name in ("latency", "throughput", "FLOPS_per_gpu")],
-    }
+    for name in ("latency", "throughput", "FLOPS_per_gpu"):
+        if not metrics[name] > 0:
+            raise RuntimeError(f"an experiment measured {name} {metrics[name]}")
+    return {"parameters": [float(model[name]) for name in ("num_params", "trainable_num_params")]}
 
 
 def _experiment(written: Path, **options: Any) -> None:
@@ -525,7 +530,7 @@ TASKS: dict[str, Callable[..., Numbers]] = {
     task.__name__: task
     for task in (
         train,
-        a_node_for_each_rank,
+        quantized_between_nodes,
         sharded_from_the_start,
         states_moved,
         compiled,
